@@ -37,7 +37,7 @@ STAMP := $(VENV)/.penstock-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language lint-lua lint-cpp check-full faults soak hostile mutants bench bench-peers bench-gpu lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full faults soak hostile mutants bench bench-peers bench-gpu lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -61,6 +61,9 @@ lint-lua: $(STAMP)
 # Shows what clang-format would change; the sources are not formatted by it yet.
 lint-cpp: $(STAMP)
 	@$(BIN)/clang-format --dry-run $(wildcard kernels/cpu/src/*.cpp kernels/cpu/src/*/*.cpp kernels/cpu/src/*/*.h)
+
+fields: $(STAMP)
+	$(BIN)/python -m penstock.gateway.openai.field_table FIELDS.md
 
 language: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)

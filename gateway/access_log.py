@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from collections.abc import Awaitable
 from http import HTTPStatus
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.gateway.errors import request_id_headers
+from penstock.gateway.openai.errors import ID_HEADER
 from penstock.gateway.stream.answer import JOB_HEADER
 
 logger = logging.getLogger("penstock.gateway.access")
@@ -19,7 +21,15 @@ logger = logging.getLogger("penstock.gateway.access")
 NO_STATUS = 499
 """Status that is logged when the caller disconnects before the answer begins, as nginx does."""
 MAX_PATH_CHARS = 200
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+"""A client's own request id: printable ASCII characters, at most 128."""
 _PROBES = ("/health", "/ready")
+
+
+def _request_id_of(scope: Scope) -> str:
+    """Return the client's request id, or a new one if it sent none or an unusable one."""
+    given = Headers(scope=scope).get(ID_HEADER, "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 class AccessLog:
@@ -39,7 +49,7 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
-        status, request_id, jobs = NO_STATUS, uuid.uuid4().hex, {}
+        status, request_id, jobs = NO_STATUS, _request_id_of(scope), {}
         scope.setdefault("state", {})["request_id"] = request_id
 
         def noting_status(message: Message) -> Awaitable[None]:

@@ -30,7 +30,7 @@ from penstock.gateway.openai.errors import ID_HEADER
 from penstock.gateway.request_head import BoundedHead
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
-from penstock.gateway.stream.answer import JOB_HEADER
+from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gc_freeze import freeze_gc
@@ -56,7 +56,7 @@ def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
     """Store on the app the objects that all requests share."""
     app.state.settings = settings
     app.state.metrics = GatewayMetrics()
-    app.state.parser = Parser()
+    app.state.parser = Parser(settings.unknown_fields)
     app.state.loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
     app.state.yielder = LoopYielder()
@@ -98,7 +98,14 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[JOB_HEADER, ID_HEADER, ANTHROPIC_ID_HEADER, "Retry-After", "Retry-After-Ms"],
+            expose_headers=[
+                JOB_HEADER,
+                ID_HEADER,
+                ANTHROPIC_ID_HEADER,
+                IGNORED_HEADER,
+                "Retry-After",
+                "Retry-After-Ms",
+            ],
         )
     app.add_middleware(AccessLog, paths=frozenset(route.path for route in ROUTES))
     return app

@@ -13,6 +13,7 @@ from contextlib import suppress
 from penstock.contract.errors import RequestError, UnavailableError
 from penstock.gateway.parsed_body import ParsedBody, decode_parsed_body, parse
 from penstock.gateway.parser_process import FORMS, HEAD
+from penstock.gateway.settings import UnknownFields
 from penstock.gateway.shared_budget import SharedBudget
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ def is_heavy(raw: bytes) -> bool:
 class Parser:
     """Parses request bodies for one gateway. The parser process starts with the first large body."""
 
-    def __init__(self) -> None:
+    def __init__(self, unknown_fields: UnknownFields = "refuse") -> None:
+        self._unknown_fields = unknown_fields
         self._parsing = SharedBudget(1, per_owner=1)
         self._child: _Child | None = None
         self._is_closed = False
@@ -54,7 +56,7 @@ class Parser:
         body and UnavailableError if the parser process cannot start.
         """
         if not is_heavy(raw):
-            return parse(form, raw)
+            return parse(form, raw, ignores_unknown=self._unknown_fields == "ignore")
         async with self._parsing.taken(owner, 1):
             return decode_parsed_body(await self._ask(form, raw))
 
@@ -65,7 +67,7 @@ class Parser:
 
     async def _ask(self, form: str, raw: bytes) -> bytes:
         if self._child is None:
-            self._child = await _Child.start()
+            self._child = await _Child.start(self._unknown_fields)
         try:
             async with asyncio.timeout(PARSE_TIMEOUT_S):
                 return await self._child.ask(form, raw)
@@ -98,11 +100,11 @@ class _Child:
         self._line = line
 
     @classmethod
-    async def start(cls) -> _Child:
+    async def start(cls, unknown_fields: UnknownFields) -> _Child:
         """Start a parser process. It starts on a thread, because forking a large process is slow."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        command = [sys.executable, "-m", "penstock.gateway.parser_process", str(theirs.fileno())]
+        command = [sys.executable, "-m", "penstock.gateway.parser_process", str(theirs.fileno()), unknown_fields]
         try:
             process = await asyncio.to_thread(
                 subprocess.Popen,

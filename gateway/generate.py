@@ -27,5 +27,5 @@ class Generate:
         body = await read_body(request, self._form)
         generation = generation_request_of(request, body)
         if body.stream:
-            return StreamAnswer(request, generation, self._dialect, body.options)
-        return WholeAnswer(request, generation, self._dialect, body.options)
+            return StreamAnswer(request, generation, self._dialect, body.options, body.ignored)
+        return WholeAnswer(request, generation, self._dialect, body.options, body.ignored)

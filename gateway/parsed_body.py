@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
+from penstock.contract.named import IgnoredFields
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import ClassName
-from penstock.contract.problems import rename, request_error
+from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.sampling_params import SamplingParams
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.jobs.schemas import JobRequest
@@ -31,6 +32,8 @@ BODIES: dict[str, type[ChatRequest | CompletionRequest | JobRequest | MessagesRe
 """The schema of each form of body."""
 MAX_CHOICES_OF_REQUEST = 256
 """Most choices of one HTTP request, over all its prompts."""
+MAX_IGNORED_SHOWN = 32
+"""Most ignored fields of a body that its answer lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,18 @@ class ParsedBody:
     stream: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """`deadline_s` and `not_before_s`, if the API has them, and the options that only this API has; plain values."""
+    ignored: Sequence[str] = ()
+    """Names of unknown fields that were ignored, at most MAX_IGNORED_SHOWN of them."""
 
 
-def parse(form: str, raw: bytes) -> ParsedBody:
-    """Parse and check a body of the given form. Raises RequestError that names the invalid field."""
+def parse(form: str, raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody:
+    """Parse and check a body of the given form. Raises RequestError that names the invalid field.
+
+    With `ignores_unknown`, unknown fields of the body itself are dropped instead of refused.
+    """
+    ignored = IgnoredFields(BODIES[form])
     try:
-        body = BODIES[form].model_validate_json(raw)
+        body = BODIES[form].model_validate_json(raw, context=ignored if ignores_unknown else None)
     except ValidationError as error:
         raise request_error(error) from None
     try:
@@ -62,8 +71,11 @@ def parse(form: str, raw: bytes) -> ParsedBody:
             "choices per request"
         )
         raise RequestError(message, param="n")
-    content = RequestContent(body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes)
-    return ParsedBody(content, body.priority, bool(body.stream), body.options())
+    content = RequestContent(
+        body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes, body.template_kwargs
+    )
+    names = [name[:MAX_NAME_CHARS] for name in ignored.names[:MAX_IGNORED_SHOWN]]
+    return ParsedBody(content, body.asked_class, bool(body.stream), body.options(), names)
 
 
 def with_packed_prompts(body: ParsedBody) -> ParsedBody:
@@ -94,6 +106,8 @@ def encode_parsed_body(body: ParsedBody) -> bytes:
         "tool_use": [use.tools, use.choice, use.parallel],
         "flags": [content.echoes, body.stream],
         "options": dict(body.options),
+        "ignored": list(body.ignored),
+        "template_kwargs": content.template_kwargs,
     }
     return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in content.prompts]})
 
@@ -118,8 +132,9 @@ def decode_parsed_body(data: bytes) -> ParsedBody:
         fields["names"],
         ToolUse(tools, choice, parallel),
         echoes,
+        fields["template_kwargs"],
     )
-    return ParsedBody(content, fields["priority"], stream, fields["options"])
+    return ParsedBody(content, fields["priority"], stream, fields["options"], fields["ignored"])
 
 
 def _fields_of(prompt: Any) -> list[Any]:

@@ -1,4 +1,6 @@
-"""The process that parses large bodies: `python -m penstock.gateway.parser_process FD`.
+"""The process that parses large bodies: `python -m penstock.gateway.parser_process FD UNKNOWN_FIELDS`.
+
+The second argument is the gateway's setting `unknown_fields`.
 
 Parsing holds Python's global interpreter lock, so a thread would still block the gateway's event loop. This process
 reads bodies one by one from an inherited socket and ends with the gateway. Its memory is limited: a body that needs
@@ -47,17 +49,17 @@ def main() -> None:
             raw = _receive(line, num_bytes)
             if raw is None:
                 return
-            answer = answer_to(FORMS[form], bytes(raw))
+            answer = answer_to(FORMS[form], bytes(raw), ignores_unknown=sys.argv[2] == "ignore")
             line.sendall(HEAD.pack(0, len(answer)) + answer)
             del raw, answer
             gc.collect()
 
 
-def answer_to(form: str, raw: bytes) -> bytes:
+def answer_to(form: str, raw: bytes, *, ignores_unknown: bool = False) -> bytes:
     """Parse a body and return the encoded result or the encoded refusal."""
     try:
         check_structure(raw)
-        return encode_parsed_body(with_packed_prompts(parse(form, raw)))
+        return encode_parsed_body(with_packed_prompts(parse(form, raw, ignores_unknown=ignores_unknown)))
     except PenstockError as error:
         return encode_refusal(error)
     except (MemoryError, RecursionError):

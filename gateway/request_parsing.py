@@ -24,6 +24,10 @@ LAST_EVENT_HEADER = "last-event-id"
 """Query parameter and browser header with the id of the last received event. The caller sends either one with the same
 body as before, and the stream continues after that event."""
 MAX_NUMBER_DIGITS = 9
+EVENT_IDS_HEADER = "x-penstock-event-ids"
+"""Request header that asks for event ids: "true" or "false". `stream_options.include_event_ids` precedes it."""
+EVENT_IDS_OPTION = "include_event_ids"
+_TRUTH = {"true": True, "false": False}
 
 
 async def read_body(request: Request, form: str) -> ParsedBody:
@@ -61,6 +65,19 @@ def stream_position_of(request: Request, body: ParsedBody) -> StreamPosition | N
     return StreamPosition(job_id, *map(int, numbers))
 
 
+def _wants_event_ids(request: Request, body: ParsedBody, *, may_resume: bool) -> bool:
+    """Return whether the events of the answer have ids. `may_resume`: the request shows that its caller resumes."""
+    wanted = body.options.get(EVENT_IDS_OPTION)
+    if wanted is not None:
+        return bool(wanted)
+    header = request.headers.get(EVENT_IDS_HEADER)
+    if header is None:
+        return may_resume
+    if header.lower() not in _TRUTH:
+        raise RequestError("X-Penstock-Event-Ids must be true or false", param=EVENT_IDS_HEADER)
+    return _TRUTH[header.lower()]
+
+
 def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= MAX_NUMBER_DIGITS
 
@@ -75,13 +92,15 @@ def generation_request_of(request: Request, body: ParsedBody) -> GenerationReque
     Raises RequestError for invalid headers and ForbiddenError for a priority class above the caller's.
     """
     caller = caller_of(request)
+    key, cut_at = idempotency_key_of(request), stream_position_of(request, body)
     return GenerationRequest(
         body.content,
         allowed_class(body.priority, caller.highest_class, _limit_of(caller)),
         tenant=caller.tenant,
         terms=caller.metered_terms,
-        idempotency_key=idempotency_key_of(request),
+        idempotency_key=key,
         deadline_s=body.options.get("deadline_s"),
         not_before_s=body.options.get("not_before_s"),
-        cut_at=stream_position_of(request, body),
+        cut_at=cut_at,
+        event_ids=_wants_event_ids(request, body, may_resume=key is not None or cut_at is not None),
     )

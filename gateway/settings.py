@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.priority import ClassName
 from penstock.runtime.settings import Settings
+
+UnknownFields = Literal["refuse", "ignore"]
 
 
 class GatewaySettings(Settings):
@@ -38,6 +42,8 @@ class GatewaySettings(Settings):
     """Require an API key for every request, even while no keys exist."""
     open_highest_class: ClassName = "standard"
     """The most urgent priority class that callers may use while no API keys exist."""
+    unknown_fields: UnknownFields = "refuse"
+    """What to do with a body's unknown fields: refuse the request, or ignore and list them in a response header."""
     loop_watch_ms: float = Field(default=20.0, ge=1, le=1000)
     """Milliseconds between two measurements of the event loop's delay."""
     loop_debug: bool = False

@@ -8,7 +8,7 @@ from math import inf
 
 from penstock.contract.errors import InvariantError, PenstockError
 from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, Usage
-from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK
+from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.contract.sampling_params import MAX_TOKENS_LIMIT, SamplingParams
 from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.engine.records import StepOutput
@@ -143,10 +143,14 @@ class HeldJob:
             raise InvariantError(f"{self.job_id} choice {output.choice}: {problem}")
         c.extend(output, is_fresh=True)
         self.error = self.error or output.error
-        self._prompt_rows.take(output.prompt_logprobs)
+        self.report_prompt(output.prompt_logprobs)
         if len(c.fresh_logprobs) >= PROMPT_TOKENS_PER_CHUNK:
             # Happens while Redis is unavailable. One chunk with all of them would block a reader's event loop.
             self._seal(msgpack_codec.pack)
+
+    def report_prompt(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Report the prompt's tokens or their log-probabilities, except those that an earlier node has logged."""
+        self._prompt_rows.take(entries)
 
     @property
     def has_unsealed_prompt(self) -> bool:

@@ -11,7 +11,9 @@ from weakref import WeakValueDictionary
 
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import Chunk, Outcome, seed_of
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
+from penstock.gpu_node.engine.request import truncated
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine_worker import EngineWorker
 from penstock.gpu_node.held_job import HeldJob
@@ -99,10 +101,12 @@ class JobIntake:
                 return
             prepared = await self._prepare(request, job.taken.tenant)
             token_ids = await self._encode(request)
+            prompt_ids = await self._prompt_ids(request, token_ids)
         except Exception as error:
             # A library may raise anything; the error concerns this job alone.
             await self._reject(job, error)
         else:
+            job.report_prompt(prompt_ids)
             self._start(job, request, token_ids, prepared)
         crash_points.point("after", "admission")
 
@@ -162,6 +166,12 @@ class JobIntake:
             self.num_tokenizer_failures += not isinstance(error, PenstockError)
             raise
 
+    async def _prompt_ids(self, request: Request, token_ids: Sequence[int]) -> list[TokenLogprobs]:
+        """Return the prompt's tokens to report; the engine reports those of a prompt with log-probabilities."""
+        if not request.params.return_token_ids or request.params.prompt_logprobs is not None:
+            return []
+        return await self._threads.run(lambda: [TokenLogprobs((one,), (), (b"",)) for one in token_ids])
+
     def _start(self, job: HeldJob, request: Request, token_ids: list[int], prepared: object) -> None:
         self._ledger.open(job, len(token_ids))
         if job.is_complete:
@@ -212,8 +222,13 @@ def _num_chars(request: Request) -> int:
 
 
 def _encode(tokenizer: Tokenizer, request: Request) -> list[int]:
+    return truncated(_encode_whole(tokenizer, request), request.params)
+
+
+def _encode_whole(tokenizer: Tokenizer, request: Request) -> list[int]:
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.messages is not None:
-        return tokenizer.encode_chat([m.model_dump(exclude_defaults=True) for m in request.messages], request.tools)
+        messages = [message.model_dump(exclude_defaults=True) for message in request.messages]
+        return tokenizer.encode_chat(messages, request.tools, request.chat_template_kwargs)
     return tokenizer.encode(request.prompt or "")

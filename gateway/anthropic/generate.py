@@ -56,7 +56,7 @@ class GenerateMessage:
 
     def _answer(self, request: Request, generation: GenerationRequest, body: ParsedBody) -> Answer:
         form = StreamAnswer if body.stream else WholeAnswer
-        return form(request, generation, self._dialect, body.options)
+        return form(request, generation, self._dialect, body.options, body.ignored)
 
 
 def _up_to_context(generation: GenerationRequest) -> GenerationRequest:

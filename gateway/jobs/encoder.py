@@ -97,7 +97,7 @@ def _choice_object(choice: PackedChoice) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "index": choice.index,
         "text": Text(lambda: [choice.text]),
-        "token_ids": Rows(lambda: choice.token_ids),
+        "token_ids": Rows(lambda: iter(choice.token_ids)),
         "finish_reason": choice.finish_reason,
     }
     return answer | ({"logprobs": whole_chat_logprobs(choice.logprobs)} if choice.logprobs else {})

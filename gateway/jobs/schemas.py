@@ -78,6 +78,16 @@ class JobRequest(Wire):
         return False
 
     @property
+    def asked_class(self) -> ClassName | None:
+        """The class that the body asks for."""
+        return self.priority
+
+    @property
+    def template_kwargs(self) -> str | None:
+        """The variables for the chat template, of which a job has none."""
+        return None
+
+    @property
     def echoes(self) -> bool:
         """Whether the answer begins with the prompt."""
         return False

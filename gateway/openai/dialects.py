@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from penstock.contract.errors import PenstockError
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.openai.sse_encoder import OpenAIWholeEncoder, ParsedSseEncoder, SseEncoder
@@ -13,6 +16,10 @@ from penstock.producer.openai.render import ChatRenderer, CompletionRenderer, Re
 
 class _OpenAIDialect(Dialect):
     renderer: type[Renderer]
+
+    def needs_whole_log(self, options: Mapping[str, Any]) -> bool:
+        """Return whether each event has the usage, since the first chunk alone knows the prompt's tokens."""
+        return bool(options.get("continuous_usage_stats"))
 
     def stream(self, head: AnswerHead) -> StreamEncoder:
         """Return the cheapest encoder that can encode this answer."""
@@ -41,6 +48,7 @@ class _OpenAIDialect(Dialect):
             include_usage=bool(head.options.get("include_usage")),
             form=head.form,
             echoes=head.echoes,
+            service_tier=head.options.get("service_tier"),
         )
 
 

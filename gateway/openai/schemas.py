@@ -4,28 +4,43 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.priority import ClassName
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
-from penstock.producer.openai.fields import Wire, only
+from penstock.producer.openai.fields import NO_EFFECT, Wire
+from penstock.producer.openai.generation_body import GenerationBody
+
+_CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactive"}
+"""OpenAI's service tiers that ask for a class. The other tiers ask for the caller's usual class."""
+
+
+def _class_of(value: object) -> object:
+    """Return the class for vLLM's integer priority, of which a lower one is more urgent and 0 is the default."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or value != int(value):
+        return value
+    return "interactive" if value < 0 else "batch" if value > 0 else "standard"
 
 
 class StreamOptions(Wire):
     """OpenAI's `stream_options`, which are valid only in a streaming request."""
 
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, only(None, False)] = None
+    continuous_usage_stats: bool | None = None
+    """Whether each event has the usage so far, as in vLLM."""
+    include_event_ids: bool | None = None
+    """Whether each event has an id, after which the stream can be resumed."""
+    include_obfuscation: Annotated[bool | None, NO_EFFECT] = None
 
 
-class _HttpFields(Wire):
+class _HttpFields(GenerationBody):
     """Fields of an HTTP body that a row of a batch file lacks or restricts."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: ClassName | None = None
+    priority: Annotated[ClassName | None, BeforeValidator(_class_of)] = None
     deadline_s: float | None = None
     not_before_s: float | None = None
 
@@ -36,10 +51,27 @@ class _HttpFields(Wire):
             raise PydanticCustomError("unsupported_value", "allowed only when stream is true")
         return value
 
+    @field_validator("priority")
+    @classmethod
+    def _of_one_tier(cls, value: ClassName | None, info: ValidationInfo) -> ClassName | None:
+        asked = _CLASS_OF_TIER.get(info.data.get("service_tier") or "")
+        if value is not None and asked not in (None, value):
+            raise PydanticCustomError("unsupported_value", "conflicts with service_tier; send one of them")
+        return value
+
+    @property
+    def asked_class(self) -> ClassName | None:
+        """The class that the body asks for."""
+        return self.priority or _CLASS_OF_TIER.get(self.service_tier or "")
+
     def options(self) -> dict[str, Any]:
         """Return the times of the job, and the options of the answer that no other API has."""
-        times = {"deadline_s": self.deadline_s, "not_before_s": self.not_before_s}
-        return times | (self.stream_options.model_dump(exclude_none=True) if self.stream_options is not None else {})
+        options: dict[str, Any] = {"deadline_s": self.deadline_s, "not_before_s": self.not_before_s}
+        if self.stream_options is not None:
+            options |= self.stream_options.model_dump(exclude_none=True)
+        if self.service_tier is not None:
+            options["service_tier"] = self.service_tier if self.service_tier in _CLASS_OF_TIER else "default"
+        return options
 
 
 class ChatRequest(ChatBody, _HttpFields):

@@ -5,7 +5,7 @@ The events of one choice differ only in numbers and text, so the rest of the eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
@@ -17,15 +17,21 @@ from penstock.gateway.stream.sse import DONE, event
 from penstock.producer.openai.json_parts import json_parts
 from penstock.producer.openai.parsed_text import AnswerReader, ParsedText
 from penstock.producer.openai.render import Renderer, finish_reason_of, usage_of
+from penstock.producer.openai.token_ids import TokenIds
 from penstock.queue.packed_result import PackedResult
 
 _MARK_ID = "\ue000"
 _MARK_TEXT = "\ue001"
 """Characters from Unicode's private-use area, used as placeholders for the id and text of an event."""
+_END = b"}\n\n"
+"""The end of an event."""
 
 
 class _Frame(NamedTuple):
-    """The bytes of an event before its numbers, between numbers and text, and after the text."""
+    """The constant bytes of an event: before the numbers of its id, between these and the text, and after the text.
+
+    Without event ids, the first part is empty. If each event has the usage, the last part ends before it.
+    """
 
     head: bytes
     middle: bytes
@@ -39,10 +45,34 @@ class _OpenAIEncoder(ChunkEncoder):
         super().__init__(head.cut_at)
         self._renderer = renderer
         self._indices = head.indices
+        self._has_ids = head.event_ids
+        self._has_usage = bool(head.options.get("continuous_usage_stats"))
+        self._num_prompt_tokens: dict[str, int] = {}
+        """Job → tokens of its prompt, if each event has the usage."""
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         """Return the event with the usage, if the caller asked for it, and the stream's last line."""
         return (event(self._renderer.last_piece(usages)) if self._renderer.includes_usage else b"") + DONE
+
+    def _encoded(self, piece: dict[str, Any], chunk: Chunk) -> bytes:
+        """Return the event with this piece, which ends with this chunk."""
+        if self._has_usage:
+            piece["usage"] = self._usage_so_far(chunk)
+        return event(piece, event_id(chunk, self._progress) if self._has_ids else "")
+
+    def _note_prompt(self, chunk: Chunk) -> None:
+        if chunk.num_prompt_tokens is not None:
+            self._num_prompt_tokens[chunk.job_id] = chunk.num_prompt_tokens
+
+    def _usage_so_far(self, chunk: Chunk) -> dict[str, int]:
+        """Return the tokens of the prompt, and those of this chunk's choice so far."""
+        num_prompt = self._num_prompt_tokens.get(chunk.job_id, 0)
+        num_completion = 0 if chunk.prompt_logprobs else chunk.position + len(chunk.token_ids)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+        }
 
 
 class SseEncoder(_OpenAIEncoder):
@@ -54,6 +84,7 @@ class SseEncoder(_OpenAIEncoder):
 
     def __init__(self, renderer: Renderer, head: AnswerHead) -> None:
         super().__init__(renderer, head)
+        self._is_bare = not self._has_ids and not self._has_usage
         self._frames: dict[tuple[str, int], _Frame | None] = {}
 
     def _event_of(self, chunk: Chunk) -> bytes:
@@ -63,18 +94,23 @@ class SseEncoder(_OpenAIEncoder):
             frame = self._frames.get((chunk.job_id, chunk.choice))
             if frame is not None:
                 text = to_json(chunk.text, ensure_ascii=True)
-                num_tokens = self._progress.num_tokens
-                return b"%b%d:%d%b%b%b" % (frame.head, chunk.index, num_tokens, frame.middle, text, frame.tail)
+                return frame.middle + text + frame.tail if self._is_bare else self._framed(frame, text, chunk)
+        self._note_prompt(chunk)
         finish_reason = finish_reason_of(chunk.finish_reason)
         if not chunk.text and finish_reason is None:
             return b""
-        rendered = event(self._piece(chunk, chunk.text, finish_reason), event_id(chunk, self._progress))
+        rendered = self._encoded(self._piece(chunk, chunk.text, finish_reason), chunk)
         if (chunk.job_id, chunk.choice) not in self._frames:
             # The first event of a choice differs in shape, so the frame is built after it.
             self._frames[chunk.job_id, chunk.choice] = self._frame_of(chunk)
         return rendered
 
-    def _piece(self, chunk: Chunk, text: str, finish_reason: str | None) -> Mapping[str, object]:
+    def _framed(self, frame: _Frame, text: bytes, chunk: Chunk) -> bytes:
+        numbers = b"%d:%d" % (chunk.index, self._progress.num_tokens) if self._has_ids else b""
+        usage = b',"usage":' + to_json(self._usage_so_far(chunk)) + _END if self._has_usage else b""
+        return b"".join((frame.head, numbers, frame.middle, text, frame.tail, usage))
+
+    def _piece(self, chunk: Chunk, text: str, finish_reason: str | None) -> dict[str, Any]:
         return self._renderer.piece(self._indices[chunk.job_id], chunk.choice, ParsedText(text), finish_reason)
 
     def _frame_of(self, chunk: Chunk) -> _Frame | None:
@@ -82,14 +118,19 @@ class SseEncoder(_OpenAIEncoder):
 
         The model's name, for example, may contain one.
         """
-        rendered = event(self._piece(chunk, _MARK_TEXT, None), f"{chunk.job_id}:{_MARK_ID}")
-        head, *rest = rendered.split(_MARK_ID.encode())
+        piece = self._piece(chunk, _MARK_TEXT, None)
+        if self._has_usage:
+            piece.pop("usage", None)
+        rendered = event(piece, f"{chunk.job_id}:{_MARK_ID}" if self._has_ids else "")
+        if self._has_usage:
+            rendered = rendered.removesuffix(_END)
+        head, *rest = rendered.split(_MARK_ID.encode()) if self._has_ids else (b"", rendered)
         parts = b"".join(rest).split(to_json(_MARK_TEXT, ensure_ascii=True))
         return _Frame(head, *parts) if len(rest) == 1 and len(parts) == 2 else None
 
 
 class ParsedSseEncoder(_OpenAIEncoder):
-    """Encodes the chunks of one answer whose text is parsed, or which has log-probabilities.
+    """Encodes the chunks of one answer whose text is parsed, or which has log-probabilities or token ids.
 
     The parser looks for tool calls and reasoning in a chat. A chunk gives an event only for content that the parser
     has recognized by then.
@@ -100,13 +141,25 @@ class ParsedSseEncoder(_OpenAIEncoder):
         super().__init__(renderer, head)
         self._readers: dict[tuple[str, int], AnswerReader] = {}
         self._have_called: set[tuple[str, int]] = set()
+        self._reports_ids = head.params.return_token_ids
+        self._shows_prompt = head.params.prompt_logprobs is not None
+        self._prompt_ids: dict[str, list[int]] = {}
+        """Job → the ids of its prompt, if they are reported."""
+        self._have_begun: set[tuple[str, int]] = set()
+        """(job, choice) of the choices that have reported the ids of their prompt."""
 
     def _event_of(self, chunk: Chunk) -> bytes:
         index, is_new = self._indices[chunk.job_id], self._progress.is_new(chunk)
-        piece = self._renderer.prompt_piece(index, chunk.prompt_logprobs) if chunk.prompt_logprobs else None
-        if chunk.text or chunk.finish_reason or chunk.logprobs:
+        self._note_prompt(chunk)
+        piece = None
+        if chunk.prompt_logprobs:
+            if self._reports_ids:
+                ids = self._prompt_ids.setdefault(chunk.job_id, [])
+                ids += [entry.token_ids[0] for entry in chunk.prompt_logprobs]
+            piece = self._renderer.prompt_piece(index, chunk.prompt_logprobs) if self._shows_prompt else None
+        if chunk.text or chunk.finish_reason or chunk.logprobs or (self._reports_ids and chunk.token_ids):
             piece = self._piece_of(chunk, index)
-        return event(piece, event_id(chunk, self._progress)) if piece and is_new else b""
+        return self._encoded(piece, chunk) if piece and is_new else b""
 
     def _piece_of(self, chunk: Chunk, index: int) -> dict[str, Any] | None:
         key = chunk.job_id, chunk.choice
@@ -117,9 +170,18 @@ class ParsedSseEncoder(_OpenAIEncoder):
         if parsed.calls and not self._renderer.form.is_named:
             self._have_called.add(key)
         finish_reason = finish_reason_of(chunk.finish_reason, calls=key in self._have_called)
-        if not parsed and finish_reason is None and not chunk.logprobs:
+        if not parsed and finish_reason is None and not chunk.logprobs and not self._reports_ids:
             return None
-        return self._renderer.piece(index, chunk.choice, parsed, finish_reason, chunk.logprobs)
+        ids = self._ids_of(chunk) if self._reports_ids else None
+        return self._renderer.piece(index, chunk.choice, parsed, finish_reason, chunk.logprobs, ids)
+
+    def _ids_of(self, chunk: Chunk) -> TokenIds:
+        """Return the ids that the event of this chunk reports. The first event of a choice or answer has the prompt."""
+        key = chunk.job_id, chunk.choice if self._renderer.prompt_ids_in_choices else 0
+        if key in self._have_begun:
+            return TokenIds(chunk.token_ids)
+        self._have_begun.add(key)
+        return TokenIds(chunk.token_ids, self._prompt_ids.get(chunk.job_id, []))
 
 
 class OpenAIWholeEncoder(WholeEncoder):
@@ -130,11 +192,16 @@ class OpenAIWholeEncoder(WholeEncoder):
         self._num_choices = 0
 
     def head(self) -> bytes:
-        """Return the members before the choices."""
-        return to_json(self._renderer.whole_head())[:-1] + b',"choices":['
+        """Return the members before those of the results."""
+        return to_json(self._renderer.whole_head())[:-1]
 
     def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
-        """Yield the choices of one result."""
+        """Yield the choices of one result, and before the first ones what the answer says of its prompt."""
+        if index == 0:
+            for name, value in self._renderer.whole_prompt_ids(result).items():
+                yield b"," + to_json(name) + b":"
+                yield from json_parts(value)
+            yield b',"choices":['
         for choice in self._renderer.whole_choices(index, result):
             if self._num_choices:
                 yield b","

@@ -12,12 +12,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError, error_of
+from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import Usage, pool_of
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
@@ -28,9 +29,10 @@ from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, 
 from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of
 from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
 from penstock.gateway.stream.limits import check_logprobs
-from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter
+from penstock.gateway.stream.sse import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import choose_pool
+from penstock.producer.client.tool_use import no_call_format
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
 from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
@@ -38,6 +40,8 @@ from penstock.queue.packed_result import PackedResult
 from penstock.runtime.cooperative import LoopYielder
 
 JOB_HEADER = "X-Penstock-Job"
+IGNORED_HEADER = "X-Penstock-Ignored-Fields"
+"""Response header with the unknown fields that the gateway ignored. Names are percent-encoded like parts of a URL."""
 MAX_SMALL_BATCH = 64
 """Batches of up to this many chunks are rendered at once. A larger batch yields to other requests in between."""
 
@@ -49,8 +53,14 @@ class Answer(Response):
     """
 
     def __init__(
-        self, request: Request, generation: GenerationRequest, dialect: Dialect, options: Mapping[str, Any]
+        self,
+        request: Request,
+        generation: GenerationRequest,
+        dialect: Dialect,
+        options: Mapping[str, Any],
+        ignored: Sequence[str] = (),
     ) -> None:
+        """`options` and `ignored` are those of `ParsedBody`."""
         super().__init__()
         self._client: AsyncClient = request.app.state.client
         self._settings: GatewaySettings = request.app.state.settings
@@ -60,6 +70,7 @@ class Answer(Response):
         self._generation = generation
         self._dialect = dialect
         self._options = options
+        self._ignored = ignored
         self._pools: Mapping[str, ServedPool] = {}
         """The records of the pools by name, or empty if `_check` did not need them."""
 
@@ -106,7 +117,12 @@ class Answer(Response):
             self._options,
             generation.cut_at,
             generation.replay_from_start,
+            generation.event_ids,
         )
+
+    def _response_headers(self, jobs: Sequence[AsyncJob]) -> dict[str, str]:
+        headers = {JOB_HEADER: ", ".join(job.id for job in jobs)}
+        return headers | {IGNORED_HEADER: ", ".join(map(quote, self._ignored))} if self._ignored else headers
 
 
 class WholeAnswer(Answer):
@@ -124,7 +140,7 @@ class WholeAnswer(Answer):
             ends = await ends_of(jobs)
         if sum(end.num_bytes for end in ends) > PIECE_BYTES:
             await self._yielder.wait()
-        sender = BodyWriter(send, {JOB_HEADER: _names(jobs)}, self._yielder)
+        sender = BodyWriter(send, self._response_headers(jobs), self._yielder)
         try:
             await sender.send_all(self._parts(encoder, jobs, ends))
         except PenstockError as error:
@@ -159,8 +175,8 @@ class StreamAnswer(Answer):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the jobs and send their events."""
-        writer = EventWriter(send, keep_alive=self._dialect.keep_alive or KEEP_ALIVE)
-        settings = self._settings
+        keep_alive = KEEP_ALIVE_BETWEEN_IDS if self._generation.event_ids else KEEP_ALIVE
+        writer, settings = EventWriter(send, keep_alive=self._dialect.keep_alive or keep_alive), self._settings
         watch = writer.watch(
             first_wait_s=settings.first_chunk_wait_s,
             interval_s=settings.keep_alive_s,
@@ -175,11 +191,12 @@ class StreamAnswer(Answer):
             if generation.cut_at is not None:
                 form = await self._form_of(pool_of(generation.cut_at.job_id))
                 # With several choices, only the whole log tells which choices have begun.
-                replay_from_start = form != PLAIN or content.needs_token_details or content.params.n > 1
+                needs_log = content.needs_token_details or self._dialect.needs_whole_log(self._options)
+                replay_from_start = form != PLAIN or needs_log or content.params.n > 1
                 generation = self._generation = replace(generation, replay_from_start=replay_from_start)
             await self._check()
             async with open_jobs(self._client, generation, has_begun=lambda: writer.started) as jobs:
-                writer.headers[JOB_HEADER] = _names(jobs)
+                writer.headers.update(self._response_headers(jobs))
                 await self._relay(jobs, writer)
         except PenstockError as error:
             if not writer.started:
@@ -222,9 +239,5 @@ class StreamAnswer(Answer):
 def _require_tool_parser(record: ServedPool | None) -> ServedPool:
     """Return the pool's record if a parser exists for its model's tool calls; otherwise raise RequestError."""
     if record is None or record.tool_parser not in CALL_FORMS:
-        raise RequestError("tools: this model has no known tool-call format", param="tools")
+        raise no_call_format()
     return record
-
-
-def _names(jobs: Sequence[AsyncJob]) -> str:
-    return ", ".join(job.id for job in jobs)

@@ -34,6 +34,8 @@ class AnswerHead:
     """Resume a stream after this position."""
     replays: bool = False
     """Whether a resumed stream is read from its start."""
+    event_ids: bool = False
+    """Whether the events of a stream have ids."""
 
     @property
     def indices(self) -> dict[str, int]:
@@ -79,6 +81,10 @@ class Dialect(ABC):
     """Whether tool calls and reasoning are parsed from the text."""
     keep_alive: bytes | None = None
     """What a silent stream sends from time to time. None: a comment."""
+
+    def needs_whole_log(self, options: Mapping[str, Any]) -> bool:
+        """Return whether the rest of a resumed stream depends on its first chunks because of these options."""
+        return False
 
     @abstractmethod
     def stream(self, head: AnswerHead) -> StreamEncoder:

@@ -46,6 +46,8 @@ class RequestContent:
     """The tools that the assistant of a chat may or must call."""
     echoes: bool = False
     """Whether the answer begins with the prompt."""
+    template_kwargs: str | None = None
+    """Variables for the model's chat template, as JSON text."""
 
     @property
     def needs_token_details(self) -> bool:
@@ -68,6 +70,8 @@ class GenerationRequest:
     """Seconds that the jobs wait before they enter the queue."""
     cut_at: StreamPosition | None = None
     """The position after which to resume an earlier stream. If set, no job is submitted."""
+    event_ids: bool = False
+    """Whether the events of a stream have ids. Only such a stream can be resumed."""
     replay_from_start: bool = False
     """Whether a resumed stream is read from its start, because its later chunks depend on earlier ones."""
 
@@ -90,8 +94,8 @@ async def open_jobs(
     """Submit all jobs of a request, or none, and yield them. If an error ends the block, the jobs are canceled.
 
     Two kinds of jobs are released instead of canceled. A job with an idempotency key may be shared with another
-    caller. The caller of a stream that `has_begun` may resume it with an event id. The queue ends such a job after its
-    grace time without a reader.
+    caller. The caller of a stream that `has_begun` may resume it, if its events have ids. The queue ends such a job
+    after its grace time without a reader.
     """
     jobs: list[AsyncJob] = []
     try:
@@ -108,7 +112,8 @@ async def open_jobs(
             rename(error, generation.content.names)
         is_shared = generation.idempotency_key is not None or generation.cut_at is not None
         is_canceled = isinstance(error, asyncio.CancelledError)
-        await _release(jobs, may_resume=is_shared or (is_canceled and has_begun()))
+        may_resume = generation.event_ids and is_canceled and has_begun()
+        await _release(jobs, may_resume=is_shared or may_resume)
         raise
 
 
@@ -121,6 +126,7 @@ def submit_options(generation: GenerationRequest) -> SubmitOptions:
         tools=tool_use.tools,
         tool_choice=tool_use.choice,
         parallel_tool_calls=tool_use.parallel,
+        chat_template_kwargs=content.template_kwargs,
         priority=generation.priority,
         tenant=generation.tenant,
         terms=generation.terms,

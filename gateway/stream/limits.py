@@ -20,13 +20,15 @@ def check_logprobs(content: RequestContent, record: PoolRecord, limit: int) -> N
     estimates tokens from bytes, as the queue does; the node later checks each job with exact counts.
     """
     params = content.params
-    num_tokens = sum(num_prompt_tokens(prompt, record) for prompt in content.prompts)
-    of_prompts = num_tokens * _per_token(params.prompt_logprobs)
+    limit_of_prompt = params.truncate_prompt_tokens or math.inf
+    num_tokens = int(sum(min(num_prompt_tokens(prompt, record), limit_of_prompt) for prompt in content.prompts))
+    of_prompts = num_tokens * (_per_token(params.prompt_logprobs) or params.return_token_ids)
     # Without max_tokens, the node ends a choice when the job reaches its limit of log-probabilities.
     num_choices = len(content.prompts) * params.n
     of_choices = num_choices * (params.max_tokens or 1) * _per_token(params.logprobs)
     if of_prompts + of_choices > limit:
-        name = "prompt_logprobs" if of_prompts >= of_choices else "logprobs"
+        of_prompt = "return_token_ids" if params.prompt_logprobs is None else "prompt_logprobs"
+        name = of_prompt if of_prompts >= of_choices else "logprobs"
         message = (
             f"{name}: {len(content.prompts)} prompts and {num_choices} choices ask for up to "
             f"{of_prompts + of_choices} log-probabilities; a request may ask for at most {limit}"

@@ -14,7 +14,9 @@ from starlette.types import Send
 from penstock.runtime import crash_points
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n"
+KEEP_ALIVE = b": waiting\n\n"
+"""A comment, with the blank line that readers expect which take one block for one event."""
+KEEP_ALIVE_BETWEEN_IDS = b": waiting\n"
 """A comment without a blank line: after an `id`, some readers, such as OpenAI's, parse that as an empty event."""
 
 _HEADERS = {
@@ -41,7 +43,7 @@ class EventWriter:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`keep_alive` is sent in silence. `clock` and `sleep`, both in seconds, are the time source of `watch`."""
+        """`watch` sends `keep_alive`. `clock` and `sleep`, both in seconds, are its time source."""
         self.started = False
         self.headers = MutableHeaders(headers=_HEADERS)
         self._send = send

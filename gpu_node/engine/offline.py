@@ -12,6 +12,7 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.sampling_params import SamplingParams
 from penstock.gpu_node.engine.interrupts import held_interrupts
 from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutput
+from penstock.gpu_node.engine.request import truncated
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -36,7 +37,7 @@ def spread(prompts: Sequence[Prompt], params: Params, adapters: Adapters, tokeni
     batch = []
     for i, (prompt, one, adapter_name) in enumerate(zip(prompts, wanted, chosen, strict=True)):
         adapter = None if adapter_name is None else AdapterRef(name=adapter_name)
-        token_ids = _tokens_of(prompt, tokenizer)
+        token_ids = truncated(_tokens_of(prompt, tokenizer), one)
         batch.append(EngineRequest(str(i), token_ids, one, seed=seed_of(str(i), one), adapter=adapter))
     return batch
 

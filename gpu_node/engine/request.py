@@ -151,26 +151,32 @@ def check_request(request: EngineRequest, limits: RequestLimits) -> None:
         raise RequestError(f"weight is {request.weight}, but must be finite and above 0", param="weight")
 
 
+def truncated(token_ids: list[int], params: SamplingParams) -> list[int]:
+    """Return the tokens of a prompt that the request keeps: the last `truncate_prompt_tokens`, or all."""
+    limit = params.truncate_prompt_tokens
+    return token_ids if limit is None else token_ids[-limit:]
+
+
 def _check_prompt(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
     """Refuse a request longer than the context."""
     if not prompt:
         raise RequestError("prompt must have at least one token", param="prompt")
     if len(prompt) + 1 > limits.max_model_len:
         raise PromptTooLongError(
-            f"prompt has {len(prompt)} tokens; the limit is {limits.max_model_len} with at least one to generate: "
-            f"{limits.bound_by}",
+            f"This model's maximum context length is {limits.max_model_len} tokens, with at least one to generate; "
+            f"the prompt has {len(prompt)} tokens. Limit: {limits.bound_by}",
             param="prompt",
         )
     if params.max_tokens is not None and len(prompt) + params.max_tokens > limits.max_model_len:
         raise PromptTooLongError(
-            f"prompt ({len(prompt)} tokens) and max_tokens ({params.max_tokens}) exceed the limit of "
-            f"{limits.max_model_len} tokens together: {limits.bound_by}",
+            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt ({len(prompt)} tokens) "
+            f"and max_tokens ({params.max_tokens}) exceed it together. Limit: {limits.bound_by}",
             param="max_tokens",
         )
     if len(prompt) + params.min_tokens > limits.max_model_len:
         raise PromptTooLongError(
-            f"prompt ({len(prompt)} tokens) and min_tokens ({params.min_tokens}) exceed the limit of "
-            f"{limits.max_model_len} tokens together: {limits.bound_by}",
+            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt ({len(prompt)} tokens) "
+            f"and min_tokens ({params.min_tokens}) exceed it together. Limit: {limits.bound_by}",
             param="min_tokens",
         )
 

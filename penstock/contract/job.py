@@ -18,9 +18,12 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
 from penstock.contract.sampling_params import CheckedInput, SamplingParams, TokenId
+from penstock.contract.template_kwargs import TemplateKwargs
 from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT, CallId, ToolCall, Tools, few_calls
 
 MAX_MESSAGES = 4096
+MAX_PARTICIPANT_NAME_CHARS = 256
+"""Characters of the `name` of a message."""
 MAX_DEADLINE_S = 7 * 24 * 3600
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 """A pool's or tenant's name. A shard of a pool is written `<pool>~<n>`, so `~` is not allowed here."""
@@ -43,15 +46,20 @@ def _encodable(text: str) -> str:
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Text = Annotated[str, AfterValidator(_encodable)]
+ParticipantName = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_PARTICIPANT_NAME_CHARS)]
 
 
 class Message(CheckedInput):
-    """One message of a chat. With role `tool`, it holds the result of the call `tool_call_id`."""
+    """One message of a chat. With role `tool`, it holds the result of the call `tool_call_id`.
+
+    `name` is the participant's name, for chat templates that use it.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text
     tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=MAX_CALLS)
     tool_call_id: CallId | None = None
+    name: ParticipantName | None = None
 
 
 class Job(CheckedInput):
@@ -70,6 +78,8 @@ class Job(CheckedInput):
     """A prompt in any of the three forms, already checked and packed by another process."""
     tools: Tools | None = None
     """The functions that the chat's assistant may call."""
+    chat_template_kwargs: TemplateKwargs | None = None
+    """Variables for the model's chat template."""
     adapter: AdapterRef | None = None
     """The LoRA adapter that the model runs with."""
     params: SamplingParams = SamplingParams()
@@ -93,8 +103,10 @@ class Job(CheckedInput):
         given = [name for name in (*names, "packed_prompt") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"exactly one of {', '.join(names)} must be given, not {given or 'none'}")
-        if self.tools is not None and self.messages is None and (packed is None or packed.form != "messages"):
-            raise ValueError("tools may be given only together with messages")
+        is_chat = self.messages is not None or (packed is not None and packed.form == "messages")
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(self, name) is not None and not is_chat:
+                raise ValueError(f"{name} may be given only together with messages")
         return self
 
     @model_validator(mode="after")

@@ -5,16 +5,56 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic_core.core_schema import ErrorType
 
 from penstock.contract.errors import ConfigError, PenstockError, RequestError
-from penstock.contract.named import UNKNOWN_FIELD
+from penstock.contract.named import NEAREST_FIELD, UNKNOWN_FIELD
 
 MAX_NAME_CHARS = 128
 """Limit for an echoed field name, since the name may come from an untrusted request."""
 _CODES = {"extra_forbidden": UNKNOWN_FIELD, UNKNOWN_FIELD: UNKNOWN_FIELD, "unsupported_value": "unsupported_value"}
 """Error type, of pydantic or `PydanticCustomError` → API error code."""
+_LIBRARY_TYPES = frozenset(get_args(ErrorType))
+_TEXTS = {
+    "bool_type": "must be true or false",
+    "bytes_type": "must be bytes",
+    "dict_type": "must be an object",
+    "dataclass_type": "must be an object",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_parsing_size": "must be an integer of 64 bits",
+    "int_type": "must be an integer",
+    "is_instance_of": "has the wrong type",
+    "json_invalid": "the body is not valid JSON: {error}",
+    "json_type": "must be JSON text",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "mapping_type": "must be an object",
+    "missing": "is required",
+    "model_attributes_type": "must be an object",
+    "model_type": "must be an object",
+    "none_required": "must be null",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_type": "must be a string",
+    "string_unicode": "must be valid Unicode, without lone surrogates",
+    "too_long": "must have at most {max_length} items",
+    "too_short": "must have at least {min_length} items",
+    "tuple_type": "must be a list",
+}
+"""Error type of pydantic → text. The names in braces are those of the error's context."""
+_OURS = "Value error, "
+"""pydantic puts this before the text of a ValueError that one of our validators raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +79,27 @@ def problem_of(error: ValidationError, names: Mapping[str, str] | None = None) -
     loc = list(first["loc"])
     if loc:
         loc[0] = (names or {}).get(str(loc[0]), loc[0])
-    unknown = first.get("ctx", {}).get(UNKNOWN_FIELD)
-    if unknown is not None:
+    context = first.get("ctx", {})
+    if (unknown := context.get(UNKNOWN_FIELD)) is not None:
         loc.append(unknown)
     code = _CODES.get(first["type"])
-    message = "unknown field" if code == UNKNOWN_FIELD else first["msg"].removeprefix("Value error, ")
+    message = _unknown(context.get(NEAREST_FIELD)) if code == UNKNOWN_FIELD else _text_of(first)
     return Problem(message, _path(loc), code)
+
+
+def _unknown(nearest: str | None) -> str:
+    return "unknown field" if nearest is None else f"unknown field; the most similar known name is {nearest}"
+
+
+def _text_of(error: Mapping[str, Any]) -> str:
+    """Return the text for one error of a pydantic ValidationError."""
+    kind, message, context = error["type"], str(error["msg"]), error.get("ctx", {})
+    if kind == "value_error":
+        return message.removeprefix(_OURS)
+    if kind not in _LIBRARY_TYPES:
+        # One of our validators raised a PydanticCustomError with its own text.
+        return message
+    return _TEXTS.get(kind, "is not a valid value").format_map(context)
 
 
 def request_error(error: ValidationError, names: Mapping[str, str] | None = None) -> RequestError:

@@ -31,3 +31,5 @@ class SamplingOptions(TypedDict, total=False):
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None
     logprobs: int | None
     prompt_logprobs: int | None
+    truncate_prompt_tokens: int | None
+    return_token_ids: bool

@@ -47,6 +47,8 @@ class SamplingParams(CheckedInput):
     - `max_tokens`: None generates up to the model's limit.
     - `logprobs` is the number of most likely tokens reported with each output token. Their log-probabilities are taken
       before all steps above. `prompt_logprobs` does the same for prompt tokens.
+    - `truncate_prompt_tokens` keeps only that many of the prompt's last tokens.
+    - `return_token_ids` reports the token ids of the prompt: as `prompt_logprobs` without values.
     - `seed`: None derives it from the job's id, so that a job submitted twice samples the same tokens.
     """
 
@@ -71,6 +73,8 @@ class SamplingParams(CheckedInput):
     """The schema or grammar that the text must match."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
+    return_token_ids: bool = False
 
     if TYPE_CHECKING:
         # A type checker would otherwise want what the fields hold, so a tuple for `stop`, where callers give a list.
@@ -78,8 +82,8 @@ class SamplingParams(CheckedInput):
 
     @property
     def needs_token_details(self) -> bool:
-        """Whether log-probabilities are asked for, of the prompt or the output."""
-        return self.logprobs is not None or self.prompt_logprobs is not None
+        """Whether log-probabilities or the prompt's token ids are asked for."""
+        return self.logprobs is not None or self.prompt_logprobs is not None or self.return_token_ids
 
     @field_validator("logit_bias")
     @classmethod

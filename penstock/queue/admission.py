@@ -80,13 +80,17 @@ def estimate_cost(job: Job, record: PoolRecord, nodes: Sequence[NodePressure] = 
         size = prompt_bytes(job)
         prompt = math.ceil((size + tool_bytes(job)) / REQUEST_BYTES_PER_TOKEN)
         min_prompt_tokens = math.ceil(size / record.max_token_bytes) if record.max_token_bytes else 0
+    params = job.params
+    if params.truncate_prompt_tokens is not None:
+        prompt = min(prompt, params.truncate_prompt_tokens)
+        min_prompt_tokens = min(min_prompt_tokens, params.truncate_prompt_tokens)
     if record.max_model_len and min_prompt_tokens >= record.max_model_len:
         counted = f"{min_prompt_tokens}" if num_ids is not None else f"at least {min_prompt_tokens}"
         raise PromptTooLongError(
-            f"prompt has {counted} tokens; the model's limit is {record.max_model_len}, including one output token",
+            f"This model's maximum context length is {record.max_model_len} tokens, with at least one to generate; "
+            f"the prompt has {counted} tokens",
             param="prompt",
         )
-    params = job.params
     cost = prompt + params.n * predict_output(nodes, prompt, params.max_tokens or MAX_TOKENS_LIMIT)
     return max(1, min(cost, record.max_model_len * params.n) if record.max_model_len else cost)
 
@@ -96,7 +100,9 @@ def estimate_bytes(job: Job, request_bytes: int) -> int:
     params = job.params
     output = params.max_tokens if params.max_tokens is not None else PREDICTED_OUTPUT_TOKENS
     token_bytes = LOG_BYTES_PER_TOKEN + _logprob_bytes(params.logprobs)
-    of_prompt = request_bytes // REQUEST_BYTES_PER_TOKEN * _logprob_bytes(params.prompt_logprobs)
+    # The ids of a prompt's tokens are stored as log-probabilities without values.
+    num_of_prompt = 0 if params.return_token_ids and params.prompt_logprobs is None else params.prompt_logprobs
+    of_prompt = request_bytes // REQUEST_BYTES_PER_TOKEN * _logprob_bytes(num_of_prompt)
     return request_bytes + JOB_BYTES + params.n * output * token_bytes + of_prompt
 
 

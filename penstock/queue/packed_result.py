@@ -5,7 +5,7 @@ Decoded at once, the log-probabilities of a long prompt take thirty times the me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
@@ -62,9 +62,10 @@ class PackedChoice:
         return text
 
     @property
-    def token_ids(self) -> Iterator[int]:
-        """The choice's tokens, decoded one by one."""
-        return _items_of(self._data, self._spans["t"])
+    def token_ids(self) -> Sequence[int]:
+        """The choice's token ids, decoded at each access."""
+        token_ids: list[int] = self._value("t")
+        return token_ids
 
     def _value(self, name: str) -> Any:
         return _value_at(self._data, self._spans[name])

@@ -17,6 +17,7 @@ from penstock.contract.errors import InvariantError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome, Usage
 from penstock.contract.problems import problem_of
 from penstock.contract.sampling_params import SamplingParams, TokenId
+from penstock.contract.template_kwargs import TemplateKwargs
 from penstock.contract.tools import Tools, few_calls
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import Pack, WireError, checked_map, pack, unpack_all, with_members
@@ -36,6 +37,7 @@ class Request:
     messages: tuple[Message, ...] | None = None
     tools: Tools | None = None
     adapter: AdapterRef | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,8 @@ def encode_request(job: Job) -> bytes:
     add_prompt(fields, job)
     if job.tools is not None:
         fields["tools"] = job.tools
+    if job.chat_template_kwargs is not None:
+        fields["chat_template_kwargs"] = job.chat_template_kwargs
     if job.adapter is not None:
         fields["adapter"] = job.adapter.model_dump()
     fields["params"] = job.params.model_dump(exclude_defaults=True)
@@ -230,7 +234,7 @@ def decode_request(data: bytes) -> Request:
         raise WireError("a request has exactly one prompt")
     try:
         few_calls(prompts["messages"])
-        given = {name: m.get(name) for name in ("params", "tools", "adapter")}
+        given = {name: m.get(name) for name in ("params", "tools", "adapter", "chat_template_kwargs")}
         return _request_adapter.validate_python(given | prompts)
     except ValidationError as error:
         raise WireError(f"not a request: {problem_of(error)}") from error

@@ -14,7 +14,8 @@ from penstock.contract.named import UNKNOWN_FIELD
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.contract.sampling_params import SamplingParams
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
-from penstock.producer.openai.fields import Wire, only
+from penstock.producer.openai.fields import only
+from penstock.producer.openai.generation_body import GenerationBody
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -24,24 +25,26 @@ _LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
 Prompt = str | list[int] | list[dict[str, Any]]
 
 
-class _RowFields(Wire):
+class _RowFields(GenerationBody):
     """Fields of a row beside OpenAI's body. A row cannot stream and cannot choose its priority class."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: Annotated[Any, only(None, False)] = None
     stream_options: Annotated[Any, only(None)] = None
+    service_tier: Annotated[Any, only(None, "auto", "default", "flex")] = None
 
 
-class _ChatRow(ChatBody, _RowFields):
+class _ChatRow(_RowFields, ChatBody):
     tools: Annotated[Any, only(None, [])] = None
     tool_choice: Annotated[Any, only(None, "none", "auto")] = None
 
 
-class _CompletionRow(CompletionBody, _RowFields):
+class _CompletionRow(_RowFields, CompletionBody):
     pass
 
 
-_BODIES: dict[str, type[_ChatRow | _CompletionRow]] = {CHAT_URL: _ChatRow, COMPLETIONS_URL: _CompletionRow}
+ROWS: dict[str, type[_ChatRow | _CompletionRow]] = {CHAT_URL: _ChatRow, COMPLETIONS_URL: _CompletionRow}
+"""The schema of a row's body by its url."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class Request:
     model: str | None
     params: SamplingParams
     echoes: bool = False
+    template_kwargs: str | None = None
 
 
 def request_of_line(fields: Mapping[str, Any]) -> Request:
@@ -61,7 +65,7 @@ def request_of_line(fields: Mapping[str, Any]) -> Request:
     if fields.get("method", "POST") != "POST":
         raise RequestError("method must be POST", param="method")
     url, body = fields.get("url"), fields.get("body")
-    if not isinstance(url, str) or url not in _BODIES:
+    if not isinstance(url, str) or url not in ROWS:
         raise RequestError(f"url must be {CHAT_URL} or {COMPLETIONS_URL}", param="url")
     if not isinstance(body, dict):
         raise RequestError("body must be an object", param="body")
@@ -72,14 +76,14 @@ def request_of(url: str, body: Mapping[str, Any]) -> Request:
     """Return the request of an OpenAI body. Raises RequestError for an invalid body."""
     try:
         # Validate as JSON: in strict mode, pydantic then still accepts a list for a tuple and an object for a record.
-        row = _BODIES[url].model_validate_json(to_json(body, inf_nan_mode="constants"))
+        row = ROWS[url].model_validate_json(to_json(body, inf_nan_mode="constants"))
         params = row.params()
     except ValidationError as error:
         raise request_error(error) from None
     prompts = row.prompts()
     if len(prompts) != 1:
         raise RequestError("a row must have exactly one prompt", param=row.prompt_field)
-    return Request(url, prompts[0], row.model, params, row.echoes)
+    return Request(url, prompts[0], row.model, params, row.echoes, row.template_kwargs)
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:

@@ -92,6 +92,7 @@ async def answer(
         request.prompt,
         model=model,
         params=request.params,
+        chat_template_kwargs=request.template_kwargs,
         priority=Priority.BATCH,
         not_before_s=delay_s,
         idempotency_key=key,

@@ -43,6 +43,7 @@ class DeadLetterBox:
             next(form for form in (request.prompt, request.prompt_token_ids, request.messages) if form is not None),
             model=pool_of(job_id),
             tools=request.tools,
+            chat_template_kwargs=request.chat_template_kwargs,
             adapter=None if request.adapter is None else request.adapter.name,
             params=request.params,
             priority=letter.priority,

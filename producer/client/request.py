@@ -46,6 +46,7 @@ class SubmitOptions(SamplingOptions, total=False):
     tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.
     tool_choice: `auto` (the default) lets the model decide; `required` and a named function allow only calls.
     parallel_tool_calls: whether a text that is constrained to calls may have several (the default).
+    chat_template_kwargs: variables for the model's chat template, such as `enable_thinking`.
     tenant: the tenant that the job belongs to; by default the client's.
     terms: the tenant's limits and weight; by default no limits, and the client's weight.
     """
@@ -63,11 +64,12 @@ class SubmitOptions(SamplingOptions, total=False):
     tools: Sequence[Mapping[str, Any]] | str | None
     tool_choice: ToolChoice
     parallel_tool_calls: bool
+    chat_template_kwargs: Mapping[str, Any] | str | None
     tenant: str | None
     terms: Terms | None
 
 
-_OF_JOB = frozenset({"priority", "background", "idempotency_key", "tools"})
+_OF_JOB = frozenset({"priority", "background", "idempotency_key", "tools", "chat_template_kwargs"})
 _ELSEWHERE = frozenset(
     {"model", "adapter", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"}
     | {"tool_choice", "parallel_tool_calls"}

@@ -84,9 +84,20 @@ def _wanted(function: Mapping[str, Any], *, as_described: bool) -> WantedFunctio
         raise RequestError(f"tools: {problem.param} of a function: {problem.message}", param="tools") from error
 
 
+def no_call_format() -> RequestError:
+    """Return the error for tools that a model without a known call format cannot call."""
+    names = ", ".join(get_args(CallFormName))
+    message = (
+        "tools: this model has no known tool-call format, so its calls could not be recognized. Send the request "
+        "without tools, or ask for JSON with response_format. If the model's chat template takes tools, its node may "
+        f"be started with --tool-parser ({names})"
+    )
+    return RequestError(message, param="tools")
+
+
 def _formats_of(record: PoolRecord) -> dict[str, Any]:
     if record.tool_parser not in get_args(CallFormName) or record.reasoning_parser not in get_args(ReasoningParserName):
-        raise RequestError("tools: this model has no known tool-call format", param="tools")
+        raise no_call_format()
     return {"form": record.tool_parser, "reasoning": record.reasoning_parser}
 
 

@@ -1,15 +1,16 @@
 """Schemas of request bodies, shared by batch files and HTTP. Unknown and unsupported fields are refused by name.
 
-An unsupported field is accepted with a value that changes nothing, such as null. Fields that identify the caller
-(`user`, `metadata`) are accepted and have no effect. `SamplingParams` alone checks the ranges of sampling options.
+An unsupported field is accepted with a value that changes nothing, such as null. Fields with the mark NO_EFFECT are
+accepted and have no effect. `SamplingParams` alone checks the ranges of sampling options.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     FailFast,
@@ -19,23 +20,17 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES
 from penstock.contract.logprobs import MAX_LOGPROBS
-from penstock.contract.sampling_params import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TOKENS_LIMIT,
-    SamplingParams,
-    TokenId,
-)
+from penstock.contract.problems import problem_of
+from penstock.contract.sampling_params import MAX_TOKENS_LIMIT, SamplingParams, TokenId
+from penstock.contract.template_kwargs import CONTINUES, GENERATION_PROMPT, TemplateKwargs
 from penstock.contract.tools import MAX_TOOLS
-from penstock.producer.openai.fields import Wire, at_most, only
+from penstock.producer.openai.fields import NO_EFFECT, Whole, only
+from penstock.producer.openai.generation_body import GenerationBody
 from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse, few_calls
 
 MAX_PROMPTS = 64
@@ -43,105 +38,21 @@ MAX_PROMPTS = 64
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. A chat without `max_tokens` may fill the model's context."""
 
-_LOGPROBS = {"logprobs", "prompt_logprobs"}
-"""Options that chats and completions express differently."""
-
 _TOKEN_IDS: TypeAdapter[list[int]] = TypeAdapter(
     Annotated[list[TokenId], Field(min_length=1), FailFast()], config=ConfigDict(strict=True)
 )
+_TEMPLATE_KWARGS: TypeAdapter[str] = TypeAdapter(TemplateKwargs)
 
 
-def _list_of(value: object) -> object:
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else value
+def _template_variables(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        _TEMPLATE_KWARGS.validate_python(json.dumps(value))
+    except ValidationError as error:
+        raise ValueError(problem_of(error).message) from None
+    return value
 
 
-class _NamedSchema(Wire):
-    """A JSON schema with a name and description. The schema is enforced whatever `strict` says."""
-
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(Wire):
-    """OpenAI's `response_format`: plain text, any JSON object, or JSON that matches a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: _NamedSchema | None = None
-
-    @model_validator(mode="after")
-    def _schema_where_it_belongs(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError(
-                "unsupported_value", "json_schema is required with type json_schema and only there"
-            )
-        return self
-
-    def structured_outputs(self) -> dict[str, Any] | None:
-        """Return the equivalent value of penstock's `structured_outputs` field."""
-        if self.json_schema is not None:
-            return {"json_schema": self.json_schema.schema_}
-        return {"json_object": True} if self.type == "json_object" else None
-
-
-class _Generation(Wire):
-    """Fields that chats and completions share. Fields without a comment are those of `SamplingParams`."""
-
-    prompt_field: ClassVar[str]
-
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    # Lengths are checked here too, because pydantic would validate a million items before refusing the list.
-    stop: Annotated[
-        list[str], FailFast(), Field(default_factory=list, max_length=MAX_STOP_STRINGS), BeforeValidator(_list_of)
-    ]
-    stop_token_ids: Annotated[
-        list[int], FailFast(), Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS), BeforeValidator(_list_of)
-    ]
-
-    include_stop_str_in_output: bool | None = None
-    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIASES)] = None
-    bad_words: Annotated[list[str] | None, FailFast(), Field(max_length=MAX_BAD_WORDS)] = None
-    structured_outputs: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
-
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    skip_special_tokens: Annotated[Any, only(None, True)] = None
-
-    @field_validator("response_format")
-    @classmethod
-    def _one_schema(cls, value: ResponseFormat | None, info: ValidationInfo) -> ResponseFormat | None:
-        if value is not None and info.data.get("structured_outputs") is not None:
-            raise PydanticCustomError("unsupported_value", "conflicts with structured_outputs; send one of them")
-        return value
-
-    def names(self) -> dict[str, str]:
-        """Map penstock's field names to the names in this body where they differ."""
-        names = {"prompt": self.prompt_field}
-        return names | {"structured_outputs": "response_format"} if self.response_format is not None else names
-
-    def _given(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in SamplingParams.model_fields if name not in _LOGPROBS}
-        if self.response_format is not None:
-            values["structured_outputs"] = self.response_format.structured_outputs()
-        return {name: value for name, value in values.items() if value is not None}
-
-
-class ChatBody(_Generation):
+class ChatBody(GenerationBody):
     """The fields of a `/v1/chat/completions` body that determine its answer."""
 
     prompt_field: ClassVar[str] = "messages"
@@ -149,28 +60,33 @@ class ChatBody(_Generation):
     messages: Annotated[
         list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast(), BeforeValidator(few_calls)
     ]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
 
-    store: Annotated[Any, only(None, False)] = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_variables)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[Any, only(None, [])] = None
     function_call: Annotated[Any, only(None, "none", "auto")] = None
     modalities: Annotated[Any, only(None, ["text"])] = None
-    service_tier: Annotated[Any, only(None, "auto", "default")] = None
     audio: Annotated[Any, only(None)] = None
     moderation: Annotated[Any, only(None)] = None
     prediction: Annotated[Any, only(None)] = None
     prompt_cache_options: Annotated[Any, only(None)] = None
-    prompt_cache_retention: Annotated[Any, only(None)] = None
-    reasoning_effort: Annotated[Any, only(None)] = None
-    verbosity: Annotated[Any, only(None)] = None
     web_search_options: Annotated[Any, only(None)] = None
+    chat_template: Annotated[Any, only(None)] = None
+    documents: Annotated[Any, only(None, [])] = None
+    echo: Annotated[Any, only(None, False)] = None
+    prompt_logprobs: Annotated[Any, only(None)] = None
+    add_special_tokens: Annotated[Any, only(None, False)] = None
+
+    store: Annotated[bool | None, NO_EFFECT] = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, NO_EFFECT] = None
 
     @field_validator("max_completion_tokens")
     @classmethod
@@ -187,6 +103,28 @@ class ChatBody(_Generation):
         if value and not info.data.get("logprobs"):
             raise PydanticCustomError("unsupported_value", "allowed only when logprobs is true")
         return value
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _no_new_message(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("add_generation_prompt"):
+            raise PydanticCustomError("unsupported_value", "conflicts with add_generation_prompt; send one of them")
+        return value
+
+    @property
+    def template_kwargs(self) -> str | None:
+        """The variables for the chat template as JSON text, or None. Those of `chat_template_kwargs` come first."""
+        given: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            # Templates have different names for the switch.
+            thinks = self.reasoning_effort != "none"
+            given = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        given |= self.chat_template_kwargs or {}
+        if self.continue_final_message:
+            given[CONTINUES] = True
+        elif self.add_generation_prompt is False:
+            given[GENERATION_PROMPT] = False
+        return json.dumps(given) if given else None
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
@@ -247,18 +185,20 @@ def _wrong_prompt() -> PydanticCustomError:
     )
 
 
-class CompletionBody(_Generation):
+class CompletionBody(GenerationBody):
     """The fields of a `/v1/completions` body that determine its answer."""
 
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts_of)]
 
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: Whole | None = None
+    prompt_logprobs: Whole | None = None
     echo: bool | None = None
     suffix: Annotated[Any, only(None)] = None
-    best_of: int | None = None
+    best_of: Whole | None = None
+    prompt_embeds: Annotated[Any, only(None)] = None
+    add_special_tokens: Annotated[Any, only(None, True)] = None
 
     @field_validator("best_of")
     @classmethod

@@ -1,13 +1,14 @@
-"""Schemas of a chat's messages, of the tools that it offers, and of earlier tool calls."""
+"""Schemas of a chat's messages, of the tools that it offers, and of earlier tool calls. Unknown names are ignored."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import BeforeValidator, FailFast, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS
 from penstock.contract.tools import (
     MAX_CALLS,
     MAX_CALLS_OF_CHAT,
@@ -17,40 +18,68 @@ from penstock.contract.tools import (
     ToolChoice,
     count_calls,
 )
-from penstock.producer.openai.fields import Wire, only
+from penstock.producer.openai.fields import OpenWire, only
+
+_TEXT_OF_PART = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a content part → the member that holds its text."""
+_REASONING_PARTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
+"""Content parts that are not passed to the model, as the `reasoning_content` of a message is not."""
+_MAX_SHOWN_CHARS = 32
 
 
 def _text_of(content: object) -> object:
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            raise PydanticCustomError("unsupported_value", "only parts with exactly type (text) and text are supported")
-        if not isinstance(part["text"], str):
-            raise PydanticCustomError("string_type", "the text of a part must be a string")
-        texts.append(part["text"])
-    return "".join(texts)
+    return "".join(map(_text_of_part, content)) if isinstance(content, list) else content
+
+
+def _text_of_part(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        raise PydanticCustomError("part_type", "each part must be an object with a type")
+    if kind in _REASONING_PARTS:
+        return ""
+    if kind not in _TEXT_OF_PART:
+        message = "parts of type {kind} are not supported; only text is"
+        raise PydanticCustomError("unsupported_value", message, {"kind": kind[:_MAX_SHOWN_CHARS]})
+    text = part.get(_TEXT_OF_PART[kind])
+    if not isinstance(text, str):
+        raise PydanticCustomError("part_text", "the text of a part must be a string")
+    return text
 
 
 def few_calls(value: object) -> object:
     """Refuse a conversation with too many tool calls before pydantic validates each of them."""
     if count_calls(value) > MAX_CALLS_OF_CHAT:
         message = "must have at most {limit} tool calls in all messages together"
-        raise PydanticCustomError("too_long", message, {"limit": MAX_CALLS_OF_CHAT})
+        raise PydanticCustomError("too_many", message, {"limit": MAX_CALLS_OF_CHAT})
     return value
 
 
-class _CalledFunction(Wire):
+def _given_arguments(value: object) -> object:
+    # Some servers write a call without arguments as "" or null.
+    return "{}" if value is None or (isinstance(value, str) and not value.strip()) else value
+
+
+def _function_type(value: object) -> object:
+    return "function" if value is None else value
+
+
+def _no_empty_name(value: object) -> object:
+    return value or None
+
+
+_FunctionType = Annotated[Literal["function"], BeforeValidator(_function_type)]
+
+
+class _CalledFunction(OpenWire):
     name: FunctionName
-    arguments: Arguments
+    arguments: Annotated[Arguments, BeforeValidator(_given_arguments)] = "{}"
 
 
-class AskedCall(Wire):
+class AskedCall(OpenWire):
     """A tool call in OpenAI's form, which a client copies from an answer into the next request."""
 
     id: CallId
-    type: Literal["function"]
+    type: _FunctionType = "function"
     function: _CalledFunction
 
     def call(self) -> dict[str, str]:
@@ -58,7 +87,7 @@ class AskedCall(Wire):
         return {"id": self.id, "name": self.function.name, "arguments": self.function.arguments}
 
 
-class _OfferedFunction(Wire):
+class _OfferedFunction(OpenWire):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -66,7 +95,7 @@ class _OfferedFunction(Wire):
     """Whether calls must match `parameters` even if the model may also answer without a call."""
 
 
-class OfferedTool(Wire):
+class OfferedTool(OpenWire):
     """A function that the assistant may call."""
 
     type: Literal["function"]
@@ -101,28 +130,26 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
-class ChatMessage(Wire):
-    """One message of a chat.
-
-    Most fields after `content` exist because clients send an assistant's answer back unchanged.
-    """
+class ChatMessage(OpenWire):
+    """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_text_of)] = None
-    name: Annotated[Any, only(None)] = None
-    refusal: Annotated[Any, only(None)] = None
+    name: Annotated[
+        Annotated[str, StringConstraints(max_length=MAX_PARTICIPANT_NAME_CHARS)] | None, BeforeValidator(_no_empty_name)
+    ] = None
+    """The participant's name. A chat template may use it."""
+    refusal: str | None = None
+    """The content of an assistant's message that has no other."""
     audio: Annotated[Any, only(None)] = None
-    annotations: Annotated[Any, only(None, [])] = None
     function_call: Annotated[Any, only(None)] = None
     tool_calls: Annotated[list[AskedCall] | None, FailFast(), Field(max_length=MAX_CALLS)] = None
     tool_call_id: CallId | None = None
-    reasoning_content: str | None = None
-    """Accepted but not passed to the model, which does not need its reasoning from earlier messages."""
 
     @model_validator(mode="after")
     def _goes_with_role(self) -> Self:
-        if self.content is None and not self.tool_calls:
-            raise PydanticCustomError("missing", "content is required unless the message has tool_calls")
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("no_content", "content is required; only an assistant's message may lack it")
         if self.tool_calls and self.role != "assistant":
             raise PydanticCustomError("unsupported_value", "tool_calls are allowed only with role assistant")
         if (self.role == "tool") != (self.tool_call_id is not None):
@@ -133,7 +160,9 @@ class ChatMessage(Wire):
 
     def message(self) -> dict[str, Any]:
         """Return the fields of a penstock `Message`."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        message: dict[str, Any] = {"role": self.role, "content": self.content or self.refusal or ""}
         if self.tool_calls:
             message["tool_calls"] = [call.call() for call in self.tool_calls]
+        if self.name is not None:
+            message["name"] = self.name
         return message if self.tool_call_id is None else {**message, "tool_call_id": self.tool_call_id}

@@ -26,6 +26,7 @@ from penstock.producer.openai.logprobs import (
     whole_completion_logprobs,
 )
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, ParsedText
+from penstock.producer.openai.token_ids import TokenIds, prompt_ids_of
 from penstock.producer.openai.tool_calls import Call
 from penstock.queue.packed_result import PackedChoice, PackedResult
 
@@ -72,6 +73,8 @@ class Renderer:
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     piece_object: ClassVar[str]
+    prompt_ids_in_choices: ClassVar[bool] = False
+    """Whether each choice holds the token ids of its prompt, rather than the answer."""
 
     def __init__(
         self,
@@ -83,11 +86,14 @@ class Renderer:
         include_usage: bool,
         form: AnswerFormat = PLAIN,
         echoes: bool = False,
+        service_tier: str | None = None,
     ) -> None:
-        """`form`: how to parse the text. `echoes`: the text begins with the prompt."""
+        """`form`: how to parse the text. `echoes`: the text begins with the prompt. `service_tier`: one to report."""
         self.form = form
         self._job_id = job_id
         self._head = {"id": self.id_prefix + job_id, "created": created_s, "model": model}
+        if service_tier is not None:
+            self._head["service_tier"] = service_tier
         self.includes_usage = include_usage
         self._tail = {"usage": None} if include_usage else {}
         self._params = params
@@ -106,13 +112,21 @@ class Renderer:
         parsed: ParsedText,
         finish_reason: str | None,
         logprobs: Sequence[TokenLogprobs] = (),
+        ids: TokenIds | None = None,
     ) -> dict[str, Any]:
-        """Return the next stream object for one choice of one job.
+        """Return the next stream object for one choice of one job. `ids` are token ids to report.
 
         Choices are numbered over all jobs of the request.
         """
         rendered = self._piece_choice(job_index, choice, parsed, finish_reason, logprobs)
-        return {**self._head, "object": self.piece_object, "choices": [rendered], **self._tail}
+        if ids is None:
+            return {**self._head, "object": self.piece_object, "choices": [rendered], **self._tail}
+        rendered["token_ids"] = ids.of_choice
+        of_prompt = {} if ids.of_prompt is None else {"prompt_token_ids": ids.of_prompt}
+        if self.prompt_ids_in_choices:
+            rendered |= of_prompt
+            of_prompt = {}
+        return {**self._head, "object": self.piece_object, **of_prompt, "choices": [rendered], **self._tail}
 
     def prompt_piece(self, job_index: int, prompt: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Return the stream object for the next tokens of a job's prompt.
@@ -157,18 +171,29 @@ class Renderer:
         choices = [
             plain(choice) for index, result in enumerate(results) for choice in self.whole_choices(index, result)
         ]
-        return {**self.whole_head(), "choices": choices, "usage": usage}
+        of_prompt = {name: plain(ids) for name, ids in self.whole_prompt_ids(results[0]).items()} if results else {}
+        return {**self.whole_head(), **of_prompt, "choices": choices, "usage": usage}
 
     def whole_head(self) -> dict[str, Any]:
         """Return the members of a whole answer that come before `choices` and `usage`."""
         return {**self._head, "object": self.whole_object}
+
+    def whole_prompt_ids(self, result: AnyResult) -> dict[str, Any]:
+        """Return the member of a whole answer with the prompt's token ids, if it is not part of the choices."""
+        wanted = self._params.return_token_ids and not self.prompt_ids_in_choices
+        return {"prompt_token_ids": prompt_ids_of(result)} if wanted else {}
 
     def whole_choices(self, job_index: int, result: AnyResult) -> Iterator[dict[str, Any]]:
         """Yield the choices of one job for a whole answer. Their large members are lazy (see `json_parts`)."""
         echo = PromptEcho(result.prompt_logprobs if self._echoes else ())
         for choice in result.choices:
             whole = self._whole_choice(job_index * self._params.n + choice.index, choice, echo)
-            if choice.index == 0 and result.prompt_logprobs and not self._echoes:
+            if self._params.return_token_ids:
+                whole["token_ids"] = Rows(partial(iter, choice.token_ids))
+                if self.prompt_ids_in_choices:
+                    whole["prompt_token_ids"] = prompt_ids_of(result)
+            has_logprobs = self._params.prompt_logprobs is not None and result.prompt_logprobs
+            if choice.index == 0 and has_logprobs and not self._echoes:
                 whole["prompt_logprobs"] = Rows(partial(prompt_logprobs, result.prompt_logprobs))
             yield whole
 
@@ -236,6 +261,7 @@ class ChatRenderer(Renderer):
 class CompletionRenderer(Renderer):
     """Renders answers of `/v1/completions`. Stream pieces and whole choices have the same shape."""
 
+    prompt_ids_in_choices = True
     id_prefix = "cmpl-"
     whole_object = "text_completion"
     piece_object = "text_completion"

@@ -44,12 +44,15 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         self.last_chat: tuple[Sequence[dict[str, Any]], str | None] | None = None
+        self.last_template_kwargs: str | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: str | None = None) -> list[int]:
-        self.last_chat = (messages, tools)
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], tools: str | None = None, template_kwargs: str | None = None
+    ) -> list[int]:
+        self.last_chat, self.last_template_kwargs = (messages, tools), template_kwargs
         return self.encode(messages[-1]["content"])
 
 
@@ -81,7 +84,7 @@ class EchoEngine:
     def add(self, request: EngineRequest) -> None:
         prompt, params = request.prompt_token_ids, request.params
         if len(prompt) >= self.max_model_len:
-            raise PromptTooLongError(f"prompt has {len(prompt)} tokens, too many", param="prompt")
+            raise PromptTooLongError(f"maximum context length, {len(prompt)} tokens are too many", param="prompt")
         self.last_params, self.last_adapter = params, request.adapter
         self._live += [_Live(request.request_id, choice, prompt, params) for choice in range(params.n)]
 

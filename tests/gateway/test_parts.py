@@ -144,11 +144,16 @@ def test_an_event_is_one_line_of_ascii_whatever_it_carries():
 
 @pytest.mark.parametrize("dialect", [ChatRenderer, CompletionRenderer])
 @pytest.mark.parametrize("model", ["acme/echo", 'a "b" \\ c', "with \ue001 inside", "%b%d"])
-@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]))), include_usage=st.booleans())
-def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, texts, include_usage):
+@pytest.mark.parametrize("event_ids", [False, True])
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]))), include_usage=st.booleans(), counts=st.booleans()
+)
+def test_events_hold_the_renderers_pieces_whatever_the_text(dialect, model, event_ids, texts, include_usage, counts):
     chunks = [
         Chunk(
-            *(f"job:{i % 2}", i, i % 3, 0, (7,) * (i % 4), text), finish_reason="stop" if i == len(texts) - 1 else None
+            *(f"job:{i % 2}", i, i % 3, i, (7,) * (i % 4), text),
+            finish_reason="stop" if i == len(texts) - 1 else None,
+            num_prompt_tokens=9 if i < 2 else None,
         )
         for i, text in enumerate(texts)
     ]
@@ -159,15 +164,27 @@ def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, tex
         "params": SamplingParams(n=3),
         "include_usage": include_usage,
     }
-    head = AnswerHead(["job:0", "job:1"], model, 1, SamplingParams(n=3), PLAIN)
+    head = AnswerHead(
+        ["job:0", "job:1"],
+        model,
+        1,
+        fields["params"],
+        PLAIN,
+        options={"continuous_usage_stats": counts},
+        event_ids=event_ids,
+    )
     pieces, renderer = SseEncoder(dialect(**fields), head), dialect(**fields)
     num_tokens = [*accumulate(len(chunk.token_ids) for chunk in chunks)]
-    rendered = [
-        event(renderer.piece(i % 2, c.choice, ParsedText(c.text), c.finish_reason), f"{c.job_id}:{i}:{num_tokens[i]}")
-        for i, c in enumerate(chunks)
-        if c.text or c.finish_reason
-    ]
-    assert b"".join(pieces.parts_of(chunks)) == b"".join(rendered)
+
+    def rendered(i: int, c: Chunk) -> bytes:
+        piece = renderer.piece(i % 2, c.choice, ParsedText(c.text), c.finish_reason)
+        if counts:
+            so_far = i + len(c.token_ids)
+            piece["usage"] = {"prompt_tokens": 9, "completion_tokens": so_far, "total_tokens": 9 + so_far}
+        return event(piece, f"{c.job_id}:{i}:{num_tokens[i]}" if event_ids else "")
+
+    expected = [rendered(i, c) for i, c in enumerate(chunks) if c.text or c.finish_reason]
+    assert b"".join(pieces.parts_of(chunks)) == b"".join(expected)
 
 
 @pytest.mark.parametrize(("retry_after_ms", "header"), [(1, "1"), (1000, "1"), (1001, "2"), (59_999, "60")])

@@ -100,7 +100,6 @@ def error_of(response) -> dict[str, object]:
             {"messages": [{"role": "assistant", "tool_calls": [HALF_A_CHARACTER]}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
-        ({"messages": [{"role": "user", "content": "x", "bogus": 1}]}, "messages[0].bogus"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"model": None}, "model"),
     ],

@@ -20,6 +20,7 @@ import redis
 
 MODEL = "acme/echo"
 JOB = "x-penstock-job"
+IDS = {"X-Penstock-Event-Ids": "true"}
 
 
 def text_body(prompt: str, **options: object) -> dict[str, object]:
@@ -59,7 +60,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
 
 def test_events_carry_the_jobs_id_the_chunks_number_and_that_of_the_tokens_so_far(http, engine):
     engine.step_s = 0.05
-    response = http.post("/v1/completions", json=text_body("a\nb", stream=True))
+    response = http.post("/v1/completions", json=text_body("a\nb", stream=True), headers=IDS)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
     *pieces, last = events_of(response.content)
@@ -158,7 +159,7 @@ def test_a_stream_that_waits_answers_200_and_keeps_the_line_open(hasty_url, hold
     with httpx.stream("POST", f"{hasty_url}/v1/completions", json=narrow_body("hello"), timeout=30) as response:
         assert response.status_code == 200
         lines = response.iter_lines()
-        assert [next(lines) for _ in range(3)] == [": waiting"] * 3
+        assert [next(lines) for _ in range(4)] == [": waiting", ""] * 2
         hold()
         said = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
     assert "".join(said) == "hello"
@@ -291,7 +292,7 @@ def text_of(events) -> str:
 
 def cut_stream(http, body: dict[str, object], num_events: int) -> tuple[str, str]:
     """The text of the first events, and the last one's id."""
-    with http.stream("POST", "/v1/completions", json=body) as response:
+    with http.stream("POST", "/v1/completions", json=body, headers=IDS) as response:
         lines, raw = response.iter_lines(), ""
         while raw.count("data: ") < num_events:
             raw += next(lines) + "\n"
@@ -347,7 +348,7 @@ def cut_log_otherwise(stack, job_id: str, at: int) -> None:
 def test_a_cut_stream_whose_log_was_cut_otherwise_since_lacks_and_repeats_nothing(stack, http, engine, options):
     engine.step_s = 0.03
     body = text_body("abcdefgh", stream=True) | options
-    whole = http.post("/v1/completions", json=body)
+    whole = http.post("/v1/completions", json=body, headers=IDS)
     *events, _ = events_of(whole.content)
     assert len(events) > 4
     cut_log_otherwise(stack, whole.headers[JOB], 2)
@@ -364,7 +365,8 @@ def test_a_cut_stream_whose_log_was_cut_otherwise_since_lacks_and_repeats_nothin
 
 @pytest.mark.parametrize("num_choices", [1, 2])
 def test_a_cut_stream_ends_with_the_usage_of_all(http, num_choices):
-    body = text_body("abc", stream=True, n=num_choices, stream_options={"include_usage": True})
+    options = {"include_usage": True, "include_event_ids": True}
+    body = text_body("abc", stream=True, n=num_choices, stream_options=options)
     *whole, usage, _ = events_of(http.post("/v1/completions", json=body).content)
     assert json.loads(usage[1])["usage"]["completion_tokens"] == 3 * num_choices
     for place, _ in whole:
@@ -375,7 +377,7 @@ def test_a_cut_stream_ends_with_the_usage_of_all(http, num_choices):
 @pytest.mark.parametrize("num_choices", [1, 2])
 def test_a_cut_chat_says_who_speaks_once_a_choice(http, num_choices):
     body = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], "stream": True, "n": num_choices}
-    *whole, _ = events_of(http.post("/v1/chat/completions", json=body).content)
+    *whole, _ = events_of(http.post("/v1/chat/completions", json=body, headers=IDS).content)
     said = [json.loads(data)["choices"] for _, data in whole]
     for at, (place, _) in enumerate(whole):
         *rest, _ = events_of(http.post("/v1/chat/completions", json=body, params={"after": place}).content)

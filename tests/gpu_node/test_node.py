@@ -547,7 +547,7 @@ async def test_a_job_does_not_wait_for_the_long_prompt_of_one_that_was_taken_wit
 async def test_a_chat_that_is_long_by_its_calls_is_read_beside_the_loop(redis_url: str, broker: ProducerBroker) -> None:
     engine, readers = ReferenceEngine(), list[threading.Thread]()
 
-    def encode_chat(messages: object, tools: str | None = None) -> list[int]:
+    def encode_chat(messages: object, tools: str | None = None, template_kwargs: str | None = None) -> list[int]:
         readers.append(threading.current_thread())
         return [1, 2, 3]
 

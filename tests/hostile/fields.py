@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.contract import job, sampling_params, structured, tools
+from penstock.contract import job, sampling_params, structured, template_kwargs, tools
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.gateway.parsed_body import MAX_CHOICES_OF_REQUEST
 from penstock.gateway.request_head import MAX_HEAD_BYTES
@@ -83,6 +83,18 @@ LIMITS: dict[str, tuple[int, Limited]] = {
     "schema characters": (
         structured.MAX_GRAMMAR_CHARS,
         lambda v: {"structured_outputs": {"json": '{"type": "null"}'.ljust(v)}},
+    ),
+    "name of a participant": (
+        job.MAX_PARTICIPANT_NAME_CHARS,
+        lambda v: {"messages": [{"role": "user", "content": "x", "name": "n" * v}]},
+    ),
+    "template variables": (
+        template_kwargs.MAX_TEMPLATE_KWARGS,
+        lambda v: {**_offered(0), "chat_template_kwargs": {f"a{i}": i for i in range(v)}},
+    ),
+    "template variables' characters": (
+        template_kwargs.MAX_TEMPLATE_KWARGS_CHARS,
+        lambda v: {**_offered(0), "chat_template_kwargs": {"a": "x" * (v - len('{"a": ""}'))}},
     ),
     "tools": (tools.MAX_TOOLS, _offered),
     "calls": (tools.MAX_CALLS, _calls),

@@ -29,7 +29,7 @@ NAMES_NO_FIELD = frozenset(
 """Codes of what is wrong with something other than a field of the body."""
 NAMELESS = "unknown_field"
 """A field may be called "", which an error cannot tell from none."""
-_NOT_JSON = re.compile("Invalid JSON|Input should be an object")
+_NOT_JSON = re.compile("not valid JSON|must be an object")
 BUGS = frozenset(("internal_error", "model_error", "node_lost", "stream_diverged", "job_failed"))
 AT_ONCE = 12
 HANG_S = 300.0

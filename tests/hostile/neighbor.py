@@ -62,6 +62,9 @@ class StreamGaps:
         return [min(wait, until_s - asked) for asked, wait in known if asked < until_s and asked + wait > since_s]
 
 
+IDS = {"X-Penstock-Event-Ids": "true"}
+
+
 class Neighbor:
     """Keeps `num_streams` streams open until it is cancelled."""
 
@@ -99,7 +102,7 @@ class Neighbor:
     async def _read(self, stream: StreamGaps, prompt: str) -> None:
         body = {"model": self._model, "prompt": prompt, "stream": True, "ignore_eos": True, "temperature": 0}
         stream.ask(time.monotonic())
-        sent = self._http.stream("POST", "/v1/completions", json=body | {"max_tokens": TOKENS_PER_STREAM})
+        sent = self._http.stream("POST", "/v1/completions", json=body | {"max_tokens": TOKENS_PER_STREAM}, headers=IDS)
         async with sent as answer:
             if answer.status_code != 200:
                 await answer.aread()

@@ -56,7 +56,9 @@ def test_a_text_whose_longest_tokens_would_not_fit_is_refused_at_the_door(size: 
     if fits:
         assert estimate_cost(new_job(prompt="x" * size), record) == 1000
     else:
-        with pytest.raises(PromptTooLongError, match=r"at least .* tokens; the model's limit is 1000") as caught:
+        with pytest.raises(
+            PromptTooLongError, match=r"maximum context length is 1000 tokens.* has at least .* tokens"
+        ) as caught:
             estimate_cost(new_job(prompt="x" * size), record)
         assert caught.value.param == "prompt"
 
@@ -138,7 +140,9 @@ def test_model_of_unknown_length_limits_nothing() -> None:
 
 def test_token_ids_that_cannot_fit_are_refused_at_once() -> None:
     assert estimate_cost(new_job(prompt_token_ids=(1,) * 999), RECORD) == 1000
-    with pytest.raises(PromptTooLongError, match="prompt has 1000 tokens; the model's limit is 1000") as caught:
+    with pytest.raises(
+        PromptTooLongError, match=r"maximum context length is 1000 tokens.* prompt has 1000 tokens"
+    ) as caught:
         estimate_cost(new_job(prompt_token_ids=(1,) * 1000), RECORD)
     assert caught.value.param == "prompt"
 

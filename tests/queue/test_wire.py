@@ -207,7 +207,10 @@ prompts = st.one_of(
     ),
     st.fixed_dictionaries({"prompt_token_ids": st.lists(small_ints, min_size=1).map(tuple)}),
     st.fixed_dictionaries({"messages": messages.map(tuple)}),
-    st.fixed_dictionaries({"messages": st.lists(called | gave, min_size=1).map(tuple), "tools": tools.map(json.dumps)}),
+    st.fixed_dictionaries(
+        {"messages": st.lists(called | gave, min_size=1).map(tuple), "tools": tools.map(json.dumps)},
+        optional={"chat_template_kwargs": st.just('{"enable_thinking": false}')},
+    ),
 )
 
 

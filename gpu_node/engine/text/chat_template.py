@@ -6,9 +6,11 @@ The dialect is that of transformers, so a checkpoint's template renders the same
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -18,11 +20,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.contract.errors import ConfigError, TooCostlyError
+from penstock.contract.template_kwargs import CONTINUES, GENERATION_PROMPT
 
 MAX_RENDERED_CHARS = 1 << 25
 """Limit of a rendered chat with its tools. A request has at most 16 MiB, but a template may repeat the tools."""
 MAX_RENDER_S = 10.0
 """Limit of the time that rendering a chat may take."""
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatTemplate:
@@ -42,14 +46,38 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> str:
         """Return the chat as text, up to where the assistant's answer begins. Raises whatever the template raises.
 
-        Raises TooCostlyError if the text becomes too long or takes too much time.
+        `variables` are those of `template_kwargs.py`. Raises TooCostlyError if the text becomes too long or takes too
+        much time.
         """
+        if not variables.get(CONTINUES):
+            return self._render(messages, tools, {GENERATION_PROMPT: True, **variables})
+        # The text is cut after the last message's content, where the template would close the message.
+        *earlier, last = messages
+        mark = secrets.token_hex(16)
+        marked = [*earlier, {**last, "content": last["content"] + mark}]
+        text = self._render(marked, tools, {**variables, GENERATION_PROMPT: False})
+        at = text.rfind(mark)
+        if at < 0:
+            raise ValueError("the template does not show the last message's content, so it cannot be continued")
+        return text[:at]
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
         pieces: list[str] = []
         num_chars, until_s = 0, time.monotonic() + MAX_RENDER_S
-        parts = self._template.generate(messages=messages, tools=tools, documents=None, add_generation_prompt=True)
+        parts = self._template.generate({**variables, "messages": messages, "tools": tools, "documents": None})
         for piece in parts:
             pieces.append(piece)
             num_chars += len(piece)

@@ -15,7 +15,7 @@ from penstock.gpu_node.engine.text.chat_format import (
     template_messages,
     tool_parser_of,
 )
-from penstock.gpu_node.engine.text.chat_template import ChatTemplate
+from penstock.gpu_node.engine.text.chat_template import NO_VARIABLES, ChatTemplate
 from penstock.gpu_node.engine.text.detokenizer import Detokenizer
 from penstock.gpu_node.engine.text.encoder import ChatEncoder, token_ids_of
 from penstock.gpu_node.engine.text.tokenizer_files import read_tokenizer_files
@@ -54,18 +54,23 @@ class Tokenizer:
         encoded = (token_ids_of(self._backend, text, framed=False) for text in (f" {word.lstrip()}", word))
         return list(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: str | None = None) -> list[int]:
-        """Encode a chat up to where the assistant's answer begins. `developer` counts as `system`; `tools`: JSON text.
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: str | None = None, template_kwargs: str | None = None
+    ) -> list[int]:
+        """Encode a chat up to where the assistant's answer begins. `developer` counts as `system`.
 
-        Raises RequestError if the model has no chat template, or if its template refuses the chat.
+        `tools` and `template_kwargs`, the template's further variables, are JSON texts. Raises RequestError if the
+        model has no chat template, or if its template refuses the chat.
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
         if tools is not None and not self.takes_tools:
-            raise RequestError("this model's chat template takes no tools", param="tools")
+            message = "this model's chat template takes no tools; send the request without tools"
+            raise RequestError(message, param="tools")
         rendered, offered = template_messages(messages), None if tools is None else json.loads(tools)
+        variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
         try:
-            text = self._template.render(rendered, offered)
+            text = self._template.render(rendered, offered, variables)
         except TooCostlyError:
             raise
         except Exception as error:

@@ -28,7 +28,9 @@ class ClockTokenizer:
     def encode(self, text: str) -> list[int]:
         return [SPOKEN] * max(1, len(text) // 4)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: str | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], tools: str | None = None, template_kwargs: str | None = None
+    ) -> list[int]:
         return self.encode(messages[-1]["content"])
 
 

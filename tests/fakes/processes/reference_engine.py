@@ -73,7 +73,9 @@ class ReferenceTokenizer:
         """Bytes."""
         return list(text.encode()) or [0]
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: str | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], tools: str | None = None, template_kwargs: str | None = None
+    ) -> list[int]:
         """Bytes of all turns."""
         return self.encode("\n".join(m["content"] for m in messages))
 

@@ -1,0 +1,153 @@
+"""The fields of request bodies that chats and completions share, and those of vLLM's that only have a neutral value."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.contract.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from penstock.producer.openai.fields import NO_EFFECT, Hint, Whole, Wire, at_most, only
+
+_LOGPROBS = {"logprobs", "prompt_logprobs"}
+"""Options that chats and completions express differently."""
+
+
+def _list_of(value: object) -> object:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+class _NamedSchema(Wire):
+    """A JSON schema with a name and description. The schema is enforced whatever `strict` says."""
+
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    """OpenAI's `response_format`: plain text, any JSON object, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError(
+                "unsupported_value", "json_schema is required with type json_schema and only there"
+            )
+        return self
+
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """Return the equivalent value of penstock's `structured_outputs` field."""
+        if self.json_schema is not None:
+            return {"json_schema": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class VllmFields(Wire):
+    """Fields of vLLM's bodies that are accepted only with the value that changes nothing."""
+
+    request_id: Hint = None
+    session_id: Hint = None
+    use_beam_search: Annotated[Any, only(None, False)] = None
+    length_penalty: Annotated[Any, only(None, 1.0)] = None
+    early_stopping: Annotated[Any, only(None, False)] = None
+    skip_special_tokens: Annotated[Any, only(None, True)] = None
+    spaces_between_special_tokens: Annotated[Any, only(None, True)] = None
+    truncation_side: Annotated[Any, only(None, "left")] = None
+    allowed_token_ids: Annotated[Any, only(None)] = None
+    logprob_token_ids: Annotated[Any, only(None)] = None
+    return_tokens_as_token_ids: Annotated[Any, only(None, False)] = None
+    logits_processors: Annotated[Any, only(None, [])] = None
+    thinking_token_budget: Annotated[Any, only(None, -1)] = None
+    include_reasoning: Annotated[Any, only(None, True)] = None
+    repetition_detection: Annotated[Any, only(None)] = None
+    watermarking: Annotated[Any, only(None, False)] = None
+    cache_salt: Annotated[Any, only(None)] = None
+    kv_transfer_params: Annotated[Any, only(None)] = None
+    vllm_xargs: Annotated[Any, only(None, {})] = None
+    mm_processor_kwargs: Annotated[Any, only(None, {})] = None
+    media_io_kwargs: Annotated[Any, only(None, {})] = None
+    guided_json: Annotated[Any, only(None)] = None
+    guided_regex: Annotated[Any, only(None)] = None
+    guided_choice: Annotated[Any, only(None)] = None
+    guided_grammar: Annotated[Any, only(None)] = None
+    guided_decoding_backend: Annotated[Any, only(None)] = None
+
+
+class GenerationBody(VllmFields):
+    """Fields that chats and completions share. Fields without a comment are those of `SamplingParams`."""
+
+    prompt_field: ClassVar[str]
+
+    n: Whole | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Whole | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Whole | None = None
+    max_tokens: Whole | None = None
+    min_tokens: Whole | None = None
+    ignore_eos: bool | None = None
+    # Lengths are checked here too, because pydantic would validate a million items before refusing the list.
+    stop: Annotated[
+        list[str], FailFast(), Field(default_factory=list, max_length=MAX_STOP_STRINGS), BeforeValidator(_list_of)
+    ]
+    stop_token_ids: Annotated[
+        list[Whole], FailFast(), Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS), BeforeValidator(_list_of)
+    ]
+
+    include_stop_str_in_output: bool | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIASES)] = None
+    bad_words: Annotated[list[str] | None, FailFast(), Field(max_length=MAX_BAD_WORDS)] = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+
+    truncate_prompt_tokens: Whole | None = None
+    return_token_ids: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    """`flex` is the class `batch`, `priority` the class `interactive`. Each answer names the tier that it got."""
+
+    user: Hint = None
+    metadata: Annotated[dict[str, Any] | None, NO_EFFECT] = None
+    safety_identifier: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_retention: Hint = None
+
+    @field_validator("response_format")
+    @classmethod
+    def _one_schema(cls, value: ResponseFormat | None, info: ValidationInfo) -> ResponseFormat | None:
+        if value is not None and info.data.get("structured_outputs") is not None:
+            raise PydanticCustomError("unsupported_value", "conflicts with structured_outputs; send one of them")
+        return value
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        names = {"prompt": self.prompt_field}
+        return names | {"structured_outputs": "response_format"} if self.response_format is not None else names
+
+    @property
+    def template_kwargs(self) -> str | None:
+        """The variables for the chat template as JSON text, or None."""
+        return None
+
+    def _given(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in SamplingParams.model_fields if name not in _LOGPROBS}
+        if self.response_format is not None:
+            values["structured_outputs"] = self.response_format.structured_outputs()
+        return {name: value for name, value in values.items() if value is not None}
