@@ -15,6 +15,7 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError, unpack_all
 from penstock.queue.protocol_version import PROTOCOL_VERSION
+from penstock.queue.task_output import PackedOutput
 
 _WINDOW_BYTES = 64 << 10
 """Bytes of rows that an unpacker buffers at a time."""
@@ -86,6 +87,8 @@ class PackedResult:
         self.usage: Usage | None = None
         self.choices: tuple[PackedChoice, ...] = ()
         self.prompt_logprobs = PackedRows(b"", None)
+        self.output: PackedOutput | None = None
+        """What the job's task returned; None for a job that generates text."""
         if data is not None:
             try:
                 self._read(data)
@@ -108,6 +111,8 @@ class PackedResult:
         self.choices = tuple(PackedChoice(data, of_choice) for of_choice in choices)
         self.usage = Usage(*_value_at(data, spans["u"]))
         self.prompt_logprobs = PackedRows(data, spans.get("q"))
+        if "o" in spans:
+            self.output = PackedOutput(_value_at(data, spans["o"]))
 
 
 def _members(unpacker: Any, readers: dict[str, Callable[[], None]] | None = None) -> dict[str, Span]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
@@ -14,6 +14,7 @@ from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersion
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.priority import Priority
 from penstock.contract.rights import class_not_allowed
+from penstock.contract.tasks import Detokenized, Tokenized
 from penstock.contract.terms import Terms
 from penstock.contract.usage import DayUsage
 from penstock.producer.client.cached_state import KEYS_TTL_S, POOLS_TTL_S, CachedState, PoolAdmission
@@ -25,6 +26,14 @@ from penstock.producer.client.request import Prompt, SubmitOptions, build_job, c
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
+from penstock.producer.client.tokens import (
+    CountOptions,
+    TaskOptions,
+    TokenizeOptions,
+    output_of,
+    submit_detokenize,
+    submit_tokenize,
+)
 from penstock.queue.admission import estimate_cost
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.dead_letters import DeadLetters
@@ -185,6 +194,25 @@ class AsyncClient:
         async with aclosing(job.stream()) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    async def tokenize(self, prompt: Prompt, **options: Unpack[TokenizeOptions]) -> Tokenized:
+        """Return the tokens of a text or a chat. A node answers from its tokenizer; no KV cache is needed.
+
+        `TokenizeOptions` lists the options. Raises what `submit` raises, and UnsupportedKindError if the model's nodes
+        belong to an older release.
+        """
+        job = await self.submit(prompt, **submit_tokenize(options, return_tokens=True))
+        return output_of(await job.result(), Tokenized)
+
+    async def count_tokens(self, prompt: Prompt, **options: Unpack[CountOptions]) -> int:
+        """Return the number of tokens of a text or a chat; see `tokenize`."""
+        job = await self.submit(prompt, **submit_tokenize(options, return_tokens=False))
+        return output_of(await job.result(), Tokenized).num_tokens
+
+    async def detokenize(self, token_ids: Sequence[int], **options: Unpack[TaskOptions]) -> str:
+        """Return the text of tokens, special tokens included. Raises what `tokenize` raises."""
+        job = await self.submit(token_ids, **submit_detokenize(options))
+        return output_of(await job.result(), Detokenized).text
 
     async def attach(self, job_id: str, *, after: int = -1, tenant: str | None = None) -> AsyncJob:
         """Return a handle on a job that any process submitted, for reading the chunks after index `after`.

@@ -42,14 +42,23 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Return the chat as text, up to where the assistant's answer begins. Raises whatever the template raises.
 
+        Without `add_generation_prompt`, the text ends after the last message.
         Raises TooCostlyError if the text becomes too long or takes too much time.
         """
         pieces: list[str] = []
         num_chars, until_s = 0, time.monotonic() + MAX_RENDER_S
-        parts = self._template.generate(messages=messages, tools=tools, documents=None, add_generation_prompt=True)
+        parts = self._template.generate(
+            messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt
+        )
         for piece in parts:
             pieces.append(piece)
             num_chars += len(piece)

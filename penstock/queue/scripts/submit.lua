@@ -1,7 +1,7 @@
 -- submit: accept a job, or answer why it is refused. A known id or idempotency key with the same body is the same job.
 -- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash bytes
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
---   p: class. n: number of choices. cost: predicted KV tokens. bytes: Redis memory that the job may occupy.
+--   p: class. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens. bytes: Redis memory that the job may occupy.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL|BAD_ID_AGE}
 --       | {BUSY, name of the limit, limit, retry_after_ms}
@@ -155,7 +155,7 @@ local deadline = deadline_in > 0 and tostring(now + deadline_in) or ''
 -- A job submitted without a reader has reattach_grace_ms to get one.
 local unread = (inbox == '' and channel ~= '1') and now or ''
 local is_delayed = not_before_in > 0
-local job = {id = id, tenant = tenant, priority = p, cost = tostring(cost), submitted = now + not_before_in,
+local job = {id = id, tenant = tenant, priority = p, n = n, cost = tostring(cost), submitted = now + not_before_in,
   deadline = deadline}
 redis.call('SET', P .. ':request:' .. id, request)
 local entry = is_delayed and DELAYED or redis.call('XADD', queue_key(job), '*', 'id', id)

@@ -84,9 +84,12 @@ class FakeNode:
         kv_total: int = 10**6,
         slots_total: int = 256,
         hold_ms: float = 1.0,
+        tasks: int = 0,
     ) -> TakeAnswer:
         self.call += 1
-        return await self.take_again(tokens, slots, kv_total=kv_total, slots_total=slots_total, hold_ms=hold_ms)
+        return await self.take_again(
+            tokens, slots, kv_total=kv_total, slots_total=slots_total, hold_ms=hold_ms, tasks=tasks
+        )
 
     async def take_again(
         self,
@@ -96,11 +99,12 @@ class FakeNode:
         kv_total: int = 10**6,
         slots_total: int = 256,
         hold_ms: float = 1.0,
+        tasks: int = 0,
     ) -> TakeAnswer:
         """The last call repeated, as after a lost reply."""
         room = tokens if isinstance(tokens, tuple) else (tokens,) * 3
         places = slots if isinstance(slots, tuple) else (slots,) * 3
-        whole = Capacity(room, places, kv_total, slots_total)
+        whole = Capacity(room, places, kv_total, slots_total, tasks)
         return await self.broker.take(self.call, f"nonce-{self.name}", whole, hold_ms=hold_ms)
 
     async def take_one(self) -> Taken:
