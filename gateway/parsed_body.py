@@ -6,20 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import rename, request_error
 from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.tasks import Task
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.stream.generation_request import RequestContent
+from penstock.gateway.tokens.schemas import DetokenizeRequest, TaskBody, TokenizeRequest
 from penstock.producer.client.request import pack_prompt_of
 from penstock.producer.openai.messages import ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
 
-BODIES: dict[str, type[ChatRequest | CompletionRequest]] = {"chat": ChatRequest, "completion": CompletionRequest}
+BODIES: dict[str, type[ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest]] = {
+    "chat": ChatRequest,
+    "completion": CompletionRequest,
+    "tokenize": TokenizeRequest,
+    "detokenize": DetokenizeRequest,
+}
 """The schema of each form of body."""
 MAX_CHOICES_OF_REQUEST = 256
 """Most choices of one HTTP request, over all its prompts."""
@@ -54,7 +61,8 @@ def parse(form: str, raw: bytes) -> ParsedBody:
             "choices per request"
         )
         raise RequestError(message, param="n")
-    content = RequestContent(body.model, prompts, params, body.names(), body.tool_use(), body.echoes)
+    task = body.task() if isinstance(body, TaskBody) else None
+    content = RequestContent(body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes, task)
     return ParsedBody(content, body.priority, bool(body.stream), body.options())
 
 
@@ -70,6 +78,7 @@ def with_packed_prompts(body: ParsedBody) -> ParsedBody:
 
 # Between processes ------------------------------------------------------------------------------
 
+_TASKS: TypeAdapter[Task | None] = TypeAdapter(Task | None)
 _REFUSALS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in (RequestError, TooLargeError)}
 
 
@@ -86,6 +95,7 @@ def encode_parsed_body(body: ParsedBody) -> bytes:
         "tool_use": [use.tools, use.choice, use.parallel],
         "flags": [content.echoes, body.stream],
         "options": dict(body.options),
+        "task": None if content.task is None else content.task.model_dump(),
     }
     return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in content.prompts]})
 
@@ -110,6 +120,7 @@ def decode_parsed_body(data: bytes) -> ParsedBody:
         fields["names"],
         ToolUse(tools, choice, parallel),
         echoes,
+        _TASKS.validate_python(fields["task"]),
     )
     return ParsedBody(content, fields["priority"], stream, fields["options"])
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.priority import ClassName
+from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import Wire, only
+
+_CHAT_EXAMPLE = {
+    "model": EXAMPLE_MODEL,
+    "messages": [{"role": "user", "content": "Tell me a story."}],
+    "max_completion_tokens": 32,
+    "stream": True,
+}
+_COMPLETION_EXAMPLE = {"model": EXAMPLE_MODEL, "prompt": "Once upon a time", "max_tokens": 16}
 
 
 class StreamOptions(Wire):
@@ -42,6 +51,10 @@ class _HttpFields(Wire):
 class ChatRequest(ChatBody, _HttpFields):
     """Body of `POST /v1/chat/completions`."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [_CHAT_EXAMPLE]})
+
 
 class CompletionRequest(CompletionBody, _HttpFields):
     """Body of `POST /v1/completions`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_COMPLETION_EXAMPLE]})

@@ -11,6 +11,7 @@ from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority
 from penstock.contract.problems import rename
 from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.tasks import Task
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt
@@ -36,6 +37,7 @@ class RequestContent:
     """What the body of a request asks for, without the caller and the headers."""
 
     model: str
+    """Empty if the body names none."""
     prompts: Sequence[Prompt]
     """Each prompt becomes one job."""
     params: SamplingParams
@@ -45,6 +47,8 @@ class RequestContent:
     """The tools that the assistant of a chat may or must call."""
     echoes: bool = False
     """Whether the answer begins with the prompt."""
+    task: Task | None = None
+    """What the jobs do instead of generating text."""
 
     @property
     def needs_token_details(self) -> bool:
@@ -111,7 +115,8 @@ async def _submit(client: AsyncClient, generation: GenerationRequest, index: int
     content, tool_use = generation.content, generation.content.tool_use
     return await client.submit(
         prompt,
-        model=content.model,
+        model=content.model or None,
+        task=content.task,
         params=content.params,
         tools=tool_use.tools,
         tool_choice=tool_use.choice,

@@ -190,7 +190,9 @@ def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None
     as_model = model if model is not None and model not in names_of(record) else None
     if name is not None and as_model not in (None, name):
         raise RequestError(f"model {as_model!r} is an adapter, and adapter names another one", param="adapter")
-    name = name or as_model
+    name, task = name or as_model, options.get("task")
+    if task is not None and not task.num_sequences:
+        return None  # The tokenizer is the same for all adapters.
     return None if name is None else AdapterRef(name=name, digest=record.adapters[name])
 
 

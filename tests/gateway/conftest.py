@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.errors import PromptTooLongError
+from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.sampling_params import SamplingParams
@@ -44,13 +44,30 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         self.last_chat: tuple[Sequence[dict[str, Any]], str | None] | None = None
+        self.last_options: tuple[bool, bool] | None = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: str | None = None) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        framed: bool = False,
+    ) -> list[int]:
         self.last_chat = (messages, tools)
+        self.last_options = (add_generation_prompt, framed)
         return self.encode(messages[-1]["content"])
+
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        return [f"<{token_id}>" for token_id in token_ids]
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        if max(token_ids) > 255:
+            raise RequestError(f"token id {max(token_ids)} is not in the model's vocabulary of 256 tokens", param="prompt")
+        return bytes(token_ids).decode(errors="replace")
 
 
 @dataclass
