@@ -22,9 +22,7 @@ from penstock.gateway.parsed_body import BODIES
 from penstock.gateway.route_doc import TEXT, RouteDoc, object_of
 
 _REF = "#/components/schemas/{model}"
-_ERROR = object_of(
-    error=object_of(message=TEXT, type=TEXT, code=TEXT, param={"anyOf": [TEXT, {"type": "null"}]}),
-)
+_ERROR = object_of(error=object_of(message=TEXT, type=TEXT, code=TEXT, param={"anyOf": [TEXT, {"type": "null"}]}))
 _ERROR_ANSWER = {
     "description": "The request failed. `code` says why, and `param` names the wrong field.",
     "content": {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}},
@@ -83,9 +81,7 @@ def operations_in(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str
 
 def _body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a reference to the schema of each form of body, and all schemas by name."""
-    keyed, definitions = models_json_schema(
-        [(schema, "validation") for schema in BODIES.values()], ref_template=_REF
-    )
+    keyed, definitions = models_json_schema([(schema, "validation") for schema in BODIES.values()], ref_template=_REF)
     refs = {form: keyed[schema, "validation"] for form, schema in BODIES.items()}
     return refs, definitions.get("$defs", {})
 

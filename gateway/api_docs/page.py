@@ -113,7 +113,7 @@ def _example(path: str, method: str, operation: dict[str, Any], body: dict[str, 
         if parameter["in"] == "path":
             if parameter["name"] not in _PATH_VALUES:
                 return ""
-            path = path.replace("{%s}" % parameter["name"], _PATH_VALUES[parameter["name"]])
+            path = path.replace(f"{{{parameter['name']}}}", _PATH_VALUES[parameter["name"]])
     command = f'curl -sS --fail-with-body "${URL}{path}" -H "Authorization: Bearer ${KEY}"'
     if method == "get":
         return command
@@ -125,7 +125,7 @@ def _example(path: str, method: str, operation: dict[str, Any], body: dict[str, 
 def _quoted(example: Any) -> str:
     """Return JSON for a text in single quotes of a shell, with the model's name from its variable."""
     text = json.dumps(example, ensure_ascii=False).replace("'", "'\\''")
-    return text.replace(f'"{EXAMPLE_MODEL}"', f"\"'\"${MODEL}\"'\"")
+    return text.replace(f'"{EXAMPLE_MODEL}"', f'"\'"${MODEL}"\'"')
 
 
 def _marked(text: str) -> str:

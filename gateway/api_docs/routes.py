@@ -30,9 +30,7 @@ class ApiDocs:
         document = document_of(routes)
         self.document = json.dumps(document, ensure_ascii=False).encode()
         self.page = page_of(document)
-        self.endpoints = [
-            f"{method.upper()} {path}" for path, method, _ in operations_in(document) if method != "head"
-        ]
+        self.endpoints = [f"{method.upper()} {path}" for path, method, _ in operations_in(document) if method != "head"]
 
 
 @router.api_route("/", methods=PROBE_METHODS)

@@ -117,11 +117,6 @@ def waiting(pool: str, priority: int) -> str:
     return f"{prefix(pool)}:waiting:{priority}"
 
 
-def tasks(pool: str) -> str:
-    """Zset: queued ids of jobs that need no KV cache, by submission time."""
-    return f"{prefix(pool)}:tasks"
-
-
 def nodes(pool: str) -> str:
     """Zset: node ids by last heartbeat."""
     return f"{prefix(pool)}:nodes"

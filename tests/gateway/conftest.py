@@ -66,7 +66,9 @@ class ByteTokenizer:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         if max(token_ids) > 255:
-            raise RequestError(f"token id {max(token_ids)} is not in the model's vocabulary of 256 tokens", param="prompt")
+            raise RequestError(
+                f"token id {max(token_ids)} is not in the model's vocabulary of 256 tokens", param="prompt"
+            )
         return bytes(token_ids).decode(errors="replace")
 
 

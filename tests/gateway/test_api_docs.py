@@ -189,4 +189,7 @@ def test_browsers_of_allowed_origins_may_read_the_description(stack: Stack, engi
         preflight = client.options("/tokenize", headers=headers)
         assert preflight.status_code == 200
         assert {"GET", "HEAD", "POST"} <= {*preflight.headers["access-control-allow-methods"].split(", ")}
-        assert "access-control-allow-origin" not in client.get("/version", headers={"Origin": "https://evil.example"}).headers
+        assert (
+            "access-control-allow-origin"
+            not in client.get("/version", headers={"Origin": "https://evil.example"}).headers
+        )

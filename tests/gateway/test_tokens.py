@@ -147,6 +147,7 @@ def test_tokenization_does_not_wait_for_a_full_engine(stack: Stack) -> None:
         assert client.post("/tokenize", json={"model": "acme/full", "prompt": "Hi"}).json()["tokens"] == HI
         assert running[0].is_alive()
         assert running[1].is_alive()
+        engine.step_s = 0
         for thread in running:
             thread.join()
 
@@ -178,7 +179,7 @@ def test_python_clients_tokenize_count_and_detokenize(url: str, redis_url: str, 
             client.tokenize(HI, model=MODEL)
         with pytest.raises(RequestError, match="vocabulary"):
             client.detokenize([300], model=MODEL)
-        with pytest.raises(RequestError, match="at most 1048576|limit of a task is 1048576"):
+        with pytest.raises(RequestError, match=f"limit of a task is {MAX_TASK_TOKENS}"):
             client.detokenize([1] * (MAX_TASK_TOKENS + 1), model=MODEL)
 
 

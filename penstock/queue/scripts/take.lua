@@ -404,13 +404,19 @@ local function walk_by_class()
   while job and try(job, urgency, job == queues[tonumber(job.priority)].head) do job, urgency = upcoming() end
 end
 
--- Takes the oldest tasks that the walk did not reach. An isolated one waits for its place in the order.
+-- Takes the oldest tasks that the walk did not reach. An isolated one waits for its place in the order. An id is stale
+-- if a node of an older release took the job, since that release does not know P:tasks.
+local stale = {}
+
 local function take_tasks()
   for _, id in ipairs(redis.call('ZRANGE', P .. ':tasks', 0, MAX_TASKS_EXAMINED - 1)) do
     if task_slots == 0 then return end
     local job = not tried[id] and read_job(id, EXAMINED_FIELDS)
-    local fits = job and is_for_us(job) and not is_isolated(job)
-    if fits and not try(job, tonumber(job.priority), false) then return end
+    if not tried[id] and (not job or job.state ~= 'queued') then
+      stale[#stale + 1] = id
+    elseif job and is_for_us(job) and not is_isolated(job) and not try(job, tonumber(job.priority), false) then
+      return
+    end
   end
 end
 
@@ -425,6 +431,7 @@ end
 
 redis.call('HDEL', P .. ':reservations', node)
 if reserves_for then redis.call('HSET', P .. ':reservations', node, reserves_for .. ' ' .. now + config.lease_ms) end
+for _, id in ipairs(stale) do redis.call('ZREM', P .. ':tasks', id) end
 for _, job in ipairs(over) do end_if_over(job, config, now) end
 for _, job in ipairs(gone) do
   end_job(job, config, now, 'failed', 'revision_gone', 'the model that wrote the first tokens is no longer served', '')

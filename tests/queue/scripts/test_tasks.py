@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes.queue.harness import POOL, FakeNode, Queue, ids_of
+from fakes.queue.harness import POOL, FakeNode, Queue, ids_of, new_id
 
 from penstock.contract.job import Priority
 from penstock.contract.sampling_params import SamplingParams
@@ -152,6 +152,17 @@ async def test_node_with_jobs_takes_no_more_tasks_once_an_isolated_job_waits_for
     assert await queue.ids("tasks") == {task}
 
 
+async def test_task_that_an_older_node_took_is_not_taken_again(queue: Queue) -> None:
+    node, older = await queue.node("n1"), await queue.node("n2")
+    task = await submit_task(queue)
+    assert ids_of(await older.take(**FULL)) == [task]
+    await queue.redis.zadd("penstock:{m}:tasks", {task: 1, new_id(): 2})
+
+    assert ids_of(await node.take(**FULL)) == []
+    assert await queue.ids("tasks") == set()
+    assert await queue.ids("running:n2") == {task}
+
+
 async def test_audit_finds_and_restores_a_task_that_its_index_lost(queue: Queue) -> None:
     await queue.node()
     task = await submit_task(queue)
@@ -162,6 +173,17 @@ async def test_audit_finds_and_restores_a_task_that_its_index_lost(queue: Queue)
 
     assert await queue.ids("tasks") == {task}
     assert await is_sound(queue)
+
+
+async def test_audit_removes_a_job_that_is_no_task_from_their_index(queue: Queue) -> None:
+    await queue.node()
+    job = await queue.submit()
+    await queue.redis.zadd("penstock:{m}:tasks", {job: 1})
+
+    assert [found.name for found in await audit(AdminBroker(queue.redis), POOL)] == ["stray"]
+    await audit(AdminBroker(queue.redis), POOL, repair=True)
+
+    assert await queue.ids("tasks") == set()
 
 
 async def test_task_counts_in_its_tenants_limits_and_costs_its_rate_no_tokens(queue: Queue) -> None:
