@@ -26,7 +26,7 @@ border-bottom:1px solid #dde3ea}section{border-top:2px solid #dde3ea;margin-top:
 summary{cursor:pointer}nav li{list-style:none}
 @media(prefers-color-scheme:dark){body{color:#dde3ea;background:#14181d}pre{background:#1f262e}.method{color:#7cb8ea}}
 """
-_INTRODUCTION = f"""<p>The examples run in a shell. Set these variables first; a gateway without API keys needs no key.</p>
+_INTRODUCTION = f"""<p>The examples run in a shell. Set these variables first. Without API keys, any key will do.</p>
 <pre>export {URL}=http://127.0.0.1:8000
 export {KEY}=pk-...
 export {MODEL}=...   # an id from GET /v1/models</pre>

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.priority import ClassName
@@ -12,13 +13,13 @@ from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import Wire, only
 
-_CHAT_EXAMPLE = {
+_CHAT_EXAMPLE: JsonDict = {
     "model": EXAMPLE_MODEL,
     "messages": [{"role": "user", "content": "Tell me a story."}],
     "max_completion_tokens": 32,
     "stream": True,
 }
-_COMPLETION_EXAMPLE = {"model": EXAMPLE_MODEL, "prompt": "Once upon a time", "max_tokens": 16}
+_COMPLETION_EXAMPLE: JsonDict = {"model": EXAMPLE_MODEL, "prompt": "Once upon a time", "max_tokens": 16}
 
 
 class StreamOptions(Wire):

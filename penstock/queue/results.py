@@ -8,7 +8,7 @@ from typing import Any
 from penstock.contract.job import Choice, Outcome, Result, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.queue import packed_logprobs
-from penstock.queue.msgpack_codec import WireError, array_header, pack, with_members
+from penstock.queue.msgpack_codec import WireError, array_header, checked_map, pack, with_members
 from penstock.queue.packed_logprobs import Rows, rows_of
 from penstock.queue.protocol_version import PROTOCOL_VERSION
 from penstock.queue.task_output import PackedOutput
@@ -53,7 +53,7 @@ def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[in
         choices = tuple(_choice_of(fields) for fields in m["choices"])
         cuts = tuple((int(c), int(t), int(s)) for c, t, s in m["cuts"])
         prompt = packed_logprobs.from_wire(m.get("q", []))
-        output = PackedOutput(m["o"]).whole() if "o" in m else None
+        output = PackedOutput(checked_map(m["o"])).whole() if "o" in m else None
         usage = Usage(*m["u"])
         return Result(job_id, outcome, choices, usage, *times_ms, cuts=cuts, prompt_logprobs=prompt, output=output)
     except (KeyError, TypeError, ValueError, OverflowError) as error:

@@ -1,38 +1,46 @@
 """msgpack encoding of a task's output inside a job's result, and access to its parts.
 
-Tokens are int32 in one byte string; token strings are one text and the positions where they end. So a reader can take
-a part of a million tokens without decoding the others.
+Texts and lists are byte strings: texts in UTF-8, tokens as int32, token strings as one text and the positions where
+they end. So a reader takes a part of a million tokens without copying or decoding the others.
 """
 
 from __future__ import annotations
 
+import codecs
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from penstock.contract.tasks import Detokenized, TaskOutput, Tokenized
-from penstock.queue.msgpack_codec import WireError, checked_map, pack
+from penstock.queue.msgpack_codec import WireError, pack
 
 _INT = "i"
 _INT_BYTES = 4
+_WINDOW_BYTES = 16 << 10
 
 
 class PackedOutput:
-    """The output of a task, whose tokens are decoded on access. Raises WireError for malformed values."""
+    """The output of a task, whose parts are decoded on access. Raises WireError for malformed values."""
 
-    def __init__(self, value: Any) -> None:
-        fields = checked_map(value)
-        self.kind: str = _typed(fields, "kind", str)
-        self.text: str = _typed(fields, "text", str, "")
-        self.num_tokens: int = _typed(fields, "num", int, 0)
-        self.max_model_len: int = _typed(fields, "max_len", int, 0)
-        self._ids = _ints(fields, "tokens")
-        self.has_tokens = "tokens" in fields
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        """`fields`: the members of the output by name; byte strings may be memory views."""
+        self.kind: str = _of_type(fields, "kind", str)
+        self.num_tokens: int = _of_type(fields, "num", int, 0)
+        self.max_model_len: int = _of_type(fields, "max_len", int, 0)
         self.has_strs = "ends" in fields
+        self._text = _view(fields, "text")
+        self._ids = _ints(fields, "tokens")
         self._ends = _ints(fields, "ends")
-        self._strs: bytes = _typed(fields, "strs", bytes, b"")
+        self._strs = _view(fields, "strs")
+
+    def text_parts(self) -> Iterator[str]:
+        """Yield the text in parts."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for at in range(0, len(self._text), _WINDOW_BYTES):
+            yield decoder.decode(self._text[at : at + _WINDOW_BYTES])
+        yield decoder.decode(b"", final=True)
 
     def token_ids(self) -> Iterator[int]:
         """Yield the token ids."""
@@ -42,13 +50,13 @@ class PackedOutput:
         """Yield the tokens as the vocabulary spells them."""
         start = 0
         for end in self._ends:
-            yield self._strs[start:end].decode(errors="replace")
+            yield str(self._strs[start:end], "utf-8", "replace")
             start = end
 
     def whole(self) -> TaskOutput:
         """Return the decoded output. Raises WireError for an unknown kind."""
         if self.kind == "detokenize":
-            return Detokenized(self.text)
+            return Detokenized("".join(self.text_parts()))
         if self.kind != "tokenize":
             raise WireError(f"unknown kind of output {self.kind[:64]!r}")
         strs = tuple(self.token_strs()) if self.has_strs else None
@@ -70,20 +78,11 @@ def encode_tokenized(
 
 def encode_detokenized(text: str) -> bytes:
     """Encode the output of `Detokenize`."""
-    return pack({"kind": "detokenize", "text": text})
+    return pack({"kind": "detokenize", "text": text.encode()})
 
 
 def _packed_ints(values: Sequence[int]) -> bytes:
     return _little_endian(array(_INT, values)).tobytes()
-
-
-def _ints(fields: dict[str, Any], name: str) -> array[int]:
-    data: bytes = _typed(fields, name, bytes, b"")
-    if len(data) % _INT_BYTES:
-        raise WireError(f"output field {name!r} has {len(data)} bytes, not a multiple of {_INT_BYTES}")
-    values = array(_INT)
-    values.frombytes(data)
-    return _little_endian(values)
 
 
 def _little_endian(values: array[int]) -> array[int]:
@@ -92,7 +91,25 @@ def _little_endian(values: array[int]) -> array[int]:
     return values
 
 
-def _typed(fields: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
+def _ints(fields: Mapping[str, Any], name: str) -> memoryview[int]:
+    data = _view(fields, name)
+    if len(data) % _INT_BYTES:
+        raise WireError(f"output field {name!r} has {len(data)} bytes, not a multiple of {_INT_BYTES}")
+    if sys.byteorder == "big":
+        values = array(_INT)
+        values.frombytes(data)
+        return memoryview(_little_endian(values))
+    return data.cast(_INT)
+
+
+def _view(fields: Mapping[str, Any], name: str) -> memoryview[int]:
+    value = fields.get(name, b"")
+    if not isinstance(value, (bytes, memoryview)):
+        raise WireError(f"output field {name!r} is a {type(value).__name__}")
+    return memoryview(value)
+
+
+def _of_type(fields: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
     value = fields.get(name, default)
     if type(value) is not kind:
         raise WireError(f"output field {name!r} is a {type(value).__name__}")

@@ -22,6 +22,7 @@ from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tasks import Detokenize, Detokenized, Task, Tokenize, Tokenized
 from penstock.contract.tools import CallFormName, ReasoningParserName, ToolCall, WantedCalls, WantedFunction
 from penstock.queue import results, wire
+from penstock.queue.packed_result import PackedResult
 from penstock.queue.task_output import encode_detokenized, encode_tokenized
 from penstock.queue.wire import NodePressure, PoolRecord, Request
 
@@ -283,6 +284,17 @@ def test_output_of_a_task_round_trips(token_ids: tuple[int, ...], strs: tuple[st
 def test_text_of_tokens_round_trips(text: str) -> None:
     data = results.encode_result((), Usage(0, 0), [], output=encode_detokenized(text))
     assert results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4)).output == Detokenized(text)
+
+
+def test_long_output_reads_the_same_in_parts_and_whole() -> None:
+    text, ids = "水門 🌊 " * 10_000, range(100_000)
+    for output in (encode_detokenized(text), encode_tokenized(len(ids), 9, ids, [str(one) for one in ids])):
+        data = results.encode_result((), Usage(0, 0), [], output=output)
+        packed = PackedResult(data, JOB_ID, Outcome("done")).output
+        assert packed is not None
+        assert packed.whole() == results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4)).output
+        assert "".join(packed.text_parts()) in ("", text)
+        assert [*packed.token_ids()] in ([], [*ids])
 
 
 @given(st.builds(NodePressure), st.builds(PoolRecord))
