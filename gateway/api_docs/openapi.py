@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from fastapi.openapi.utils import get_openapi
@@ -16,11 +17,12 @@ from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
-from penstock import __version__
 from penstock.gateway.authentication import PUBLIC_PATHS
 from penstock.gateway.parsed_body import BODIES
 from penstock.gateway.route_doc import TEXT, RouteDoc, object_of
 
+VERSION = version("penstock")
+"""The release of this gateway."""
 _REF = "#/components/schemas/{model}"
 _ERROR = object_of(error=object_of(message=TEXT, type=TEXT, code=TEXT, param={"anyOf": [TEXT, {"type": "null"}]}))
 _ERROR_ANSWER = {
@@ -55,7 +57,7 @@ def document_of(routes: Sequence[Route]) -> dict[str, Any]:
     with warnings.catch_warnings():
         # A route with several methods has one operation id; `_finish` gives each method its own.
         warnings.filterwarnings("ignore", "Duplicate Operation ID")
-        document = get_openapi(title="penstock", version=__version__, description=_INTRODUCTION, routes=own)
+        document = get_openapi(title="penstock", version=VERSION, description=_INTRODUCTION, routes=own)
     schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
     for name in _UNUSED:
         schemas.pop(name, None)

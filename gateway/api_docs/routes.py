@@ -1,6 +1,6 @@
 """`GET /`, `/version`, `/openapi.json` and `/docs`.
 
-They are public. They describe this release, which anybody may install, and nothing of its users, models or settings.
+They are public. They describe this release, and nothing of its models, tenants and settings.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 from starlette.routing import Route
 
-from penstock import __version__
-from penstock.gateway.api_docs.openapi import document_of, operations_in
+from penstock.gateway.api_docs.openapi import VERSION, document_of, operations_in
 from penstock.gateway.api_docs.page import page_of
 from penstock.gateway.health import PROBE_METHODS
 
@@ -38,13 +37,13 @@ async def index(request: Request) -> dict[str, Any]:
     """Return what this server is, and its endpoints."""
     docs: ApiDocs = request.app.state.api_docs
     links = {"docs": "/docs", "openapi": "/openapi.json"}
-    return {"name": "penstock", "version": __version__, **links, "endpoints": docs.endpoints}
+    return {"name": "penstock", "version": VERSION, **links, "endpoints": docs.endpoints}
 
 
 @router.api_route("/version", methods=PROBE_METHODS)
 async def version() -> dict[str, str]:
     """Return the release of this gateway."""
-    return {"version": __version__}
+    return {"version": VERSION}
 
 
 @router.api_route("/openapi.json", methods=PROBE_METHODS)

@@ -11,12 +11,12 @@ import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Final
 
 from penstock.contract.tasks import Detokenized, TaskOutput, Tokenized
 from penstock.queue.msgpack_codec import WireError, pack
 
-_INT = "i"
+_INT: Final = "i"
 _INT_BYTES = 4
 _WINDOW_BYTES = 16 << 10
 

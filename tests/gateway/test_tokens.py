@@ -195,14 +195,14 @@ def test_pool_of_older_nodes_refuses_the_kind_by_name(url: str, redis_url: str, 
     async def submit_to_older_pool() -> str:
         redis = connect(redis_url)
         record = encode_record(PoolRecord("older", "acme/older", max_model_len=64))
-        await redis.hset(keys.POOLS, "older", record)  # type: ignore[misc]
+        await redis.hset(keys.POOLS, "older", record)
         try:
             async with AsyncClient(redis_url) as client:
                 with pytest.raises(UnsupportedKindError) as caught:
                     await client.tokenize("Hi", model="acme/older")
             return caught.value.message
         finally:
-            await redis.hdel(keys.POOLS, "older")  # type: ignore[misc]
+            await redis.hdel(keys.POOLS, "older")
             await redis.aclose()
 
     assert "'tokenize'" in stack.call(submit_to_older_pool())
