@@ -116,15 +116,20 @@ def _logprob_bytes(num_logprobs: int | None) -> int:
     return 0 if num_logprobs is None else (1 + num_logprobs) * BYTES_PER_LOGPROB
 
 
+def require_node(pressure: PoolPressure) -> None:
+    """Raise UnavailableError if no node takes jobs of the pool. A task needs no more: it waits for no capacity."""
+    if all(node.draining for node in pressure.nodes):
+        raise UnavailableError("no live node serves this pool", code="no_node")
+
+
 def decide(pressure: PoolPressure, *, cost: int, priority: int, admitted_since: int = 0) -> None:
     """Return if the job may be submitted; raise BusyError if it would wait too long, UnavailableError without a node.
 
     Expected wait = (cost queued before the job + its own cost - free KV tokens of the nodes) ÷ (cost that the nodes
     complete per second). `admitted_since` is the cost that this process has admitted since `pressure` was read.
     """
+    require_node(pressure)
     nodes = [n for n in pressure.nodes if not n.draining]
-    if not nodes:
-        raise UnavailableError("no live node serves this pool", code="no_node")
     capacity = sum(n.kv_tokens_available for n in nodes)
     ahead = sum(pressure.backlog_cost[: priority + 1]) + admitted_since + cost - capacity
     rate = sum(n.drain_cost_per_s for n in nodes)

@@ -183,7 +183,7 @@ class AsyncClient:
         admission = self._admission_to(record.pool)
         cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await self._retries.call(lambda: self._inbox.ensure_heartbeat(record.pool))
-        await admission.admit(cost, job.priority)
+        await (admission.admit(cost, job.priority) if job.num_sequences else admission.admit_task())
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
         return await self._enqueue(Submission(job, cost, channel, terms))
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes.queue.harness import POOL, FakeNode, Queue, ids_of, new_id
+from fakes.queue.harness import POOL, Queue, ids_of, new_id, new_job
 
+from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority
-from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.tasks import Tokenize
+from penstock.contract.terms import Terms
 from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.producer import Submission
 
 FULL: dict[str, Any] = {"tokens": 0, "slots": 0, "tasks": 8}
 """What a node offers whose engine has no capacity left."""
@@ -186,12 +188,48 @@ async def test_audit_removes_a_job_that_is_no_task_from_their_index(queue: Queue
     assert await queue.ids("tasks") == set()
 
 
-async def test_task_counts_in_its_tenants_limits_and_costs_its_rate_no_tokens(queue: Queue) -> None:
-    node: FakeNode = await queue.node()
-    task = await submit_task(queue, cost=7, params=SamplingParams())
-    assert await queue.ids("tenant:default:open") == {task}
-    record = await queue.record(task)
-    assert (record["n"], record["cost"]) == ("0", "7")
-    taken = (await node.take(**FULL)).jobs[0]
-    await node.finish(taken, 0)
+async def test_task_counts_in_open_jobs_and_costs_its_tenants_rate_no_tokens(queue: Queue) -> None:
+    node = await queue.node()
+    terms = Terms(tokens_per_minute=1, max_open_jobs=2, max_queued_cost=1)
+    tasks = [await submit(queue, Tokenize(), terms) for _ in range(2)]
+    assert await queue.ids("tenant:default:open") == {*tasks}
+    with pytest.raises(BusyError, match="limit of 2 open jobs"):
+        await submit(queue, Tokenize(), terms)
+
+    for taken in (await node.take(**FULL)).jobs:
+        assert (await queue.record(taken.job_id))["n"] == "0"
+        await node.finish(taken, 0)
+
     assert await queue.ids("tenant:default:open") == set()
+    assert await queue.keys("rate:*") == set()
+    assert await is_refused(queue, None, terms) is False
+    assert await is_refused(queue, None, terms)
+
+
+async def test_pool_whose_queue_is_full_of_generations_still_takes_tasks(queue: Queue) -> None:
+    await queue.node(max_queued_cost=100)
+    await queue.submit(cost=100)
+    with pytest.raises(BusyError, match="queued KV tokens"):
+        await queue.submit(cost=100)
+    assert await queue.state(await submit_task(queue, cost=100)) == "queued"
+
+
+async def test_pool_refuses_a_task_while_too_many_wait(queue: Queue) -> None:
+    await queue.node()
+    await queue.redis.zadd("penstock:{m}:tasks", {f"m.{number}": number for number in range(10_000)})
+    with pytest.raises(BusyError, match="limit of 10000 waiting tasks") as caught:
+        await submit_task(queue)
+    assert caught.value.retry_after_ms >= 1000
+    assert await queue.state(await queue.submit()) == "queued"
+
+
+async def submit(queue: Queue, task: Tokenize | None, terms: Terms) -> str:
+    return (await queue.producer.submit(Submission(new_job(task=task), 7, terms=terms))).job_id
+
+
+async def is_refused(queue: Queue, task: Tokenize | None, terms: Terms) -> bool:
+    try:
+        await submit(queue, task, terms)
+    except BusyError:
+        return True
+    return False
