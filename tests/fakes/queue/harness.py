@@ -11,6 +11,7 @@ from redis.asyncio.client import PubSub
 from uuid_utils import uuid7
 
 from penstock.contract.job import Chunk, Job, Outcome, Priority
+from penstock.contract.tasks import KINDS
 from penstock.contract.terms import Terms
 from penstock.queue import keys
 from penstock.queue.broker import scripts
@@ -38,7 +39,7 @@ CONFIG: dict[str, Any] = {
     "aging_ms": 10**9,
     "bypass_ms": 0,
 }
-RECORD = PoolRecord(POOL, "acme/model", max_model_len=2048, adapters={"sql": "0" * 32})
+RECORD = PoolRecord(POOL, "acme/model", max_model_len=2048, adapters={"sql": "0" * 32}, kinds=KINDS)
 
 
 def new_id(pool: str = POOL) -> str:
@@ -108,7 +109,7 @@ class FakeNode:
         return await self.broker.take(self.call, f"nonce-{self.name}", whole, hold_ms=hold_ms)
 
     async def take_one(self) -> Taken:
-        answer = await self.take()
+        answer = await self.take(tasks=1)
         assert len(answer.jobs) == 1
         return answer.jobs[0]
 
