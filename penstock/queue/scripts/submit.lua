@@ -1,7 +1,8 @@
 -- submit: accept a job, or answer why it is refused. A known id or idempotency key with the same body is the same job.
 -- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash bytes
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
---   p: class. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens. bytes: Redis memory that the job may occupy.
+--   p: class. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
+--   bytes: Redis memory that the job may occupy.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL|BAD_ID_AGE}
 --       | {BUSY, name of the limit, limit, retry_after_ms}
