@@ -12,12 +12,15 @@ from collections.abc import AsyncIterator
 import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from penstock.contract.errors import ConfigError
 from penstock.gateway import health, metrics, usage
 from penstock.gateway.access_log import AccessLog
 from penstock.gateway.anthropic import routes as anthropic_routes
 from penstock.gateway.anthropic.errors import ID_HEADER as ANTHROPIC_ID_HEADER
+from penstock.gateway.api_docs.routes import ApiDocs
+from penstock.gateway.api_docs.routes import router as api_docs_router
 from penstock.gateway.authentication import Entry, warn_if_open
 from penstock.gateway.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
 from penstock.gateway.body_parser import Parser
@@ -25,12 +28,14 @@ from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.errors import install_error_handlers
 from penstock.gateway.jobs import routes as job_routes
 from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.openai import models, routes
+from penstock.gateway.openai import models
+from penstock.gateway.openai import routes as openai_routes
 from penstock.gateway.openai.errors import ID_HEADER
 from penstock.gateway.request_head import BoundedHead
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
+from penstock.gateway.tokens import routes as tokens_routes
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gc_freeze import freeze_gc
@@ -42,8 +47,10 @@ MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results that a gateway holds in memory while it sends them. Further large answers wait."""
 MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
 """The share of MAX_RESULT_BYTES_HELD that one tenant may use."""
-ROUTES = (*routes.ROUTES, *anthropic_routes.ROUTES, *job_routes.ROUTES)
-"""The plain Starlette routes, which bypass FastAPI."""
+ROUTES = (*openai_routes.ROUTES, *anthropic_routes.ROUTES, *job_routes.ROUTES, *tokens_routes.ROUTES)
+"""The routes that take a body. They are plain Starlette routes, not FastAPI's."""
+ROUTERS = (models.router, health.router, metrics.router, usage.router, job_routes.router, api_docs_router)
+"""FastAPI's routes."""
 PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
 """Environment variable. With the value `json`, the gateway prints its URL to stdout as JSON for a supervisor."""
 
@@ -78,13 +85,14 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                 app.state.loop_watch.stop()
                 await app.state.parser.close()
 
-    # The routes that take a body are not FastAPI's, so a generated OpenAPI document would lack them.
+    # FastAPI's own document would lack the routes that take a body.
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     _add_state(app, settings)
     install_error_handlers(app)
     app.router.routes.extend(ROUTES)
-    for module in (models, health, metrics, usage, job_routes):
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
+    app.state.api_docs = ApiDocs(_all_routes())
     app.add_middleware(
         Entry,
         pepper=KeySettings.load().key_pepper,
@@ -96,7 +104,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=sorted({method for route in _all_routes() for method in route.methods or ()}),
             allow_headers=["*"],
             expose_headers=[
                 JOB_HEADER,
@@ -109,6 +117,10 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         )
     app.add_middleware(AccessLog, paths=frozenset(route.path for route in ROUTES))
     return app
+
+
+def _all_routes() -> list[Route]:
+    return [*ROUTES, *(route for router in ROUTERS for route in router.routes if isinstance(route, Route))]
 
 
 IDLE_S = 75

@@ -18,7 +18,8 @@ from penstock.producer.client import AsyncClient
 
 logger = logging.getLogger(__name__)
 
-PUBLIC_PATHS = frozenset(("/health", "/ready"))
+PUBLIC_PATHS = frozenset(("/health", "/ready", "/", "/version", "/openapi.json", "/docs"))
+"""Paths that need no API key: probes, and the description of this release."""
 _SCOPES: dict[str, KeyScope | None] = {
     "/metrics": "admin",
     "/health/nodes": "admin",

@@ -1,4 +1,4 @@
-"""The ASGI app of a route that generates text, in any dialect."""
+"""The ASGI app of a route whose requests become jobs, in any dialect."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from fastapi import Request
 from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.request_parsing import generation_request_of, read_body
+from penstock.gateway.route_doc import RouteDoc
 from penstock.gateway.stream.answer import Answer, StreamAnswer, WholeAnswer
 from penstock.gateway.stream.dialect import Dialect
 
@@ -13,9 +14,10 @@ from penstock.gateway.stream.dialect import Dialect
 class Generate:
     """The ASGI app of such a route. It bypasses FastAPI, whose call overhead is as large as this app's whole work."""
 
-    def __init__(self, form: str, dialect: Dialect) -> None:
-        """`form` is a key of `parsed_body.BODIES`."""
-        self._form = form
+    def __init__(self, form: str, dialect: Dialect, doc: RouteDoc | None = None) -> None:
+        """`form` is a key of `parsed_body.BODIES`. `doc` describes the route in the OpenAPI document."""
+        self.form = form
+        self.doc = doc or RouteDoc()
         self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -24,7 +26,7 @@ class Generate:
         await (await self._answer_to(request))(scope, receive, send)
 
     async def _answer_to(self, request: Request) -> Answer:
-        body = await read_body(request, self._form)
+        body = await read_body(request, self.form)
         generation = generation_request_of(request, body)
         if body.stream:
             return StreamAnswer(request, generation, self._dialect, body.options, body.ignored)

@@ -16,6 +16,7 @@ from heapq import nlargest
 from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -114,7 +115,7 @@ class StreamMeter:
             self._metrics.token_s.observe((time.monotonic() - self._first_s) / (num_tokens - 1))
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus's text format."""
     state, client = request.app.state, request.app.state.client

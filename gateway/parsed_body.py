@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
 from penstock.contract.named import IgnoredFields
@@ -14,20 +14,33 @@ from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.tasks import Task
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.stream.generation_request import RequestContent
+from penstock.gateway.tokens.schemas import DetokenizeRequest, TaskBody, TokenizeRequest
 from penstock.producer.client.request import pack_prompt_of
 from penstock.producer.openai.messages import ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
 
-BODIES: dict[str, type[ChatRequest | CompletionRequest | JobRequest | MessagesRequest | CountTokensRequest]] = {
+AnyBody = (
+    ChatRequest
+    | CompletionRequest
+    | JobRequest
+    | MessagesRequest
+    | CountTokensRequest
+    | TokenizeRequest
+    | DetokenizeRequest
+)
+BODIES: dict[str, type[AnyBody]] = {
     "chat": ChatRequest,
     "completion": CompletionRequest,
     "job": JobRequest,
     "messages": MessagesRequest,
     "count_tokens": CountTokensRequest,
+    "tokenize": TokenizeRequest,
+    "detokenize": DetokenizeRequest,
 }
 """The schema of each form of body."""
 MAX_CHOICES_OF_REQUEST = 256
@@ -71,8 +84,9 @@ def parse(form: str, raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody
             "choices per request"
         )
         raise RequestError(message, param="n")
+    task = body.task() if isinstance(body, TaskBody) else None
     content = RequestContent(
-        body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes, body.template_kwargs
+        body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes, body.template_kwargs, task
     )
     names = [name[:MAX_NAME_CHARS] for name in ignored.names[:MAX_IGNORED_SHOWN]]
     return ParsedBody(content, body.asked_class, bool(body.stream), body.options(), names)
@@ -90,6 +104,7 @@ def with_packed_prompts(body: ParsedBody) -> ParsedBody:
 
 # Between processes ------------------------------------------------------------------------------
 
+_TASKS: TypeAdapter[Task | None] = TypeAdapter(Task | None)
 _REFUSALS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in (RequestError, TooLargeError)}
 
 
@@ -108,6 +123,7 @@ def encode_parsed_body(body: ParsedBody) -> bytes:
         "options": dict(body.options),
         "ignored": list(body.ignored),
         "template_kwargs": content.template_kwargs,
+        "task": None if content.task is None else content.task.model_dump(),
     }
     return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in content.prompts]})
 
@@ -133,6 +149,7 @@ def decode_parsed_body(data: bytes) -> ParsedBody:
         ToolUse(tools, choice, parallel),
         echoes,
         fields["template_kwargs"],
+        _TASKS.validate_python(fields["task"]),
     )
     return ParsedBody(content, fields["priority"], stream, fields["options"], fields["ignored"])
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from penstock.contract.errors import InvariantError
+from dataclasses import replace
+
+from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
 from penstock.producer.client import AsyncClient
+from penstock.producer.client.tokens import output_of
 
 
 async def count_prompt_tokens(client: AsyncClient, generation: GenerationRequest) -> int:
     """Return the number of tokens of a request's only prompt, as the model would receive it.
 
-    The prompt runs as a job of one output token, so its limits and its usage are those of that job. Its KV blocks stay
-    in the prefix cache, where the answer to the same prompt finds them. Raises what a submission and its job raise.
+    A node's tokenizer counts them as a job without KV cache. Raises what a submission and its job raise.
     """
-    async with open_jobs(client, generation) as (job,):
-        result = await job.packed_result()
-    if result.usage is None:
-        raise InvariantError(f"job {job.id} ended without usage")
-    return result.usage.prompt_tokens
+    content = replace(generation.content, params=SamplingParams(), task=Tokenize(return_tokens=False))
+    async with open_jobs(client, replace(generation, content=content)) as (job,):
+        return output_of(await job.result(), Tokenized).num_tokens

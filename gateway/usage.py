@@ -16,7 +16,13 @@ DEFAULT_DAYS = 31
 router = APIRouter()
 
 
-@router.get("/v1/usage")
+_PARAMETERS = [
+    {"name": "days", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_DAYS}},
+    {"name": "all", "in": "query", "schema": {"type": "boolean"}, "description": "Include all keys (scope `admin`)."},
+]
+
+
+@router.get("/v1/usage", openapi_extra={"parameters": _PARAMETERS})
 async def usage(request: Request) -> dict[str, Any]:
     """Return one record for each day and pool with usage.
 

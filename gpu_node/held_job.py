@@ -44,6 +44,8 @@ class HeldJob:
         self.outcome: Outcome | None = None
         """Set once this node has decided how the job ends; finish is then due in Redis."""
         self.usage: Usage | None = None
+        self.output = b""
+        """The packed output of its task."""
         self.error: PenstockError | None = None
         """Why a choice failed, when the request itself is the cause."""
         self._chunks: list[bytes] = []
@@ -57,21 +59,35 @@ class HeldJob:
         return self.taken.job_id
 
     @property
+    def is_task(self) -> bool:
+        """Whether it needs no engine, and so no KV cache."""
+        return not self.taken.num_sequences
+
+    @property
     def has_failed_choice(self) -> bool:
         """Whether a choice ended because the model failed at it."""
         return any(c.finish_reason == "error" for c in self._choices)
 
     @property
     def num_sequences(self) -> int:
-        """Number of choices that have not ended; 1 until the prompt has been tokenized."""
+        """Number of choices that have not ended; 1 until the prompt has been tokenized. A task has none."""
+        if self.is_task:
+            return 0
         return sum(c.finish_reason is None for c in self._choices) if self.num_prompt_tokens else 1
 
     @property
     def expected_kv_tokens(self) -> int:
         """KV tokens that it is expected to use: its prompt, and for each open choice its actual or predicted output."""
+        if self.is_task:
+            return 0
         if not self.num_prompt_tokens:
             return self.taken.cost
         return self._kv_tokens_with(min(self.max_tokens, self.predicted_tokens))
+
+    @property
+    def expected_cost(self) -> int:
+        """Its cost in the queue if it is given back."""
+        return self.taken.cost if self.is_task else self.expected_kv_tokens
 
     @property
     def max_kv_tokens(self) -> int:
@@ -95,6 +111,8 @@ class HeldJob:
     @property
     def kv_token_ms_used(self) -> float | None:
         """KV-token-milliseconds to charge its tenant; None if it was cut short: the predicted charge then stays."""
+        if self.is_task:
+            return None  # It is charged for its work, which is not measured in KV tokens.
         return self.kv_token_ms if self.is_complete or not self.is_in_engine else None
 
     @property
@@ -192,6 +210,8 @@ class HeldJob:
         """Return the packed result so far; empty if this node has not read what earlier nodes logged."""
         if not self._has_whole_log:
             return b""
+        if self.is_task:
+            return results.encode_result((), self._usage(), [], output=self.output)
         choices = tuple(
             Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason) for i, c in enumerate(self._choices)
         )

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 MAX_TAKEN_AT_ONCE = 128
 """Limit of take.lua. A call that returned this many may have left more in the queue."""
+MAX_TASKS = 32
+"""Tasks, such as tokenization, that a node holds at once. A request has up to 16 MiB, so this bounds their memory."""
 IDLE_TAKE_S = 1.0
 """Interval at which the queue is polled anyway, since pub/sub may lose a doorbell message."""
 
@@ -109,6 +111,7 @@ class JobInbox:
             _left_of(self._max_num_seqs, sequences),
             self._kv_tokens,
             self._max_num_seqs,
+            max(0, MAX_TASKS - self._ledger.num_tasks),
         )
 
     async def close(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from penstock.contract.errors import PenstockError, RequestError
@@ -14,6 +15,7 @@ from penstock.contract.job import Chunk, Outcome, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.request import truncated
+from penstock.gpu_node.engine.text.tasks import run_task
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine_worker import EngineWorker
 from penstock.gpu_node.held_job import HeldJob
@@ -33,10 +35,14 @@ from penstock.runtime.cooperative import LoopYielder
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MAX_BYTES_ON_LOOP = 1 << 15
 """A longer request is decoded on a thread."""
 MAX_CHARS_ON_LOOP = 2048
 """A longer prompt is tokenized on a thread. Above half a millisecond it would delay the tokens of other jobs."""
+MAX_TASKS_AT_ONCE = 2
+"""Long tasks that are tokenized at once, on threads of their own: a flood of tasks then delays no job's prompt."""
 MAX_TRIALS_AWAITED = 64
 """Grammar trials that this node may wait for at once."""
 MAX_TRIALS_OF_TENANT = 4
@@ -68,6 +74,7 @@ class JobIntake:
         self._load_shedder = load_shedder
         self._threads = threads
         self._yielder = LoopYielder()
+        self._task_threads = Threads(MAX_TASKS_AT_ONCE)
         self._trial_threads = Threads(MAX_TRIALS_AWAITED)
         """Threads that wait for grammar trials; separate, so that trials do not delay long prompts."""
         self._trials_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -98,6 +105,9 @@ class JobIntake:
             if request is None:
                 # The job was canceled between take and read. Redis answers the finish call accordingly.
                 self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
+                return
+            if request.task is not None:
+                await self._answer(job, request)
                 return
             prepared = await self._prepare(request, job.taken.tenant)
             token_ids = await self._encode(request)
@@ -156,12 +166,19 @@ class JobIntake:
         async with self._trials_of.setdefault(tenant, asyncio.Semaphore(MAX_TRIALS_OF_TENANT)):
             return await self._trial_threads.run(prepare)
 
+    async def _answer(self, job: HeldJob, request: Request) -> None:
+        """Run a task and end its job. The engine takes no part in it."""
+        run = partial(run_task, self._tokenizer, request, self._ledger.max_model_len)
+        job.output = await self._tokenized(run, request, self._task_threads)
+        self._outbox.end(job, Outcome("done"))
+
     async def _encode(self, request: Request) -> list[int]:
-        """Tokenize a request's prompt; a long prompt on a thread."""
+        return await self._tokenized(partial(_encode, self._tokenizer, request), request, self._threads)
+
+    async def _tokenized(self, call: Callable[[], T], request: Request, threads: Threads) -> T:
+        """Make a call to the tokenizer; on a thread if the prompt is long."""
         try:
-            if _num_chars(request) <= MAX_CHARS_ON_LOOP:
-                return _encode(self._tokenizer, request)
-            return await self._threads.run(partial(_encode, self._tokenizer, request))
+            return call() if _num_chars(request) <= MAX_CHARS_ON_LOOP else await threads.run(call)
         except Exception as error:
             self.num_tokenizer_failures += not isinstance(error, PenstockError)
             raise
@@ -218,7 +235,8 @@ def _num_chars(request: Request) -> int:
     messages = request.messages or ()
     texts = sum(len(message.content) for message in messages)
     calls = sum(len(call.arguments) for message in messages for call in message.tool_calls)
-    return len(request.prompt or "") + texts + calls + len(request.tools or "")
+    num_ids = len(request.prompt_token_ids or ()) if request.task is not None else 0
+    return len(request.prompt or "") + texts + calls + len(request.tools or "") + num_ids
 
 
 def _encode(tokenizer: Tokenizer, request: Request) -> list[int]:

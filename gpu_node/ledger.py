@@ -20,7 +20,7 @@ class Ledger:
     """All jobs of a node. The engine knows a job by its lease, so tokens computed under an older lease never mix in."""
 
     def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT) -> None:
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self.counts = NodeCounts()
         self._jobs: dict[str, HeldJob] = {}
         self._by_lease: dict[str, HeldJob] = {}
@@ -70,7 +70,7 @@ class Ledger:
         known = self._predictor.predict(job.taken.tenant, num_prompt_tokens, job.max_tokens)
         if known is not None:
             job.predicted_tokens = known
-        job.max_output_tokens = max(1, min(job.max_tokens, self._max_model_len - num_prompt_tokens))
+        job.max_output_tokens = max(1, min(job.max_tokens, self.max_model_len - num_prompt_tokens))
         if job.taken.preemptions >= MAX_PREEMPTIONS:
             # It was moved too often: reserve its longest possible output, so that it can finish here.
             job.predicted_tokens = job.max_output_tokens
@@ -86,6 +86,11 @@ class Ledger:
             prompt, predicted = job.num_prompt_tokens, min(job.max_tokens, job.predicted_tokens)
             self._predictor.ended(job.taken.tenant, prompt, job.max_tokens, length, predicted)
         self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_token_ms, job.taken.cost)
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of held tasks that have not ended."""
+        return sum(job.is_task and job.outcome is None for job in self._jobs.values())
 
     def expected_usage(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Return expected KV tokens and sequences, each per class: sums over jobs of that or a more urgent class."""

@@ -68,9 +68,7 @@ class LoadShedder:
         Tokens that Redis does not have yet are lost; the next node generates the same tokens again.
         """
         wanted = [job for job in jobs if job.outcome is None]
-        returns = [
-            GivenBackJob(job.job_id, job.taken.lease, job.expected_kv_tokens, job.max_kv_tokens) for job in wanted
-        ]
+        returns = [GivenBackJob(job.job_id, job.taken.lease, job.expected_cost, job.max_kv_tokens) for job in wanted]
         answers = await self._broker.give_back(returns, why)
         kept = [job for job, answer in zip(wanted, answers, strict=True) if answer == "KEEP"]
         given = [job for job in wanted if job not in kept]

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from penstock.contract.errors import UnavailableError
+from penstock.contract.tasks import KINDS
 from penstock.gpu_node.doorbell import Bell, listen
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.engine_worker import EngineLike, EngineWorker
@@ -143,6 +144,7 @@ class Node:
             created_s=int(time.time()),
             revision=engine.revision,
             adapters=await self._threads.run(engine.adapters),
+            kinds=KINDS,
         )
         # Nodes of a pool must agree on their limits: otherwise one node would fail a job that another has accepted.
         config = settings.pool_config | {"max_model_len": engine.max_model_len}

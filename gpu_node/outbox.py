@@ -117,7 +117,8 @@ class Outbox:
             return
         if job.outcome is None:
             job.outcome = outcome
-            self._worker.abort(job.taken.lease)
+            if not job.is_task:
+                self._worker.abort(job.taken.lease)
             self._bell.capacity_freed()
         self._schedule(job)
 

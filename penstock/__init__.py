@@ -29,12 +29,14 @@ if TYPE_CHECKING:
         TooLargeError,
         UnauthorizedError,
         UnavailableError,
+        UnsupportedKindError,
     )
     from penstock.contract.job import Choice, Chunk, Message, Outcome, Priority, Result, Usage
     from penstock.contract.logprobs import Logprob, TokenLogprobs
     from penstock.contract.sampling_options import SamplingOptions
     from penstock.contract.sampling_params import SamplingParams
     from penstock.contract.structured import StructuredOutputs
+    from penstock.contract.tasks import Detokenize, Detokenized, Tokenize, Tokenized
     from penstock.contract.terms import Terms
     from penstock.gateway.settings import GatewaySettings
     from penstock.gpu_node.engine.config import EngineConfig
@@ -62,6 +64,7 @@ _HOMES = {
             "TooLargeError",
             "UnauthorizedError",
             "UnavailableError",
+            "UnsupportedKindError",
         ),
     ),
     "penstock.contract.job": (*("Choice", "Chunk", "Message", "Outcome", "Priority", "Result", "Usage"),),
@@ -70,6 +73,7 @@ _HOMES = {
     "penstock.contract.sampling_params": ("SamplingParams",),
     "penstock.runtime.settings": ("KeySettings", "RedisSettings"),
     "penstock.contract.structured": ("StructuredOutputs",),
+    "penstock.contract.tasks": ("Detokenize", "Detokenized", "Tokenize", "Tokenized"),
     "penstock.contract.terms": ("Terms",),
     "penstock.gateway.settings": ("GatewaySettings",),
     "penstock.gpu_node.engine.config": ("EngineConfig",),
@@ -95,6 +99,8 @@ __all__ = [
     "ClientStats",
     "ConfigError",
     "ConflictError",
+    "Detokenize",
+    "Detokenized",
     "Engine",
     "EngineConfig",
     "EngineStats",
@@ -128,10 +134,13 @@ __all__ = [
     "SubmitOptions",
     "Terms",
     "TokenLogprobs",
+    "Tokenize",
+    "Tokenized",
     "TooCostlyError",
     "TooLargeError",
     "UnauthorizedError",
     "UnavailableError",
+    "UnsupportedKindError",
     "Usage",
     "__version__",
 ]

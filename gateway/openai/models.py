@@ -8,20 +8,21 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from penstock.contract.errors import NotFoundError
+from penstock.gateway.health import PROBE_METHODS
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.producer import ServedPool
 
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.api_route("/v1/models", methods=PROBE_METHODS)
 async def list_models(request: Request) -> dict[str, Any]:
     """List the models that live nodes serve, under each of their names, and their adapters."""
     client: AsyncClient = request.app.state.client
     return {"object": "list", "data": list(_models(await client.pools()).values())}
 
 
-@router.get("/v1/models/{model:path}")
+@router.api_route("/v1/models/{model:path}", methods=PROBE_METHODS)
 async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
     """Return one model. Its name may contain slashes."""
     client: AsyncClient = request.app.state.client

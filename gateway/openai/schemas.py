@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.priority import ClassName
+from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import NO_EFFECT, Wire
 from penstock.producer.openai.generation_body import GenerationBody
@@ -21,6 +23,15 @@ def _class_of(value: object) -> object:
     if not isinstance(value, int | float) or isinstance(value, bool) or value != int(value):
         return value
     return "interactive" if value < 0 else "batch" if value > 0 else "standard"
+
+
+_CHAT_EXAMPLE: JsonDict = {
+    "model": EXAMPLE_MODEL,
+    "messages": [{"role": "user", "content": "Tell me a story."}],
+    "max_completion_tokens": 32,
+    "stream": True,
+}
+_COMPLETION_EXAMPLE: JsonDict = {"model": EXAMPLE_MODEL, "prompt": "Once upon a time", "max_tokens": 16}
 
 
 class StreamOptions(Wire):
@@ -77,6 +88,10 @@ class _HttpFields(GenerationBody):
 class ChatRequest(ChatBody, _HttpFields):
     """Body of `POST /v1/chat/completions`."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [_CHAT_EXAMPLE]})
+
 
 class CompletionRequest(CompletionBody, _HttpFields):
     """Body of `POST /v1/completions`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_COMPLETION_EXAMPLE]})

@@ -77,7 +77,7 @@ class Answer(Response):
     async def _check(self) -> None:
         """Refuse too many log-probabilities, and tools that the model cannot call, before any job is queued."""
         content = self._generation.content
-        has_tools = content.tool_use.tools is not None
+        has_tools = content.tool_use.tools is not None and content.task is None
         if self._generation.cut_at is not None or not (has_tools or content.needs_token_details):
             return
         self._pools = await self._client.pools()

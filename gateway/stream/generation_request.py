@@ -11,6 +11,7 @@ from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority
 from penstock.contract.problems import rename
 from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.tasks import Task
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt, SubmitOptions
@@ -48,6 +49,8 @@ class RequestContent:
     """Whether the answer begins with the prompt."""
     template_kwargs: str | None = None
     """Variables for the model's chat template, as JSON text."""
+    task: Task | None = None
+    """What the jobs do instead of generating text."""
 
     @property
     def needs_token_details(self) -> bool:
@@ -122,6 +125,7 @@ def submit_options(generation: GenerationRequest) -> SubmitOptions:
     content, tool_use = generation.content, generation.content.tool_use
     return SubmitOptions(
         model=content.model or None,
+        task=content.task,
         params=content.params,
         tools=tool_use.tools,
         tool_choice=tool_use.choice,

@@ -111,7 +111,8 @@ def _request_as_json(request: Request, *, with_texts: bool) -> dict[str, Any]:
     }
     texts = {name: form if with_texts else f"{len(form)} long" for name, form in forms.items() if form is not None}
     adapter = {} if request.adapter is None else {"adapter": request.adapter.model_dump()}
-    return {"params": request.params.model_dump(exclude_defaults=True)} | adapter | texts
+    task = {} if request.task is None else {"task": request.task.model_dump()}
+    return {"params": request.params.model_dump(exclude_defaults=True)} | task | adapter | texts
 
 
 def _time(unix_ms: int) -> str:

@@ -4,6 +4,7 @@
     ├── RequestError            400  the caller must change the request; `param` names the field
     │   ├── PromptTooLongError  400
     │   ├── TooCostlyError      400  its grammar takes more time, memory or work than one request may
+    │   ├── UnsupportedKindError 400 the model's nodes do not know this kind of job
     │   ├── UnauthorizedError   401  the API key is missing or invalid
     │   ├── ForbiddenError      403  the API key does not permit the request
     │   ├── TooLargeError       413
@@ -78,6 +79,12 @@ class TooCostlyError(RequestError):
     """One part of the request needs more work than one request may cause; `param` names that part."""
 
     code = "too_costly"
+
+
+class UnsupportedKindError(RequestError):
+    """The model's nodes do not know this kind of job; nodes of an older release may not."""
+
+    code = "unsupported_kind"
 
 
 class UnauthorizedError(RequestError):
@@ -189,7 +196,10 @@ class InvariantError(PenstockError):
 
 _BY_CODE: dict[str, type[PenstockError]] = {
     cls.code: cls
-    for cls in (RequestError, PromptTooLongError, TooCostlyError, TooLargeError, NotFoundError, UnavailableError)
+    for cls in (
+        *(RequestError, PromptTooLongError, TooCostlyError, TooLargeError, NotFoundError, UnavailableError),
+        UnsupportedKindError,
+    )
 }
 
 

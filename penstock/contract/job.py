@@ -18,6 +18,7 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
 from penstock.contract.sampling_params import CheckedInput, SamplingParams, TokenId
+from penstock.contract.tasks import GENERATE, Detokenize, Task, TaskOutput
 from penstock.contract.template_kwargs import TemplateKwargs
 from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT, CallId, ToolCall, Tools, few_calls
 
@@ -82,6 +83,8 @@ class Job(CheckedInput):
     """Variables for the model's chat template."""
     adapter: AdapterRef | None = None
     """The LoRA adapter that the model runs with."""
+    task: Task | None = None
+    """What to do with the prompt instead of generating text from it."""
     params: SamplingParams = SamplingParams()
     tenant: Name = "default"
     priority: Priority = Priority.STANDARD
@@ -110,10 +113,33 @@ class Job(CheckedInput):
         return self
 
     @model_validator(mode="after")
+    def _task_fits(self) -> Self:
+        if self.task is None:
+            return self
+        if self.params != SamplingParams() or self.adapter is not None:
+            raise ValueError(f"a job of kind {self.kind} has no sampling parameters and no adapter")
+        packed = self.packed_prompt
+        has_ids = self.prompt_token_ids is not None or (packed is not None and packed.form == "tokens")
+        if has_ids != isinstance(self.task, Detokenize):
+            wanted = "token ids" if isinstance(self.task, Detokenize) else "a text or a chat"
+            raise ValueError(f"the prompt of a job of kind {self.kind} must be {wanted}")
+        return self
+
+    @model_validator(mode="after")
     def _begins_before_deadline(self) -> Self:
         if self.deadline_ms is not None and (self.not_before_ms or 0) >= self.deadline_ms:
             raise ValueError(f"not_before_ms ({self.not_before_ms}) must be less than deadline_ms ({self.deadline_ms})")
         return self
+
+    @property
+    def kind(self) -> str:
+        """The kind of job, which names its task."""
+        return GENERATE if self.task is None else self.task.kind
+
+    @property
+    def num_sequences(self) -> int:
+        """The sequences that the job occupies in an engine; 0 for a task that needs no engine."""
+        return self.params.n if self.task is None else self.task.num_sequences
 
     @property
     def pool(self) -> str:
@@ -210,3 +236,5 @@ class Result:
     """(choice, number of tokens, number of characters) of each chunk, so that a reader can resume at any chunk."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One entry per prompt token, if requested."""
+    output: TaskOutput | None = None
+    """What the job's task returned. A job that generates text has choices instead."""

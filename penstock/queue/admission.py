@@ -23,6 +23,11 @@ BYTES_PER_LOGPROB = 14
 """Bytes of a log-probability in a log: id, value, and a text of a few bytes."""
 REQUEST_BYTES_PER_TOKEN = 3
 """Assumed bytes of a request per prompt token, for text and for token ids."""
+TASK_BYTES_PER_COST = 1_024
+"""Bytes of a task's prompt that count as one KV token of cost. A node tokenizes about as many in 0.1 ms."""
+BYTES_PER_ID = 4
+TASK_RESULT_BYTES = 4
+"""Assumed bytes of a task's result per byte of its request: token ids, and the tokens' strings."""
 MAX_WAIT_MS = 60_000
 """A job with a longer expected wait is refused, and its caller told when to retry."""
 MIN_RETRY_AFTER_MS = 1_000
@@ -70,10 +75,14 @@ def predict_output(nodes: Sequence[NodePressure], num_prompt_tokens: int, max_to
 def estimate_cost(job: Job, record: PoolRecord, nodes: Sequence[NodePressure] = ()) -> int:
     """Return the KV tokens that a job will probably hold at its end. The node corrects this after tokenizing.
 
-    `nodes` report the lengths of recent outputs. Raises PromptTooLongError if the prompt exceeds the model's context
+    `nodes` report the lengths of recent outputs. A task holds no KV tokens. Its cost stands for its other work, so that
+    limits, fair shares and admission count it. Raises PromptTooLongError if the prompt exceeds the model's context
     even at the highest possible bytes per token.
     """
     num_ids = num_prompt_ids(job)
+    if job.num_sequences == 0:
+        size = prompt_bytes(job) + tool_bytes(job) + BYTES_PER_ID * (num_ids or 0)
+        return 1 + size // TASK_BYTES_PER_COST
     if num_ids is not None:
         prompt = min_prompt_tokens = num_ids
     else:
@@ -97,6 +106,8 @@ def estimate_cost(job: Job, record: PoolRecord, nodes: Sequence[NodePressure] = 
 
 def estimate_bytes(job: Job, request_bytes: int) -> int:
     """Return the bytes that a job may occupy in Redis: its request, its record, and a log of its maximum length."""
+    if job.num_sequences == 0:
+        return request_bytes * (1 + TASK_RESULT_BYTES) + JOB_BYTES
     params = job.params
     output = params.max_tokens if params.max_tokens is not None else PREDICTED_OUTPUT_TOKENS
     token_bytes = LOG_BYTES_PER_TOKEN + _logprob_bytes(params.logprobs)
@@ -111,15 +122,20 @@ def _logprob_bytes(num_logprobs: int | None) -> int:
     return 0 if num_logprobs is None else (1 + num_logprobs) * BYTES_PER_LOGPROB
 
 
+def require_node(pressure: PoolPressure) -> None:
+    """Raise UnavailableError if no node takes jobs of the pool. A task needs no more: it waits for no capacity."""
+    if all(node.draining for node in pressure.nodes):
+        raise UnavailableError("no live node serves this pool", code="no_node")
+
+
 def decide(pressure: PoolPressure, *, cost: int, priority: int, admitted_since: int = 0) -> None:
     """Return if the job may be submitted; raise BusyError if it would wait too long, UnavailableError without a node.
 
     Expected wait = (cost queued before the job + its own cost - free KV tokens of the nodes) ÷ (cost that the nodes
     complete per second). `admitted_since` is the cost that this process has admitted since `pressure` was read.
     """
+    require_node(pressure)
     nodes = [n for n in pressure.nodes if not n.draining]
-    if not nodes:
-        raise UnavailableError("no live node serves this pool", code="no_node")
     capacity = sum(n.kv_tokens_available for n in nodes)
     ahead = sum(pressure.backlog_cost[: priority + 1]) + admitted_since + cost - capacity
     rate = sum(n.drain_cost_per_s for n in nodes)

@@ -11,6 +11,8 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
                                                                           submission time
     P:delayed                zset    submit; release, end                 ids of jobs with not_before, by that time
     P:waiting:<p>            zset    submit, requeue, release; take, end  all queued ids, by submission time
+    P:tasks                  zset    submit, requeue, release; take, end  queued ids of jobs that need no KV cache, by
+                                                                          submission time
     P:deadlines              zset    submit, requeue, release; take, end  queued ids with a deadline, by deadline
     P:virtual_time:<p>       zset    submit, requeue, release; take,      tenants with queued jobs, by virtual time
                                      finish, end

@@ -15,7 +15,10 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError, unpack_all
 from penstock.queue.protocol_version import PROTOCOL_VERSION
+from penstock.queue.task_output import PackedOutput
 
+_BIN_HEADERS = {0xC4: 2, 0xC5: 3, 0xC6: 5}
+"""The first byte of a byte string in msgpack → the bytes of its header."""
 _WINDOW_BYTES = 64 << 10
 """Bytes of rows that an unpacker buffers at a time."""
 
@@ -81,6 +84,8 @@ class PackedResult:
         self.usage: Usage | None = None
         self.choices: tuple[PackedChoice, ...] = ()
         self.prompt_logprobs = PackedRows(b"", None)
+        self.output: PackedOutput | None = None
+        """What the job's task returned; None for a job that generates text."""
         if data is not None:
             try:
                 self._read(data)
@@ -97,12 +102,19 @@ class PackedResult:
         def read_choices() -> None:
             choices.extend(_members(unpacker) for _ in range(unpacker.read_array_header()))
 
-        spans = _members(unpacker, {"choices": read_choices})
+        output: dict[str, Span] = {}
+
+        def read_output() -> None:
+            output.update(_members(unpacker))
+
+        spans = _members(unpacker, {"choices": read_choices, "o": read_output})
         if (version := _value_at(data, spans["v"])) != PROTOCOL_VERSION:
             raise WireError(f"protocol version {version!r} is not {PROTOCOL_VERSION}")
         self.choices = tuple(PackedChoice(data, of_choice) for of_choice in choices)
         self.usage = Usage(*_value_at(data, spans["u"]))
         self.prompt_logprobs = PackedRows(data, spans.get("q"))
+        if "o" in spans:
+            self.output = PackedOutput({name: _value_or_view(data, span) for name, span in output.items()})
 
 
 def _members(unpacker: Any, readers: dict[str, Callable[[], None]] | None = None) -> dict[str, Span]:
@@ -136,6 +148,12 @@ def _items_of(data: bytes, span: Span) -> Iterator[Any]:
                     raise WireError("an array of a result ends early") from None
                 at = _feed(unpacker, data, at, end)
         yield item
+
+
+def _value_or_view(data: bytes, span: Span) -> Any:
+    """Return a value; of a byte string, a view, since it may have megabytes."""
+    header = _BIN_HEADERS.get(data[span.start])
+    return memoryview(data)[span.start + header : span.end] if header is not None else _value_at(data, span)
 
 
 def _feed(unpacker: Any, data: bytes, at: int, end: int) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 from penstock.contract.job import Choice, Outcome, Result, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.queue import packed_logprobs
-from penstock.queue.msgpack_codec import WireError, array_header, pack, with_members
+from penstock.queue.msgpack_codec import WireError, array_header, checked_map, pack, with_members
 from penstock.queue.packed_logprobs import Rows, rows_of
 from penstock.queue.protocol_version import PROTOCOL_VERSION
+from penstock.queue.task_output import PackedOutput
 from penstock.queue.wire import unpack_map
 
 
@@ -20,10 +21,13 @@ def encode_result(
     cuts: list[tuple[int, int, int]],
     prompt_logprobs: Sequence[TokenLogprobs] | Rows = (),
     logprobs: Sequence[Rows] = (),
+    *,
+    output: bytes = b"",
 ) -> bytes:
     """Encode the part of a result that the node produces. The job's hash holds the rest: outcome and times.
 
     `logprobs` are the choices' log-probabilities, if they are packed already; else those in `choices` are packed.
+    `output` is the packed output of the job's task, if it has one.
     """
     rows = logprobs or [rows_of(choice.logprobs) for choice in choices]
     prompt_rows = prompt_logprobs if isinstance(prompt_logprobs, Rows) else rows_of(prompt_logprobs)
@@ -34,6 +38,8 @@ def encode_result(
     ]
     if prompt_rows.num_rows:
         members.append(("q", prompt_rows.array_parts))
+    if output:
+        members.append(("o", (output,)))
     return with_members(pack({"v": PROTOCOL_VERSION}), members)
 
 
@@ -47,7 +53,9 @@ def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[in
         choices = tuple(_choice_of(fields) for fields in m["choices"])
         cuts = tuple((int(c), int(t), int(s)) for c, t, s in m["cuts"])
         prompt = packed_logprobs.from_wire(m.get("q", []))
-        return Result(job_id, outcome, choices, Usage(*m["u"]), *times_ms, cuts=cuts, prompt_logprobs=prompt)
+        output = PackedOutput(checked_map(m["o"])).whole() if "o" in m else None
+        usage = Usage(*m["u"])
+        return Result(job_id, outcome, choices, usage, *times_ms, cuts=cuts, prompt_logprobs=prompt, output=output)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise WireError(f"not a result: {error!r}") from error
 

@@ -13,10 +13,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.engine_load import EngineLoad
-from penstock.contract.errors import InvariantError
+from penstock.contract.errors import InvariantError, UnsupportedKindError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome, Usage
 from penstock.contract.problems import problem_of
 from penstock.contract.sampling_params import SamplingParams, TokenId
+from penstock.contract.tasks import GENERATE, KINDS, Task
 from penstock.contract.template_kwargs import TemplateKwargs
 from penstock.contract.tools import Tools, few_calls
 from penstock.queue import packed_logprobs
@@ -38,6 +39,7 @@ class Request:
     tools: Tools | None = None
     adapter: AdapterRef | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    task: Task | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class PoolRecord:
 
     `max_token_bytes` is the length of the longest token's text, 0 if unknown. `tool_parser` and `reasoning_parser` name
     the model's syntax for tool calls and reasoning (`tools.py`). `adapters` maps an adapter's name to its digest: those
-    of the announcing node, or of all nodes in `ProducerBroker.pools`.
+    of the announcing node, or of all nodes in `ProducerBroker.pools`. `kinds` are the kinds of jobs that the announcing
+    node knows.
     """
 
     pool: str
@@ -59,6 +62,7 @@ class PoolRecord:
     tool_parser: str = "none"
     reasoning_parser: str = "none"
     adapters: dict[str, str] = field(default_factory=dict)
+    kinds: tuple[str, ...] = (GENERATE,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +189,13 @@ def decode_chunks(data: bytes) -> list[Chunk]:
 
 # Requests ---------------------------------------------------------------------------------------
 
-KIND = "generate"
 _request_adapter = TypeAdapter(Request)
 
 
 def encode_request(job: Job) -> bytes:
     """Encode a job's request. The same job gives the same bytes, so their hash identifies the request."""
-    fields: dict[str, Any] = {"v": PROTOCOL_VERSION, "kind": KIND}
+    head: dict[str, Any] = {"v": PROTOCOL_VERSION, "kind": job.kind}
+    fields = dict(head)
     add_prompt(fields, job)
     if job.tools is not None:
         fields["tools"] = job.tools
@@ -199,7 +203,10 @@ def encode_request(job: Job) -> bytes:
         fields["chat_template_kwargs"] = job.chat_template_kwargs
     if job.adapter is not None:
         fields["adapter"] = job.adapter.model_dump()
-    fields["params"] = job.params.model_dump(exclude_defaults=True)
+    if job.task is None:
+        fields["params"] = job.params.model_dump(exclude_defaults=True)
+    else:
+        fields["options"] = job.task.model_dump(exclude_defaults=True)
     if job.params.logit_bias:
         # Decoders accept only strings as map keys.
         fields["params"]["logit_bias"] = {str(token): added for token, added in job.params.logit_bias.items()}
@@ -208,7 +215,7 @@ def encode_request(job: Job) -> bytes:
     if packed is None:
         return data
     # The packed prompt takes the place of the None that follows its name, the third one in the map.
-    at = len(pack({"v": PROTOCOL_VERSION, "kind": KIND, packed.form: None})) - 1
+    at = len(pack({**head, packed.form: None})) - 1
     return b"".join((memoryview(data)[:at], packed.data, memoryview(data)[at + 1 :]))
 
 
@@ -225,16 +232,20 @@ def add_prompt(fields: dict[str, Any], job: Job) -> None:
 
 
 def decode_request(data: bytes) -> Request:
-    """Decode a job's request. Raises WireError for a malformed one."""
+    """Decode a job's request. Raises WireError for a malformed one, and UnsupportedKindError for an unknown kind."""
     m = unpack_map(data)
-    if m.get("kind") != KIND:
-        raise WireError(f"unknown job kind {m.get('kind')!r}")
+    if not isinstance(kind := m.get("kind"), str):
+        raise WireError(f"the kind of a job is a {type(kind).__name__}")
+    if kind not in KINDS:
+        raise UnsupportedKindError(f"this node does not know jobs of kind {kind[:64]!r}; upgrade it")
     prompts = {"prompt": m.get("prompt"), "prompt_token_ids": m.get("tokens"), "messages": m.get("messages")}
     if sum(prompt is not None for prompt in prompts.values()) != 1:
         raise WireError("a request has exactly one prompt")
     try:
         few_calls(prompts["messages"])
         given = {name: m.get(name) for name in ("params", "tools", "adapter", "chat_template_kwargs")}
+        if kind != GENERATE:
+            given |= {"params": {}, "task": {**checked_map(m.get("options")), "kind": kind}}
         return _request_adapter.validate_python(given | prompts)
     except ValidationError as error:
         raise WireError(f"not a request: {problem_of(error)}") from error

@@ -152,6 +152,14 @@ class PoolAdmission(CachedState[PoolPressure]):
             self._decide(await self.renewed(), cost, priority)
         self._admitted_cost[priority] += cost
 
+    async def admit_task(self) -> None:
+        """Return if the pool has a node for a task. Otherwise raise UnavailableError."""
+        try:
+            admission.require_node(await self.recent())
+        except UnavailableError:
+            # The pool's first node may have joined since.
+            admission.require_node(await self.renewed())
+
     def _decide(self, pressure: PoolPressure, cost: int, priority: Priority) -> None:
         admitted_since = sum(self._admitted_cost[: priority + 1])
         try:

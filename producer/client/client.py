@@ -25,6 +25,7 @@ from penstock.producer.client.request import Prompt, SubmitOptions, build_job, c
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
+from penstock.producer.client.tokens import TokenCalls
 from penstock.queue.admission import estimate_cost
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.dead_letters import DeadLetters
@@ -43,7 +44,7 @@ from penstock.runtime.settings import RedisSettings, without_password
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
 
 
-class AsyncClient:
+class AsyncClient(TokenCalls):
     """Submit jobs and stream their chunks.
 
         async with AsyncClient("redis://localhost") as client:
@@ -190,7 +191,7 @@ class AsyncClient:
         admission = self._admission_to(record.pool)
         cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await self._retries.call(lambda: self._inbox.ensure_heartbeat(record.pool))
-        await admission.admit(cost, job.priority)
+        await (admission.admit(cost, job.priority) if job.num_sequences else admission.admit_task())
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
         return Submission(job, cost, channel, terms)
 

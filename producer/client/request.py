@@ -11,16 +11,17 @@ import uuid_utils
 from pydantic import ValidationError
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
+from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
 from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, pool_of
 from penstock.contract.packed_prompt import PackedPrompt, PromptField
 from penstock.contract.problems import request_error
 from penstock.contract.sampling_options import SamplingOptions
 from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Task
 from penstock.contract.terms import Terms
 from penstock.contract.tools import ToolChoice
 from penstock.producer.client.tool_use import with_choice
-from penstock.queue.admission import call_bytes, num_prompt_ids, prompt_bytes
+from penstock.queue.admission import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.msgpack_codec import pack
 from penstock.queue.protocol_version import PROTOCOL_VERSION, other_version
@@ -47,6 +48,7 @@ class SubmitOptions(SamplingOptions, total=False):
     tool_choice: `auto` (the default) lets the model decide; `required` and a named function allow only calls.
     parallel_tool_calls: whether a text that is constrained to calls may have several (the default).
     chat_template_kwargs: variables for the model's chat template, such as `enable_thinking`.
+    task: what to do with the prompt instead of generating text from it; see `AsyncClient.tokenize`.
     tenant: the tenant that the job belongs to; by default the client's.
     terms: the tenant's limits and weight; by default no limits, and the client's weight.
     """
@@ -65,11 +67,12 @@ class SubmitOptions(SamplingOptions, total=False):
     tool_choice: ToolChoice
     parallel_tool_calls: bool
     chat_template_kwargs: Mapping[str, Any] | str | None
+    task: Task | None
     tenant: str | None
     terms: Terms | None
 
 
-_OF_JOB = frozenset({"priority", "background", "idempotency_key", "tools", "chat_template_kwargs"})
+_OF_JOB = frozenset({"priority", "background", "idempotency_key", "tools", "chat_template_kwargs", "task"})
 _ELSEWHERE = frozenset(
     {"model", "adapter", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"}
     | {"tool_choice", "parallel_tool_calls"}
@@ -149,10 +152,24 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
         )
     except ValidationError as error:
         raise request_error(error, _ARGUMENT_OF) from error
+    if job.task is not None:
+        _check_task(job, record)
+        return job
     choice, parallel = options.get("tool_choice", "auto"), options.get("parallel_tool_calls", True)
     if job.tools is None and choice == "auto":
         return job
     return with_choice(job, choice, parallel=parallel, record=record)
+
+
+def _check_task(job: Job, record: PoolRecord) -> None:
+    if job.kind not in record.kinds:
+        message = f"the nodes of model {record.model!r} do not know jobs of kind {job.kind!r}; upgrade them"
+        raise UnsupportedKindError(message)
+    num_bytes, num_ids = prompt_bytes(job) + tool_bytes(job), num_prompt_ids(job) or 0
+    if num_bytes > MAX_TASK_BYTES:
+        raise TooLargeError(f"prompt has {num_bytes} bytes; the limit of a task is {MAX_TASK_BYTES}", param="prompt")
+    if num_ids > MAX_TASK_TOKENS:
+        raise TooLargeError(f"prompt has {num_ids} token ids; the limit of a task is {MAX_TASK_TOKENS}", param="prompt")
 
 
 def pack_prompt_of(prompt: Prompt) -> PackedPrompt:
@@ -175,7 +192,9 @@ def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None
     as_model = model if model is not None and model not in names_of(record) else None
     if name is not None and as_model not in (None, name):
         raise RequestError(f"model {as_model!r} is an adapter, and adapter names another one", param="adapter")
-    name = name or as_model
+    name, task = name or as_model, options.get("task")
+    if task is not None and not task.num_sequences:
+        return None  # The tokenizer is the same for all adapters.
     return None if name is None else AdapterRef(name=name, digest=record.adapters[name])
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self, Unpack
 
 from penstock.contract.errors import UnavailableError, error_of
 from penstock.contract.job import Chunk, Outcome, Result
+from penstock.contract.tasks import Tokenized
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.loop_thread import LoopThread
@@ -17,6 +18,7 @@ from penstock.producer.client.request import Prompt, SubmitOptions
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
+from penstock.producer.client.tokens import CountOptions, TaskOptions, TokenizeOptions
 from penstock.queue.broker.job_lists import JobPage
 from penstock.queue.broker.producer import JobStatus, ServedPool
 
@@ -81,6 +83,22 @@ class Client:
     def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Iterator[Chunk]:
         """Submit a job and yield its chunks. Raises what `submit` and `Job.stream` raise."""
         return self.submit(prompt, **options).stream()
+
+    def tokenize(self, prompt: Prompt, **options: Unpack[TokenizeOptions]) -> Tokenized:
+        """Return the tokens of a text or a chat. A node answers from its tokenizer; no KV cache is needed.
+
+        `TokenizeOptions` lists the options. Raises what `submit` raises, and UnsupportedKindError if the model's nodes
+        belong to an older release.
+        """
+        return self._loop.call(self._client.tokenize(prompt, **options))
+
+    def count_tokens(self, prompt: Prompt, **options: Unpack[CountOptions]) -> int:
+        """Return the number of tokens of a text or a chat; see `tokenize`."""
+        return self._loop.call(self._client.count_tokens(prompt, **options))
+
+    def detokenize(self, token_ids: Sequence[int], **options: Unpack[TaskOptions]) -> str:
+        """Return the text of tokens, special tokens included. Raises what `tokenize` raises."""
+        return self._loop.call(self._client.detokenize(token_ids, **options))
 
     def attach(self, job_id: str, *, after: int = -1, tenant: str | None = None) -> Job:
         """Return a handle on a job that any process submitted, for reading the chunks after index `after`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import json
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -16,7 +17,7 @@ import pytest
 import uvicorn
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.errors import PromptTooLongError
+from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.sampling_params import SamplingParams
@@ -45,15 +46,37 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.last_chat: tuple[Sequence[dict[str, Any]], str | None] | None = None
         self.last_template_kwargs: str | None = None
+        self.last_framed: bool | None = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         return list(text.encode())
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], tools: str | None = None, template_kwargs: str | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: str | None = None,
+        template_kwargs: str | None = None,
+        *,
+        framed: bool = False,
     ) -> list[int]:
-        self.last_chat, self.last_template_kwargs = (messages, tools), template_kwargs
+        self.last_chat, self.last_template_kwargs, self.last_framed = (messages, tools), template_kwargs, framed
         return self.encode(messages[-1]["content"])
+
+    @property
+    def last_options(self) -> tuple[bool, bool]:
+        """Whether the last chat ended with the beginning of an answer, and whether it was framed."""
+        variables = json.loads(self.last_template_kwargs or "{}")
+        return variables.get("add_generation_prompt", True), bool(self.last_framed)
+
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        return [f"<{token_id}>" for token_id in token_ids]
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        if max(token_ids) > 255:
+            raise RequestError(
+                f"token id {max(token_ids)} is not in the model's vocabulary of 256 tokens", param="prompt"
+            )
+        return bytes(token_ids).decode(errors="replace")
 
 
 @dataclass

@@ -100,7 +100,7 @@ def routes_of(router):
         yield from routes_of(included) if included is not None else (route,)
 
 
-def test_every_route_but_health_wants_a_key(closed):
+def test_every_route_but_probes_and_the_description_needs_a_key(closed):
     url, _ = closed
     asked = {(route.path, method) for route in routes_of(create_app(GatewaySettings())) for method in route.methods}
     assert {path for path, _ in asked} > PUBLIC_PATHS

@@ -480,7 +480,7 @@ async def test_what_a_library_raises_at_one_prompt_concerns_that_job_alone(
             raise IndexError("a bug in the tokenizer")
         return list(text.encode())
 
-    engine.tokenizer.encode = encode  # type: ignore[method-assign]
+    engine.tokenizer.encode = encode  # type: ignore[assignment]
     async with running(redis_url, engine):
         bad, good = new_job("poison"), new_job()
         await broker.submit(Submission(bad, 50))
@@ -499,7 +499,7 @@ async def test_a_stop_while_prompts_are_read_gives_them_back_at_once(redis_url: 
         time.sleep(0.2)
         return list(text.encode())
 
-    engine.tokenizer.encode = encode  # type: ignore[method-assign]
+    engine.tokenizer.encode = encode  # type: ignore[assignment]
     jobs = [new_job("hello " * MAX_CHARS_ON_LOOP, max_tokens=3000) for _ in range(4)]
     async with running(redis_url, engine, drain_s=0.3):
         for job in jobs:
@@ -531,7 +531,7 @@ async def test_a_job_does_not_wait_for_the_long_prompt_of_one_that_was_taken_wit
             may_go_on.wait(PATIENCE_S)
         return list(text[:20].encode())
 
-    engine.tokenizer.encode = encode  # type: ignore[method-assign]
+    engine.tokenizer.encode = encode  # type: ignore[assignment]
     async with running(redis_url, ReferenceEngine(), max_num_seqs=1) as node:  # so that they can be queued
         node.stop()
     long, short = new_job("hello " * MAX_CHARS_ON_LOOP), new_job("short")
@@ -551,7 +551,7 @@ async def test_a_chat_that_is_long_by_its_calls_is_read_beside_the_loop(redis_ur
         readers.append(threading.current_thread())
         return [1, 2, 3]
 
-    engine.tokenizer.encode_chat = encode_chat  # type: ignore[method-assign]
+    engine.tokenizer.encode_chat = encode_chat  # type: ignore[assignment]
     call = ToolCall(id="1", name="f", arguments=f'{{"a": "{MAX_CHARS_ON_LOOP * "x"}"}}')
     turns = Message(role="user", content="hi"), Message(role="assistant", content="", tool_calls=(call,))
     job = Job(id=f"{POOL}.{uuid7()}", messages=turns, params=SamplingParams(max_tokens=5))
@@ -576,7 +576,7 @@ async def test_long_prompts_that_come_together_are_tokenized_side_by_side(
             together.wait()  # breaks where one is read after the other
         return list(text[:20].encode())
 
-    engine.tokenizer.encode = encode  # type: ignore[method-assign]
+    engine.tokenizer.encode = encode  # type: ignore[assignment]
     first, *others = (new_job(f"{name} " * MAX_CHARS_ON_LOOP) for name in ("first", "second", "third"))
     async with running(redis_url, engine):
         await broker.submit(Submission(first, 50))

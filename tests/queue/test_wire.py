@@ -16,10 +16,14 @@ from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Choice, Chunk, Message, Outcome, Result, Usage
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.structured import StructuredOutputs
+from penstock.contract.tasks import Detokenize, Detokenized, Task, Tokenize, Tokenized
 from penstock.contract.tools import CallFormName, ReasoningParserName, ToolCall, WantedCalls, WantedFunction
 from penstock.queue import results, wire
+from penstock.queue.packed_result import PackedResult
+from penstock.queue.task_output import encode_detokenized, encode_tokenized
 from penstock.queue.wire import NodePressure, PoolRecord, Request
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
@@ -85,6 +89,39 @@ def test_request_bytes(prompt: dict[str, Any], golden: bytes) -> None:
     assert wire.encode_request(job) == num_fields + b"\xa1v\x02\xa4kind\xa8generate" + golden + params
 
 
+@pytest.mark.parametrize(
+    ("prompt", "task", "golden"),
+    [
+        ({"prompt": "hi"}, Tokenize(), b"\xa8tokenize\xa6prompt\xa2hi\xa7options\x80"),
+        (
+            {"prompt": "hi"},
+            Tokenize(add_special_tokens=False, return_token_strs=True),
+            b"\xa8tokenize\xa6prompt\xa2hi\xa7options\x82\xb2add_special_tokens\xc2\xb1return_token_strs\xc3",
+        ),
+        ({"prompt_token_ids": (1, 2)}, Detokenize(), b"\xaadetokenize\xa6tokens\x92\x01\x02\xa7options\x80"),
+    ],
+)
+def test_request_bytes_of_a_task(prompt: dict[str, Any], task: Task, golden: bytes) -> None:
+    data = wire.encode_request(new_job(**prompt, task=task))
+    assert data == b"\x84\xa1v\x02\xa4kind" + golden
+    assert wire.decode_request(data) == Request(SamplingParams(), **prompt, task=task)
+
+
+def test_packed_prompt_of_a_task_gives_the_same_bytes() -> None:
+    job = new_job(prompt_token_ids=(1, 2), task=Detokenize())
+    packed = job.model_copy(update={"prompt_token_ids": None, "packed_prompt": PackedPrompt("tokens", b"\x92\x01\x02")})
+    assert wire.encode_request(packed) == wire.encode_request(job)
+
+
+def test_result_bytes_of_a_task() -> None:
+    data = results.encode_result((), Usage(0, 0), [], output=encode_tokenized(2, 9, [1, 70_000], ["a", "é"]))
+    assert data == (
+        b"\x85\xa1v\x02\xa7choices\x90\xa1u\x93\x00\x00\x00\xa4cuts\x90\xa1o\x86\xa4kind\xa8tokenize\xa3num\x02"
+        b"\xa7max_len\x09\xa6tokens\xc4\x08\x01\x00\x00\x00\x70\x11\x01\x00"
+        b"\xa4strs\xc4\x03a\xc3\xa9\xa4ends\xc4\x08\x01\x00\x00\x00\x03\x00\x00\x00"
+    )
+
+
 def test_options_stand_in_a_request_in_their_order_and_only_where_they_ask_for_something() -> None:
     params = SamplingParams(frequency_penalty=-2, presence_penalty=0.5, min_p=0.25, top_k=5, temperature=1, top_p=1.0)
     golden = (
@@ -114,12 +151,15 @@ def test_result_bytes() -> None:
 
 def test_pool_record_bytes() -> None:
     data = wire.encode_record(
-        PoolRecord("m", "acme/model", ("alias",), 2048, 7, "r1", 32, "hermes", "think", {"sql": "02"})
+        PoolRecord(
+            "m", "acme/model", ("alias",), 2048, 7, "r1", 32, "hermes", "think", {"sql": "02"}, ("generate", "x")
+        )
     )
     assert data == (
-        b"\x8b\xa1v\x02\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
+        b"\x8c\xa1v\x02\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
         b"\xa9created_s\x07\xa8revision\xa2r1"
         b"\xafmax_token_bytes\x20\xabtool_parser\xa6hermes\xb0reasoning_parser\xa5think\xa8adapters\x81\xa3sql\xa202"
+        b"\xa5kinds\x92\xa8generate\xa1x"
     )
 
 
@@ -234,6 +274,30 @@ def test_result_round_trips(said: list[Chunk], usage: Usage) -> None:
     result = results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4))
     told = Result(JOB_ID, Outcome("done"), choices, usage, 1, 2, 3, 4, cuts=tuple(CUTS), prompt_logprobs=prompt)
     assert result == told
+
+
+@given(token_lists, st.none() | st.lists(texts, max_size=20).map(tuple))
+def test_output_of_a_task_round_trips(token_ids: tuple[int, ...], strs: tuple[str, ...] | None) -> None:
+    data = results.encode_result((), Usage(0, 0), [], output=encode_tokenized(len(token_ids), 9, token_ids, strs))
+    result = results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4))
+    assert result.output == Tokenized(len(token_ids), 9, token_ids, strs)
+
+
+@given(texts)
+def test_text_of_tokens_round_trips(text: str) -> None:
+    data = results.encode_result((), Usage(0, 0), [], output=encode_detokenized(text))
+    assert results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4)).output == Detokenized(text)
+
+
+def test_long_output_reads_the_same_in_parts_and_whole() -> None:
+    text, ids = "水門 🌊 " * 10_000, range(100_000)
+    for output in (encode_detokenized(text), encode_tokenized(len(ids), 9, ids, [str(one) for one in ids])):
+        data = results.encode_result((), Usage(0, 0), [], output=output)
+        packed = PackedResult(data, JOB_ID, Outcome("done")).output
+        assert packed is not None
+        assert packed.whole() == results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4)).output
+        assert "".join(packed.text_parts()) in ("", text)
+        assert [*packed.token_ids()] in ([], [*ids])
 
 
 @given(st.builds(NodePressure), st.builds(PoolRecord))

@@ -16,11 +16,14 @@ from fakes.queue.harness import POOL, new_job
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.contract.errors import UnsupportedKindError
 from penstock.contract.job import Choice, Chunk, Outcome, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.tasks import Tokenize
 from penstock.queue import results, wire
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError
+from penstock.queue.task_output import encode_tokenized
 from penstock.queue.wire import NodePressure, PoolRecord
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
@@ -28,6 +31,8 @@ DECODERS = {
     "chunks": wire.decode_chunks,
     "request": wire.decode_request,
     "result": lambda data: results.decode_result(data, JOB_ID, Outcome("done"), (0, 0, 0, 0)),
+    "task": wire.decode_request,
+    "output": lambda data: results.decode_result(data, JOB_ID, Outcome("done"), (0, 0, 0, 0)),
     "pool": wire.decode_pool,
     "pressure": wire.decode_pressure,
 }
@@ -38,6 +43,8 @@ WHOLE = {
     ),
     "request": wire.encode_request(new_job(prompt="a prompt", params=SamplingParams(temperature=0.5, stop=("x",)))),
     "result": results.encode_result((Choice(0, "x", (1,), "stop", LIKELY),), Usage(1, 2), [(0, 1, 1)], LIKELY),
+    "task": wire.encode_request(new_job(prompt="a prompt", task=Tokenize(add_special_tokens=True))),
+    "output": results.encode_result((), Usage(0, 0), [], output=encode_tokenized(2, 9, [1, 2], ["a", "b"])),
     "pool": wire.encode_record(PoolRecord(POOL, "acme/model", ("alias",))),
     "pressure": wire.encode_record(NodePressure("n1")),
 }
@@ -48,7 +55,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.di
 
 
 def decode_or_refuse(kind: str, data: bytes) -> None:
-    with suppress(WireError):
+    with suppress(WireError, UnsupportedKindError):
         DECODERS[kind](data)
 
 
@@ -93,7 +100,9 @@ def test_another_version_is_refused(kind: str, version: object) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "embed"}, "kind 'embed'"),
+        ({"kind": None}, "kind of a job is a NoneType"),
+        ({"kind": "tokenize"}, "expected a msgpack map"),
+        ({"kind": "tokenize", "options": {"n": 2}}, "options.n: |task.*n: "),
         ({"tokens": [1]}, "exactly one prompt"),
         ({"prompt": None}, "exactly one prompt"),
         ({"prompt": 5}, "prompt: "),
@@ -109,6 +118,12 @@ def test_another_version_is_refused(kind: str, version: object) -> None:
 def test_request_that_cannot_be_honoured_is_refused(change: dict[str, Any], message: str) -> None:
     fields = msgpack.unpackb(WHOLE["request"]) | change
     with pytest.raises(WireError, match=message):
+        wire.decode_request(msgpack.packb(fields))
+
+
+def test_unknown_kind_of_job_is_refused_by_name() -> None:
+    fields = msgpack.unpackb(WHOLE["request"]) | {"kind": "embed"}
+    with pytest.raises(UnsupportedKindError, match="kind 'embed'"):
         wire.decode_request(msgpack.packb(fields))
 
 
@@ -231,7 +246,7 @@ def test_no_input_crashes_a_decoder_or_makes_it_reserve_memory() -> None:
             peak()
             try:
                 DECODERS[kind](data)
-            except WireError as error:
+            except (WireError, UnsupportedKindError) as error:
                 refused += 1
                 assert 0 < len(error.message) < 500
             most = 64 * 1024 + 100 * len(data)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError, RequestError, TooCostlyError
+from penstock.contract.tasks import MAX_OUTPUT_BYTES
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.text.chat_format import (
     TELLING_MARKS,
@@ -45,9 +46,9 @@ class Tokenizer:
         self.token_bytes = self._token_table(vocab_size)
         """The bytes of each token; empty for special tokens and for ids without a token."""
 
-    def encode(self, text: str) -> list[int]:
-        """Encode a text, with the special tokens that the model expects around it."""
-        return token_ids_of(self._backend, text, framed=True)
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
+        """Encode a text; `framed`: with the special tokens that the model expects around it."""
+        return token_ids_of(self._backend, text, framed=framed)
 
     def encode_word(self, word: str) -> list[tuple[int, ...]]:
         """Return a word's token sequences, one at the start of a text or after a space, the other inside a word."""
@@ -55,12 +56,19 @@ class Tokenizer:
         return list(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: str | None = None, template_kwargs: str | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: str | None = None,
+        template_kwargs: str | None = None,
+        *,
+        framed: bool = False,
     ) -> list[int]:
         """Encode a chat up to where the assistant's answer begins. `developer` counts as `system`.
 
-        `tools` and `template_kwargs`, the template's further variables, are JSON texts. Raises RequestError if the
-        model has no chat template, or if its template refuses the chat.
+        `tools` and `template_kwargs`, the template's further variables, are JSON texts. `framed` adds the special
+        tokens of a text, although templates usually contain them.
+
+        Raises RequestError if the model has no chat template, or if its template refuses the chat.
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
@@ -78,7 +86,7 @@ class Tokenizer:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        return self._chats.encode(text)
+        return token_ids_of(self._backend, text, framed=True) if framed else self._chats.encode(text)
 
     @property
     def takes_tools(self) -> bool:
@@ -99,6 +107,24 @@ class Tokenizer:
         """Decode tokens to text, without special tokens."""
         detokenizer = self.new_detokenizer()
         return detokenizer.push(token_ids) + detokenizer.flush()
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Decode tokens to text, special tokens included. Raises RequestError for an unknown id or too long a text."""
+        known, size = self.token_bytes, 0
+        for token_id in token_ids:
+            if token_id >= len(known):
+                message = f"token id {token_id} is not in the model's vocabulary of {len(known)} tokens"
+                raise RequestError(message, param="prompt")
+            size += len(known[token_id])
+        if size > MAX_OUTPUT_BYTES:
+            raise RequestError(f"the text of these tokens has more than {MAX_OUTPUT_BYTES} bytes", param="prompt")
+        # The library releases the GIL only for batches.
+        (text,) = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return str(text)
+
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def name_of(self, token_id: int) -> bytes | str:
         """Return a token's bytes; for a token without text its name, as a str."""

@@ -110,7 +110,7 @@ class AdminBroker:
             seen.virtual_times.add(_class_and_tenant(rest))
             for entry, fields in await redis.xrange(key):
                 seen.jobs.setdefault(fields[b"id"].decode(), []).append((name, entry.decode()))
-        elif kind in ("requeued", "waiting", "deadlines", "delayed", "dead_letters"):
+        elif kind in ("requeued", "waiting", "tasks", "deadlines", "delayed", "dead_letters"):
             if kind == "requeued":
                 seen.virtual_times.add(_class_and_tenant(rest))
             _note(seen, name, await redis.zrange(key, 0, -1))

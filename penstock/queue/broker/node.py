@@ -36,12 +36,16 @@ _ANNOUNCE = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1],
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Free capacity of a node per class, in KV tokens and sequence slots, and its total capacity."""
+    """Free capacity of a node per class, in KV tokens and sequence slots, and its total capacity.
+
+    `tasks` is the number of tasks that it can take, which need neither.
+    """
 
     kv_tokens: tuple[int, int, int]
     slots: tuple[int, int, int]
     kv_total: int
     slots_total: int
+    tasks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Taken:
     logged. `cost` is in KV tokens. `request` is empty if it is too long for the answer; see `NodeBroker.requests`.
     `urgency` is the class that the job counts as: its own, or a more urgent one after a long wait. An interactive job
     of a tenant above its share counts as `standard`. `preemptions` counts how often it was given back. `weight` is the
-    tenant's scheduling weight.
+    tenant's scheduling weight. `num_sequences` is 0 for a task that needs no engine.
     """
 
     job_id: str
@@ -66,6 +70,7 @@ class Taken:
     urgency: int = int(Priority.STANDARD)
     preemptions: int = 0
     weight: float = 1.0
+    num_sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +198,7 @@ class NodeBroker:
         cost × hold_ms ÷ weight.
         """
         sizes = (*capacity.kv_tokens, *capacity.slots, capacity.kv_total, capacity.slots_total)
-        answer = await self._call("take", call, nonce, *sizes, self._revision, hold_ms)
+        answer = await self._call("take", call, nonce, *sizes, self._revision, hold_ms, capacity.tasks)
         if answer[0] == b"UNKNOWN_NODE":
             raise LeaseLostError
         if answer[0] != b"OK":
@@ -278,8 +283,8 @@ def emit_batches(emissions: Iterable[Emission]) -> list[list[Emission]]:
 
 
 def _taken(row: list[Any]) -> Taken:
-    job_id, lease, losses, num_chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight = row
+    job_id, lease, losses, num_chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n = row
     numbers = (losses, num_chunks, cost, deadline_in_ms)
     return Taken(
-        job_id.decode(), lease.decode(), *numbers, request, tenant.decode(), urgency, preemptions, float(weight)
+        job_id.decode(), lease.decode(), *numbers, request, tenant.decode(), urgency, preemptions, float(weight), n
     )

@@ -100,7 +100,7 @@ class ProducerBroker:
             self._redis,
             "submit",
             job.pool,
-            *(job.id, job.tenant, int(job.priority), job.params.n, submission.cost, body, request),
+            *(job.id, job.tenant, int(job.priority), job.num_sequences, submission.cost, body, request),
             *(job.deadline_ms or 0, inbox, int(submission.channel), int(job.background)),
             hashlib.blake2b(idem.encode(), digest_size=16).hexdigest() if idem else "",
             estimate_bytes(job, len(request)),

@@ -45,6 +45,7 @@ local function keys_of(job)
     return keys
   end
   keys['waiting:' .. job.priority] = job.submitted
+  if is_task(job) then keys.tasks = job.submitted end
   if job.entry ~= '' then
     keys['queue:' .. job.priority .. ':' .. job.tenant] = job.entry
   else

@@ -11,6 +11,7 @@
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
 --   urgency charge window weight bytes idem lacks ms_per_token charged account stored result_until
 --   retaken past_leases num_past_leases used
+-- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
 -- entry: position of a queued job: its id in the tenant's stream, DELAYED for a delayed job, '' for a requeued job.
 -- unread: time since which the job has no reader, '' with a reader. inboxes: its readers, separated by spaces.
 -- lease: fencing token, `<call>:<nonce>:<i>` of the take that assigned it. loss_mark: length of the log at its last
@@ -63,6 +64,9 @@ local function read_job(id, fields)
   for i = 1, #fields do job[fields[i]] = values[i] or '' end
   return job
 end
+
+-- Whether a job occupies no sequence in an engine, and so needs no KV cache.
+local function is_task(job) return job.n == '0' end
 
 -- Ends the script for a pool of another protocol version. Must be called before the first write. connection.py
 -- translates the error.

@@ -99,6 +99,7 @@ local function leave_queue(job)
   end
   leave_tenant_if_last(job)
   redis.call('ZREM', P .. ':waiting:' .. job.priority, job.id)
+  if is_task(job) then redis.call('ZREM', P .. ':tasks', job.id) end
   redis.call('HINCRBY', P .. ':backlog', job.priority, -tonumber(job.cost))
   if redis.call('HINCRBY', P .. ':queued', job.tenant, -tonumber(job.cost)) == 0 then
     redis.call('HDEL', P .. ':queued', job.tenant)
@@ -111,6 +112,7 @@ end
 
 local function note_queued(job)
   redis.call('ZADD', P .. ':waiting:' .. job.priority, job.submitted, job.id)
+  if is_task(job) then redis.call('ZADD', P .. ':tasks', job.submitted, job.id) end
   note_due(job)
   redis.call('HINCRBY', P .. ':backlog', job.priority, job.cost)
   redis.call('HINCRBY', P .. ':queued', job.tenant, job.cost)

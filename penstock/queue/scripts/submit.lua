@@ -1,7 +1,8 @@
 -- submit: accept a job, or answer why it is refused. A known id or idempotency key with the same body is the same job.
 -- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash bytes
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
---   p: class. n: number of choices. cost: predicted KV tokens. bytes: Redis memory that the job may occupy.
+--   p: class. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
+--   bytes: Redis memory that the job may occupy.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL|BAD_ID_AGE}
 --       | {BUSY, name of the limit, limit, retry_after_ms}
@@ -9,6 +10,7 @@ local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
 local MEMORY_PERCENT = {[0] = 90, 90, 80}
 local MEMORY_SHARE_PERCENT, MAX_RELEASED, MAX_LOOKED_AT = 50, 256, 256
 local MEMORY_RETRY_MS, MIN_RETRY_MS, MAX_RETRY_MS, JITTER = 5000, 1000, 600000, 0.2
+local MAX_WAITING_TASKS = 10000
 
 local id, tenant, p, n, cost = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local body, request, deadline_in, inbox, channel = ARGV[6], ARGV[7], tonumber(ARGV[8]), ARGV[9], ARGV[10]
@@ -107,7 +109,12 @@ local open = redis.call('SCARD', P .. ':open')
 if open >= config.max_open_jobs then
   return busy_until_drained('open jobs', config.max_open_jobs, queued / open)
 end
-if queued > 0 and queued + cost > config.max_queued_cost then
+-- A task waits for no KV cache, so limits of KV tokens do not concern it.
+local is_light = is_task({n = n})
+if is_light and redis.call('ZCARD', P .. ':tasks') >= MAX_WAITING_TASKS then
+  return busy('waiting tasks', MAX_WAITING_TASKS, jittered(MIN_RETRY_MS))
+end
+if not is_light and queued > 0 and queued + cost > config.max_queued_cost then
   return busy_until_drained('queued KV tokens', config.max_queued_cost, queued + cost - config.max_queued_cost)
 end
 local used, limit = used_memory()
@@ -137,10 +144,11 @@ local own_queued = tonumber(redis.call('HGET', P .. ':queued', tenant) or '0')
 if tenant_open > 0 and own >= tenant_open then
   return busy_until_drained("tenant's open jobs", tenant_open, own_queued / own)
 end
-if tenant_queued > 0 and own_queued > 0 and own_queued + cost > tenant_queued then
+if not is_light and tenant_queued > 0 and own_queued > 0 and own_queued + cost > tenant_queued then
   return busy_until_drained("tenant's queued KV tokens", tenant_queued, own_queued + cost - tenant_queued)
 end
 local due = {}
+if is_light then per_minute.tokens = 0 end
 for name, amount in pairs({jobs = 1, tokens = cost}) do
   if per_minute[name] > 0 then
     local later, wait = next_due(name, amount)
@@ -155,7 +163,7 @@ local deadline = deadline_in > 0 and tostring(now + deadline_in) or ''
 -- A job submitted without a reader has reattach_grace_ms to get one.
 local unread = (inbox == '' and channel ~= '1') and now or ''
 local is_delayed = not_before_in > 0
-local job = {id = id, tenant = tenant, priority = p, cost = tostring(cost), submitted = now + not_before_in,
+local job = {id = id, tenant = tenant, priority = p, n = n, cost = tostring(cost), submitted = now + not_before_in,
   deadline = deadline}
 redis.call('SET', P .. ':request:' .. id, request)
 local entry = is_delayed and DELAYED or redis.call('XADD', queue_key(job), '*', 'id', id)

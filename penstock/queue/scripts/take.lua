@@ -1,21 +1,27 @@
 -- take: assign queued jobs to a node, in the order of the pool's policy, as far as they fit. policy.py implements the
 -- same order in Python. A job's cost counts at most as the node's whole KV cache, so an empty node can take any job.
+-- Tasks, such as tokenization, occupy no sequence and no KV cache. The walk takes them in the same order, whatever
+-- capacity is left. Where it stops, because a job does not fit, the oldest other tasks follow: nothing that they need is
+-- reserved for that job. `task_slots` alone limits them.
 -- ARGV: node call nonce kv_tokens0 kv_tokens1 kv_tokens2 slots0 slots1 slots2 kv_total slots_total revision hold_ms
+--   task_slots
 --   call: number of this take; repeating the last call gets the same answer. nonce: makes leases unique.
 --   kv_tokens, slots: free KV tokens and sequence slots, per class. kv_total, slots_total: the node's whole capacity.
+--   task_slots: tasks that the node can take.
 --   hold_ms: expected time for which a KV token of cost is held. A tenant is charged cost × hold_ms ÷ weight.
 -- Answer: {OK, {row…}, {depth0, depth1, depth2}, again_in_ms} | {UNKNOWN_NODE} | {STALE}
---   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight}. urgency is
---   the class that the job counts as. A request above MAX_REQUEST_BYTES is '' here; the node reads it separately.
+--   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n}. urgency
+--   is the class that the job counts as. A request above MAX_REQUEST_BYTES is '' here; the node reads it separately.
 --   depth: jobs still queued per class. again_in_ms: when a job may become available, 0 if unknown.
 --   STALE: a later take of this node was already answered.
 local MAX_TAKEN, MAX_EXAMINED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 128, 32, 16384
-local MAX_SORTED, MAX_PASSED, LEAST_URGENT = 64, 16, CLASSES - 1
+local MAX_SORTED, MAX_PASSED, MAX_TASKS_EXAMINED, LEAST_URGENT = 64, 16, 64, CLASSES - 1
 
 local node, call, nonce = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local kv_tokens = {[0] = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])}
 local slots = {[0] = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])}
 local kv_total, slots_total, revision, hold_ms = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12], tonumber(ARGV[13])
+local task_slots = tonumber(ARGV[14])
 
 local config = read_config()
 local now = clock()
@@ -34,7 +40,8 @@ local function row(job)
   local request_key = P .. ':request:' .. job.id
   local request = redis.call('STRLEN', request_key) <= MAX_REQUEST_BYTES and redis.call('GET', request_key)
   return {job.id, job.lease, tonumber(job.losses), redis.call('LLEN', log_key(job.id)), tonumber(job.cost), deadline_in,
-    request or '', job.tenant, tonumber(job.urgency), tonumber(job.preemptions), tostring(weight_of(job))}
+    request or '', job.tenant, tonumber(job.urgency), tonumber(job.preemptions), tostring(weight_of(job)),
+    tonumber(job.n)}
 end
 
 -- A repeated call gets the same answer, without jobs that the node no longer holds.
@@ -60,7 +67,8 @@ end
 local EXAMINED_FIELDS = {'state', 'tenant', 'priority', 'n', 'cost', 'entry', 'submitted', 'losses', 'preemptions',
   'weight', 'deadline', 'background', 'unread', 'inboxes', 'channel', 'cancel', 'avoid', 'avoid_until', 'revision'}
 
-local over, gone, again_in = {}, {}, 0
+-- `tried` holds the ids of jobs that this call must not look at again.
+local tried, over, gone, again_in = {}, {}, {}, 0
 
 local function look_again_in(ms) again_in = again_in == 0 and ms or math.min(again_in, ms) end
 
@@ -90,9 +98,9 @@ end
 -- Whether this node may take the job at all. Also records jobs that must be ended, and when to look again.
 local function is_for_us(job)
   if why_over(job, config, now) then
-    over[#over + 1] = job
+    over[#over + 1], tried[job.id] = job, true
   elseif is_foreign(job) then
-    if not has_live_revision(job) then gone[#gone + 1] = job end
+    if not has_live_revision(job) then gone[#gone + 1], tried[job.id] = job, true end
   elseif job.avoid == node and tonumber(job.avoid_until) > now then
     look_again_in(tonumber(job.avoid_until) - now)
   elseif not is_for_others(job) then
@@ -144,9 +152,7 @@ end
 -- Order --------------------------------------------------------------------------------------------
 -- The queue of a class is {head, next, charge}. head: the job whose age raises the class. next(may): returns the next
 -- job; under fair, the next job of a tenant for which may(tenant) holds. charge(job, by): called for a taken job.
--- `tried` holds the ids that a queue must not return again.
-
-local tried = {}
+-- A queue returns no job of `tried`.
 
 -- Shares (policy_state.py, Shares). goes_first: whether a tenant recently used no more than the mean of all tenants
 -- with queued jobs. may_displace: the same, with the mean over these and all tenants with recent use. Each job that is
@@ -327,7 +333,11 @@ local function try(job, urgency, is_head)
   if #taken >= MAX_TAKEN then return false end
   local is_alone = is_isolated(job)
   if is_alone and num_held + #taken > 0 then return pass(job, ISOLATED) end
-  local need, seqs = math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
+  if is_task(job) then
+    if task_slots == 0 then return true end
+    task_slots = task_slots - 1
+  end
+  local need, seqs = is_task(job) and 0 or math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
   if need > kv_tokens[urgency] or seqs > slots[urgency] then return pass(job, job.id) end
   for q = urgency, LEAST_URGENT do kv_tokens[q], slots[q] = kv_tokens[q] - need, slots[q] - seqs end
   local queue = queues[tonumber(job.priority)]
@@ -394,14 +404,34 @@ local function walk_by_class()
   while job and try(job, urgency, job == queues[tonumber(job.priority)].head) do job, urgency = upcoming() end
 end
 
+-- Takes the oldest tasks that the walk did not reach. An isolated one waits for its place in the order. An id is stale
+-- if a node of an older release took the job, since that release does not know P:tasks.
+local stale = {}
+
+local function take_tasks()
+  for _, id in ipairs(redis.call('ZRANGE', P .. ':tasks', 0, MAX_TASKS_EXAMINED - 1)) do
+    if task_slots == 0 then return end
+    local job = not tried[id] and read_job(id, EXAMINED_FIELDS)
+    if not tried[id] and (not job or job.state ~= 'queued') then
+      stale[#stale + 1] = id
+    elseif job and is_for_us(job) and not is_isolated(job) and not try(job, tonumber(job.priority), false) then
+      return
+    end
+  end
+end
+
 if not runs_isolated() then
   if policy == 'fcfs' then walk_by_age() else walk_by_class() end
+  -- An isolated job runs alone, and gets a node only once that node is empty.
+  local is_for_isolated = reserves_for == ISOLATED or (taken[1] and is_isolated(taken[1]))
+  if not is_for_isolated then take_tasks() end
 end
 
 -- Writes -------------------------------------------------------------------------------------------
 
 redis.call('HDEL', P .. ':reservations', node)
 if reserves_for then redis.call('HSET', P .. ':reservations', node, reserves_for .. ' ' .. now + config.lease_ms) end
+for _, id in ipairs(stale) do redis.call('ZREM', P .. ':tasks', id) end
 for _, job in ipairs(over) do end_if_over(job, config, now) end
 for _, job in ipairs(gone) do
   end_job(job, config, now, 'failed', 'revision_gone', 'the model that wrote the first tokens is no longer served', '')

@@ -69,15 +69,28 @@ class ReferenceTokenizer:
     max_token_bytes = 1
     tool_parser = reasoning_parser = "none"
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Bytes."""
         return list(text.encode()) or [0]
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], tools: str | None = None, template_kwargs: str | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: str | None = None,
+        template_kwargs: str | None = None,
+        *,
+        framed: bool = False,
     ) -> list[int]:
         """Bytes of all turns."""
         return self.encode("\n".join(m["content"] for m in messages))
+
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Letters."""
+        return [text_of([token_id]) for token_id in token_ids]
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Bytes."""
+        return bytes(token_ids).decode(errors="replace")
 
 
 @dataclass

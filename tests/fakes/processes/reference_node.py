@@ -21,7 +21,7 @@ from penstock.runtime.settings import RedisSettings
 class HangingTokenizer(ReferenceTokenizer):
     """Hangs at every prompt, and says so."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Never comes back."""
         print('{"event": "hangs"}', flush=True)
         while True:

@@ -11,6 +11,7 @@ from redis.asyncio.client import PubSub
 from uuid_utils import uuid7
 
 from penstock.contract.job import Chunk, Job, Outcome, Priority
+from penstock.contract.tasks import KINDS
 from penstock.contract.terms import Terms
 from penstock.queue import keys
 from penstock.queue.broker import scripts
@@ -38,7 +39,7 @@ CONFIG: dict[str, Any] = {
     "aging_ms": 10**9,
     "bypass_ms": 0,
 }
-RECORD = PoolRecord(POOL, "acme/model", max_model_len=2048, adapters={"sql": "0" * 32})
+RECORD = PoolRecord(POOL, "acme/model", max_model_len=2048, adapters={"sql": "0" * 32}, kinds=KINDS)
 
 
 def new_id(pool: str = POOL) -> str:
@@ -84,9 +85,12 @@ class FakeNode:
         kv_total: int = 10**6,
         slots_total: int = 256,
         hold_ms: float = 1.0,
+        tasks: int = 0,
     ) -> TakeAnswer:
         self.call += 1
-        return await self.take_again(tokens, slots, kv_total=kv_total, slots_total=slots_total, hold_ms=hold_ms)
+        return await self.take_again(
+            tokens, slots, kv_total=kv_total, slots_total=slots_total, hold_ms=hold_ms, tasks=tasks
+        )
 
     async def take_again(
         self,
@@ -96,15 +100,16 @@ class FakeNode:
         kv_total: int = 10**6,
         slots_total: int = 256,
         hold_ms: float = 1.0,
+        tasks: int = 0,
     ) -> TakeAnswer:
         """The last call repeated, as after a lost reply."""
         room = tokens if isinstance(tokens, tuple) else (tokens,) * 3
         places = slots if isinstance(slots, tuple) else (slots,) * 3
-        whole = Capacity(room, places, kv_total, slots_total)
+        whole = Capacity(room, places, kv_total, slots_total, tasks)
         return await self.broker.take(self.call, f"nonce-{self.name}", whole, hold_ms=hold_ms)
 
     async def take_one(self) -> Taken:
-        answer = await self.take()
+        answer = await self.take(tasks=1)
         assert len(answer.jobs) == 1
         return answer.jobs[0]
 

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import Job, Message, Priority
 from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.tasks import Tokenize
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
 from penstock.queue.broker.producer import ProducerBroker
@@ -22,6 +23,7 @@ PROMPTS: list[dict[str, Any]] = [
     {"prompt_token_ids": (1, 2, 3)},
     {"messages": (Message(role="user", content="hello"),)},
     {"prompt": "hello", "adapter": {"name": "sql", "digest": "0" * 32}},
+    {"prompt": "hello", "task": Tokenize(return_token_strs=True), "params": SamplingParams()},
 ]
 
 
@@ -29,7 +31,8 @@ async def make_dead_letter(redis: Redis, **fields: Any) -> Job:
     """A job that three nodes have died of, in a pool that has a node again."""
     queue = Queue(redis)
     await queue.node("watcher")
-    job = new_job(tenant="acme", priority=Priority.BATCH, params=SamplingParams(max_tokens=9, seed=5), **fields)
+    fields = {"params": SamplingParams(max_tokens=9, seed=5), **fields}
+    job = new_job(tenant="acme", priority=Priority.BATCH, **fields)
     await queue.submit(job, weight=4.0)
     for name in ("n0", "n1", "n2"):
         node = await queue.node(name)

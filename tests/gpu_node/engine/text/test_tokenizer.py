@@ -37,6 +37,29 @@ def test_encodes_as_transformers_does(tokenizer: Tokenizer, tiny_model: Path) ->
     assert tokenizer.encode_chat(CHAT) == want
 
 
+def test_answers_tasks_as_transformers_does(model_copy: Path) -> None:
+    backend: Any = Backend.from_file(str(model_copy / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    backend.save(str(model_copy / "tokenizer.json"))
+    ours, theirs = Tokenizer(model_copy), AutoTokenizer.from_pretrained(model_copy)
+    for text in ("the gate", "水門 🌊", "<|im_start|>user", ""):
+        ids = theirs(text).input_ids
+        assert ours.encode(text, framed=False) == theirs(text, add_special_tokens=False).input_ids
+        assert ours.names_of(ids) == theirs.convert_ids_to_tokens(ids)
+        assert ours.text_of(ids) == theirs.decode(ids)
+        assert ours.text_of(ids) == "<|endoftext|>" + text
+    closed = theirs.apply_chat_template(CHAT, add_generation_prompt=False, return_dict=False)
+    assert ours.encode_chat(CHAT, None, '{"add_generation_prompt": false}') == closed
+    assert ours.encode_chat(CHAT, None, '{"add_generation_prompt": false}', framed=True) == [0, *closed]
+
+
+def test_text_of_an_unknown_token_is_refused_by_name(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=f"token id {10**6} is not in the model's vocabulary of"):
+        tokenizer.text_of([1, 10**6])
+
+
 @pytest.mark.model
 def test_encodes_as_transformers_does_with_the_demo_models_tokenizer(demo_model: Path) -> None:
     ours, theirs = Tokenizer(demo_model), AutoTokenizer.from_pretrained(demo_model)

@@ -1,0 +1,126 @@
+"""The OpenAPI document, built from the app's routes.
+
+FastAPI describes its own routes. A plain route is described by the schema of its body, which `parsed_body.BODIES` has
+under the route's form, and by its `RouteDoc`. So a new route or field is in the document without further work.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic.json_schema import models_json_schema
+from starlette.routing import Route
+
+from penstock.gateway.authentication import PUBLIC_PATHS
+from penstock.gateway.parsed_body import BODIES
+from penstock.gateway.route_doc import TEXT, RouteDoc, object_of
+
+VERSION = version("penstock")
+"""The release of this gateway."""
+_REF = "#/components/schemas/{model}"
+_ERROR = object_of(error=object_of(message=TEXT, type=TEXT, code=TEXT, param={"anyOf": [TEXT, {"type": "null"}]}))
+_ERROR_ANSWER = {
+    "description": "The request failed. `code` says why, and `param` names the wrong field.",
+    "content": {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}},
+}
+_INTRODUCTION = (
+    "The HTTP API of a penstock gateway. If the gateway has API keys, send one as `Authorization: Bearer <key>`. "
+    "Unknown fields are refused by name."
+)
+_KEY_HEADER = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "schema": TEXT,
+    "description": "A repeated request with the same key and the same body gets the same job.",
+}
+_AFTER = {
+    "name": "after",
+    "in": "query",
+    "required": False,
+    "schema": TEXT,
+    "description": "The id of an event. The stream continues after it. The header Last-Event-ID has the same effect.",
+}
+_UNUSED = ("HTTPValidationError", "ValidationError")
+"""Schemas of FastAPI's own validation errors, which this gateway answers in the form of `Error`."""
+
+
+def document_of(routes: Sequence[Route]) -> dict[str, Any]:
+    """Return the OpenAPI document of these routes."""
+    own = [route for route in routes if isinstance(route, APIRoute)]
+    with warnings.catch_warnings():
+        # A route with several methods has one operation id; `_finish` gives each method its own.
+        warnings.filterwarnings("ignore", "Duplicate Operation ID")
+        document = get_openapi(title="penstock", version=VERSION, description=_INTRODUCTION, routes=own)
+    schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
+    for name in _UNUSED:
+        schemas.pop(name, None)
+    refs, bodies = _body_schemas()
+    schemas |= {"Error": _ERROR, **bodies}
+    paths: dict[str, Any] = document.setdefault("paths", {})
+    for route in routes:
+        if not isinstance(route, APIRoute):
+            paths.setdefault(route.path_format, {}).update(_operations_of(route, refs, bodies))
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, method, operation in operations_in(document):
+        _finish(path, method, operation)
+    document["paths"] = dict(sorted(paths.items()))
+    return document
+
+
+def operations_in(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield path, method in lower case, and operation."""
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            yield path, method, operation
+
+
+def _body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a reference to the schema of each form of body, and all schemas by name."""
+    keyed, definitions = models_json_schema([(schema, "validation") for schema in BODIES.values()], ref_template=_REF)
+    refs = {form: keyed[schema, "validation"] for form, schema in BODIES.items()}
+    return refs, definitions.get("$defs", {})
+
+
+def _operations_of(route: Route, refs: dict[str, Any], bodies: dict[str, Any]) -> dict[str, Any]:
+    endpoint: Any = route.endpoint
+    doc: RouteDoc = getattr(endpoint, "doc", None) or RouteDoc(_first_line(endpoint.__doc__))
+    operation: dict[str, Any] = {"summary": doc.summary, "parameters": _path_parameters(route)}
+    content: dict[str, Any] = {"application/json": {"schema": dict(doc.answer)}}
+    form = getattr(endpoint, "form", None)
+    if form in refs:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[form]}}}
+        operation["parameters"].append(_KEY_HEADER)
+        if "stream" in bodies[refs[form]["$ref"].rpartition("/")[2]].get("properties", {}):
+            operation["parameters"].append(_AFTER)
+            content["text/event-stream"] = {"schema": dict(doc.event or {"type": "object"})}
+    operation["responses"] = {"200": {"description": "The answer.", "content": content}}
+    return {method.lower(): dict(operation) for method in sorted(route.methods or ())}
+
+
+def _path_parameters(route: Route) -> list[dict[str, Any]]:
+    return [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in route.param_convertors]
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().partition("\n")[0]
+
+
+def _finish(path: str, method: str, operation: dict[str, Any]) -> None:
+    """Add what all operations share."""
+    operation["operationId"] = "_".join([method, *re.findall(r"\w+", path)]) if path != "/" else f"{method}_index"
+    operation["responses"].pop("422", None)
+    operation["responses"]["default"] = _ERROR_ANSWER
+    summary, _, rest = operation.pop("description", "").strip().partition("\n")
+    operation["summary"] = summary or operation.get("summary") or path
+    if rest.strip():
+        operation["description"] = rest.strip()
+    if path not in PUBLIC_PATHS:
+        # The empty requirement stands for a gateway without API keys.
+        operation["security"] = [{"key": []}, {}]

@@ -1,0 +1,134 @@
+"""The page `/docs`: the OpenAPI document as HTML, without scripts and without requests to other hosts.
+
+The examples are shell commands. They read the gateway's address, the API key and the model from shell variables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any
+
+from penstock.gateway.api_docs.openapi import operations_in
+from penstock.gateway.route_doc import EXAMPLE_MODEL
+
+URL, KEY, MODEL = "PENSTOCK_URL", "PENSTOCK_KEY", "PENSTOCK_MODEL"
+"""The shell variables of the examples."""
+_PATH_VALUES = {"model": f"${MODEL}"}
+"""Values of path parameters in the examples. A path with other parameters has no example."""
+_JSON = "application/json"
+_STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1c2430;background:#fff}
+pre{background:#f3f5f8;padding:.8rem;overflow-x:auto;border-radius:4px}code{font-size:.9em}
+table{border-collapse:collapse;width:100%}td,th{text-align:left;vertical-align:top;padding:.3rem .6rem .3rem 0;
+border-bottom:1px solid #dde3ea}section{border-top:2px solid #dde3ea;margin-top:2rem}.method{color:#0b62a8}
+summary{cursor:pointer}nav li{list-style:none}
+@media(prefers-color-scheme:dark){body{color:#dde3ea;background:#14181d}pre{background:#1f262e}.method{color:#7cb8ea}}
+"""
+_INTRODUCTION = f"""<p>The examples run in a shell. Set these variables first. Without API keys, any key will do.</p>
+<pre>export {URL}=http://127.0.0.1:8000
+export {KEY}=pk-...
+export {MODEL}=...   # an id from GET /v1/models</pre>
+<p>The same description for programs: <a href="openapi.json">openapi.json</a>.</p>"""
+
+
+def page_of(document: dict[str, Any]) -> str:
+    """Return the HTML page of an OpenAPI document."""
+    shown = [item for item in operations_in(document) if item[1] != "head"]
+    links = "".join(
+        f'<li><a href="#{operation["operationId"]}"><code>{method.upper()} {escape(path)}</code></a></li>'
+        for path, method, operation in shown
+    )
+    sections = "".join(_section(document, *item) for item in shown)
+    info = document["info"]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>penstock API</title>'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style></head><body>'
+        f"<h1>penstock {escape(info['version'])}: HTTP API</h1><p>{_marked(info['description'])}</p>{_INTRODUCTION}"
+        f"<nav><ul>{links}</ul></nav>{sections}</body></html>"
+    )
+
+
+def _section(document: dict[str, Any], path: str, method: str, operation: dict[str, Any]) -> str:
+    body = _body_schema(document, operation)
+    parts = [
+        f'<section id="{operation["operationId"]}"><h2><span class="method">{method.upper()}</span> '
+        f"<code>{escape(path)}</code></h2><p>{_marked(operation['summary'])}</p>"
+    ]
+    if "description" in operation:
+        parts.append(f"<p>{_marked(operation['description'])}</p>")
+    if operation.get("parameters"):
+        parts.append(_table(_parameters(operation)))
+    if body:
+        parts.append(f"<details open><summary>Fields of the body</summary>{_table(_fields(body))}</details>")
+    if example := _example(path, method, operation, body):
+        parts.append(f'<p>Example:</p><pre class="example">{escape(example)}</pre>')
+    return "".join([*parts, "</section>"])
+
+
+def _parameters(operation: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for parameter in operation["parameters"]:
+        yield parameter["name"], f"{parameter['in']}, {_type_of(parameter['schema'])}", parameter.get("description", "")
+
+
+def _fields(schema: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    required = schema.get("required", ())
+    for name, field in schema.get("properties", {}).items():
+        kind = _type_of(field) + (", required" if name in required else "")
+        yield name, kind, field.get("description", "")
+
+
+def _table(rows: Iterator[tuple[str, str, str]]) -> str:
+    cells = "".join(
+        f"<tr><td><code>{escape(name)}</code></td><td>{escape(kind)}</td><td>{_marked(text)}</td></tr>"
+        for name, kind, text in rows
+    )
+    return f"<table><tr><th>name</th><th>type</th><th></th></tr>{cells}</table>"
+
+
+def _type_of(schema: Mapping[str, Any]) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_type_of(one) for one in schema["anyOf"]))
+    if "enum" in schema:
+        return " or ".join(json.dumps(value) for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_type_of(schema.get('items', {}))}"
+    return str(schema.get("type", "any"))
+
+
+def _body_schema(document: dict[str, Any], operation: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of the operation's body, or an empty one."""
+    schema: dict[str, Any] = operation.get("requestBody", {}).get("content", {}).get(_JSON, {}).get("schema", {})
+    name = str(schema.get("$ref", "")).rpartition("/")[2]
+    found: dict[str, Any] = document["components"]["schemas"].get(name, schema)
+    return found
+
+
+def _example(path: str, method: str, operation: dict[str, Any], body: dict[str, Any]) -> str:
+    """Return a shell command for the operation, or "" if it would need values that no example has."""
+    for parameter in operation.get("parameters", ()):
+        if parameter["in"] == "path":
+            if parameter["name"] not in _PATH_VALUES:
+                return ""
+            path = path.replace(f"{{{parameter['name']}}}", _PATH_VALUES[parameter["name"]])
+    command = f'curl -sS --fail-with-body "${URL}{path}" -H "Authorization: Bearer ${KEY}"'
+    if method == "get":
+        return command
+    if method != "post" or not body.get("examples"):
+        return ""
+    return f"{command} \\\n  -H 'Content-Type: {_JSON}' \\\n  -d '{_quoted(body['examples'][0])}'"
+
+
+def _quoted(example: Any) -> str:
+    """Return JSON for a text in single quotes of a shell, with the model's name from its variable."""
+    text = json.dumps(example, ensure_ascii=False).replace("'", "'\\''")
+    return text.replace(f'"{EXAMPLE_MODEL}"', f'"\'"${MODEL}"\'"')
+
+
+def _marked(text: str) -> str:
+    """Escape a text; what stands in backticks becomes code."""
+    parts = escape(text).split("`")
+    return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))

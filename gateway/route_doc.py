@@ -1,0 +1,35 @@
+"""What the OpenAPI document says of a route that takes a body, beyond the schema of that body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+EXAMPLE_MODEL = "MODEL"
+"""The model's name in the examples of bodies. `/docs` puts a shell variable in its place."""
+
+
+def object_of(**properties: Any) -> dict[str, Any]:
+    """Return the JSON schema of an object with these properties, all of which are present."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def list_of(items: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of an array."""
+    return {"type": "array", "items": dict(items)}
+
+
+TEXT = {"type": "string"}
+NUMBER = {"type": "integer"}
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDoc:
+    """The description of one route."""
+
+    summary: str = ""
+    answer: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
+    """The JSON schema of the answer."""
+    event: Mapping[str, Any] | None = None
+    """The JSON schema of a streamed event; None for a route without streams."""

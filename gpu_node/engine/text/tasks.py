@@ -1,0 +1,74 @@
+"""Tasks that the tokenizer answers alone: tokenization, and the text of tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from penstock.contract.errors import InvariantError, RequestError, TooLargeError
+from penstock.contract.tasks import MAX_OUTPUT_BYTES, MAX_TASK_TOKENS, Detokenize, Tokenize
+from penstock.contract.template_kwargs import GENERATION_PROMPT
+from penstock.queue.task_output import encode_detokenized, encode_tokenized
+from penstock.queue.wire import Request
+
+
+class TaskTokenizer(Protocol):
+    """What tasks need of a tokenizer."""
+
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
+        """Encode a text; `framed`: with the special tokens that the model expects around it."""
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: str | None = None,
+        template_kwargs: str | None = None,
+        *,
+        framed: bool = False,
+    ) -> list[int]:
+        """Encode a chat."""
+
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them."""
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included. Raises RequestError for an unknown token."""
+
+
+def run_task(tokenizer: TaskTokenizer, request: Request, max_model_len: int) -> bytes:
+    """Return the packed output of a request's task. Raises RequestError if the request or its output is too large."""
+    task = request.task
+    if isinstance(task, Detokenize):
+        output = encode_detokenized(tokenizer.text_of(request.prompt_token_ids or ()))
+    elif isinstance(task, Tokenize):
+        output = _tokenized(tokenizer, request, task, max_model_len)
+    else:
+        raise InvariantError("the request has no task for a tokenizer")
+    if len(output) > MAX_OUTPUT_BYTES:
+        message = f"the output has {len(output)} bytes; the limit is {MAX_OUTPUT_BYTES}"
+        raise TooLargeError(message, code="output_too_large", param="prompt")
+    return output
+
+
+def _tokenized(tokenizer: TaskTokenizer, request: Request, task: Tokenize, max_model_len: int) -> bytes:
+    if request.messages is not None:
+        token_ids = tokenizer.encode_chat(
+            [message.model_dump(exclude_defaults=True) for message in request.messages],
+            request.tools,
+            _template_kwargs_of(request, task),
+            framed=bool(task.add_special_tokens),
+        )
+    else:
+        token_ids = tokenizer.encode(request.prompt or "", framed=task.add_special_tokens is not False)
+    if len(token_ids) > MAX_TASK_TOKENS:
+        message = f"prompt has {len(token_ids)} tokens; the limit of this task is {MAX_TASK_TOKENS}"
+        raise RequestError(message, param="prompt")
+    strs = tokenizer.names_of(token_ids) if task.return_token_strs else None
+    return encode_tokenized(len(token_ids), max_model_len, token_ids if task.return_tokens else None, strs)
+
+
+def _template_kwargs_of(request: Request, task: Tokenize) -> str | None:
+    if task.add_generation_prompt:
+        return request.chat_template_kwargs
+    return json.dumps({**json.loads(request.chat_template_kwargs or "{}"), GENERATION_PROMPT: False})
