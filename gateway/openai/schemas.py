@@ -20,7 +20,8 @@ _CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactiv
 
 def _class_of(value: object) -> object:
     """Return the class for vLLM's integer priority, of which a lower one is more urgent and 0 is the default."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or value != int(value):
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not isinstance(value, int | float) or isinstance(value, bool) or not is_whole:
         return value
     return "interactive" if value < 0 else "batch" if value > 0 else "standard"
 

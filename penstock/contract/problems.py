@@ -19,11 +19,14 @@ _CODES = {"extra_forbidden": UNKNOWN_FIELD, UNKNOWN_FIELD: UNKNOWN_FIELD, "unsup
 """Error type, of pydantic or `PydanticCustomError` → API error code."""
 _LIBRARY_TYPES = frozenset(get_args(ErrorType))
 _TEXTS = {
+    "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
     "bytes_type": "must be bytes",
     "dict_type": "must be an object",
     "dataclass_type": "must be an object",
+    "enum": "must be {expected}",
     "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
     "float_type": "must be a number",
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",

@@ -298,6 +298,7 @@ def test_a_class_above_the_callers_is_refused_under_each_name(http: httpx.Client
         ({"service_tier": "flex", "priority": "standard"}, "priority"),
         ({"service_tier": "scale"}, "service_tier"),
         ({"priority": 0.5}, "priority"),
+        ({"priority": [0]}, "priority"),
         ({"priority": True}, "priority"),
     ],
 )
@@ -306,6 +307,14 @@ def test_classes_that_contradict_each_other_are_refused(
 ) -> None:
     response = http.post(CHAT, json=chat_body(**options))
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("number", ["Infinity", "NaN", "1e999"])
+@pytest.mark.parametrize("name", ["priority", "max_tokens"])
+def test_numbers_that_are_none_are_refused(http: httpx.Client, name: str, number: str) -> None:
+    raw = json.dumps(text_body(**{name: 12345})).replace("12345", number)
+    response = http.post(TEXT, content=raw, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
 # Values without effect, and unknown names -----------------------------------------------------------

@@ -331,6 +331,14 @@ def test_a_stream_that_nobody_comes_back_to_is_cancelled_after_a_while(stack, ht
     assert again.json()["error"]["message"] == "nobody reads this job any more"
 
 
+def test_a_stream_without_event_ids_is_cancelled_as_soon_as_its_caller_is_gone(stack, http, narrow):
+    """The grace time of this pool is a minute."""
+    narrow.step_s = 0.05
+    with http.stream("POST", "/v1/completions", json=narrow_body("a" * 250)) as response:
+        next(response.iter_lines())
+    wait_until(lambda: state_of(stack, response.headers[JOB]) == "cancelled")
+
+
 def cut_log_otherwise(stack, job_id: str, at: int) -> None:
     """As if Redis had lost the log and another node had made it anew: two chunks of one choice are one."""
     with redis.Redis.from_url(stack.redis_url) as client:
