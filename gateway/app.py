@@ -20,6 +20,7 @@ from penstock.gateway.authentication import Entry, warn_if_open
 from penstock.gateway.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
 from penstock.gateway.body_parser import Parser
 from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
+from penstock.gateway.head_requests import HeadRequests
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import models, routes
 from penstock.gateway.openai.errors import ID_HEADER, install_error_handlers
@@ -79,6 +80,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.router.routes.extend(routes.ROUTES)
     for module in (models, health, metrics, usage):
         app.include_router(module.router)
+    app.add_middleware(HeadRequests)
     app.add_middleware(
         Entry,
         pepper=KeySettings.load().key_pepper,
