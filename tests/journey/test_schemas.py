@@ -90,7 +90,7 @@ def test_an_object_of_500_optional_properties_is_answered(url: str, stream: bool
         (wants({"type": "array", "uniqueItems": True}), "response_format.json_schema", "uniqueItems at #"),
         (wants({"type": "object", "x-guidance": {"lenient": True}}), "response_format.json_schema", "x-guidance"),
         (
-            wants({"type": "object", "properties": {f"key{i}": {"type": "string"} for i in range(9000)}}),
+            wants({"type": "object", "properties": {f"key{i}": True for i in range(9000)}}),
             "response_format.json_schema",
             "too costly",
         ),

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.gpu_node.engine.structured.schema.document import SchemaDocument, UnenforceableError
 from penstock.gpu_node.engine.structured.schema.facts import declared_types
+from penstock.gpu_node.engine.structured.schema.patterns import rust_pattern
 
 _ANNOTATIONS = frozenset(("$comment", "title", "description", "default", "examples", "deprecated"))
 _MAX_REFERENCES = 8
@@ -116,7 +117,7 @@ class _Names:
         if self._pattern is None:
             return True
         try:
-            return re.search(self._pattern, name, re.ASCII) is not None and "\n" not in name
+            return re.search(rust_pattern(self._pattern), name, re.ASCII) is not None and "\n" not in name
         except (re.error, RecursionError):
             raise UnenforceableError("propertyNames", self._path, "its pattern is not understood") from None
 

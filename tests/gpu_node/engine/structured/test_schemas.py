@@ -55,7 +55,10 @@ CAT = closed({"kind": {"const": "cat"}, "lives": {"enum": [7, 9]}})
 DOG = closed({"kind": {"const": "dog"}, "is_loud": {"type": "boolean"}}, required=["is_loud"])
 PAIR = {"a": YES_NO, "b": YES_NO, "c": YES_NO}
 ENFORCED: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
-    "uniqueItems that is false": ({"items": YES_NO, "type": "array", "maxItems": 4, "uniqueItems": False}, bool),
+    "uniqueItems that is false": (
+        {"items": YES_NO, "type": "array", "maxItems": 4, "uniqueItems": False},
+        lambda value: {*value} <= {"yes", "no"},
+    ),
     "uniqueItems of a single item": (
         {"type": "array", "items": SHORT, "maxItems": 1, "uniqueItems": True},
         lambda value: len(value) <= 1,
@@ -143,7 +146,7 @@ ENFORCED: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
     ),
     "a class with a bracket": (
         {"type": "string", "pattern": "^[[a&&b]{2}$"},
-        lambda value: re.fullmatch("[[ab&]{2}", value),
+        lambda value: re.fullmatch(r"[\[ab&]{2}", value),
     ),
 }
 
@@ -192,7 +195,7 @@ def test_many_optional_properties_are_enforced(engine: Engine) -> None:
 
 
 def test_too_many_optional_properties_are_refused_with_the_limit(engine: Engine) -> None:
-    message = refusal_of(engine, closed({f"key{i}": YES_NO for i in range(9000)}))
+    message = refusal_of(engine, closed({f"key{i}": True for i in range(9000)}))
     assert "too costly" in message
 
 
