@@ -1,7 +1,7 @@
 """A uvicorn HTTP protocol with limits that uvicorn lacks.
 
 uvicorn accepts a request head of any size, waits for it without limit, and drops the body of a request that offers a
-protocol upgrade. It also keeps unsent bytes forever for a client that has stopped reading, sends chunks to clients of
+protocol upgrade. It keeps unsent bytes forever for a client that has stopped reading. It sends chunks to clients of
 HTTP/1.0, and answers invalid bytes in the middle of the answer to the request before them.
 """
 

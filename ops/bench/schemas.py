@@ -52,7 +52,7 @@ class SchemaAnswers:
         return sum(self.refusals.values())
 
     def report(self) -> str:
-        """Return the figures as a table, with the reasons below."""
+        """Return the numbers as a table, with the reasons below."""
         share = self.num_refused / max(1, self.num_schemas)
         rows = [
             ("schemas", self.num_schemas),

@@ -48,10 +48,10 @@ def _exclusions(reader: FactReader, one: Facts, other: Facts) -> list[dict[str, 
     if not scalars <= _SINGLE_VALUED or (other.values is not None and scalars):
         return []
     rest = sorted(one.types - scalars)
-    limit = {"type": rest} if scalars else {}
+    limit: dict[str, Any] = {"type": rest} if scalars else {}
     if "object" not in shared:
         return [limit] if rest else []
-    ways = [{"properties": {name: False}} for name in sorted(other.required - one.required)]
+    ways: list[dict[str, Any]] = [{"properties": {name: False}} for name in sorted(other.required - one.required)]
     ways += [
         {"required": [name]}
         for name in one.properties

@@ -110,8 +110,8 @@ class FactReader:
             return False
         if any(facts.names is not None and name not in facts.names for facts in (one, other)):
             return True
-        values = [self.of(*facts.properties.get(name, ())) for facts in (one, other)]
-        return self.are_disjoint(*values, depth - 1)
+        own, its = (self.of(*facts.properties.get(name, ())) for facts in (one, other))
+        return self.are_disjoint(own, its, depth - 1)
 
     def is_refused(self, value: Any, facts: Facts, depth: int = _PROPERTY_DEPTH) -> bool:
         """Whether a value certainly does not satisfy."""

@@ -33,7 +33,7 @@ _OF_OBJECTS = frozenset(
 )
 
 
-class _Place(NamedTuple):
+class _Target(NamedTuple):
     """A schema that is being rewritten: the given one, its result so far, and what must hold besides."""
 
     given: dict[str, Any]
@@ -43,7 +43,7 @@ class _Place(NamedTuple):
     depth: int
 
 
-_Rule = Callable[["_Rewriter", _Place, str, Any], None]
+_Rule = Callable[["_Rewriter", _Target, str, Any], None]
 
 
 def rewritten(text: str) -> str:
@@ -83,7 +83,7 @@ class _Rewriter:
             if "propertyNames" in given and self.document.is_known("propertyNames"):
                 given = with_names(self.document, given, path)
             given, besides = without_size(given)
-        place = _Place(given, {}, besides, path, depth + 1)
+        place = _Target(given, {}, besides, path, depth + 1)
         for keyword, value in given.items():
             if (keyword in _OF_ARRAYS and "array" not in types) or (keyword in _OF_OBJECTS and "object" not in types):
                 continue  # It has no effect on values of other types.
@@ -132,7 +132,7 @@ class _Rewriter:
 
 def _referenced(document: SchemaDocument) -> list[Any]:
     """Return the targets of all local references."""
-    found, waiting = [], [document.root]
+    found, waiting = list[Any](), list[Any]([document.root])
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
@@ -144,40 +144,40 @@ def _referenced(document: SchemaDocument) -> list[Any]:
     return found
 
 
-def _format(_: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
+def _format(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     if not isinstance(value, str) or value in ENFORCED_FORMATS:
         place.result[keyword] = value
 
 
-def _pattern(_: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
+def _pattern(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     place.result[keyword] = rust_pattern(value) if isinstance(value, str) else value
 
 
-def _pattern_properties(rewriter: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
+def _pattern_properties(rewriter: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     place.result[keyword] = rust_patterns(rewriter.by_name(value, f"{place.path}/{keyword}", place.depth))
 
 
-def _refuse(_: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
+def _refuse(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     raise UnenforceableError(keyword, place.path, "it cannot be enforced")
 
 
-def _drop(_: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
+def _drop(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     """Leave out a keyword that has no effect of its own."""
 
 
-def _unevaluated(_: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
+def _unevaluated(_: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     if value is not True and value != {}:
         raise UnenforceableError(keyword, place.path, "it cannot be enforced")
 
 
-def _unique(rewriter: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
+def _unique(rewriter: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     if value is True:
         place.besides.extend(distinct_items(rewriter.reader, place.given, place.path))
     elif value is not False:
         place.result[keyword] = value
 
 
-def _one_of(rewriter: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
+def _one_of(rewriter: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     if not isinstance(value, list) or not value:
         place.result[keyword] = value
         return
@@ -193,7 +193,7 @@ def _one_of(rewriter: _Rewriter, place: _Place, keyword: str, value: Any) -> Non
         place.result["anyOf"] = exclusive
 
 
-def _not(rewriter: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
+def _not(rewriter: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     others = {name: one for name, one in place.given.items() if name != "not"}
     ways = rewriter.negation.of(value, rewriter.reader.of(others))
     if ways is None:
@@ -202,7 +202,7 @@ def _not(rewriter: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
     place.besides.append({"anyOf": ways} if ways else False)
 
 
-def _if(rewriter: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
+def _if(rewriter: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     given = place.given
     if "then" in given:
         others = {name: one for name, one in given.items() if name not in ("if", "then", "else")}
@@ -217,7 +217,7 @@ def _if(rewriter: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
         place.besides.append({"anyOf": [condition, rewriter.schema(given["else"], f"{place.path}/else", place.depth)]})
 
 
-def _dependencies(rewriter: _Rewriter, place: _Place, keyword: str, value: Any) -> None:
+def _dependencies(rewriter: _Rewriter, place: _Target, keyword: str, value: Any) -> None:
     if not isinstance(value, dict):
         raise UnenforceableError(keyword, place.path, "it must be an object")
     required = place.given.get("required")
