@@ -68,7 +68,10 @@ ENFORCED: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
         lambda value: len(value) >= 2 and len({json.dumps(one) for one in value}) == len(value),
     ),
     "an unknown format": ({"type": "string", "format": "slug", "maxLength": 4}, lambda value: len(value) <= 4),
-    "a known format": ({"type": "string", "format": "date"}, lambda value: bool(re.fullmatch(r"\d{4}-\d\d-\d\d", value))),
+    "a known format": (
+        {"type": "string", "format": "date"},
+        lambda value: bool(re.fullmatch(r"\d{4}-\d\d-\d\d", value)),
+    ),
     "names by a pattern": (
         {
             "type": "object",
