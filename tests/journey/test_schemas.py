@@ -122,12 +122,16 @@ def test_a_schema_may_have_as_many_characters_as_documented(url: str, num_chars:
 @pytest.mark.timeout(3600)
 def test_three_hundred_public_schemas_get_valid_answers_and_few_are_refused() -> None:
     pytest.importorskip("jsonschema")
-    folder, whole = os.environ.get(SCHEMAS_FOLDER), real_schemas()
-    if folder is None and len(whole) < schemas.COUNT:
-        pytest.skip("the package check-jsonschema is not installed")
-    chosen = random.Random(schemas.SEED).sample(list(enumerate(whole)), schemas.COUNT) if folder is None else []
+    folder = os.environ.get(SCHEMAS_FOLDER)
+    if folder is not None:
+        asked = schemas.schemas_of(Path(folder))
+    else:
+        # The references of a schema that was cut out of a larger one lead nowhere.
+        whole = [(str(i), one) for i, one in enumerate(real_schemas()) if '"$ref"' not in json.dumps(one)]
+        if len(whole) < schemas.COUNT:
+            pytest.skip("the package check-jsonschema is not installed")
+        asked = random.Random(schemas.SEED).sample(whole, schemas.COUNT)
     with served(demo_model()) as url:
-        asked = schemas.schemas_of(Path(folder)) if folder else [(str(i), schema) for i, schema in chosen]
         found = schemas.measure(url, asked)
     assert found.failures == [], found.report()
     assert found.num_valid > 0
