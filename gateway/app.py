@@ -26,6 +26,7 @@ from penstock.gateway.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TE
 from penstock.gateway.body_parser import Parser
 from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.errors import install_error_handlers
+from penstock.gateway.head_requests import HeadRequests
 from penstock.gateway.jobs import routes as job_routes
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import models
@@ -89,10 +90,21 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     _add_state(app, settings)
     install_error_handlers(app)
+    _add_routes(app)
+    _add_middleware(app, settings)
+    return app
+
+
+def _add_routes(app: FastAPI) -> None:
     app.router.routes.extend(ROUTES)
     for router in ROUTERS:
         app.include_router(router)
     app.state.api_docs = ApiDocs(_all_routes())
+
+
+def _add_middleware(app: FastAPI, settings: GatewaySettings) -> None:
+    """Add the middleware from the innermost to the outermost."""
+    app.add_middleware(HeadRequests)
     app.add_middleware(
         Entry,
         pepper=KeySettings.load().key_pepper,
@@ -116,7 +128,6 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             ],
         )
     app.add_middleware(AccessLog, paths=frozenset(route.path for route in ROUTES))
-    return app
 
 
 def _all_routes() -> list[Route]:

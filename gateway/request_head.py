@@ -1,7 +1,8 @@
 """A uvicorn HTTP protocol with limits that uvicorn lacks.
 
 uvicorn accepts a request head of any size, waits for it without limit, and drops the body of a request that offers a
-protocol upgrade. It also keeps unsent bytes forever for a client that has stopped reading.
+protocol upgrade. It keeps unsent bytes forever for a client that has stopped reading. It sends chunks to clients of
+HTTP/1.0, and answers invalid bytes in the middle of the answer to the request before them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
 from penstock.gateway.openai.errors import error_body
@@ -26,6 +27,7 @@ TAKE_TIMEOUT_S = 60.0
 """Seconds after which a connection is closed if its client reads none of the bytes that wait for it."""
 MAX_LATE_S = 1.0
 """If the check itself runs later than this many seconds, the process was too busy to blame the client."""
+_WITHOUT_CHUNKS = ("0.9", "1.0")
 _NO_LINGER = struct.pack("ii", 1, 0)
 """Value of SO_LINGER that resets the connection and discards its unsent bytes."""
 
@@ -35,6 +37,8 @@ class BoundedHead(HttpToolsProtocol):
 
     It answers 431 and closes the connection when the head, a chunk header or the trailers exceed MAX_HEAD_BYTES. It
     closes a connection that does not send a head in time. It ignores `Upgrade`, as RFC 9110 (7.8) allows.
+
+    Invalid bytes behind a whole request end the connection after the answer to that request. Otherwise it answers 400.
     """
 
     _num_head_bytes = 0
@@ -46,6 +50,10 @@ class BoundedHead(HttpToolsProtocol):
     """Checks that the client reads. Set while unsent bytes wait and the answer adds no more."""
     _reader_due_s = 0.0
     """Event-loop time at which `_reader_timer` should fire."""
+    _running: RequestResponseCycle | None = None
+    """The request that is being answered, or was answered last. `cycle` is the newest one, which may wait behind it."""
+    _is_over = False
+    """Whether further bytes are dropped, because bytes before them were refused."""
 
     def connection_made(self, transport: Any) -> None:
         """Handle a new connection: start the timer for its first head."""
@@ -56,6 +64,10 @@ class BoundedHead(HttpToolsProtocol):
         """Handle the end of the connection: stop its timers."""
         self._stop_waiting()
         self.resume_writing()
+        if self._running is not None and not self._running.response_complete:
+            # uvicorn tells only the newest request. The answer to this one would be written to a closed connection.
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -79,6 +91,8 @@ class BoundedHead(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, and refuse the request if they are not HTTP or the head is too large."""
+        if self._is_over:
+            return
         self._num_head_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
@@ -90,7 +104,7 @@ class BoundedHead(HttpToolsProtocol):
                 error = RequestError("the request is not valid HTTP/1.1", code="invalid_http")
                 self._refuse(error, HTTPStatus.BAD_REQUEST)
         is_too_large = self._is_head_too_large or self._num_head_bytes > MAX_HEAD_BYTES
-        if is_too_large and not self.transport.is_closing():
+        if is_too_large and not self._is_over:
             message = f"the request's head or trailers are larger than {MAX_HEAD_BYTES} bytes"
             error = TooLargeError(message, code="head_too_large")
             self._refuse(error, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
@@ -105,6 +119,8 @@ class BoundedHead(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._stop_waiting()
         super().on_headers_complete()
+        if self.parser.get_http_version() in _WITHOUT_CHUNKS:
+            _end_body_by_closing(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """Handle a part of the body. It ends the count of bytes outside of bodies."""
@@ -115,6 +131,11 @@ class BoundedHead(HttpToolsProtocol):
         """Handle the end of a request. The bytes of the next head are counted from zero."""
         self._num_head_bytes = 0
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Start to answer a request, and remember which one it is."""
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _should_upgrade(self) -> bool:
         """Return whether the head offers a protocol upgrade.
@@ -158,7 +179,36 @@ class BoundedHead(HttpToolsProtocol):
             self._reader_timer = None
 
     def _refuse(self, error: PenstockError, status: HTTPStatus) -> None:
-        body = json.dumps(error_body(error)).encode()
-        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-        self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        """Answer an error and close the connection. Where an answer is due or has begun, close behind it instead."""
+        self._is_over = True
+        self.pipeline.clear()
+        running = self._running
+        if running is not None and not running.response_complete:
+            if not running.more_body:
+                running.keep_alive = False
+                return
+            running.disconnected = True
+            running.message_event.set()
+        if running is None or running.response_complete or not running.response_started:
+            body = json.dumps(error_body(error)).encode()
+            head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+            self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
+
+
+def _end_body_by_closing(cycle: RequestResponseCycle) -> None:
+    """Send a body of unknown length as it is. It ends with the connection, because HTTP/1.0 has no chunks."""
+    send_framed, has_length = cycle.send, False
+
+    async def send(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            # uvicorn compares each part with the length that is left.
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send_framed(message)
+
+    cycle.send = send  # type: ignore[method-assign]

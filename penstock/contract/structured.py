@@ -11,6 +11,7 @@ from pydantic import AliasChoices, FailFast, Field, StringConstraints, field_val
 from penstock.contract.named import Named
 from penstock.contract.tools import WantedCalls, json_of
 
+MAX_SCHEMA_CHARS = 1 << 18
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_REGEX_CHARS = 1 << 13
 MAX_ALTERNATIVES = 1024
@@ -29,7 +30,7 @@ class StructuredOutputs(Named):
     model's own syntax.
     """
 
-    json_schema: Annotated[str, StringConstraints(max_length=MAX_GRAMMAR_CHARS)] | None = Field(
+    json_schema: Annotated[str, StringConstraints(max_length=MAX_SCHEMA_CHARS)] | None = Field(
         default=None, validation_alias=AliasChoices("json_schema", "json")
     )
     json_object: bool = False

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from penstock.gateway import request_head
@@ -155,18 +156,126 @@ def test_what_is_no_http_is_refused_in_openais_shape(connection, said):
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
 
 
+@pytest.fixture
+def no_tracebacks(caplog) -> Iterator[None]:
+    """No request may log an exception."""
+    yield
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("garbage", [b"garbage", b"\x16\x03\x01", b"NONSENSE\r\n\r\n", b"x" * 100_000])
+@pytest.mark.parametrize("queued", [b"", MODELS], ids=["one request", "a second request waits"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("pause_s", [0.0, 0.05])
+@pytest.mark.usefixtures("no_tracebacks")
+def test_bytes_that_are_no_http_end_the_connection_behind_the_answer(
+    connection, engine, garbage, queued, stream, pause_s
+):
+    engine.step_s = 0.05
+    body = json.dumps({"model": "acme/echo", "prompt": "hello", "stream": stream}).encode()
+    connection.sendall(LINE + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    time.sleep(pause_s)
+    connection.sendall(queued + garbage)
+    answer = until_closed(connection)
+    assert answer.startswith(b"HTTP/1.1 200 OK") and answer.count(b"HTTP/1.1 ") == 1
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
+
+
+@pytest.mark.usefixtures("no_tracebacks")
+def test_bytes_that_are_no_http_behind_an_answer_are_refused(connection):
+    connection.sendall(GOOD)
+    read_answers(connection, 1)
+    connection.sendall(b"garbage")
+    assert b"HTTP/1.1 400 " in until_closed(connection)
+
+
+@pytest.mark.usefixtures("no_tracebacks")
+def test_a_body_with_a_broken_chunk_is_refused(connection):
+    connection.sendall(LINE + CHUNKED + b"\r\n" + CHUNK + b"no chunk\r\n")
+    answer = until_closed(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.usefixtures("no_tracebacks")
+def test_a_client_that_leaves_two_requests_behind_causes_no_error(url, engine):
+    address = urlsplit(url)
+    engine.step_s = 0.05
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+        connection.sendall(GOOD + MODELS)
+        time.sleep(0.03)
+    deadline_s = time.monotonic() + 20
+    while engine.has_work() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    time.sleep(0.1)
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_a_header_of_70_kb_is_refused_on_a_used_connection_too(connection, num_before):
+    for _ in range(num_before):
+        connection.sendall(GOOD)
+        read_answers(connection, 1)
+    connection.sendall(LINE + LENGTH + b"X-Long: " + b"h" * 70_000 + b"\r\n\r\n" + BODY)
+    assert until_closed(connection).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_only_http_1_1_gets_chunks(connection, version):
+    body = json.dumps({"model": "acme/echo", "prompt": "hello", "stream": True}).encode()
+    line = LINE.replace(b"1.1", version) + b"Connection: close\r\n"
+    connection.sendall(line + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    head, _, events = until_closed(connection).partition(b"\r\n\r\n")
+    assert (b"transfer-encoding" in head) == (version == b"1.1")
+    if version == b"1.0":
+        assert b"connection: close" in head
+        lines = [line for line in events.decode().split("\n") if line]
+        assert {line.split(":")[0] for line in lines} <= {"id", "data"} and lines[-1] == "data: [DONE]"
+
+
+def test_http_1_0_gets_a_whole_answer_with_its_length(connection):
+    connection.sendall(LINE.replace(b"1.1", b"1.0") + LENGTH + b"\r\n" + BODY)
+    head, _, answer = until_closed(connection).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(answer) in head and json.loads(answer)["choices"][0]["text"] == "hi"
+
+
+def test_http_1_0_gets_a_long_answer_without_chunks(url, engine):
+    with ask_for_much(url, stream=False, takes=1 << 16, version=b"1.0") as connection:
+        head, _, answer = until_closed(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"content-length" not in head
+    assert len(json.loads(answer)["choices"]) == 16
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", "/health/nodes", "/v1/usage"])
+def test_head_answers_as_get_does_without_a_body(url, engine, path):
+    got, head = httpx.get(url + path), httpx.head(url + path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers.keys() == got.headers.keys()
+
+
+def test_head_on_a_route_without_get_names_the_method_that_is_allowed(url, engine):
+    answer = httpx.head(url + "/v1/completions")
+    assert (answer.status_code, answer.headers["allow"], answer.content) == (405, "POST", b"")
+
+
 LARGE = {"messages": [{"role": "user", "content": "x" * 250}], "n": 16, "logprobs": True, "top_logprobs": 20}
 """Its answer is of more than the few MB that a system takes for a reader that does not read."""
 
 
-def ask_for_much(url: str, *, stream: bool, takes: int = 4096) -> socket.socket:
+def ask_for_much(url: str, *, stream: bool, takes: int = 4096, version: bytes = b"1.1") -> socket.socket:
     body = json.dumps({"model": "acme/echo", "stream": stream, **LARGE}).encode()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, takes)
     connection.settimeout(30)
     address = urlsplit(url)
     connection.connect((address.hostname, address.port))
-    request_head = LINE.replace(b"/v1/", b"/v1/chat/") + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    line = LINE.replace(b"/v1/", b"/v1/chat/").replace(b"1.1", version)
+    request_head = line + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
     connection.sendall(request_head + body)
     return connection
 

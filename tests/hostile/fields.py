@@ -81,7 +81,7 @@ LIMITS: dict[str, tuple[int, Limited]] = {
         lambda v: {"structured_outputs": {"choice": [*_texts(512, 511), "z" * (v - 512 * 511)]}},
     ),
     "schema characters": (
-        structured.MAX_GRAMMAR_CHARS,
+        structured.MAX_SCHEMA_CHARS,
         lambda v: {"structured_outputs": {"json": '{"type": "null"}'.ljust(v)}},
     ),
     "name of a participant": (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,20 +42,17 @@ _FORMATS: dict[CallFormName, _CallFormat] = {
 class CallGrammar:
     """Writes one grammar. `token_of` returns the special token of a mark, or None if the mark is ordinary text."""
 
-    def __init__(
-        self, wanted: WantedCalls, token_of: Callable[[str], int | None], json_options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, wanted: WantedCalls, token_of: Callable[[str], int | None]) -> None:
         self._wanted = wanted
         self._format = _FORMATS[wanted.form]
         self._token_of = token_of
-        self._json_options = json_options
 
     def lark(self) -> str:
         """Return the grammar. Raises RequestError for a function with parameters that are not an object."""
         functions = [self._function(i, function) for i, function in enumerate(self._wanted.functions)]
         rules = [f"start: {self._reasoning()} {self._body()}", *self._lexemes(), *functions]
         if self._wanted.answer is not None:
-            rules.append(f"answer: {self._json(json.loads(self._wanted.answer))}")
+            rules.append(f"answer{_json(json.loads(self._wanted.answer))}")
         return "\n".join([*rules, "function: " + " | ".join(f"f{i}" for i in range(len(functions)))])
 
     def _reasoning(self) -> str:
@@ -108,10 +105,12 @@ class CallGrammar:
 
     def _function(self, i: int, function: WantedFunction) -> str:
         head = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{self._format.arguments}": '
-        return f'f{i}: {_quoted(head)} p{i} "}}"\np{i}: {self._json(_of_objects(function))}'
+        return f'f{i}: {_quoted(head)} p{i} "}}"\np{i}{_json(_of_objects(function))}'
 
-    def _json(self, schema: dict[str, Any]) -> str:
-        return "%json " + json.dumps(schema | {"x-guidance": self._json_options})
+
+def _json(schema: dict[str, Any]) -> str:
+    """Return the rest of a rule for JSON. The worker finds it by this form and rewrites the schema."""
+    return ": %json " + json.dumps(schema)
 
 
 def _of_objects(function: WantedFunction) -> dict[str, Any]:

@@ -25,12 +25,12 @@ from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.structured.host import MaskHost
 from penstock.gpu_node.engine.structured.limits import TRIAL_CPU_S, TRIAL_MEMORY_MIB
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
+from penstock.gpu_node.engine.structured.reasons import reason_of
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import TokenMasks
 
 MAX_CACHED_BYTES = 32 << 20
 """Limit of the cache of grammars and refusals."""
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _DEFAULT_TENANT = "default"
 
 
@@ -136,7 +136,7 @@ class GrammarCompiler:
         field_name = f"structured_outputs.{field_name}"
         result = self._host.try_out(kind, [text], tenant)
         if result.is_too_costly or result.problem:
-            raise _refusal(f"{field_name}:", field_name, result)
+            raise _refusal(f"{field_name}:", field_name, kind, result)
         return Grammar(kind, text, field_name, result.is_costly)
 
     def _calls(self, calls: WantedCalls, tenant: str) -> Grammar:
@@ -149,21 +149,20 @@ class GrammarCompiler:
             return token_id if token_id is not None and token_id in special else None
 
         parts = [calls, *(calls.model_copy(update={"functions": (function,)}) for function in calls.functions)]
-        texts = [CallGrammar(part, token_of, _COMPACT).lark() for part in parts]
-        result = self._host.try_out("lark", texts, tenant)
+        texts = [CallGrammar(part, token_of).lark() for part in parts]
+        result = self._host.try_out("calls", texts, tenant)
         if result.is_too_costly or result.problem:
             name = f"the parameters of {calls.functions[result.part - 1].name!r}" if result.part else "they"
-            # Further lines show parts of the generated grammar, which the caller does not know.
-            first = TrialResult(result.problem.partition("\n")[0], is_too_costly=result.is_too_costly)
-            raise _refusal(f"tools: {name}", "tools", first)
-        return Grammar("lark", texts[0], "tools", result.is_costly)
+            raise _refusal(f"tools: {name}", "tools", "calls", result)
+        return Grammar("calls", texts[0], "tools", result.is_costly)
 
 
-def _refusal(what: str, param: str, result: TrialResult) -> RequestError:
+def _refusal(what: str, param: str, kind: Kind, result: TrialResult) -> RequestError:
+    reason = reason_of(kind, result.problem)
     if not result.is_too_costly:
-        return RequestError(f"{what} cannot be enforced: {result.problem}", param=param)
+        return RequestError(f"{what} cannot be enforced: {reason}", param=param)
     limit = f"to compile it takes more than {TRIAL_CPU_S:g} s of processor time or {TRIAL_MEMORY_MIB} MiB"
-    return TooCostlyError(f"{what} cannot be enforced: it is too costly: {result.problem or limit}", param=param)
+    return TooCostlyError(f"{what} cannot be enforced: it is too costly: {reason or limit}", param=param)
 
 
 def _key_of(wanted: StructuredOutputs) -> bytes:

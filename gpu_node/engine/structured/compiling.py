@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits
 
 from penstock.gpu_node.engine.structured import limits
+from penstock.gpu_node.engine.structured.schema.rewriting import OPTIONS_KEYWORD, rewritten
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as most models write it. If any whitespace is allowed, some models write nothing else until the limit."""
 
+_SCHEMA_RULE = re.compile(r"(\w+: %json )(.*)")
 _LIMIT_REASONS = ("ParserTooComplex", "LexerTooComplex")
 _LIMIT_WORDS = ("too many", "too large", "too complex", "max is", "fuel exhausted")
 _TRIAL_MASKS = 4
@@ -36,6 +40,7 @@ class Compiler:
             initial_lexer_fuel=limits.INITIAL_LEXER_FUEL,
             max_lexer_states=limits.MAX_LEXER_STATES,
             step_max_items=limits.STEP_MAX_ITEMS,
+            max_items_in_row=limits.MAX_ITEMS_IN_ROW,
             verbose_errors=False,
         )
 
@@ -125,9 +130,20 @@ def _some_bit(mask: bytes, i: int) -> int:
 
 
 def _grammar(kind: str, text: str) -> Any:
-    """Return a grammar in llguidance's notation. Raises ValueError for a schema that is nested too deeply."""
+    """Return a grammar in llguidance's notation. Raises ValueError for a schema that cannot be enforced."""
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "lark":
         return LLMatcher.grammar_from_lark(text)
-    return LLMatcher.grammar_from_json_schema(text, overrides=COMPACT)
+    if kind == "calls":
+        return LLMatcher.grammar_from_lark("\n".join(map(_with_options, text.split("\n"))))
+    return LLMatcher.grammar_from_json_schema(rewritten(text), overrides=COMPACT)
+
+
+def _with_options(rule: str) -> str:
+    """Return a rule of a call grammar. Rewrite its JSON schema, if it has one."""
+    found = _SCHEMA_RULE.fullmatch(rule)
+    if found is None:
+        return rule
+    head, schema = found.groups()
+    return head + json.dumps(json.loads(rewritten(schema)) | {OPTIONS_KEYWORD: COMPACT})

@@ -8,7 +8,8 @@ from typing import Literal
 
 from penstock.contract.errors import PenstockError
 
-Kind = Literal["lark", "regex", "json"]
+Kind = Literal["lark", "regex", "json", "calls"]
+"""`calls` is Lark's notation with JSON schemas in rules of their own, as `CallGrammar` writes it."""
 
 _numbers = itertools.count(1)
 

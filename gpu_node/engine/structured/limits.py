@@ -10,6 +10,8 @@ MAX_LEXER_STATES = 50_000
 """Lexer states of a grammar, over all of its choices."""
 STEP_MAX_ITEMS = 20_000
 """Parser items that one mask may create."""
+MAX_ITEMS_IN_ROW = 20_000
+"""Parser items that one byte of the text may have. An object has about four for each optional property."""
 
 TRIAL_CPU_S = 1.0
 """Processor time in which a new grammar must compile and compute its first masks, in seconds."""

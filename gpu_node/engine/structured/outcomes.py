@@ -9,6 +9,7 @@ from penstock.contract.errors import PenstockError, RequestError, TooCostlyError
 from penstock.gpu_node.engine.structured import limits
 from penstock.gpu_node.engine.structured.grammar import Grammar
 from penstock.gpu_node.engine.structured.mask_status import EMPTY, MISFIT, PAST_LIMITS
+from penstock.gpu_node.engine.structured.reasons import reason_of
 
 MAX_KILLS_FROM_OUTSIDE = 3
 """A system short of memory kills without a reason. After this many kills in its tasks a grammar is refused."""
@@ -44,7 +45,7 @@ def failure_of(grammar: Grammar, status: int, reason: bytes) -> PenstockError:
     """Return the error of a choice without a mask, from its worker's answer."""
     detail = reason.decode(errors="replace")
     if status == PAST_LIMITS:
-        return refusal_of(grammar, f"a token exceeded the limits of work ({detail})")
+        return refusal_of(grammar, f"a token exceeded the limits of work ({reason_of(grammar.kind, detail)})")
     if status == MISFIT:
         return RequestError("the logged tokens do not match the requested structured output", param="resume")
     if status == EMPTY:

@@ -229,9 +229,18 @@ def test_a_mark_that_is_a_token_is_never_spelled(guides: GrammarCompiler, tokeni
 
 
 def test_the_function_whose_parameters_cannot_be_kept_to_is_named(guides: GrammarCompiler) -> None:
-    for parameters in ({"type": "array"}, {"properties": {"a": {"not": {}}}}, {"type": ["string", "null"]}):
+    unenforceable = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    own_options = {"type": "object", "x-guidance": {"lenient": True}}
+    for parameters in ({"type": "array"}, unenforceable, own_options, {"type": ["string", "null"]}):
         functions = [*FUNCTIONS, {"name": "g", "parameters": json.dumps(parameters)}]
         with pytest.raises(RequestError, match="'g'") as caught:
             guides.prepare(calls("hermes", functions=functions))
         assert caught.value.param == "tools"
         assert "\n" not in caught.value.message
+
+
+def test_a_schema_of_a_function_is_rewritten_as_others_are(guides: GrammarCompiler) -> None:
+    tags = {"type": "array", "items": {"type": "string", "format": "slug"}, "uniqueItems": False}
+    parameters = {"properties": {"tags": tags}, "dependentRequired": {"tags": ["by"]}}
+    functions = [{"name": "x: %json {", "parameters": json.dumps(parameters)}]
+    assert guides.prepare(calls("hermes", functions=functions)).kind == "calls"

@@ -1,0 +1,126 @@
+"""Objects: the names of their properties, and how many they have."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from penstock.gpu_node.engine.structured.schema.document import SchemaDocument, UnenforceableError
+from penstock.gpu_node.engine.structured.schema.facts import declared_types
+from penstock.gpu_node.engine.structured.schema.patterns import rust_pattern
+
+_ANNOTATIONS = frozenset(("$comment", "title", "description", "default", "examples", "deprecated"))
+_MAX_REFERENCES = 8
+_MAX_OPTIONAL = 32
+"""Most optional properties of which at least one can be required."""
+_META = frozenset("\\.+*?()|[]{}^$#&-~")
+
+
+def with_names(document: SchemaDocument, given: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return an equal schema without `propertyNames`. Raises UnenforceableError if there is none."""
+    rest = {keyword: value for keyword, value in given.items() if keyword != "propertyNames"}
+    names = _Names(document, given["propertyNames"], path)
+    if names.allows_all:
+        return rest
+    properties = rest.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    others = rest.get("additionalProperties", True)
+    if rest.get("patternProperties"):
+        raise UnenforceableError("propertyNames", path, "it cannot be enforced beside patternProperties")
+    kept = {name: own if names.allows(name) else False for name, own in properties.items()}
+    rest |= {"properties": kept, "additionalProperties": False}
+    pattern = names.pattern_besides(properties)
+    if others is False or pattern is None:
+        return rest
+    if names.literals is None and others not in (True, {}) and any(own is not False for own in kept.values()):
+        reason = "it cannot be enforced beside properties and a schema in additionalProperties"
+        raise UnenforceableError("propertyNames", path, reason)
+    return rest | {"patternProperties": {pattern: others}}
+
+
+def without_size(given: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Return an equal schema with its size limits in a form that llguidance has, and what must hold besides."""
+    rest = dict(given)
+    properties = given.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    listed = given.get("required")
+    required = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set[str]()
+    is_closed = given.get("additionalProperties") is False and not given.get("patternProperties")
+    least, most = given.get("minProperties"), given.get("maxProperties")
+    if isinstance(most, int) and is_closed and len(required | properties.keys()) <= most:
+        del rest["maxProperties"]
+    if not isinstance(least, int) or isinstance(least, bool):
+        return rest, []
+    if least <= len(required):
+        del rest["minProperties"]
+        return rest, []
+    optional = [name for name in properties if name not in required]
+    if is_closed or least - len(required) != 1 or not 0 < len(optional) <= _MAX_OPTIONAL or "maxProperties" in rest:
+        return rest, []
+    del rest["minProperties"]
+    ways: list[Any] = [{"required": [name]} for name in optional]
+    ways.append({"properties": dict.fromkeys(optional, False), "required": sorted(required), "minProperties": least})
+    return rest, [{"anyOf": ways}]
+
+
+class _Names:
+    """The names that a `propertyNames` allows."""
+
+    def __init__(self, document: SchemaDocument, schema: Any, path: str) -> None:
+        self._path = path
+        for _ in range(_MAX_REFERENCES):
+            if isinstance(schema, dict) and schema.keys() - _ANNOTATIONS == {"$ref"}:
+                schema = document.resolve(schema["$ref"])
+        if not isinstance(schema, dict | bool):
+            raise UnenforceableError("propertyNames", path, "its schema is not in the document")
+        own = {} if isinstance(schema, bool) else schema
+        self._allows_none = schema is False or "string" not in declared_types(own)
+        low, high, pattern = own.get("minLength", 0), own.get("maxLength"), own.get("pattern")
+        if not isinstance(low, int) or not isinstance(high, int | None) or not isinstance(pattern, str | None):
+            raise UnenforceableError("propertyNames", path, "its minLength, maxLength or pattern has the wrong type")
+        self._low, self._high, self._pattern = low, high, pattern
+        self.literals: list[str] | None = None
+        """The allowed names, if the schema lists them."""
+        known = {"type", "enum", "const", "pattern", "minLength", "maxLength", *_ANNOTATIONS}
+        if unknown := sorted(own.keys() - known):
+            raise UnenforceableError("propertyNames", path, f"{unknown[0]} in it cannot be enforced")
+        listed = own.get("enum", [own["const"]] if "const" in own else None)
+        if isinstance(listed, list):
+            self.literals = [name for name in listed if isinstance(name, str) and self._fits(name)]
+
+    @property
+    def allows_all(self) -> bool:
+        """Whether any name is allowed."""
+        has_limit = self._low > 0 or self._high is not None or self._pattern is not None or self.literals is not None
+        return not self._allows_none and not has_limit
+
+    def allows(self, name: str) -> bool:
+        """Whether a name is allowed."""
+        return not self._allows_none and (name in self.literals if self.literals is not None else self._fits(name))
+
+    def pattern_besides(self, properties: dict[str, Any]) -> str | None:
+        """Return a pattern of the allowed names, without listed ones that `properties` has; None if none is left."""
+        if self._allows_none:
+            return None
+        if self.literals is not None:
+            left = [name for name in self.literals if name not in properties]
+            return f"^(?:{'|'.join(map(_escaped, left))})$" if left else None
+        if self._pattern is None:
+            return f"^[\\s\\S]{{{self._low},{'' if self._high is None else self._high}}}$"
+        if self._low > 0 or self._high is not None:
+            raise UnenforceableError("propertyNames", self._path, "a pattern with a length in it cannot be enforced")
+        return self._pattern
+
+    def _fits(self, name: str) -> bool:
+        if len(name) < self._low or (self._high is not None and len(name) > self._high):
+            return False
+        if self._pattern is None:
+            return True
+        try:
+            return re.search(rust_pattern(self._pattern), name, re.ASCII) is not None and "\n" not in name
+        except (re.error, RecursionError):
+            raise UnenforceableError("propertyNames", self._path, "its pattern is not understood") from None
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"\\{char}" if char in _META else char for char in name)
