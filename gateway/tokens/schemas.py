@@ -87,7 +87,7 @@ class TokenizeRequest(TaskBody):
     @classmethod
     def _one_prompt(cls, value: list[ChatMessage] | None, info: ValidationInfo) -> list[ChatMessage] | None:
         if (value is None) == (info.data.get("prompt") is None):
-            raise PydanticCustomError("missing", "send either prompt or messages")
+            raise PydanticCustomError("one_prompt", "send either prompt or messages")
         return value
 
     def names(self) -> dict[str, str]:
