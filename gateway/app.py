@@ -24,6 +24,7 @@ from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import models, routes
 from penstock.gateway.openai.errors import ID_HEADER, install_error_handlers
 from penstock.gateway.request_head import BoundedHead
+from penstock.gateway.responses import routes as response_routes
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.answer import JOB_HEADER
@@ -76,8 +77,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     _add_state(app, settings)
     install_error_handlers(app)
-    app.router.routes.extend(routes.ROUTES)
-    for module in (models, health, metrics, usage):
+    own_routes = (*routes.ROUTES, *response_routes.ROUTES)
+    app.router.routes.extend(own_routes)
+    for module in (models, health, metrics, usage, response_routes):
         app.include_router(module.router)
     app.add_middleware(
         Entry,
@@ -90,11 +92,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=[JOB_HEADER, ID_HEADER, "Retry-After"],
         )
-    app.add_middleware(AccessLog, paths=frozenset(route.path for route in routes.ROUTES))
+    app.add_middleware(AccessLog, paths=frozenset(route.path for route in own_routes))
     return app
 
 

@@ -14,12 +14,17 @@ from penstock.contract.priority import ClassName
 from penstock.contract.problems import rename, request_error
 from penstock.contract.sampling_params import SamplingParams
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
+from penstock.gateway.responses.body import ResponseBody
 from penstock.gateway.stream.generation_request import RequestContent
 from penstock.producer.client.request import pack_prompt_of
 from penstock.producer.openai.messages import ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
 
-BODIES: dict[str, type[ChatRequest | CompletionRequest]] = {"chat": ChatRequest, "completion": CompletionRequest}
+BODIES: dict[str, type[ChatRequest | CompletionRequest | ResponseBody]] = {
+    "chat": ChatRequest,
+    "completion": CompletionRequest,
+    "response": ResponseBody,
+}
 """The schema of each form of body."""
 MAX_CHOICES_OF_REQUEST = 256
 """Most choices of one HTTP request, over all its prompts."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority
 from penstock.contract.problems import rename
+from penstock.contract.response_record import ResponseRecord
 from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -65,6 +66,12 @@ class GenerationRequest:
     """The position after which to resume an earlier stream. If set, no job is submitted."""
     replay_from_start: bool = False
     """Whether a resumed stream is read from its start, because its later chunks depend on earlier ones."""
+    job_id: str | None = None
+    """The id of the job, for a request with one prompt. The client makes one by default."""
+    background: bool = False
+    """Whether the jobs continue without a reader."""
+    response: ResponseRecord | None = None
+    """The record that is stored with the job of a stored response."""
 
     @property
     def read_after(self) -> int:
@@ -86,7 +93,7 @@ async def open_jobs(
 
     Two kinds of jobs are released instead of canceled. A job with an idempotency key may be shared with another
     caller. The caller of a stream that `has_begun` may resume it with an event id. The queue ends such a job after its
-    grace time without a reader.
+    grace time without a reader, unless it is a background job.
     """
     jobs: list[AsyncJob] = []
     try:
@@ -101,7 +108,7 @@ async def open_jobs(
     except BaseException as error:
         if isinstance(error, PenstockError):
             rename(error, generation.content.names)
-        is_shared = generation.idempotency_key is not None or generation.cut_at is not None
+        is_shared = generation.idempotency_key is not None or generation.cut_at is not None or generation.background
         is_canceled = isinstance(error, asyncio.CancelledError)
         await _release(jobs, may_resume=is_shared or (is_canceled and has_begun()))
         raise
@@ -119,7 +126,9 @@ async def _submit(client: AsyncClient, generation: GenerationRequest, index: int
         priority=generation.priority,
         tenant=generation.tenant,
         terms=generation.terms,
-        background=False,
+        background=generation.background,
+        job_id=generation.job_id,
+        response=generation.response,
         idempotency_key=generation.key_of(index),
     )
 

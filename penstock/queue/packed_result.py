@@ -85,6 +85,8 @@ class PackedResult:
         self.num_bytes = len(data or b"")
         self.usage: Usage | None = None
         self.choices: tuple[PackedChoice, ...] = ()
+        self._data = b""
+        self._cuts: Span | None = None
         self.prompt_logprobs = PackedRows(b"", None)
         if data is not None:
             try:
@@ -108,6 +110,13 @@ class PackedResult:
         self.choices = tuple(PackedChoice(data, of_choice) for of_choice in choices)
         self.usage = Usage(*_value_at(data, spans["u"]))
         self.prompt_logprobs = PackedRows(data, spans.get("q"))
+        self._data, self._cuts = data, spans.get("cuts")
+
+    @property
+    def cuts(self) -> list[tuple[int, int, int]]:
+        """(choice, number of tokens, number of characters) of each chunk, decoded at each access."""
+        cuts: list[tuple[int, int, int]] = [] if self._cuts is None else _value_at(self._data, self._cuts)
+        return cuts
 
 
 def _members(unpacker: Any, readers: dict[str, Callable[[], None]] | None = None) -> dict[str, Span]:

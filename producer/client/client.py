@@ -21,6 +21,7 @@ from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.job_source import JobSource
+from penstock.producer.client.responses import StoredResponses
 from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.signature import with_options
@@ -32,6 +33,7 @@ from penstock.queue.broker.eviction import warn_of_eviction
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission
+from penstock.queue.broker.responses import ResponseBroker
 from penstock.queue.broker.retry import Retries
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.pool_stats import PoolStats
@@ -74,6 +76,7 @@ class AsyncClient:
         keys = KeyStore(self._redis)
         self._keys = CachedState(lambda: self._retries.call(keys.all), KEYS_TTL_S)
         self.dead = DeadLetterBox(self._retries, DeadLetters(self._redis), self.submit)
+        self.responses = StoredResponses(self._retries, ResponseBroker(self._redis), self._broker)
         self._admissions: dict[str, PoolAdmission] = {}
         self._connecting = asyncio.Lock()
         self._is_closed = False
@@ -176,7 +179,7 @@ class AsyncClient:
         await self._retries.call(lambda: self._inbox.ensure_heartbeat(record.pool))
         await admission.admit(cost, job.priority)
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
-        return await self._enqueue(Submission(job, cost, channel, terms))
+        return await self._enqueue(Submission(job, cost, channel, terms, options.get("response")))
 
     @with_options
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:

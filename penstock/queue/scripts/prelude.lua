@@ -9,7 +9,7 @@
 -- A job's hash has these fields:
 --   state tenant priority n entry body cost submitted taken first finished deadline background inboxes channel unread
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
---   urgency charge window weight bytes idem lacks ms_per_token charged account stored result_until
+--   urgency charge window weight bytes idem lacks ms_per_token charged account stored result_until keep response_bytes
 -- entry: position of a queued job: its id in the tenant's stream, DELAYED for a delayed job, '' for a requeued job.
 -- unread: time since which the job has no reader, '' with a reader. inboxes: its readers, separated by spaces.
 -- lease: fencing token, `<call>:<nonce>:<i>` of the take that assigned it. loss_mark: length of the log at its last
@@ -18,7 +18,8 @@
 -- urgency, charge, window: class it was taken as, what its tenant was charged, and the share window of that charge.
 -- ms_per_token, charged: tenant's token rate and the tokens charged to it, if the tenant has such a limit.
 -- bytes: predicted memory of the open job, counted in P:kept_bytes. stored: bytes that count there after its end, as
--- `<log> <large result> <dead letter's request> <rest>`. result_until: expiry of a large result.
+-- `<log> <large result> <dead letter's request> <rest> <response>`. result_until: expiry of a large result.
+-- keep: ms after the end for which the record of a stored response, of response_bytes, and the job's result are kept.
 
 local P = string.sub(KEYS[1], 1, -8)
 local PROTOCOL_VERSION = '2'
