@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
-from typing import Any
 
 from fastapi import Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, error_of
-from penstock.contract.job import Outcome, Usage
+from penstock.contract.job import Usage
 from penstock.gateway.responses.dialect import ResponseDialect, answer_options
 from penstock.gateway.responses.events import ResponseEncoder
 from penstock.gateway.responses.ids import no_response, response_id_of
@@ -20,7 +18,6 @@ from penstock.gateway.responses.record import StoredResponse, decode_stored_resp
 from penstock.gateway.responses.render import Status, end_of, open_members, output_parts, response_parts
 from penstock.gateway.stream.answer import JOB_HEADER, Answer, StreamAnswer, WholeAnswer
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
-from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.gateway.stream.flow import Ended, ends_of
 from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
@@ -154,8 +151,9 @@ class ResponseState(ResponseWhole):
 
     async def _unfinished_parts(self, job: AsyncJob, status: JobStatus) -> AsyncGenerator[bytes, None]:
         record = self._record
+        output: Iterable[bytes] = ()
         if status.outcome is None:
-            members, output = open_members(_open_status(status, record)), iter(())
+            members = open_members(_open_status(status, record))
         else:
             reader = OutputReader(job.id, record.form)
             usage = await self._read_all(job, reader)

@@ -10,7 +10,7 @@ import uuid_utils
 from fastapi import Request
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError
+from penstock.contract.errors import NotFoundError, PenstockError, RequestError, TooLargeError, UnavailableError
 from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
 from penstock.gateway.parsed_body import ParsedBody
@@ -25,6 +25,7 @@ from penstock.gateway.stream.limits import check_logprobs
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import choose_pool
 from penstock.queue.broker.producer import ServedPool
+from penstock.queue.msgpack_codec import MAX_BYTES
 
 FORM = "response"
 """The key of the body's schema in `parsed_body.BODIES`."""
@@ -74,6 +75,9 @@ async def _with_record(
     check_logprobs(content, pool, settings.max_logprobs)
     record = _record_of(content, options, own, pool)
     stored = ResponseRecord(record.encode(), round(1000 * settings.response_retention_s))
+    if len(stored.data) > MAX_BYTES:
+        message = f"input: the stored response would have more than {MAX_BYTES} bytes"
+        raise TooLargeError(message, param="input")
     return (
         replace(
             generation,
@@ -94,9 +98,7 @@ async def _pool_of(client: AsyncClient, model: str) -> ServedPool:
         return choose_pool((await client.pools(renewed=True)).values(), model)
 
 
-def _record_of(
-    content: RequestContent, options: Any, own: PackedMessages, pool: ServedPool
-) -> StoredResponse:
+def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool: ServedPool) -> StoredResponse:
     return StoredResponse(
         created_s=int(time.time()),
         background=options["background"],

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pydantic_core import to_json
-
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Usage
 from penstock.gateway.openai.errors import error_body

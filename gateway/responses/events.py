@@ -106,7 +106,7 @@ class ResponseEncoder(StreamEncoder):
             if chunk.logprobs:
                 self._logprobs.add(chunk.logprobs)
             self._usage = chunk.usage or self._usage
-            for step in self._reader.push(chunk.text, len(chunk.token_ids), chunk.finish_reason):
+            for step in self._reader.push(chunk.text, chunk.finish_reason):
                 yield from self._step_events(step)
 
     def _step_events(self, step: OutputStep) -> Parts:

@@ -69,19 +69,21 @@ class OutputReader:
     def __init__(self, job_id: str, form: AnswerFormat) -> None:
         self.items: list[OutputItem] = []
         self.finish_reason: FinishReason | None = None
-        self.num_reasoning_tokens = 0
-        """Tokens of the chunks that contained reasoning alone."""
+        self._num_chars = self._num_reasoning_chars = 0
         self._job_id = job_id
         self._reader = None if form == PLAIN else AnswerReader(form)
         self._open: OutputItem | None = None
         self._num_calls = 0
 
-    def push(self, text: str, num_tokens: int, finish_reason: FinishReason | None) -> Iterator[OutputStep]:
+    @property
+    def reasoning_share(self) -> float:
+        """The share of the text's characters, 0 to 1, that are reasoning."""
+        return self._num_reasoning_chars / self._num_chars if self._num_chars else 0.0
+
+    def push(self, text: str, finish_reason: FinishReason | None) -> Iterator[OutputStep]:
         """Take in the next chunk, and yield what it changes."""
-        parsed = ParsedText(text) if self._reader is None else self._reader.push(text)
-        if parsed.reasoning and not parsed.content and not parsed.calls:
-            self.num_reasoning_tokens += num_tokens
-        yield from self._steps(parsed)
+        self._num_chars += len(text)
+        yield from self._steps(ParsedText(text) if self._reader is None else self._reader.push(text))
         if finish_reason is not None:
             self.finish_reason = finish_reason
             yield from self._finish("incomplete" if finish_reason == "length" else "completed")
@@ -101,6 +103,7 @@ class OutputReader:
 
     def _steps(self, parsed: ParsedText) -> Iterator[OutputStep]:
         if parsed.reasoning:
+            self._num_reasoning_chars += len(parsed.reasoning)
             yield from self._grow("reasoning", parsed.reasoning)
         if parsed.content:
             yield from self._grow("message", parsed.content)
@@ -140,9 +143,9 @@ def reading_of(result: PackedResult, reader: OutputReader) -> Iterator[None]:
         return
     choice = result.choices[0]
     text, cuts, at = choice.text, result.cuts, 0
-    for number, (_, num_tokens, num_chars) in enumerate(cuts):
+    for number, (_, _, num_chars) in enumerate(cuts):
         is_last = number == len(cuts) - 1
-        for _ in reader.push(text[at : at + num_chars], num_tokens, choice.finish_reason if is_last else None):
+        for _ in reader.push(text[at : at + num_chars], choice.finish_reason if is_last else None):
             pass
         at += num_chars
         if number % CHUNKS_PER_ROUND == CHUNKS_PER_ROUND - 1:
@@ -151,7 +154,7 @@ def reading_of(result: PackedResult, reader: OutputReader) -> Iterator[None]:
 
 def read_chunk(chunk: Chunk, reader: OutputReader) -> None:
     """Read a chunk, without need for what it changes."""
-    for _ in reader.push(chunk.text, len(chunk.token_ids), chunk.finish_reason):
+    for _ in reader.push(chunk.text, chunk.finish_reason):
         pass
 
 

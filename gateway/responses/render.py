@@ -51,15 +51,16 @@ def end_of(outcome: Outcome, finished_s: int, usage: Usage | None, reader: Outpu
         message = outcome.message or f"the job {outcome.state}"
         return ResponseEnd("failed", finished_s, error={"code": outcome.code or "server_error", "message": message})
     status: Status = "incomplete" if reader.finish_reason == "length" else "completed"
-    return ResponseEnd(status, finished_s, None if usage is None else _usage(usage, reader.num_reasoning_tokens))
+    return ResponseEnd(status, finished_s, None if usage is None else _usage(usage, reader.reasoning_share))
 
 
-def _usage(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
+def _usage(usage: Usage, reasoning_share: float) -> dict[str, Any]:
+    # Tokens are not counted by kind, so those of the reasoning are estimated by its share of the text.
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": round(usage.completion_tokens * reasoning_share)},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

@@ -26,8 +26,12 @@ class FunctionTool(Wire):
 
     def offer(self) -> dict[str, Any]:
         """Return the tool in the form of a chat, without unset members."""
-        members = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        members["strict"] = self.strict or None
+        members = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": self.strict or None,
+        }
         return {"type": "function", "function": {name: value for name, value in members.items() if value is not None}}
 
 
@@ -68,8 +72,7 @@ class NamedChoice(_NamedTool):
 
 
 Choice = Annotated[
-    Literal["auto", "none", "required"]
-    | Annotated[NamedChoice | AllowedTools, Field(discriminator="type")],
+    Literal["auto", "none", "required"] | Annotated[NamedChoice | AllowedTools, Field(discriminator="type")],
     BeforeValidator(_known_choice),
 ]
 

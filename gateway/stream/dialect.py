@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.contract.errors import PenstockError
-from penstock.contract.job import Chunk, SamplingParams, Usage
+from penstock.contract.job import Chunk, Usage
+from penstock.contract.sampling_params import SamplingParams
 from penstock.gateway.stream.generation_request import StreamPosition
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.packed_result import PackedResult

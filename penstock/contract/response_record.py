@@ -12,3 +12,7 @@ class ResponseRecord:
     data: bytes = field(repr=False)
     keep_ms: int
     """Milliseconds after the job's end. While the job is open, its record does not expire."""
+
+
+NO_RESPONSE = ResponseRecord(b"", 0)
+"""Stands for the absence of a record."""

@@ -48,7 +48,7 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
     P:queued                 hash    submit, requeue, release, take, end  the same per tenant; no field where it is 0
     P:promised_bytes         hash    submit; end                          class → bytes that its open jobs may occupy
     P:kept_bytes             hash    submit, end; sweep, purge,           tenant → bytes: of open jobs as predicted, of
-                                                                          ended jobs as stored
+                                     delete_response                      ended jobs as stored
     P:expiry                 zset    end; deliver; submit, sweep, purge,  `<bytes> <tenant> <key>` per stored key of an
                                      delete_response                      ended job, by expiry time
     P:usage:<day>            hash    end                                  `<tenant>:<account>:<what>` → jobs; tokens of

@@ -13,6 +13,7 @@ from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.priority import Priority
+from penstock.contract.response_record import NO_RESPONSE
 from penstock.contract.rights import class_not_allowed
 from penstock.contract.terms import Terms
 from penstock.contract.usage import DayUsage
@@ -21,8 +22,8 @@ from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.job_source import JobSource
-from penstock.producer.client.responses import StoredResponses
 from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool
+from penstock.producer.client.responses import StoredResponses
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
@@ -179,7 +180,7 @@ class AsyncClient:
         await self._retries.call(lambda: self._inbox.ensure_heartbeat(record.pool))
         await admission.admit(cost, job.priority)
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
-        return await self._enqueue(Submission(job, cost, channel, terms, options.get("response")))
+        return await self._enqueue(Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE))
 
     @with_options
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -60,7 +61,14 @@ def events_after(url: str, response_id: str, number: int) -> list[dict[str, Any]
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-async def test_a_background_response_survives_the_death_of_client_gateway_node_and_redis(tmp_path: Path) -> None:
+async def check_ended(url: str) -> None:
+    """No job is open, and an audit finds nothing."""
+    redis = connect(url)
+    await check_settled(redis, POOL)
+    await redis.aclose()
+
+
+def test_a_background_response_survives_the_death_of_client_gateway_node_and_redis(tmp_path: Path) -> None:
     with RedisProcess(tmp_path / "redis") as server:
         with NodeProcess(server.url, **NODE) as node, GatewayProcess(server.url) as gateway:
             seen = events_of_killed_client(gateway.url)
@@ -73,9 +81,7 @@ async def test_a_background_response_survives_the_death_of_client_gateway_node_a
             rest = events_after(gateway.url, response_id, seen[-1]["sequence_number"])
             whole = events_after(gateway.url, response_id, -1)
             response = httpx.get(f"{gateway.url}/v1/responses/{response_id}").raise_for_status().json()
-            redis = connect(server.url)
-            await check_settled(redis, POOL)
-            await redis.aclose()
+            asyncio.run(check_ended(server.url))
 
     assert seen + rest == whole
     assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
