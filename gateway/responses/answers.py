@@ -83,9 +83,9 @@ class ResponseStream(_ResponseAnswer, StreamAnswer):
         async with aclosing(job.batches()) as batches:
             async for batch in batches:
                 outcome = batch[-1].outcome
-                if outcome is not None and outcome.state != "done" and not writer.started:
-                    if self._generation.cut_at is None:
-                        raise error_of(outcome)
+                failed = outcome is not None and outcome.state != "done"
+                if outcome is not None and failed and self._generation.cut_at is None and not writer.started:
+                    raise error_of(outcome)
                 await self._write(encoder, batch, writer)
                 num_tokens += sum(len(chunk.token_ids) for chunk in batch)
                 if outcome is not None:

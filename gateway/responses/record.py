@@ -56,7 +56,7 @@ def _header_of(data: bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """What is stored of a response, beside its job. The events of its stream follow from this and from the job's log."""
+    """What is stored of a response, beside its job. Its events follow from this and from the job's log."""
 
     created_s: int
     background: bool
