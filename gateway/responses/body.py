@@ -196,7 +196,7 @@ class ResponseBody(Wire):
             "background": bool(self.background),
             "store": self.store is not False,
             "echo": json.dumps(self._echo()).encode(),
-            "items": [[item.id or "", json.dumps(item.stored())] for item in self.input],
+            "items": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in self.input],
             "references": [[at, item_ids] for at, item_ids in found.references],
             "num_calls": found.num_calls,
         }

@@ -13,7 +13,9 @@ from penstock.contract.errors import RequestError
 from penstock.gateway.responses.ids import MAX_SHOWN_CHARS, input_item_id
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 
-DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+DEFAULT_LIMIT = 20
+MAX_LIMIT = 100
+"""Items of one page."""
 _ORDERS = ("asc", "desc")
 
 Items = Sequence[tuple[str, str]]

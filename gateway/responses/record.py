@@ -65,7 +65,7 @@ class StoredResponse:
     echo: bytes = field(repr=False)
     """The members that repeat the request: a JSON object in ASCII."""
     items: list[tuple[str, str]] = field(repr=False)
-    """The input items: the caller's id, which may be empty, and the other members as JSON in ASCII."""
+    """The input items: the caller's id, which may be empty, and the other members as JSON."""
     messages: PackedMessages = field(default_factory=PackedMessages, repr=False)
     """The messages of the input, without instructions and earlier responses."""
     previous: str = ""

@@ -285,6 +285,15 @@ def test_a_conversation_has_limits(api, monkeypatch):
     assert caught.value.code == "conversation_too_large"
 
 
+def test_an_input_too_large_to_be_stored_is_refused(api):
+    with pytest.raises(openai.APIStatusError) as caught:
+        api.responses.create(model=MODEL, input="a" * ((8 << 20) - 60))
+    assert (caught.value.status_code, caught.value.code) == (413, "body_too_large")
+    with pytest.raises(openai.BadRequestError) as too_long:
+        api.responses.create(model=MODEL, input="a" * (7 << 20))
+    assert too_long.value.code == "context_length_exceeded"
+
+
 def test_logprobs_come_with_deltas_and_with_the_whole_text(api, engine):
     asked = {"model": MODEL, "input": "abc", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
     events = list(api.responses.create(**asked, stream=True))
