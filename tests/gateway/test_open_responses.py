@@ -66,11 +66,11 @@ IMAGE = [
 
 
 @pytest.fixture(scope="module")
-def weather(stack, shared_engine) -> str:
+def weather(stack: Any, shared_engine: Any) -> str:
     engine = type(shared_engine)()
     engine.tokenizer.encode_chat = lambda messages, tools=None: list((CALL if tools else TEXT).encode())
     stack.start_node(engine, model=MODEL, pool="weather", tool_parser="hermes", reasoning_parser="think")
-    return stack.start_gateway()
+    return str(stack.start_gateway())
 
 
 def check(response: dict[str, Any]) -> None:

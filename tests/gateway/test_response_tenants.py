@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -27,12 +28,12 @@ def keys(redis_url: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def closed(stack, shared_engine, keys: dict[str, str]) -> str:
-    return stack.start_gateway()
+def closed(stack: Any, shared_engine: Any, keys: dict[str, str]) -> str:
+    return str(stack.start_gateway())
 
 
 def test_another_tenant_finds_no_such_response(closed: str, keys: dict[str, str]) -> None:
-    def call(tenant: str, method: str, path: str, **options) -> httpx.Response:
+    def call(tenant: str, method: str, path: str, **options: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {keys[tenant]}"}
         return httpx.request(method, f"{closed}/v1/responses{path}", headers=headers, timeout=30, **options)
 
@@ -51,6 +52,6 @@ def test_another_tenant_finds_no_such_response(closed: str, keys: dict[str, str]
     for wrong in ({"previous_response_id": response_id}, {"input": [{"type": "item_reference", "id": item_id}]}):
         answer = call("rival", "POST", "", json=body | wrong)
         assert (answer.status_code, "not found" in answer.text or "no item" in answer.text) == (400, True)
-    while (answer := call("acme", "GET", f"/{response_id}").json())["status"] != "completed":
-        assert answer["status"] in ("queued", "in_progress")
-    assert answer["output"][0]["content"][0]["text"] == "secret"
+    while (response := call("acme", "GET", f"/{response_id}").json())["status"] != "completed":
+        assert response["status"] in ("queued", "in_progress")
+    assert response["output"][0]["content"][0]["text"] == "secret"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -20,19 +21,19 @@ OTHER = {"type": "function", "name": "g"}
 
 
 @pytest.fixture(scope="module")
-def calling_engine(stack, shared_engine):
+def calling_engine(stack: Any, shared_engine: Any) -> Any:
     engine = type(shared_engine)()
     stack.start_node(engine, model=MODEL, pool="response_caller", tool_parser="hermes", reasoning_parser="think")
     return engine
 
 
 @pytest.fixture
-def calling(stack, calling_engine, url) -> Iterator[openai.OpenAI]:
+def calling(stack: Any, calling_engine: Any, url: str) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-def test_reasoning_text_and_calls_are_items(calling, calling_engine):
+def test_reasoning_text_and_calls_are_items(calling: Any, calling_engine: Any) -> None:
     response = calling.responses.create(model=MODEL, input=TEXT, tools=[TOOL, OTHER])
     reasoning, message, *calls = response.output
     assert (reasoning.type, reasoning.content[0].text, reasoning.summary) == ("reasoning", "hm " * 5, [])
@@ -47,7 +48,7 @@ def test_reasoning_text_and_calls_are_items(calling, calling_engine):
     assert [tool["function"]["name"] for tool in offered] == ["f", "g"]
 
 
-def test_a_stream_has_each_item_and_ends_with_the_same_response(calling):
+def test_a_stream_has_each_item_and_ends_with_the_same_response(calling: Any) -> None:
     events = list(calling.responses.create(model=MODEL, input=TEXT, tools=[TOOL], stream=True))
     added = [event.item for event in events if event.type == "response.output_item.added"]
     assert [item.type for item in added] == ["reasoning", "message", "function_call", "function_call"]
@@ -63,7 +64,7 @@ def test_a_stream_has_each_item_and_ends_with_the_same_response(calling):
     assert [event.item for event in events if event.type == "response.output_item.done"] == whole.output
 
 
-def test_calls_are_answered_in_the_next_response(calling, calling_engine):
+def test_calls_are_answered_in_the_next_response(calling: Any, calling_engine: Any) -> None:
     first = calling.responses.create(model=MODEL, input=TEXT, tools=[TOOL])
     calls = [item for item in first.output if item.type == "function_call"]
     results = [{"type": "function_call_output", "call_id": call.call_id, "output": "done"} for call in calls]
@@ -94,7 +95,9 @@ def test_calls_are_answered_in_the_next_response(calling, calling_engine):
         ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}, ["g"], ["g"]),
     ],
 )
-def test_the_choice_of_tools_reaches_the_node(calling, calling_engine, choice, offered, forced):
+def test_the_choice_of_tools_reaches_the_node(
+    calling: Any, calling_engine: Any, choice: Any, offered: Any, forced: Any
+) -> None:
     response = calling.responses.create(model=MODEL, input="a", tools=[TOOL, OTHER], tool_choice=choice)
     shown = calling_engine.tokenizer.last_chat[1]
     assert (shown and [tool["function"]["name"] for tool in json.loads(shown)]) == offered
@@ -103,7 +106,7 @@ def test_the_choice_of_tools_reaches_the_node(calling, calling_engine, choice, o
     assert [tool.name for tool in response.tools] == ["f", "g"]
 
 
-def test_an_unknown_tool_is_refused(calling):
+def test_an_unknown_tool_is_refused(calling: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         calling.responses.create(model=MODEL, input="a", tools=[TOOL], tool_choice={"type": "function", "name": "x"})
     assert caught.value.param == "tool_choice"

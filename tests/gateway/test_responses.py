@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import groupby
+from typing import Any
 
 import httpx
 import openai
@@ -27,14 +28,14 @@ class River(BaseModel):
 RIVER = '{"name": "Oder", "length_km": 840}'
 
 
-def ended(api: openai.OpenAI, response_id: str):
+def ended(api: Any, response_id: str) -> Any:
     """Polls a background response, as its owner does."""
     while (response := api.responses.retrieve(response_id)).status in ("queued", "in_progress"):
         time.sleep(0.02)
     return response
 
 
-def begun(api: openai.OpenAI, response_id: str):
+def begun(api: Any, response_id: str) -> Any:
     """Return a stream's first events, up to its first text."""
     events = []
     with api.responses.retrieve(response_id, stream=True) as stream:
@@ -51,7 +52,7 @@ def forget_log(redis_url: str, response_id: str) -> None:
         assert queue.delete(keys.log(response_id.removeprefix("resp_"))) == 1
 
 
-def test_a_text_gives_a_response_with_one_message(api):
+def test_a_text_gives_a_response_with_one_message(api: Any) -> None:
     response = api.responses.create(model=MODEL, input="hello", metadata={"a": "b"}, user="me", temperature=0.5)
     assert (response.object, response.status, response.output_text) == ("response", "completed", "hello")
     assert (response.model, response.metadata, response.user, response.temperature) == (MODEL, {"a": "b"}, "me", 0.5)
@@ -62,7 +63,7 @@ def test_a_text_gives_a_response_with_one_message(api):
     assert response.completed_at >= response.created_at > time.time() - 60
 
 
-def test_a_response_that_reaches_its_limit_is_incomplete(api):
+def test_a_response_that_reaches_its_limit_is_incomplete(api: Any) -> None:
     response = api.responses.create(model=MODEL, input="abcdef", max_output_tokens=3)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (response.output_text, response.output[0].status) == ("abc", "incomplete")
@@ -71,7 +72,7 @@ def test_a_response_that_reaches_its_limit_is_incomplete(api):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_stream_has_typed_events_with_consecutive_numbers(api, background):
+def test_a_stream_has_typed_events_with_consecutive_numbers(api: Any, background: bool) -> None:
     events = list(api.responses.create(model=MODEL, input="né", stream=True, background=background))
     begins = ["response.created", *(["response.queued"] if background else []), "response.in_progress"]
     # Tokens that arrive together are one delta.
@@ -90,13 +91,13 @@ def test_a_stream_has_typed_events_with_consecutive_numbers(api, background):
     assert events[-1].response == api.responses.retrieve(events[0].response.id)
 
 
-def test_the_clients_own_stream_helper_puts_a_response_together(api):
+def test_the_clients_own_stream_helper_puts_a_response_together(api: Any) -> None:
     with api.responses.stream(model=MODEL, input=RIVER, text_format=River) as stream:
         final = stream.get_final_response()
     assert final.output_parsed == River(name="Oder", length_km=840)
 
 
-def test_the_clients_own_parsing_gets_the_model_that_it_asked_for(api, engine):
+def test_the_clients_own_parsing_gets_the_model_that_it_asked_for(api: Any, engine: Any) -> None:
     response = api.responses.parse(model=MODEL, input=RIVER, text_format=River)
     assert response.output_parsed == River(name="Oder", length_km=840)
     assert engine.last_params.structured_outputs == StructuredOutputs(
@@ -105,7 +106,7 @@ def test_the_clients_own_parsing_gets_the_model_that_it_asked_for(api, engine):
     assert response.text.format.type == "json_schema"
 
 
-def test_input_may_be_items_with_parts_and_unknown_members(api, engine):
+def test_input_may_be_items_with_parts_and_unknown_members(api: Any, engine: Any) -> None:
     first = api.responses.create(model=MODEL, input="hi")
     items = [
         {"role": "developer", "content": "be brief"},
@@ -129,7 +130,7 @@ def test_input_may_be_items_with_parts_and_unknown_members(api, engine):
     assert [*messages[3]["tool_calls"]] == [{"id": "c1", "name": "f", "arguments": "{}"}]
 
 
-def test_input_items_are_listed_in_pages(api):
+def test_input_items_are_listed_in_pages(api: Any) -> None:
     items = [{"role": "user", "content": str(number)} for number in range(5)]
     response = api.responses.create(model=MODEL, input=items)
     pages = api.responses.input_items.list(response.id, limit=2, order="asc")
@@ -142,7 +143,7 @@ def test_input_items_are_listed_in_pages(api):
         api.responses.input_items.list(response.id, limit=101)
 
 
-def test_a_background_response_is_answered_at_once_and_ends_later(api, engine):
+def test_a_background_response_is_answered_at_once_and_ends_later(api: Any, engine: Any) -> None:
     engine.step_s = 0.02
     response = api.responses.create(model=MODEL, input="x" * 30, background=True)
     assert (response.status, response.output, response.usage) == ("queued", [], None)
@@ -150,7 +151,7 @@ def test_a_background_response_is_answered_at_once_and_ends_later(api, engine):
 
 
 @pytest.mark.parametrize("options", [{}, {"background": True}])
-def test_a_stream_goes_on_after_any_event(api, options):
+def test_a_stream_goes_on_after_any_event(api: Any, options: dict[str, Any]) -> None:
     events = [e.model_dump() for e in api.responses.create(model=MODEL, input="abc", stream=True, **options)]
     response_id = events[0]["response"]["id"]
     for number in range(len(events)):
@@ -158,7 +159,7 @@ def test_a_stream_goes_on_after_any_event(api, options):
         assert [event.model_dump() for event in rest] == events[number + 1 :]
 
 
-def test_events_and_response_stay_the_same_without_the_jobs_log(api, redis_url):
+def test_events_and_response_stay_the_same_without_the_jobs_log(api: Any, redis_url: str) -> None:
     response_id = api.responses.create(model=MODEL, input="né" * 20).id
     events, whole = list(api.responses.retrieve(response_id, stream=True)), api.responses.retrieve(response_id)
     forget_log(redis_url, response_id)
@@ -166,7 +167,7 @@ def test_events_and_response_stay_the_same_without_the_jobs_log(api, redis_url):
     assert api.responses.retrieve(response_id) == whole
 
 
-def test_a_canceled_response_keeps_what_it_has(api, engine, redis_url):
+def test_a_canceled_response_keeps_what_it_has(api: Any, engine: Any, redis_url: str) -> None:
     engine.step_s = 0.02
     response_id = api.responses.create(model=MODEL, input="x" * 200, background=True).id
     begun(api, response_id)
@@ -181,7 +182,7 @@ def test_a_canceled_response_keeps_what_it_has(api, engine, redis_url):
     assert api.responses.retrieve(response_id) == response
 
 
-def test_only_background_responses_can_be_canceled(api):
+def test_only_background_responses_can_be_canceled(api: Any) -> None:
     response = api.responses.create(model=MODEL, input="a")
     with pytest.raises(openai.BadRequestError, match="background"):
         api.responses.cancel(response.id)
@@ -189,7 +190,7 @@ def test_only_background_responses_can_be_canceled(api):
     assert api.responses.cancel(done.id) == done
 
 
-def test_a_deleted_response_is_gone_with_its_output(api, redis_url):
+def test_a_deleted_response_is_gone_with_its_output(api: Any, redis_url: str) -> None:
     response_id = api.responses.create(model=MODEL, input="abc").id
     api.responses.delete(response_id)
     job_id = response_id.removeprefix("resp_")
@@ -199,12 +200,12 @@ def test_a_deleted_response_is_gone_with_its_output(api, redis_url):
         with pytest.raises(openai.NotFoundError) as caught:
             call(response_id)
         assert caught.value.code == "response_not_found"
-    with pytest.raises(openai.BadRequestError) as caught:
+    with pytest.raises(openai.BadRequestError) as refused:
         api.responses.create(model=MODEL, input="b", previous_response_id=response_id)
-    assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+    assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
-def test_deleting_an_open_response_cancels_its_job(api, engine, stack):
+def test_deleting_an_open_response_cancels_its_job(api: Any, engine: Any, stack: Any) -> None:
     engine.step_s = 0.02
     response_id = api.responses.create(model=MODEL, input="x" * 200, background=True).id
     begun(api, response_id)
@@ -212,14 +213,14 @@ def test_deleting_an_open_response_cancels_its_job(api, engine, stack):
 
     async def state() -> str:
         async with stack.client() as client:
-            return (await client.status(response_id.removeprefix("resp_"))).state
+            return str((await client.status(response_id.removeprefix("resp_"))).state)
 
     deadline_s = time.monotonic() + 10
     while stack.call(state()) != "cancelled":
         assert time.monotonic() < deadline_s
 
 
-def test_a_response_that_is_not_stored_cannot_be_retrieved(api, redis_url):
+def test_a_response_that_is_not_stored_cannot_be_retrieved(api: Any, redis_url: str) -> None:
     response = api.responses.create(model=MODEL, input="abc", store=False)
     assert (response.output_text, response.store) == ("abc", False)
     with pytest.raises(openai.NotFoundError):
@@ -228,7 +229,7 @@ def test_a_response_that_is_not_stored_cannot_be_retrieved(api, redis_url):
         api.responses.create(model=MODEL, input="abc", store=False, background=True)
 
 
-def test_a_previous_response_brings_its_conversation_but_not_its_instructions(api, engine):
+def test_a_previous_response_brings_its_conversation_but_not_its_instructions(api: Any, engine: Any) -> None:
     first = api.responses.create(model=MODEL, input="one", instructions="first")
     second = api.responses.create(model=MODEL, input="two", previous_response_id=first.id)
     third = api.responses.create(model=MODEL, input="three", previous_response_id=second.id, instructions="third")
@@ -240,7 +241,7 @@ def test_a_previous_response_brings_its_conversation_but_not_its_instructions(ap
     assert [item.content[0].text for item in api.responses.input_items.list(third.id)] == ["three"]
 
 
-def test_an_open_or_canceled_response_has_no_successor(api, engine):
+def test_an_open_or_canceled_response_has_no_successor(api: Any, engine: Any) -> None:
     engine.step_s = 0.02
     response_id = api.responses.create(model=MODEL, input="x" * 200, background=True).id
     for _ in range(2):
@@ -250,7 +251,7 @@ def test_an_open_or_canceled_response_has_no_successor(api, engine):
         api.responses.cancel(response_id)
 
 
-def test_items_of_stored_responses_can_be_named(api, engine):
+def test_items_of_stored_responses_can_be_named(api: Any, engine: Any) -> None:
     first, second = (api.responses.create(model=MODEL, input=text) for text in ("one", "two"))
     items = [
         {"role": "user", "content": "begin"},
@@ -271,7 +272,7 @@ def test_items_of_stored_responses_can_be_named(api, engine):
         assert caught.value.code == "item_not_found"
 
 
-def test_a_conversation_has_limits(api, monkeypatch):
+def test_a_conversation_has_limits(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     response_id = api.responses.create(model=MODEL, input="a").id
     monkeypatch.setattr("penstock.gateway.responses.conversation.MAX_CHAIN", 3)
     for _ in range(3):
@@ -285,7 +286,7 @@ def test_a_conversation_has_limits(api, monkeypatch):
     assert caught.value.code == "conversation_too_large"
 
 
-def test_an_input_too_large_to_be_stored_is_refused(api):
+def test_an_input_too_large_to_be_stored_is_refused(api: Any) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         api.responses.create(model=MODEL, input="a" * ((8 << 20) - 60))
     assert (caught.value.status_code, caught.value.code) == (413, "body_too_large")
@@ -294,7 +295,7 @@ def test_an_input_too_large_to_be_stored_is_refused(api):
     assert too_long.value.code == "context_length_exceeded"
 
 
-def test_logprobs_come_with_deltas_and_with_the_whole_text(api, engine):
+def test_logprobs_come_with_deltas_and_with_the_whole_text(api: Any, engine: Any) -> None:
     asked = {"model": MODEL, "input": "abc", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
     events = list(api.responses.create(**asked, stream=True))
     deltas = [event for event in events if event.type == "response.output_text.delta"]
@@ -305,7 +306,7 @@ def test_logprobs_come_with_deltas_and_with_the_whole_text(api, engine):
     assert [row.token for row in events[-1].response.output[0].content[0].logprobs] == ["a", "b", "c"]
 
 
-def test_an_idempotency_key_gives_the_same_response_again(api):
+def test_an_idempotency_key_gives_the_same_response_again(api: Any) -> None:
     key = {"Idempotency-Key": f"key-{time.time_ns()}"}
     first = api.responses.create(model=MODEL, input="abc", extra_headers=key, metadata={"n": "1"})
     again = api.responses.create(model=MODEL, input="abc", extra_headers=key, metadata={"n": "2"})
@@ -340,7 +341,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_is_not_supported_is_refused_by_name(api, options, said):
+def test_what_is_not_supported_is_refused_by_name(api: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         api.responses.create(**{"model": MODEL, "input": "a", **options})
     assert said in f"{caught.value.param} {caught.value.message}"
@@ -348,7 +349,7 @@ def test_what_is_not_supported_is_refused_by_name(api, options, said):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failed_job_is_an_http_error_unless_it_runs_in_the_background(api, stream):
+def test_a_failed_job_is_an_http_error_unless_it_runs_in_the_background(api: Any, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         api.responses.create(model=MODEL, input="a" * 300, stream=stream)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
@@ -371,6 +372,6 @@ def test_an_unknown_response_is_not_found(http: httpx.Client, path: str) -> None
 
 
 @pytest.mark.parametrize("query", ["starting_after=1", "stream=yes", "stream=true&starting_after=x", "nonsense=1"])
-def test_a_wrong_query_is_refused(api, http: httpx.Client, query: str) -> None:
+def test_a_wrong_query_is_refused(api: Any, http: httpx.Client, query: str) -> None:
     response = api.responses.create(model=MODEL, input="a")
     assert http.get(f"/v1/responses/{response.id}?{query}").status_code == 400

@@ -9,7 +9,7 @@ import pytest
 from fakes.queue.harness import POOL, FakeNode, Queue, chunks_of, new_job
 from redis.asyncio import Redis
 
-from penstock.contract.errors import NotFoundError
+from penstock.contract.errors import BusyError, ConflictError, NotFoundError
 from penstock.contract.job import Choice, Job, Outcome, Usage
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.queue import keys
@@ -75,11 +75,11 @@ async def test_a_repeated_submit_stores_nothing_twice(queue: Queue) -> None:
 async def test_a_refused_job_leaves_no_record(queue: Queue) -> None:
     await queue.node()
     job = await submit(queue)
-    with pytest.raises(Exception, match="belongs to another request"):
+    with pytest.raises(ConflictError, match="belongs to another request"):
         await queue.producer.submit(Submission(job.model_copy(update={"prompt": "another"}), 10, response=RECORD))
     other = new_job(tenant="acme")
-    await queue.redis.hset(keys.config(POOL), "max_open_jobs", "1")  # type: ignore[misc]
-    with pytest.raises(Exception, match="limit"):
+    await queue.redis.hset(keys.config(POOL), "max_open_jobs", "1")
+    with pytest.raises(BusyError, match="limit"):
         await queue.producer.submit(Submission(other, 10, response=RECORD), inbox="me")
     assert await queue.redis.exists(keys.response(other.id)) == 0
 
@@ -137,7 +137,7 @@ async def test_deleting_an_open_response_cancels_its_job(queue: Queue, is_runnin
     await responses.delete(job.id, "acme")
     if taken is not None:
         assert await node.emit(taken, 0, 2) == "CANCEL"
-        last = Emission(taken.job_id, taken.lease, 0, [])
+        last = Emission(taken.job_id, taken.lease, 0, ())
         assert await node.broker.finish(last, Outcome("cancelled"), b"", usage=Usage(3, 2)) == "OK"
     assert (await queue.producer.status(job.id, "acme")).state == "cancelled"
     assert 0 < await life_ms(queue.redis, keys.job(job.id)) <= RESULT_TTL_MS
