@@ -13,13 +13,13 @@ from penstock.contract.job import Usage
 from penstock.gateway.responses.dialect import ResponseDialect, answer_options
 from penstock.gateway.responses.events import ResponseEncoder
 from penstock.gateway.responses.ids import no_response, response_id_of
-from penstock.gateway.responses.output import OutputReader, read_chunk
+from penstock.gateway.responses.output import CHUNKS_PER_ROUND, OutputReader, read_chunk
 from penstock.gateway.responses.record import StoredResponse, decode_stored_response
 from penstock.gateway.responses.render import Status, end_of, open_members, output_parts, response_parts
 from penstock.gateway.stream.answer import JOB_HEADER, Answer, StreamAnswer, WholeAnswer
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
-from penstock.gateway.stream.dialect import AnswerHead
-from penstock.gateway.stream.flow import Ended, ends_of
+from penstock.gateway.stream.dialect import AnswerHead, StreamEncoder
+from penstock.gateway.stream.flow import Batch, Ended, ends_of
 from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
 from penstock.gateway.stream.sse import EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -92,6 +92,13 @@ class ResponseStream(_ResponseAnswer, StreamAnswer):
                     self._meter.ended(num_tokens)
                     status = await job.status()
                     await self._send_all(encoder.closing(outcome, status.finished_ms // 1000), writer)
+
+    async def _write(self, encoder: StreamEncoder, batch: Batch, writer: EventWriter) -> None:
+        # Events that the caller has already got give no parts, so a long batch would not be interrupted.
+        for at in range(0, len(batch), CHUNKS_PER_ROUND):
+            if at:
+                await self._yielder.wait()
+            await super()._write(encoder, batch[at : at + CHUNKS_PER_ROUND], writer)
 
     async def _send_all(self, parts: Iterator[bytes], writer: EventWriter) -> None:
         piece, size = list[bytes](), 0
@@ -167,10 +174,11 @@ class ResponseState(ResponseWhole):
         usage = None
         async with aclosing(job.batches()) as batches:
             async for batch in batches:
-                for chunk in batch:
+                for at, chunk in enumerate(batch):
+                    if at % CHUNKS_PER_ROUND == 0:
+                        await self._yielder.wait()
                     read_chunk(chunk, reader)
                     usage = chunk.usage or usage
-                await self._yielder.wait()
         for _ in reader.end():
             pass
         return usage

@@ -22,7 +22,7 @@ MAX_CHAIN = 256
 """Most responses of a chain of `previous_response_id`. Each one is read from Redis by itself."""
 MAX_REFERENCED = 64
 """Most responses to which the items of one request may refer."""
-_MAX_BYTES_ON_LOOP = 64 << 10
+_MAX_BYTES_ON_LOOP = 16 << 10
 """A larger result is read on a thread."""
 
 

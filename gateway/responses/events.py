@@ -149,7 +149,7 @@ class ResponseEncoder(StreamEncoder):
 
     def _closed(self, item: OutputItem) -> Parts:
         logprobs = self._logprobs.repeated
-        place, text = self._place(item), Text(lambda: item.texts)
+        place, text = self._place(item), Text(lambda: ["".join(item.texts)])
         if item.kind == "function_call":
             done: dict[str, Any] = place | {"name": item.name, "arguments": text}
             yield from self._event("response.function_call_arguments.done", done)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from penstock.contract.job import Chunk, FinishReason
@@ -142,13 +143,17 @@ def reading_of(result: PackedResult, reader: OutputReader) -> Iterator[None]:
     if not result.choices:
         return
     choice = result.choices[0]
-    text, cuts, at = choice.text, result.cuts, 0
-    for number, (_, _, num_chars) in enumerate(cuts):
-        is_last = number == len(cuts) - 1
-        for _ in reader.push(text[at : at + num_chars], choice.finish_reason if is_last else None):
+    text, at, cuts = choice.text, 0, result.cuts()
+    cut = next(cuts, None)
+    for number in count(1):
+        if cut is None:
+            return
+        _, _, num_chars = cut
+        cut = next(cuts, None)
+        for _ in reader.push(text[at : at + num_chars], choice.finish_reason if cut is None else None):
             pass
         at += num_chars
-        if number % CHUNKS_PER_ROUND == CHUNKS_PER_ROUND - 1:
+        if number % CHUNKS_PER_ROUND == 0:
             yield
 
 

@@ -128,4 +128,5 @@ def rows_of(logprobs: Logprobs) -> Rows:
 
 
 def _texts_of(item: OutputItem) -> Callable[[], list[str]]:
-    return lambda: item.texts
+    # One text instead of one part for each chunk, which would take longer to write.
+    return lambda: ["".join(item.texts)]

@@ -112,11 +112,15 @@ class PackedResult:
         self.prompt_logprobs = PackedRows(data, spans.get("q"))
         self._data, self._cuts = data, spans.get("cuts")
 
-    @property
-    def cuts(self) -> list[tuple[int, int, int]]:
-        """(choice, number of tokens, number of characters) of each chunk, decoded at each access."""
-        cuts: list[tuple[int, int, int]] = [] if self._cuts is None else _value_at(self._data, self._cuts)
-        return cuts
+    def cuts(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (choice, number of tokens, number of characters) of each chunk, decoded one by one."""
+        if self._cuts is None:
+            return
+        start, end = self._cuts
+        unpacker = msgpack.Unpacker(max_buffer_size=MAX_BYTES, max_ext_len=0, use_list=False)
+        unpacker.feed(memoryview(self._data)[start:end])
+        for _ in range(unpacker.read_array_header()):
+            yield unpacker.unpack()
 
 
 def _members(unpacker: Any, readers: dict[str, Callable[[], None]] | None = None) -> dict[str, Span]:
