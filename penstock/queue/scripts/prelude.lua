@@ -18,7 +18,7 @@
 -- urgency, charge, window: class it was taken as, what its tenant was charged, and the share window of that charge.
 -- ms_per_token, charged: tenant's token rate and the tokens charged to it, if the tenant has such a limit.
 -- bytes: predicted memory of the open job, counted in P:kept_bytes. stored: bytes that count there after its end, as
--- `<log> <large result> <dead letter's request> <rest> <response>`. result_until: expiry of a large result.
+-- `<log> <large result> <dead letter's request> <rest>[ <response>]`. result_until: expiry of a large result.
 -- keep: ms after the end for which the record of a stored response, of response_bytes, and the job's result are kept.
 
 local P = string.sub(KEYS[1], 1, -8)

@@ -209,7 +209,7 @@ local function subtract_expired(now, max_keys)
 end
 
 -- Parses a job's field `stored` into bytes of log, large result, dead letter's request, rest and response; nil if it has
--- none. An older release wrote no bytes of a response.
+-- none. A job without a response has no bytes of one.
 local function stored_of(text)
   local log, result, request, rest, response = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+) ?(%d*)$')
   if not log then return nil end
@@ -271,7 +271,8 @@ local function count_ended(job, config, now, log_bytes, result_bytes, is_dead)
   count_stored(job.tenant, 'job:' .. job.id, bytes.job, now + record_life(job, config, is_dead))
   count_stored(job.tenant, 'response:' .. job.id, bytes.response, now + (response_life(job) or 0))
   redis.call('HSET', job_key(job.id), 'stored',
-    string.format('%d %d %d %d %d', bytes.log, bytes.result, bytes.request, bytes.job, bytes.response))
+    string.format('%d %d %d %d', bytes.log, bytes.result, bytes.request, bytes.job) ..
+    (bytes.response > 0 and ' ' .. bytes.response or ''))
   if large_result_life < record_life(job, config, is_dead) then
     redis.call('HSET', job_key(job.id), 'result_until', now + large_result_life)
   end
