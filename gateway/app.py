@@ -28,6 +28,7 @@ from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import models, routes
 from penstock.gateway.openai.errors import ID_HEADER
 from penstock.gateway.request_head import BoundedHead
+from penstock.gateway.responses import routes as response_routes
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
@@ -42,7 +43,7 @@ MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results that a gateway holds in memory while it sends them. Further large answers wait."""
 MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
 """The share of MAX_RESULT_BYTES_HELD that one tenant may use."""
-ROUTES = (*routes.ROUTES, *anthropic_routes.ROUTES, *job_routes.ROUTES)
+ROUTES = (*routes.ROUTES, *anthropic_routes.ROUTES, *job_routes.ROUTES, *response_routes.ROUTES)
 """The plain Starlette routes, which bypass FastAPI."""
 PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
 """Environment variable. With the value `json`, the gateway prints its URL to stdout as JSON for a supervisor."""
@@ -83,7 +84,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     _add_state(app, settings)
     install_error_handlers(app)
     app.router.routes.extend(ROUTES)
-    for module in (models, health, metrics, usage, job_routes):
+    for module in (models, health, metrics, usage, job_routes, response_routes):
         app.include_router(module.router)
     app.add_middleware(
         Entry,

@@ -17,17 +17,20 @@ from penstock.contract.sampling_params import SamplingParams
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
+from penstock.gateway.responses.body import ResponseBody
 from penstock.gateway.stream.generation_request import RequestContent
 from penstock.producer.client.request import pack_prompt_of
 from penstock.producer.openai.messages import ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
 
-BODIES: dict[str, type[ChatRequest | CompletionRequest | JobRequest | MessagesRequest | CountTokensRequest]] = {
+_Body = ChatRequest | CompletionRequest | JobRequest | MessagesRequest | CountTokensRequest | ResponseBody
+BODIES: dict[str, type[_Body]] = {
     "chat": ChatRequest,
     "completion": CompletionRequest,
     "job": JobRequest,
     "messages": MessagesRequest,
     "count_tokens": CountTokensRequest,
+    "response": ResponseBody,
 }
 """The schema of each form of body."""
 MAX_CHOICES_OF_REQUEST = 256

@@ -61,7 +61,7 @@ class JobRequest(Wire):
             limit = _MAX_ITEMS.get(name)
             if limit is not None and isinstance(given, list | dict) and len(given) > limit:
                 text = "{name} must have at most {limit} items"
-                raise PydanticCustomError("too_long", text, {"name": name, "limit": limit})
+                raise PydanticCustomError("too_many", text, {"name": name, "limit": limit})
         return value
 
     @model_validator(mode="after")
