@@ -33,6 +33,7 @@ from penstock.gateway.openai import models
 from penstock.gateway.openai import routes as openai_routes
 from penstock.gateway.openai.errors import ID_HEADER
 from penstock.gateway.request_head import BoundedHead
+from penstock.gateway.responses import routes as response_routes
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
@@ -48,9 +49,18 @@ MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results that a gateway holds in memory while it sends them. Further large answers wait."""
 MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
 """The share of MAX_RESULT_BYTES_HELD that one tenant may use."""
-ROUTES = (*openai_routes.ROUTES, *anthropic_routes.ROUTES, *job_routes.ROUTES, *tokens_routes.ROUTES)
+ROUTES = (
+    *openai_routes.ROUTES,
+    *anthropic_routes.ROUTES,
+    *response_routes.ROUTES,
+    *job_routes.ROUTES,
+    *tokens_routes.ROUTES,
+)
 """The routes that take a body. They are plain Starlette routes, not FastAPI's."""
-ROUTERS = (models.router, health.router, metrics.router, usage.router, job_routes.router, api_docs_router)
+ROUTERS = (
+    *(models.router, health.router, metrics.router, usage.router),
+    *(response_routes.router, job_routes.router, api_docs_router),
+)
 """FastAPI's routes."""
 PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
 """Environment variable. With the value `json`, the gateway prints its URL to stdout as JSON for a supervisor."""

@@ -18,6 +18,7 @@ from penstock.contract.tasks import Task
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
+from penstock.gateway.responses.body import ResponseBody
 from penstock.gateway.stream.generation_request import RequestContent
 from penstock.gateway.tokens.schemas import DetokenizeRequest, TaskBody, TokenizeRequest
 from penstock.producer.client.request import pack_prompt_of
@@ -30,6 +31,7 @@ AnyBody = (
     | JobRequest
     | MessagesRequest
     | CountTokensRequest
+    | ResponseBody
     | TokenizeRequest
     | DetokenizeRequest
 )
@@ -39,6 +41,7 @@ BODIES: dict[str, type[AnyBody]] = {
     "job": JobRequest,
     "messages": MessagesRequest,
     "count_tokens": CountTokensRequest,
+    "response": ResponseBody,
     "tokenize": TokenizeRequest,
     "detokenize": DetokenizeRequest,
 }

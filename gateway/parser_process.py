@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
 from penstock.gateway.parsed_body import BODIES, encode_parsed_body, encode_refusal, parse, with_packed_prompts
+from penstock.queue.msgpack_codec import MAX_BYTES
 
 HEAD = struct.Struct(">BI")
 """Header of a message on the socket. Body: the index of its form in FORMS, then its length in bytes.
@@ -59,7 +60,11 @@ def answer_to(form: str, raw: bytes, *, ignores_unknown: bool = False) -> bytes:
     """Parse a body and return the encoded result or the encoded refusal."""
     try:
         check_structure(raw)
-        return encode_parsed_body(with_packed_prompts(parse(form, raw, ignores_unknown=ignores_unknown)))
+        encoded = encode_parsed_body(with_packed_prompts(parse(form, raw, ignores_unknown=ignores_unknown)))
+        if len(encoded) > MAX_BYTES:
+            # A body whose input is also stored, as a response's is, takes up to twice its bytes.
+            raise TooLargeError(f"the checked body has more than {MAX_BYTES} bytes", code="body_too_large")
+        return encoded
     except PenstockError as error:
         return encode_refusal(error)
     except (MemoryError, RecursionError):

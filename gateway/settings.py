@@ -34,6 +34,8 @@ class GatewaySettings(Settings):
     """Seconds that a stream waits for its first token or a refusal before it sends HTTP status 200."""
     keep_alive_s: float = Field(default=10.0, gt=0)
     """Seconds of silence on a stream after which the gateway sends a keep-alive comment."""
+    response_retention_s: float = Field(default=86_400.0, ge=1, le=30 * 86_400)
+    """Seconds for which a stored response of `/v1/responses`, with its output, is kept after its end."""
     send_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds after which a client that reads nothing is disconnected."""
     drain_s: int = Field(default=30, ge=0)

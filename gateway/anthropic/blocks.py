@@ -43,7 +43,7 @@ def _text_of(block: object) -> str:
         raise _unsupported(kind, "only text blocks are supported here")
     text = block.get("text") if isinstance(block, dict) else None
     if not isinstance(text, str):
-        raise PydanticCustomError("text_type", "the text of a text block must be a string")
+        raise PydanticCustomError("block_text", "the text of a text block must be a string")
     return text
 
 

@@ -27,7 +27,7 @@ from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of
-from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
+from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
 from penstock.gateway.stream.limits import check_logprobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -93,17 +93,10 @@ class Answer(Response):
 
         Raises RequestError if the request offers tools and no parser exists for the model's calls.
         """
-        content, use = self._generation.content, self._generation.content.tool_use
-        has_schema = content.params.structured_outputs is not None and use.tools is None
-        if not self._dialect.parses_text or has_schema:
+        if not self._dialect.parses_text:
             return PLAIN
         record = self._pools.get(pool) or (await self._client.pools()).get(pool)
-        if use.tools is None:
-            return PLAIN if record is None else AnswerFormat("none", record.reasoning_parser)
-        record = _require_tool_parser(record)
-        return AnswerFormat(
-            record.tool_parser, record.reasoning_parser, one_call=not use.parallel, is_named=use.is_named
-        )
+        return answer_format(self._generation.content, record)
 
     async def _head(self, jobs: Sequence[AsyncJob]) -> AnswerHead:
         generation, content = self._generation, self._generation.content
@@ -234,6 +227,20 @@ class StreamAnswer(Answer):
             self._meter.sent()
             if is_large:
                 await self._yielder.wait()
+
+
+def answer_format(content: RequestContent, record: ServedPool | None) -> AnswerFormat:
+    """Return how to parse the text of an answer from this pool.
+
+    Raises RequestError if the request offers tools and no parser exists for the model's calls.
+    """
+    use = content.tool_use
+    if content.params.structured_outputs is not None and use.tools is None:
+        return PLAIN
+    if use.tools is None:
+        return PLAIN if record is None else AnswerFormat("none", record.reasoning_parser)
+    record = _require_tool_parser(record)
+    return AnswerFormat(record.tool_parser, record.reasoning_parser, one_call=not use.parallel, is_named=use.is_named)
 
 
 def _require_tool_parser(record: ServedPool | None) -> ServedPool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority
 from penstock.contract.problems import rename
+from penstock.contract.response_record import ResponseRecord
 from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.tasks import Task
 from penstock.contract.terms import UNLIMITED, Terms
@@ -74,9 +75,15 @@ class GenerationRequest:
     cut_at: StreamPosition | None = None
     """The position after which to resume an earlier stream. If set, no job is submitted."""
     event_ids: bool = False
-    """Whether the events of a stream have ids. Only such a stream can be resumed."""
+    """Whether the events of a stream have ids, or numbers of a stored response. Only such a stream can be resumed."""
     replay_from_start: bool = False
     """Whether a resumed stream is read from its start, because its later chunks depend on earlier ones."""
+    job_id: str | None = None
+    """The id of the job, for a request with one prompt. The client makes one by default."""
+    background: bool = False
+    """Whether the jobs continue without a reader."""
+    response: ResponseRecord | None = None
+    """The record that is stored with the job of a stored response."""
 
     @property
     def read_after(self) -> int:
@@ -98,7 +105,7 @@ async def open_jobs(
 
     Two kinds of jobs are released instead of canceled. A job with an idempotency key may be shared with another
     caller. The caller of a stream that `has_begun` may resume it, if its events have ids. The queue ends such a job
-    after its grace time without a reader.
+    after its grace time without a reader, unless it is a background job.
     """
     jobs: list[AsyncJob] = []
     try:
@@ -113,7 +120,7 @@ async def open_jobs(
     except BaseException as error:
         if isinstance(error, PenstockError):
             rename(error, generation.content.names)
-        is_shared = generation.idempotency_key is not None or generation.cut_at is not None
+        is_shared = generation.idempotency_key is not None or generation.cut_at is not None or generation.background
         is_canceled = isinstance(error, asyncio.CancelledError)
         may_resume = generation.event_ids and is_canceled and has_begun()
         await _release(jobs, may_resume=is_shared or may_resume)
@@ -141,7 +148,8 @@ def submit_options(generation: GenerationRequest) -> SubmitOptions:
 
 async def _submit(client: AsyncClient, generation: GenerationRequest, index: int, prompt: Prompt) -> AsyncJob:
     options = submit_options(generation)
-    options["background"], options["idempotency_key"] = False, generation.key_of(index)
+    options["background"], options["idempotency_key"] = generation.background, generation.key_of(index)
+    options["job_id"], options["response"] = generation.job_id, generation.response
     return await client.submit(prompt, **options)
 
 

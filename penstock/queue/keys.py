@@ -27,9 +27,11 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
     P:request:<id>           string  submit; end, purge                   the request (wire.py); deleted at the job's
                                                                           end, for a dead letter after 7 days
     P:dead_letters           zset    end; sweep, purge                    dead letters by end time; 10,000 for 7 days
-    P:log:<id>               list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the end
-    P:result:<id>            string  finish; deliver (PEXPIRE)            the result (wire.py); result_ttl_ms, a large
-                                                                          one log_ttl_ms after its delivery
+    P:log:<id>               list    emit, finish, end; delete_response   chunks (wire.py); log_ttl_ms after the end
+    P:result:<id>            string  finish; deliver (PEXPIRE),           the result (wire.py); result_ttl_ms, a large
+                                     delete_response                      one log_ttl_ms after its delivery
+    P:response:<id>          string  submit; end (PEXPIRE),               the record of a stored response; the job's
+                                     delete_response                      `keep` ms after its end, as then its result
     P:running:<node>         set     take; requeue, end, heartbeat        ids of the jobs that a node runs
     P:last_take:<node>       string  take; leave                          number and answer of the last take; 1 min
     P:open                   set     submit; end                          ids of queued and running jobs
@@ -49,10 +51,10 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
     P:backlog                hash    submit, requeue, release, take, end  class → predicted KV tokens of its queued jobs
     P:queued                 hash    submit, requeue, release, take, end  the same per tenant; no field where it is 0
     P:promised_bytes         hash    submit; end                          class → bytes that its open jobs may occupy
-    P:kept_bytes             hash    submit, end; sweep, purge            tenant → bytes: of open jobs as predicted, of
-                                                                          ended jobs as stored
-    P:expiry                 zset    end; deliver; submit, sweep, purge   `<bytes> <tenant> <key>` per stored key of an
-                                                                          ended job, by expiry time
+    P:kept_bytes             hash    submit, end; sweep, purge,           tenant → bytes: of open jobs as predicted, of
+                                     delete_response                      ended jobs as stored
+    P:expiry                 zset    end; deliver; submit, sweep, purge,  `<bytes> <tenant> <key>` per stored key of an
+                                     delete_response                      ended job, by expiry time
     P:usage:<day>            hash    end                                  `<tenant>:<account>:<what>` → jobs; tokens of
                                                                           prompts, cached and completions; 92 days
     P:recent_use:<window>    hash    take, requeue, finish                tenant → charged KV-token-ms ÷ weight, per
@@ -112,6 +114,11 @@ def log(job_id: str) -> str:
 def result(job_id: str) -> str:
     """String: a job's result."""
     return f"{prefix(pool_of(job_id))}:result:{job_id}"
+
+
+def response(job_id: str) -> str:
+    """String: the record of a stored response."""
+    return f"{prefix(pool_of(job_id))}:response:{job_id}"
 
 
 def waiting(pool: str, priority: int) -> str:

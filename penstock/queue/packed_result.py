@@ -83,6 +83,8 @@ class PackedResult:
         self.num_bytes = len(data or b"")
         self.usage: Usage | None = None
         self.choices: tuple[PackedChoice, ...] = ()
+        self._data = b""
+        self._cuts: Span | None = None
         self.prompt_logprobs = PackedRows(b"", None)
         self.output: PackedOutput | None = None
         """What the job's task returned; None for a job that generates text."""
@@ -115,6 +117,12 @@ class PackedResult:
         self.prompt_logprobs = PackedRows(data, spans.get("q"))
         if "o" in spans:
             self.output = PackedOutput({name: _value_or_view(data, span) for name, span in output.items()})
+        self._data, self._cuts = data, spans.get("cuts")
+
+    def cuts(self) -> Iterator[tuple[int, int, int]]:
+        """Return (choice, number of tokens, number of characters) of each chunk, decoded one by one."""
+        cuts = iter(()) if self._cuts is None else _items_of(self._data, self._cuts)
+        return ((choice, num_tokens, num_chars) for choice, num_tokens, num_chars in cuts)
 
 
 def _members(unpacker: Any, readers: dict[str, Callable[[], None]] | None = None) -> dict[str, Span]:

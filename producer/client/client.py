@@ -13,6 +13,7 @@ from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.priority import Priority
+from penstock.contract.response_record import NO_RESPONSE
 from penstock.contract.rights import class_not_allowed
 from penstock.contract.terms import Terms
 from penstock.contract.usage import DayUsage
@@ -22,6 +23,7 @@ from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.job_source import JobSource
 from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool
+from penstock.producer.client.responses import StoredResponses
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
@@ -34,6 +36,7 @@ from penstock.queue.broker.job_lists import JobLists, JobPage
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
+from penstock.queue.broker.responses import ResponseBroker
 from penstock.queue.broker.retry import Retries
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.packed_result import PackedResult
@@ -78,6 +81,7 @@ class AsyncClient(TokenCalls):
         keys = KeyStore(self._redis)
         self._keys = CachedState(lambda: self._retries.call(keys.all), KEYS_TTL_S)
         self.dead = DeadLetterBox(self._retries, DeadLetters(self._redis), self.submit)
+        self.responses = StoredResponses(self._retries, ResponseBroker(self._redis), self._broker)
         self._admissions: dict[str, PoolAdmission] = {}
         self._connecting = asyncio.Lock()
         self._is_closed = False
@@ -193,7 +197,7 @@ class AsyncClient(TokenCalls):
         await self._retries.call(lambda: self._inbox.ensure_heartbeat(record.pool))
         await (admission.admit(cost, job.priority) if job.num_sequences else admission.admit_task())
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
-        return Submission(job, cost, channel, terms)
+        return Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE)
 
     @with_options
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:

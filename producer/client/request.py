@@ -15,6 +15,7 @@ from penstock.contract.errors import NotFoundError, RequestError, TooLargeError,
 from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, pool_of
 from penstock.contract.packed_prompt import PackedPrompt, PromptField
 from penstock.contract.problems import request_error
+from penstock.contract.response_record import ResponseRecord
 from penstock.contract.sampling_options import SamplingOptions
 from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Task
@@ -51,6 +52,7 @@ class SubmitOptions(SamplingOptions, total=False):
     task: what to do with the prompt instead of generating text from it; see `AsyncClient.tokenize`.
     tenant: the tenant that the job belongs to; by default the client's.
     terms: the tenant's limits and weight; by default no limits, and the client's weight.
+    response: the record of a stored response, which is stored in the same step as the job.
     """
 
     model: str | None
@@ -70,12 +72,13 @@ class SubmitOptions(SamplingOptions, total=False):
     task: Task | None
     tenant: str | None
     terms: Terms | None
+    response: ResponseRecord | None
 
 
 _OF_JOB = frozenset({"priority", "background", "idempotency_key", "tools", "chat_template_kwargs", "task"})
 _ELSEWHERE = frozenset(
     {"model", "adapter", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"}
-    | {"tool_choice", "parallel_tool_calls"}
+    | {"tool_choice", "parallel_tool_calls", "response"}
 )
 _ANY_ID = "any.00000000-0000-7000-8000-000000000000"
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}

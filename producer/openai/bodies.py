@@ -44,6 +44,15 @@ _TOKEN_IDS: TypeAdapter[list[int]] = TypeAdapter(
 _TEMPLATE_KWARGS: TypeAdapter[str] = TypeAdapter(TemplateKwargs)
 
 
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """Return the variables for the chat template that a reasoning effort stands for."""
+    if effort is None:
+        return {}
+    # Templates have different names for the switch.
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+
+
 def _template_variables(value: dict[str, Any]) -> dict[str, Any]:
     try:
         _TEMPLATE_KWARGS.validate_python(json.dumps(value))
@@ -114,12 +123,7 @@ class ChatBody(GenerationBody):
     @property
     def template_kwargs(self) -> str | None:
         """The variables for the chat template as JSON text, or None. Those of `chat_template_kwargs` come first."""
-        given: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            # Templates have different names for the switch.
-            thinks = self.reasoning_effort != "none"
-            given = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
-        given |= self.chat_template_kwargs or {}
+        given = effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
         if self.continue_final_message:
             given[CONTINUES] = True
         elif self.add_generation_prompt is False:

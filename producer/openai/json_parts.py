@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -35,30 +36,31 @@ class Text(Lazy):
     """A lazy string, made in pieces."""
 
 
-def json_parts(value: Any) -> Iterator[bytes]:
+def json_parts(value: Any, *, ensure_ascii: bool = False) -> Iterator[bytes]:
     """Yield the JSON of a value in parts of several kilobytes.
 
-    Objects and `Items` may contain lazy values. Plain lists may not.
+    Objects and `Items` may contain lazy values. Plain lists may not. `ensure_ascii` escapes all other characters.
     """
+    dump = partial(to_json, ensure_ascii=ensure_ascii)
     if isinstance(value, dict):
-        yield from _object_parts(value)
+        yield from _object_parts(value, dump, ensure_ascii)
     elif isinstance(value, Rows):
-        yield from _joined(b"[", (to_json(rows)[1:-1] for rows in _batches(value.make())), b"]")
+        yield from _joined(b"[", (dump(rows)[1:-1] for rows in _batches(value.make())), b"]")
     elif isinstance(value, Items):
         yield b"["
         for i, item in enumerate(value.make()):
             if i:
                 yield b","
-            yield from json_parts(item)
+            yield from json_parts(item, ensure_ascii=ensure_ascii)
         yield b"]"
     elif isinstance(value, Text):
         yield b'"'
         for text in value.make():
             for at in range(0, len(text), CHARS_PER_PART):
-                yield to_json(text[at : at + CHARS_PER_PART])[1:-1]
+                yield dump(text[at : at + CHARS_PER_PART])[1:-1]
         yield b'"'
     else:
-        yield to_json(value)
+        yield dump(value)
 
 
 def plain(value: Any) -> Any:
@@ -72,14 +74,14 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _object_parts(value: dict[str, Any]) -> Iterator[bytes]:
+def _object_parts(value: dict[str, Any], dump: Callable[[Any], bytes], ensure_ascii: bool) -> Iterator[bytes]:
     if not any(isinstance(member, (dict, Lazy)) for member in value.values()):
-        yield to_json(value)
+        yield dump(value)
         return
     yield b"{"
     for i, (name, member) in enumerate(value.items()):
-        yield (b"," if i else b"") + to_json(name) + b":"
-        yield from json_parts(member)
+        yield (b"," if i else b"") + dump(name) + b":"
+        yield from json_parts(member, ensure_ascii=ensure_ascii)
     yield b"}"
 
 

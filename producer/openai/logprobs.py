@@ -23,7 +23,12 @@ def chat_logprobs(entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
 
 def whole_chat_logprobs(entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
     """Return the `logprobs` object of a whole chat choice. Its rows are created when they are written."""
-    return {"content": Rows(lambda: map(_chat_row, entries)), "refusal": None}
+    return {"content": Rows(lambda: chat_rows(entries)), "refusal": None}
+
+
+def chat_rows(entries: Iterable[TokenLogprobs]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a `logprobs` object, one for each token."""
+    return map(_chat_row, entries)
 
 
 def _chat_row(entry: TokenLogprobs) -> dict[str, Any]:

@@ -23,7 +23,7 @@ MAX_ROWS = 32
 MAX_STORED = 100_000
 """Stored keys of ended jobs that one read of about 40 ms adds up. With more keys, an audit does not check their sum."""
 _SCAN_COUNT = 1000
-_PER_JOB = frozenset(("job", "request", "log", "result"))
+_PER_JOB = frozenset(("job", "request", "log", "result", "response"))
 _REPAIR_RETRY_MS = 10_000
 
 KeyEntry = tuple[str, str]

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from penstock.contract.errors import NotFoundError, TooLargeError
 from penstock.contract.job import Chunk, Job, Outcome, Result, pool_of
 from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.queue import keys, wire
 from penstock.queue.admission import estimate_bytes
@@ -56,6 +57,7 @@ class Submission:
     channel: bool = False
     """Whether chunks are also published on the job's own channel."""
     terms: Terms = UNLIMITED
+    response: ResponseRecord = NO_RESPONSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class ProducerBroker:
         request = wire.encode_request(job)
         if len(request) > MAX_BYTES:
             raise TooLargeError(f"the request has {len(request)} bytes; the limit is {MAX_BYTES}", param="prompt")
+        record = submission.response
         body = hashlib.blake2b(request, digest_size=16).hexdigest()
         idem = job.idempotency_key or ""
         answer = await scripts.call(
@@ -103,9 +106,10 @@ class ProducerBroker:
             *(job.id, job.tenant, int(job.priority), job.num_sequences, submission.cost, body, request),
             *(job.deadline_ms or 0, inbox, int(submission.channel), int(job.background)),
             hashlib.blake2b(idem.encode(), digest_size=16).hexdigest() if idem else "",
-            estimate_bytes(job, len(request)),
+            estimate_bytes(job, len(request)) + len(record.data),
             *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
             *(terms.burst_s, terms.weight, job.not_before_ms or 0, terms.memory_percent, terms.account),
+            *(record.data, record.keep_ms),
         )
         kind = answer[0].decode()
         if kind in ("OK", "EXISTS"):

@@ -171,7 +171,7 @@ end
 
 -- Lifetimes ----------------------------------------------------------------------------------------
 
-local STORED_KEYS = {'job', 'request', 'log', 'result'}
+local STORED_KEYS = {'job', 'request', 'log', 'result', 'response'}
 
 local function check_life(name, id, is_open)
   local key = name .. ':' .. id

@@ -9,7 +9,7 @@
 -- A job's hash has these fields:
 --   state tenant priority n entry body cost submitted taken first finished deadline background inboxes channel unread
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
---   urgency charge window weight bytes idem lacks ms_per_token charged account stored result_until
+--   urgency charge window weight bytes idem lacks ms_per_token charged account stored result_until keep response_bytes
 --   retaken past_leases num_past_leases used
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
 -- entry: position of a queued job: its id in the tenant's stream, DELAYED for a delayed job, '' for a requeued job.
@@ -20,7 +20,8 @@
 -- urgency, charge, window: class it was taken as, what its tenant was charged, and the share window of that charge.
 -- ms_per_token, charged: tenant's token rate and the tokens charged to it, if the tenant has such a limit.
 -- bytes: predicted memory of the open job, counted in P:kept_bytes. stored: bytes that count there after its end, as
--- `<log> <large result> <dead letter's request> <rest>`. result_until: expiry of a large result.
+-- `<log> <large result> <dead letter's request> <rest>[ <response>]`. result_until: expiry of a large result.
+-- keep: ms after the end for which the record of a stored response, of response_bytes, and the job's result are kept.
 -- taken, retaken: times of the first take and of the last later one. past_leases: the newest MAX_PAST_LEASES leases that
 -- ended before the job did, as `<node>@<taken>-<ended>:<why>`; num_past_leases counts all of them.
 -- used: `<prompt> <completion> <cached> <kv_token_ms>` of an ended job; kv_token_ms is '' if its node did not report it.

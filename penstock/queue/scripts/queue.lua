@@ -227,11 +227,13 @@ local function subtract_expired(now, max_keys)
   end
 end
 
--- Parses a job's field `stored` into bytes of log, large result, dead letter's request and rest; nil if it has none.
+-- Parses a job's field `stored` into bytes of log, large result, dead letter's request, rest and response; nil if it has
+-- none. A job without a response has no bytes of one.
 local function stored_of(text)
-  local log, result, request, rest = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+)$')
+  local log, result, request, rest, response = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+) ?(%d*)$')
   if not log then return nil end
-  return {log = tonumber(log), result = tonumber(result), request = tonumber(request), job = tonumber(rest)}
+  return {log = tonumber(log), result = tonumber(result), request = tonumber(request), job = tonumber(rest),
+    response = tonumber(response) or 0}
 end
 
 -- Deletes a dead letter and its request. Returns 1 if it was one, else 0.
@@ -250,10 +252,28 @@ local function dead_letter(job, now)
   for _, id in ipairs(redis.call('ZRANGE', P .. ':dead_letters', 0, -1 - MAX_DEAD)) do delete_dead_letter(id) end
 end
 
--- Lifetime of a result, in ms. A large result whose last chunk was pushed to a waiting reader expires with the log.
+-- Lifetime of the record of a stored response, in ms after its job's end; nil for a job without one.
+local function response_life(job)
+  if job.keep == nil then job.keep = tonumber(redis.call('HGET', job_key(job.id), 'keep') or '') or false end
+  return job.keep or nil
+end
+
+-- Lifetime of a result, in ms. A large result whose last chunk was pushed to a waiting reader expires with the log. The
+-- result of a stored response lives as long as that.
 local function result_life(job, config, bytes)
+  local keep = response_life(job)
+  if keep then return keep end
   local was_read = job.background == '0' and (job.inboxes ~= '' or job.channel == '1')
   return bytes > LARGE_RESULT_BYTES and was_read and config.log_ttl_ms or config.result_ttl_ms
+end
+
+-- Lifetimes, in ms, of an ended job's record and log. The log of a stored response stands in for a missing result.
+local function record_life(job, config, is_dead)
+  return math.max(response_life(job) or config.result_ttl_ms, is_dead and DEAD_LIFE_MS or 0)
+end
+
+local function log_life(job, config, result_bytes)
+  return math.max(config.log_ttl_ms, result_bytes == 0 and response_life(job) or 0)
 end
 
 -- Counts the bytes that are stored of a job after its end. A record with past leases takes more memory.
@@ -261,16 +281,18 @@ local function count_ended(job, config, now, log_bytes, result_bytes, is_dead, h
   local is_large = result_bytes > LARGE_RESULT_BYTES
   local request = is_dead and redis.call('GET', P .. ':request:' .. job.id)
   local bytes = {log = log_bytes, result = is_large and result_bytes or 0, request = request and #request or 0,
-    job = (has_moved and MOVED_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes)}
-  local record_life = is_dead and math.max(DEAD_LIFE_MS, config.result_ttl_ms) or config.result_ttl_ms
+    job = (has_moved and MOVED_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes),
+    response = tonumber(redis.call('HGET', job_key(job.id), 'response_bytes') or '0')}
   local large_result_life = result_life(job, config, result_bytes)
-  count_stored(job.tenant, 'log:' .. job.id, bytes.log, now + config.log_ttl_ms)
+  count_stored(job.tenant, 'log:' .. job.id, bytes.log, now + log_life(job, config, result_bytes))
   count_stored(job.tenant, 'result:' .. job.id, bytes.result, now + large_result_life)
   count_stored(job.tenant, 'request:' .. job.id, bytes.request, now + DEAD_LIFE_MS)
-  count_stored(job.tenant, 'job:' .. job.id, bytes.job, now + record_life)
+  count_stored(job.tenant, 'job:' .. job.id, bytes.job, now + record_life(job, config, is_dead))
+  count_stored(job.tenant, 'response:' .. job.id, bytes.response, now + (response_life(job) or 0))
   redis.call('HSET', job_key(job.id), 'stored',
-    string.format('%d %d %d %d', bytes.log, bytes.result, bytes.request, bytes.job))
-  if large_result_life < config.result_ttl_ms then
+    string.format('%d %d %d %d', bytes.log, bytes.result, bytes.request, bytes.job) ..
+    (bytes.response > 0 and ' ' .. bytes.response or ''))
+  if large_result_life < record_life(job, config, is_dead) then
     redis.call('HSET', job_key(job.id), 'result_until', now + large_result_life)
   end
 end
@@ -358,13 +380,15 @@ local function end_job(job, config, now, state, code, message, param, reported)
   local index = redis.call('LLEN', log)
   local chunk = terminal_chunk(job.id, index, state, code, message, param)
   redis.call('RPUSH', log, chunk)
-  redis.call('PEXPIRE', log, config.log_ttl_ms)
+  redis.call('PEXPIRE', log, log_life(job, config, reported.result_bytes or 0))
   count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead, has_moved)
   local used = string.format('%d %d %d ', reported.prompt, reported.completion, reported.cached) ..
     (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '')
   redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
     'message', message, 'param', param, 'used', used)
-  redis.call('PEXPIRE', job_key(job.id), is_dead and math.max(DEAD_LIFE_MS, config.result_ttl_ms) or config.result_ttl_ms)
+  redis.call('PEXPIRE', job_key(job.id), record_life(job, config, is_dead))
+  local keep = response_life(job)
+  if keep then redis.call('PEXPIRE', P .. ':response:' .. job.id, keep) end
   publish(job, chunk)
 end
 

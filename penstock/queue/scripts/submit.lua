@@ -1,9 +1,11 @@
 -- submit: accept a job, or answer why it is refused. A known id or idempotency key with the same body is the same job.
 -- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash bytes
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
+--   response keep_ms
 --   p: class. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   bytes: Redis memory that the job may occupy.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
+--   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL|BAD_ID_AGE}
 --       | {BUSY, name of the limit, limit, retry_after_ms}
 local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
@@ -18,6 +20,7 @@ local background, idem, bytes = ARGV[11], ARGV[12], tonumber(ARGV[13])
 local tenant_open, tenant_queued = tonumber(ARGV[14]), tonumber(ARGV[15])
 local per_minute, burst_s = {jobs = tonumber(ARGV[16]), tokens = tonumber(ARGV[17])}, tonumber(ARGV[18])
 local weight, not_before_in, memory_percent, account = ARGV[19], tonumber(ARGV[20]), tonumber(ARGV[21]), ARGV[22]
+local response, keep = ARGV[23], ARGV[24]
 
 local config = read_config()
 if not config then return {'UNKNOWN_POOL'} end
@@ -173,6 +176,10 @@ redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'fir
   'tenant', tenant, 'priority', p, 'n', n, 'cost', cost, 'entry', entry, 'submitted', job.submitted,
   'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'bytes', bytes, 'idem', idem_name)
 if account ~= '' then redis.call('HSET', job_key(id), 'account', account) end
+if response ~= '' then
+  redis.call('SET', P .. ':response:' .. id, response)
+  redis.call('HSET', job_key(id), 'keep', keep, 'response_bytes', #response)
+end
 if per_minute.tokens > 0 then
   redis.call('HSET', job_key(id), 'ms_per_token', 60000 / per_minute.tokens, 'charged', cost)
 end

@@ -1,0 +1,195 @@
+"""The HTTP responses of the Responses API: a stream, a whole response, or the state of an open one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+
+from fastapi import Request
+from starlette.types import Send
+
+from penstock.contract.errors import NotFoundError, PenstockError, error_of
+from penstock.contract.job import Usage
+from penstock.gateway.responses.dialect import ResponseDialect, answer_options
+from penstock.gateway.responses.events import ResponseEncoder
+from penstock.gateway.responses.ids import no_response, response_id_of
+from penstock.gateway.responses.output import CHUNKS_PER_ROUND, OutputReader, read_chunk
+from penstock.gateway.responses.record import StoredResponse, decode_stored_response
+from penstock.gateway.responses.render import Status, end_of, open_members, output_parts, response_parts
+from penstock.gateway.stream.answer import Answer, StreamAnswer, WholeAnswer
+from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
+from penstock.gateway.stream.dialect import AnswerHead, StreamEncoder
+from penstock.gateway.stream.flow import Batch, Ended, ends_of
+from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
+from penstock.gateway.stream.sse import EventWriter
+from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.queue.broker.producer import JobStatus
+
+DIALECT = ResponseDialect()
+
+
+async def record_of(client: AsyncClient, job_id: str, tenant: str) -> StoredResponse:
+    """Return the record of a stored response. Raises NotFoundError that names the response."""
+    try:
+        return decode_stored_response(await client.responses.read(job_id, tenant))
+    except NotFoundError:
+        raise no_response(response_id_of(job_id)) from None
+
+
+class _ResponseAnswer(Answer):
+    """The base of the answers: a request, and the record of the response that it creates or reads."""
+
+    def __init__(
+        self,
+        request: Request,
+        generation: GenerationRequest,
+        record: StoredResponse,
+        *,
+        starting_after: int = -1,
+        ignored: Sequence[str] = (),
+    ) -> None:
+        """`ignored` is that of `ParsedBody`."""
+        super().__init__(request, generation, DIALECT, answer_options(record, starting_after=starting_after), ignored)
+        self._record = record
+
+    async def _learn(self, job: AsyncJob) -> None:
+        """Read the record of a job that an earlier request with the same idempotency key created."""
+        if job.id != self._generation.job_id and self._record.stored:
+            self._record = await record_of(self._client, job.id, self._generation.tenant)
+
+    def _head_at(self, job: AsyncJob, *, finished_s: int = 0) -> AnswerHead:
+        record, content = self._record, self._generation.content
+        options = answer_options(record, starting_after=self._options["starting_after"], finished_s=finished_s)
+        return AnswerHead([job.id], content.model, record.created_s, content.params, record.form, options=options)
+
+
+class ResponseStream(_ResponseAnswer, StreamAnswer):
+    """The stream of a response, new or stored. A failed job is an event of it, unless nothing has been sent yet."""
+
+    async def _answer(self, writer: EventWriter) -> None:
+        encoder: ResponseEncoder | None = None
+        try:
+            async with open_jobs(self._client, self._generation, has_begun=lambda: writer.started) as jobs:
+                (job,) = jobs
+                writer.headers.update(self._response_headers(jobs))
+                await self._learn(job)
+                encoder = DIALECT.stream(self._head_at(job))
+                if self._record.background or self._generation.cut_at is not None:
+                    # The caller may need the id before the first token.
+                    await self._send_all(encoder.opening(), writer)
+                await self._relay_events(job, encoder, writer)
+        except PenstockError as error:
+            if not writer.started:
+                raise
+            self._metrics.refused(error)
+            await writer.write(DIALECT.error_event(error) if encoder is None else encoder.error(error))
+        await writer.end()
+
+    async def _relay_events(self, job: AsyncJob, encoder: ResponseEncoder, writer: EventWriter) -> None:
+        num_tokens = 0
+        async with aclosing(job.batches()) as batches:
+            async for batch in batches:
+                outcome = batch[-1].outcome
+                failed = outcome is not None and outcome.state != "done"
+                if outcome is not None and failed and self._generation.cut_at is None and not writer.started:
+                    raise error_of(outcome)
+                await self._write(encoder, batch, writer)
+                num_tokens += sum(len(chunk.token_ids) for chunk in batch)
+                if outcome is not None:
+                    self._meter.ended(num_tokens)
+                    status = await job.status()
+                    await self._send_all(encoder.closing(outcome, status.finished_ms // 1000), writer)
+
+    async def _write(self, encoder: StreamEncoder, batch: Batch, writer: EventWriter) -> None:
+        # Events that the caller has already got give no parts, so a long batch would not be interrupted.
+        for at in range(0, len(batch), CHUNKS_PER_ROUND):
+            if at:
+                await self._yielder.wait()
+            await super()._write(encoder, batch[at : at + CHUNKS_PER_ROUND], writer)
+
+    async def _send_all(self, parts: Iterator[bytes], writer: EventWriter) -> None:
+        piece, size = list[bytes](), 0
+        for part in parts:
+            piece.append(part)
+            size += len(part)
+            if size >= PIECE_BYTES:
+                await writer.write(b"".join(piece))
+                piece, size = [], 0
+                await self._yielder.wait()
+        if size:
+            await writer.write(b"".join(piece))
+
+
+class ResponseWhole(_ResponseAnswer, WholeAnswer):
+    """The whole response of a new job, after its end. A failed job is an error."""
+
+    async def _answer(self, send: Send) -> None:
+        async with open_jobs(self._client, self._generation) as jobs:
+            (job,) = jobs
+            await self._learn(job)
+            (end,) = await ends_of(jobs)
+            status = await job.status()
+        await self._send_whole(job, end, status, send)
+
+    async def _send_whole(self, job: AsyncJob, end: Ended, status: JobStatus, send: Send) -> None:
+        if end.num_bytes > PIECE_BYTES:
+            await self._yielder.wait()
+        encoder = DIALECT.whole(self._head_at(job, finished_s=status.finished_ms // 1000))
+        await self._send_body(self._parts(encoder, [job], [end]), job, send)
+
+    async def _send_body(self, parts: AsyncGenerator[bytes, None], job: AsyncJob, send: Send) -> None:
+        sender = BodyWriter(send, self._response_headers([job]), self._yielder)
+        try:
+            await sender.send_all(parts)
+        except PenstockError as error:
+            if not sender.started:
+                raise
+            # Leave the body incomplete: the server then closes the connection, and the caller sees that it was cut off.
+            self._metrics.refused(error)
+
+
+class ResponseState(ResponseWhole):
+    """The present state of a response: whole if its job is done, and what there is of it otherwise."""
+
+    async def _answer(self, send: Send) -> None:
+        async with open_jobs(self._client, self._generation) as jobs:
+            (job,) = jobs
+            await self._learn(job)
+            status = await job.status()
+            if status.outcome is not None and status.outcome.state == "done":
+                (end,) = await ends_of(jobs)
+                await self._send_whole(job, end, status, send)
+            else:
+                await self._send_body(self._unfinished_parts(job, status), job, send)
+            await job.detach()
+
+    async def _unfinished_parts(self, job: AsyncJob, status: JobStatus) -> AsyncGenerator[bytes, None]:
+        record = self._record
+        output: Iterable[bytes] = ()
+        if status.outcome is None:
+            members = open_members(_open_status(status, record))
+        else:
+            reader = OutputReader(job.id, record.form)
+            usage = await self._read_all(job, reader)
+            members = end_of(status.outcome, status.finished_ms // 1000, usage, reader).members
+            output = output_parts(reader.items)
+        for part in response_parts(job.id, record, members, output):
+            yield part
+
+    async def _read_all(self, job: AsyncJob, reader: OutputReader) -> Usage | None:
+        """Read the chunks of a job that was cut short."""
+        usage = None
+        async with aclosing(job.batches()) as batches:
+            async for batch in batches:
+                for at, chunk in enumerate(batch):
+                    if at % CHUNKS_PER_ROUND == 0:
+                        await self._yielder.wait()
+                    read_chunk(chunk, reader)
+                    usage = chunk.usage or usage
+        for _ in reader.end():
+            pass
+        return usage
+
+
+def _open_status(status: JobStatus, record: StoredResponse) -> Status:
+    return "queued" if record.background and status.state == "queued" else "in_progress"

@@ -1,0 +1,241 @@
+"""Schema of the body of `POST /v1/responses`. Unknown and unsupported fields are refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, FailFast, Field, PlainValidator, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.contract.logprobs import MAX_LOGPROBS
+from penstock.contract.priority import ClassName
+from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.tools import MAX_TOOLS
+from penstock.gateway.responses.items import AnyItem, items_of, messages_of
+from penstock.gateway.responses.tools import AnyTool, Choice, shown_choice, shown_tools, tool_use_of
+from penstock.producer.openai.bodies import effort_variables
+from penstock.producer.openai.fields import Wire, only
+from penstock.producer.openai.messages import ToolUse
+
+MAX_METADATA = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
+MAX_RESPONSE_ID_CHARS = 256
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+"""What `include` may name. Reasoning is never encrypted: its text is in the item's content."""
+_CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactive"}
+_SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+_OTHER_SAMPLING = ("repetition_penalty", "top_k", "min_p", "seed")
+"""Sampling options that OpenAI's API lacks."""
+
+Metadata = dict[
+    Annotated[str, StringConstraints(max_length=MAX_METADATA_KEY_CHARS)],
+    Annotated[str, StringConstraints(max_length=MAX_METADATA_VALUE_CHARS)],
+]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def _includable(value: object) -> object:
+    for name in value if isinstance(value, list) else ():
+        if name not in INCLUDABLE:
+            context = {"name": repr(name)[:80], "known": ", ".join(INCLUDABLE)}
+            raise PydanticCustomError("unsupported_value", "{name} is not supported; supported: {known}", context)
+    return value
+
+
+class TextFormat(Wire):
+    """The format of the text: plain text, any JSON object, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> Self:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise PydanticCustomError("unsupported_value", "schema is required with type json_schema and only there")
+        return self
+
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """Return the equivalent value of penstock's `structured_outputs`."""
+        if self.schema_ is not None:
+            return {"json_schema": self.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+    def shown(self) -> dict[str, Any]:
+        """Return the format as the response shows it."""
+        if self.schema_ is None:
+            return {"type": self.type}
+        members = {"name": self.name or "", "description": self.description, "schema": self.schema_}
+        return {"type": self.type, **members, "strict": bool(self.strict)}
+
+
+class TextConfig(Wire):
+    """Options of the text. `verbosity` is accepted without effect."""
+
+    format: TextFormat = TextFormat()
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Wire):
+    """Options of the reasoning. The effort sets variables of the chat template; a summary is never made."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class StreamOptions(Wire):
+    """Options of the stream."""
+
+    include_obfuscation: Annotated[Any, only(None, False)] = None
+
+
+class ResponseBody(Wire):
+    """Body of `POST /v1/responses`. Fields without a comment are those of OpenAI's API."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    input: Annotated[list[AnyItem], PlainValidator(items_of)]
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Field(max_length=MAX_RESPONSE_ID_CHARS)] | None = None
+    background: bool | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: Annotated[list[str] | None, BeforeValidator(_includable)] = None
+    text: TextConfig | None = None
+    tools: Annotated[list[AnyTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    truncation: Annotated[Any, only(None, "disabled")] = None
+
+    priority: ClassName | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA)] = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    # Limits the calls of hosted tools, of which there are none.
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+
+    conversation: Annotated[Any, only(None)] = None
+    prompt: Annotated[Any, only(None)] = None
+    context_management: Annotated[Any, only(None)] = None
+    moderation: Annotated[Any, only(None)] = None
+    prompt_cache_options: Annotated[Any, only(None)] = None
+    access_programs: Annotated[Any, only(None)] = None
+    image: Annotated[Any, only(None)] = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.background and self.store is False:
+            raise PydanticCustomError("unsupported_value", "background requires store to be true")
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("unsupported_value", "stream_options are allowed only when stream is true")
+        return self
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt, which a response never does."""
+        return False
+
+    @property
+    def asked_class(self) -> ClassName | None:
+        """The class that the body asks for: the one that it names, or else the one that the tier stands for."""
+        return self.priority or _CLASS_OF_TIER.get(self.service_tier or "")
+
+    @property
+    def template_kwargs(self) -> str | None:
+        """The variables for the chat template as JSON text, or None: those of the reasoning effort."""
+        variables = effort_variables(None if self.reasoning is None else self.reasoning.effort)
+        return json.dumps(variables) if variables else None
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {
+            "prompt": "input",
+            "messages": "input",
+            "max_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+            "structured_outputs": "text.format",
+        }
+
+    def prompts(self) -> list[list[dict[str, Any]]]:
+        """Return a list with the messages of the input, without instructions and earlier responses."""
+        return [messages_of(self.input).messages]
+
+    def tool_use(self) -> ToolUse:
+        """Return the tools that the model may or must call."""
+        return tool_use_of(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
+
+    def params(self) -> SamplingParams:
+        """Return the sampling options. Raises pydantic's ValidationError."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*_SAMPLING, *_OTHER_SAMPLING)}
+        given["max_tokens"] = self.max_output_tokens
+        given["structured_outputs"] = self.text and self.text.format.structured_outputs()
+        if self.top_logprobs or LOGPROBS in (self.include or ()):
+            given["logprobs"] = self.top_logprobs or 0
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def options(self) -> dict[str, Any]:
+        """Return what only this API needs: how to run, store and show the response."""
+        found = messages_of(self.input)
+        return {
+            "instructions": self.instructions,
+            "previous": self.previous_response_id,
+            "background": bool(self.background),
+            "store": self.store is not False,
+            "echo": json.dumps(self._echo()).encode(),
+            "items": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in self.input],
+            "references": [[at, item_ids] for at, item_ids in found.references],
+            "num_calls": found.num_calls,
+        }
+
+    def _echo(self) -> dict[str, Any]:
+        """Return the members of the response that repeat the request, as plain values."""
+        tier = self.service_tier
+        text, reasoning = self.text or TextConfig(), self.reasoning or Reasoning()
+        defaults = SamplingParams()
+        return {
+            "model": self.model,
+            "instructions": self.instructions,
+            "previous_response_id": self.previous_response_id,
+            "background": bool(self.background),
+            "store": self.store is not False,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
+            **{name: _or(getattr(self, name), getattr(defaults, name)) for name in _SAMPLING},
+            "top_logprobs": self.top_logprobs or 0,
+            "text": {"format": text.format.shown(), "verbosity": text.verbosity or "medium"},
+            "tools": shown_tools(self.tools or ()),
+            "tool_choice": shown_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
+            "truncation": "disabled",
+            "service_tier": "default" if tier in (None, "auto") else tier,
+            "metadata": self.metadata or {},
+            "user": self.user,
+            "safety_identifier": self.safety_identifier,
+            "prompt_cache_key": self.prompt_cache_key,
+        }
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

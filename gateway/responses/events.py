@@ -1,0 +1,187 @@
+"""Encoding of a response's stream: typed events with sequence numbers, a function of the record and the job's log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from penstock.contract.errors import PenstockError
+from penstock.contract.job import Chunk, Outcome, Usage
+from penstock.gateway.responses.output import Closed, Grown, HeldLogprobs, Opened, OutputItem, OutputReader, OutputStep
+from penstock.gateway.responses.record import StoredResponse
+from penstock.gateway.responses.render import (
+    ResponseEnd,
+    Status,
+    end_of,
+    item_of,
+    open_members,
+    output_parts,
+    part_of,
+    response_parts,
+    rows_of,
+)
+from penstock.gateway.stream.body_writer import PIECE_BYTES
+from penstock.gateway.stream.dialect import StreamEncoder
+from penstock.gateway.stream.encoder import MAX_EVENTS_OF_PART
+from penstock.gateway.stream.sse import DONE
+from penstock.producer.openai.json_parts import Text, json_parts
+
+Parts = Iterator[bytes]
+_LAST_EVENTS: dict[Status, str] = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+    # OpenAI's API has no event of its own for a canceled response.
+    "cancelled": "response.incomplete",
+    "failed": "response.failed",
+}
+
+
+class ResponseEncoder(StreamEncoder):
+    """Encodes the chunks of one response's job as events. Events up to `starting_after` are counted but not sent."""
+
+    def __init__(self, job_id: str, record: StoredResponse, starting_after: int = -1) -> None:
+        self._job_id = job_id
+        self._record = record
+        self._starting_after = starting_after
+        self._next = 0
+        self._has_begun = self._is_running = False
+        self._reader = OutputReader(job_id, record.form)
+        self._logprobs = HeldLogprobs()
+        self._usage: Usage | None = None
+        self._deltas: dict[int, tuple[bytes, bytes]] = {}
+
+    def opening(self) -> Parts:
+        """Yield the events before the job runs. A second call yields nothing."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        status: Status = "queued" if self._record.background else "in_progress"
+        yield from self._state_event("response.created", status)
+        if self._record.background:
+            yield from self._state_event("response.queued", status)
+
+    def parts_of(self, batch: Sequence[Chunk]) -> Parts:
+        """Yield the events of the next chunks, in parts. The chunk with the outcome has its events in `closing`."""
+        part, size, num_events = list[bytes](), 0, 0
+        for encoded in self._events_of(batch):
+            part.append(encoded)
+            size += len(encoded)
+            num_events += 1
+            if size >= PIECE_BYTES or num_events >= MAX_EVENTS_OF_PART:
+                yield b"".join(part)
+                part, size, num_events = [], 0, 0
+        if size:
+            yield b"".join(part)
+
+    def closing(self, outcome: Outcome, finished_s: int) -> Parts:
+        """Yield the events after the job's end."""
+        yield from self.opening()
+        for step in self._reader.end():
+            yield from self._step_events(step)
+        end = end_of(outcome, finished_s, self._usage, self._reader)
+        output = output_parts(self._reader.items, self._logprobs.repeated)
+        yield from self._response_event(_LAST_EVENTS[end.status], end, output)
+        yield DONE
+
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """Return the stream's last line."""
+        return DONE
+
+    def error(self, error: PenstockError) -> bytes:
+        """Return the event of a stream that breaks off. The response itself may go on."""
+        members = {"code": error.code, "message": error.message, "param": error.param}
+        event = {"type": "error", "sequence_number": self._next, **members}
+        return b"event: error\ndata: " + to_json(event, ensure_ascii=True) + b"\n\n"
+
+    def _events_of(self, batch: Sequence[Chunk]) -> Parts:
+        for chunk in batch:
+            if chunk.outcome is not None:
+                continue
+            yield from self.opening()
+            if not self._is_running:
+                self._is_running = True
+                yield from self._state_event("response.in_progress", "in_progress")
+            if chunk.logprobs:
+                self._logprobs.add(chunk.logprobs)
+            self._usage = chunk.usage or self._usage
+            for step in self._reader.push(chunk.text, chunk.finish_reason):
+                yield from self._step_events(step)
+
+    def _step_events(self, step: OutputStep) -> Parts:
+        match step:
+            case Opened(item):
+                yield from self._opened(item)
+            case Grown(item, text):
+                yield from self._grown(item, text)
+            case Closed(item):
+                yield from self._closed(item)
+
+    def _opened(self, item: OutputItem) -> Parts:
+        added = {"output_index": item.index, "item": item_of(item, is_new=True)}
+        yield from self._event("response.output_item.added", added)
+        if item.kind != "function_call":
+            added = self._place(item) | {"part": part_of(item, is_new=True)}
+            yield from self._event("response.content_part.added", added)
+
+    def _grown(self, item: OutputItem, text: str) -> Parts:
+        number, self._next = self._next, self._next + 1
+        waiting = self._logprobs.take() if item.kind == "message" else []
+        if number <= self._starting_after:
+            return
+        if waiting:
+            self._next = number
+            delta = self._place(item) | {"delta": Text(lambda: [text]), "logprobs": rows_of(waiting)}
+            yield from self._event("response.output_text.delta", delta)
+            return
+        before, after = self._deltas.get(item.index) or self._frame_of(item)
+        yield b"%b%d%b%b}\n\n" % (before, number, after, to_json(text, ensure_ascii=True))
+
+    def _frame_of(self, item: OutputItem) -> tuple[bytes, bytes]:
+        """Return the bytes of an item's deltas before and after the sequence number, up to the text."""
+        name = {"message": "output_text", "reasoning": "reasoning_text"}.get(item.kind, "function_call_arguments")
+        place = self._place(item) | ({"logprobs": []} if item.kind == "message" else {})
+        before = f'event: response.{name}.delta\ndata: {{"type":"response.{name}.delta","sequence_number":'
+        frame = before.encode(), b"," + to_json(place, ensure_ascii=True)[1:-1] + b',"delta":'
+        self._deltas[item.index] = frame
+        return frame
+
+    def _closed(self, item: OutputItem) -> Parts:
+        logprobs = self._logprobs.repeated
+        place, text = self._place(item), Text(lambda: ["".join(item.texts)])
+        if item.kind == "function_call":
+            done: dict[str, Any] = place | {"name": item.name, "arguments": text}
+            yield from self._event("response.function_call_arguments.done", done)
+        else:
+            is_text = item.kind == "message"
+            name = "response.output_text.done" if is_text else "response.reasoning_text.done"
+            yield from self._event(name, place | {"text": text} | ({"logprobs": rows_of(logprobs)} if is_text else {}))
+            yield from self._event("response.content_part.done", place | {"part": part_of(item, logprobs)})
+        done = {"output_index": item.index, "item": item_of(item, logprobs)}
+        yield from self._event("response.output_item.done", done)
+
+    def _place(self, item: OutputItem) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
+        return place if item.kind == "function_call" else place | {"content_index": 0}
+
+    def _state_event(self, name: str, status: Status) -> Parts:
+        yield from self._numbered(name, response_parts(self._job_id, self._record, open_members(status)))
+
+    def _response_event(self, name: str, end: ResponseEnd, output: Parts) -> Parts:
+        yield from self._numbered(name, response_parts(self._job_id, self._record, end.members, output))
+
+    def _numbered(self, name: str, response: Parts) -> Parts:
+        number, self._next = self._next, self._next + 1
+        if number > self._starting_after:
+            head = f'event: {name}\ndata: {{"type":"{name}","sequence_number":{number},"response":'
+            yield head.encode()
+            yield from response
+            yield b"}\n\n"
+
+    def _event(self, name: str, members: dict[str, Any]) -> Parts:
+        number, self._next = self._next, self._next + 1
+        if number > self._starting_after:
+            yield f"event: {name}\ndata: ".encode()
+            yield from json_parts({"type": name, "sequence_number": number, **members}, ensure_ascii=True)
+            yield b"\n\n"

@@ -1,0 +1,65 @@
+"""The list of a stored response's input items, sent in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
+
+from penstock.contract.errors import RequestError
+from penstock.gateway.responses.ids import MAX_SHOWN_CHARS, input_item_id
+from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
+
+DEFAULT_LIMIT = 20
+MAX_LIMIT = 100
+"""Items of one page."""
+_ORDERS = ("asc", "desc")
+
+Items = Sequence[tuple[str, str]]
+"""Ids and the other members as JSON."""
+
+
+class InputItemList(Response):
+    """One page of a response's input items."""
+
+    def __init__(self, request: Request, page: Items, *, has_more: bool) -> None:
+        super().__init__()
+        self._yielder = request.app.state.yielder
+        self._page = page
+        self._has_more = has_more
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the page."""
+        await BodyWriter(send, {}, self._yielder).send_all(self._parts())
+
+    async def _parts(self) -> AsyncGenerator[bytes, None]:
+        yield b'{"object":"list","data":['
+        for number, (item_id, text) in enumerate(self._page):
+            yield (b"," if number else b"") + b'{"id":' + to_json(item_id) + b","
+            for at in range(1, len(text), PIECE_BYTES):
+                yield text[at : at + PIECE_BYTES].encode()
+        ends = {"first_id": self._page[0][0], "last_id": self._page[-1][0]} if self._page else {}
+        tail = {"first_id": None, "last_id": None, **ends, "has_more": self._has_more}
+        yield b"]," + to_json(tail)[1:]
+
+
+def page_of(items: Items, job_id: str, query: Mapping[str, str]) -> tuple[Items, bool]:
+    """Return the page of items that a query asks for, and whether there are more. Raises RequestError."""
+    limit, order, after = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc"), query.get("after")
+    if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
+        raise RequestError(f"limit must be a number from 1 to {MAX_LIMIT}", param="limit")
+    if order not in _ORDERS:
+        raise RequestError("order must be asc or desc", param="order")
+    named = [(item_id or input_item_id(index, job_id), text) for index, (item_id, text) in enumerate(items)]
+    if order == "desc":
+        named.reverse()
+    start = 0
+    if after:
+        start = next((at + 1 for at, (item_id, _) in enumerate(named) if item_id == after), 0)
+        if not start:
+            raise RequestError(f"after: no input item has the id {after[:MAX_SHOWN_CHARS]!r}", param="after")
+    end = start + int(limit)
+    return named[start:end], end < len(named)

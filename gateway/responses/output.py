@@ -1,0 +1,197 @@
+"""The output of a response: a job's text, chunk by chunk, as items of reasoning, text and calls.
+
+The items are a function of the job's chunks and of how the text is parsed. So every reading gives the same items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal, NamedTuple
+
+from penstock.contract.job import Chunk, FinishReason
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.gateway.responses.ids import call_id_of, output_item_id
+from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
+from penstock.queue.packed_result import PackedResult
+
+Kind = Literal["reasoning", "message", "function_call"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+MAX_REPEATED_LOGPROBS = 8192
+"""Log-probabilities of a stream that its last events repeat. A stream with more has them only in its deltas, because
+they would take too much memory; the stored response has all of them."""
+
+
+@dataclass(slots=True)
+class OutputItem:
+    """One item of a response's output."""
+
+    job_id: str
+    index: int
+    kind: Kind
+    status: ItemStatus = "in_progress"
+    texts: list[str] = field(default_factory=list)
+    """The parts of the text, of the reasoning, or of the call's arguments."""
+    name: str = ""
+    call_id: str = ""
+
+    @property
+    def id(self) -> str:
+        """The item's id."""
+        return output_item_id(self.kind, self.index, self.job_id)
+
+
+class Opened(NamedTuple):
+    """An item begins."""
+
+    item: OutputItem
+
+
+class Grown(NamedTuple):
+    """An item has more text."""
+
+    item: OutputItem
+    text: str
+
+
+class Closed(NamedTuple):
+    """An item ends."""
+
+    item: OutputItem
+
+
+OutputStep = Opened | Grown | Closed
+
+
+class OutputReader:
+    """Reads the chunks of a response's job, in order."""
+
+    def __init__(self, job_id: str, form: AnswerFormat) -> None:
+        self.items: list[OutputItem] = []
+        self.finish_reason: FinishReason | None = None
+        self._num_chars = self._num_reasoning_chars = 0
+        self._job_id = job_id
+        self._reader = None if form == PLAIN else AnswerReader(form)
+        self._open: OutputItem | None = None
+        self._num_calls = 0
+
+    @property
+    def reasoning_share(self) -> float:
+        """The share of the text's characters, 0 to 1, that are reasoning."""
+        return self._num_reasoning_chars / self._num_chars if self._num_chars else 0.0
+
+    def push(self, text: str, finish_reason: FinishReason | None) -> Iterator[OutputStep]:
+        """Take in the next chunk, and yield what it changes."""
+        self._num_chars += len(text)
+        yield from self._steps(ParsedText(text) if self._reader is None else self._reader.push(text))
+        if finish_reason is not None:
+            self.finish_reason = finish_reason
+            yield from self._finish("incomplete" if finish_reason == "length" else "completed")
+            if not self.items and finish_reason == "stop":
+                yield from self._begin("message")
+                yield from self._close("completed")
+
+    def end(self) -> Iterator[OutputStep]:
+        """Take in the end of the job, and yield what that changes: a job that was cut short leaves an open item."""
+        if self.finish_reason is None:
+            yield from self._finish("incomplete")
+
+    def _finish(self, status: ItemStatus) -> Iterator[OutputStep]:
+        if self._reader is not None:
+            yield from self._steps(self._reader.end())
+        yield from self._close(status)
+
+    def _steps(self, parsed: ParsedText) -> Iterator[OutputStep]:
+        if parsed.reasoning:
+            self._num_reasoning_chars += len(parsed.reasoning)
+            yield from self._grow("reasoning", parsed.reasoning)
+        if parsed.content:
+            yield from self._grow("message", parsed.content)
+        for call in parsed.calls:
+            yield from self._begin("function_call", call.name, call_id_of(self._job_id, call.index))
+            yield from self._grow("function_call", call.arguments)
+            yield from self._close("completed")
+
+    def _grow(self, kind: Kind, text: str) -> Iterator[OutputStep]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(kind)
+        item = self._open
+        if item is not None:
+            item.texts.append(text)
+            yield Grown(item, text)
+
+    def _begin(self, kind: Kind, name: str = "", call_id: str = "") -> Iterator[OutputStep]:
+        yield from self._close("completed")
+        self._open = OutputItem(self._job_id, len(self.items), kind, name=name, call_id=call_id)
+        self.items.append(self._open)
+        yield Opened(self._open)
+
+    def _close(self, status: ItemStatus) -> Iterator[OutputStep]:
+        item, self._open = self._open, None
+        if item is not None:
+            item.status = status
+            yield Closed(item)
+
+
+CHUNKS_PER_ROUND = 256
+"""Chunks that are read between two rounds of the event loop."""
+
+
+def reading_of(result: PackedResult, reader: OutputReader) -> Iterator[None]:
+    """Read the chunks of a result's first choice, in rounds of CHUNKS_PER_ROUND. It yields after each round."""
+    if not result.choices:
+        return
+    choice = result.choices[0]
+    text, at, cuts = choice.text, 0, result.cuts()
+    cut = next(cuts, None)
+    for number in count(1):
+        if cut is None:
+            return
+        _, _, num_chars = cut
+        cut = next(cuts, None)
+        for _ in reader.push(text[at : at + num_chars], choice.finish_reason if cut is None else None):
+            pass
+        at += num_chars
+        if number % CHUNKS_PER_ROUND == 0:
+            yield
+
+
+def read_chunk(chunk: Chunk, reader: OutputReader) -> None:
+    """Read a chunk, without need for what it changes."""
+    for _ in reader.push(chunk.text, chunk.finish_reason):
+        pass
+
+
+def message_of(items: Sequence[OutputItem]) -> dict[str, Any]:
+    """Return the message of a chat that these items of a response's output stand for."""
+    text = "".join(part for item in items if item.kind == "message" for part in item.texts)
+    calls = [
+        {"id": item.call_id, "name": item.name, "arguments": "".join(item.texts)}
+        for item in items
+        if item.kind == "function_call"
+    ]
+    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+
+
+class HeldLogprobs:
+    """The log-probabilities of a stream that wait for their text, and those that the last events repeat."""
+
+    def __init__(self) -> None:
+        self.repeated: list[TokenLogprobs] = []
+        self._waiting: list[TokenLogprobs] = []
+        self._num_values = 0
+
+    def add(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Add the log-probabilities of a chunk."""
+        self._waiting += entries
+        self._num_values += sum(len(entry.values) for entry in entries)
+        if self._num_values <= MAX_REPEATED_LOGPROBS:
+            self.repeated += entries
+        else:
+            self.repeated = []
+
+    def take(self) -> list[TokenLogprobs]:
+        """Return those that no delta has had yet."""
+        waiting, self._waiting = self._waiting, []
+        return waiting

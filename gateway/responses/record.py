@@ -1,0 +1,92 @@
+"""The stored record of a response: its input, what it repeats of its request, and how to read its job's text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any
+
+import msgpack
+
+from penstock.contract.packed_prompt import PackedPrompt
+from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.queue.msgpack_codec import WireError, pack, unpack_all
+
+RECORD_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMessages:
+    """Messages of a chat as msgpack values without the header of their list, and the sizes that admission needs."""
+
+    data: bytes = field(default=b"", repr=False)
+    num_messages: int = 0
+    num_calls: int = 0
+    num_text_bytes: int = 0
+    num_tool_bytes: int = 0
+
+    @classmethod
+    def of(cls, prompt: PackedPrompt, num_calls: int) -> PackedMessages:
+        """Return the messages of a packed chat."""
+        num_messages, start = _header_of(prompt.data)
+        return cls(prompt.data[start:], num_messages, num_calls, prompt.num_text_bytes, prompt.num_tool_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the texts, of the calls' names and of their arguments."""
+        return self.num_text_bytes + self.num_tool_bytes
+
+    def split_at(self, index: int) -> tuple[bytes, bytes]:
+        """Return the packed messages before the one at `index`, and those after it."""
+        unpacker = msgpack.Unpacker(max_buffer_size=max(len(self.data), 1), max_ext_len=0)
+        unpacker.feed(self.data)
+        for _ in range(index):
+            unpacker.skip()
+        start = unpacker.tell()
+        unpacker.skip()
+        return self.data[:start], self.data[unpacker.tell() :]
+
+
+def _header_of(data: bytes) -> tuple[int, int]:
+    """Return the number of items of a packed list, and the length of its header in bytes."""
+    if data[0] & 0xF0 == 0x90:
+        return data[0] & 0x0F, 1
+    size = {0xDC: 2, 0xDD: 4}[data[0]]
+    return int.from_bytes(data[1 : 1 + size], "big"), 1 + size
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """What is stored of a response, beside its job. Its events follow from this and from the job's log."""
+
+    created_s: int
+    background: bool
+    form: AnswerFormat
+    """How to parse the text of the job."""
+    echo: bytes = field(repr=False)
+    """The members that repeat the request: a JSON object in ASCII."""
+    items: list[tuple[str, str]] = field(repr=False)
+    """The input items: the caller's id, which may be empty, and the other members as JSON."""
+    messages: PackedMessages = field(default_factory=PackedMessages, repr=False)
+    """The messages of the input, without instructions and earlier responses."""
+    previous: str = ""
+    """The id of the previous response."""
+    stored: bool = True
+
+    def encode(self) -> bytes:
+        """Return the record as bytes."""
+        fields = {name: getattr(self, name) for name in ("created_s", "background", "echo", "items", "previous")}
+        return pack({"v": RECORD_VERSION, **fields, "form": astuple(self.form), "messages": asdict(self.messages)})
+
+
+def decode_stored_response(data: bytes) -> StoredResponse:
+    """Decode a record. Raises WireError."""
+    (fields,) = unpack_all(data)
+    if not isinstance(fields, dict) or fields.pop("v", None) != RECORD_VERSION:
+        raise WireError("not the record of a response, or one of another version")
+    try:
+        items: list[tuple[str, str]] = [(item_id, text) for item_id, text in fields.pop("items")]
+        parts: dict[str, Any] = {"form": AnswerFormat(*fields.pop("form"))}
+        parts["messages"] = PackedMessages(**fields.pop("messages"))
+        return StoredResponse(items=items, **parts, **fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"not the record of a response: {error!r}") from error

@@ -1,0 +1,132 @@
+"""Rendering of responses as OpenAI's objects, in parts, so that memory never holds the text of a large one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic_core import to_json
+
+from penstock.contract.job import Outcome, Usage
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.gateway.responses.ids import response_id_of
+from penstock.gateway.responses.output import OutputItem, OutputReader
+from penstock.gateway.responses.record import StoredResponse
+from penstock.gateway.stream.body_writer import PIECE_BYTES
+from penstock.producer.openai.json_parts import Items, Rows, Text, json_parts
+from penstock.producer.openai.logprobs import chat_rows
+
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+Logprobs = Iterable[TokenLogprobs]
+_MAX_TOKENS_REACHED = {"reason": "max_output_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseEnd:
+    """How a response ended."""
+
+    status: Status
+    finished_s: int
+    usage: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+
+    @property
+    def members(self) -> dict[str, Any]:
+        """The members of the response that depend on its end."""
+        return {
+            "status": self.status,
+            "completed_at": self.finished_s if self.status == "completed" else None,
+            "incomplete_details": _MAX_TOKENS_REACHED if self.status == "incomplete" else None,
+            "error": self.error,
+            "usage": self.usage,
+        }
+
+
+def end_of(outcome: Outcome, finished_s: int, usage: Usage | None, reader: OutputReader) -> ResponseEnd:
+    """Return how a response ended, by the end of its job and by what was read of it."""
+    if outcome.state == "cancelled":
+        return ResponseEnd("cancelled", finished_s)
+    if outcome.state != "done":
+        message = outcome.message or f"the job {outcome.state}"
+        return ResponseEnd("failed", finished_s, error={"code": outcome.code or "server_error", "message": message})
+    status: Status = "incomplete" if reader.finish_reason == "length" else "completed"
+    return ResponseEnd(status, finished_s, None if usage is None else _usage(usage, reader.reasoning_share))
+
+
+def _usage(usage: Usage, reasoning_share: float) -> dict[str, Any]:
+    # Tokens are not counted by kind, so those of the reasoning are estimated by its share of the text.
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": round(usage.completion_tokens * reasoning_share)},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def open_members(status: Status) -> dict[str, Any]:
+    """Return the members, which depend on the end, of a response that has not ended."""
+    return ResponseEnd(status, 0).members
+
+
+def response_parts(
+    job_id: str, record: StoredResponse, members: dict[str, Any], output: Iterable[bytes] = ()
+) -> Iterator[bytes]:
+    """Yield the JSON of a response, with the JSON of its output's items."""
+    yield from response_head(job_id, record)
+    yield from output
+    yield response_tail(members)
+
+
+def response_head(job_id: str, record: StoredResponse) -> Iterator[bytes]:
+    """Yield the JSON of a response up to the items of its output."""
+    head = {"id": response_id_of(job_id), "object": "response", "created_at": record.created_s}
+    yield to_json(head, ensure_ascii=True)[:-1] + b","
+    echo = memoryview(record.echo)[1:-1]
+    for at in range(0, len(echo), PIECE_BYTES):
+        yield bytes(echo[at : at + PIECE_BYTES])
+    yield b',"output":['
+
+
+def response_tail(members: dict[str, Any]) -> bytes:
+    """Return the JSON of a response after the items of its output."""
+    return b"]," + to_json(members, ensure_ascii=True)[1:]
+
+
+def output_parts(items: Sequence[OutputItem], logprobs: Logprobs = ()) -> Iterator[bytes]:
+    """Yield the JSON of the items of a response's output, without the brackets around them."""
+    for number, item in enumerate(items):
+        if number:
+            yield b","
+        yield from json_parts(item_of(item, logprobs), ensure_ascii=True)
+
+
+def item_of(item: OutputItem, logprobs: Logprobs = (), *, is_new: bool = False) -> dict[str, Any]:
+    """Return an item with lazy text (see `json_parts`). A new item has no content yet."""
+    head: dict[str, Any] = {"id": item.id, "type": item.kind}
+    if item.kind == "function_call":
+        text: Any = "" if is_new else Text(_texts_of(item))
+        return head | {"status": item.status, "call_id": item.call_id, "name": item.name, "arguments": text}
+    content: Any = [] if is_new else Items(lambda: [part_of(item, logprobs)])
+    if item.kind == "reasoning":
+        return head | {"status": item.status, "summary": [], "content": content}
+    return head | {"status": item.status, "role": "assistant", "content": content}
+
+
+def part_of(item: OutputItem, logprobs: Logprobs = (), *, is_new: bool = False) -> dict[str, Any]:
+    """Return the only content part of an item, with lazy text. A new part has no text yet."""
+    text: Any = "" if is_new else Text(_texts_of(item))
+    if item.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [] if is_new else rows_of(logprobs)}
+
+
+def rows_of(logprobs: Logprobs) -> Rows:
+    """Return log-probabilities as a lazy list."""
+    return Rows(lambda: chat_rows(logprobs))
+
+
+def _texts_of(item: OutputItem) -> Callable[[], list[str]]:
+    # One text instead of one part for each chunk, which would take longer to write.
+    return lambda: ["".join(item.texts)]

@@ -1,0 +1,31 @@
+-- delete_response: delete the record of a stored response, with its job's log and result. An open job is canceled; what
+-- is stored of it at its end expires like that of any other job.
+-- ARGV: id tenant
+-- Answer: OK | NOT_FOUND
+local id, tenant = ARGV[1], ARGV[2]
+local config, job, now = read_config(), read_job(ARGV[1]), clock()
+local is_stored = redis.call('EXISTS', P .. ':response:' .. id) == 1
+if not config or not job or job.tenant ~= tenant or not is_stored then return 'NOT_FOUND' end
+local stored = stored_of(redis.call('HGET', job_key(id), 'stored'))
+redis.call('DEL', P .. ':response:' .. id)
+redis.call('HDEL', job_key(id), 'keep', 'response_bytes')
+if is_terminal(job.state) then
+  redis.call('DEL', P .. ':log:' .. id)
+  redis.call('DEL', P .. ':result:' .. id)
+  redis.call('HSET', job_key(id), 'result_until', now)
+  for name, bytes in pairs(stored or {}) do
+    if name == 'log' or name == 'result' or name == 'response' then
+      subtract_stored(expiry_member(bytes, tenant, name .. ':' .. id))
+    end
+  end
+  return 'OK'
+end
+redis.call('HSET', job_key(id), 'cancel', '1')
+if job.state == 'running' then
+  redis.call('PUBLISH', P .. ':doorbell:' .. job.node, id)
+else
+  job.cancel = '1'
+  end_if_over(job, config, now)
+  flush()
+end
+return 'OK'

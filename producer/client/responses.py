@@ -1,0 +1,29 @@
+"""A client's access to stored responses."""
+
+from __future__ import annotations
+
+from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.broker.responses import ResponseBroker
+from penstock.queue.broker.retry import Retries
+from penstock.queue.packed_result import PackedResult
+
+
+class StoredResponses:
+    """A client's access to the records of stored responses of all pools, as `AsyncClient.responses`."""
+
+    def __init__(self, retries: Retries, broker: ResponseBroker, jobs: ProducerBroker) -> None:
+        self._retries = retries
+        self._broker = broker
+        self._jobs = jobs
+
+    async def read(self, job_id: str, tenant: str) -> bytes:
+        """Return the record of a stored response. Raises NotFoundError."""
+        return await self._retries.call(lambda: self._broker.read(job_id, tenant))
+
+    async def delete(self, job_id: str, tenant: str) -> None:
+        """Delete a stored response with its job's log and result. An open job is canceled. Raises NotFoundError."""
+        await self._retries.call(lambda: self._broker.delete(job_id, tenant))
+
+    async def result(self, job_id: str, tenant: str) -> PackedResult | None:
+        """Return the result of a response's job, or None while the job is open. Raises NotFoundError."""
+        return await self._retries.call(lambda: self._jobs.packed_result(job_id, tenant))
