@@ -9,11 +9,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
+from penstock.contract.job import SamplingParams
 from penstock.contract.named import IgnoredFields
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
-from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.tasks import Task
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.jobs.schemas import JobRequest

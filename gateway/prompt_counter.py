@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
 from penstock.producer.client import AsyncClient

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.contract.job import Chunk, FinishReason, Usage
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Chunk, FinishReason, Usage
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.queue.packed_logprobs import Rows
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import inf
 
 from penstock.contract.errors import InvariantError, PenstockError
-from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, Usage
+from penstock.contract.job import MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.sampling_params import MAX_TOKENS_LIMIT, SamplingParams
+from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, Usage
 from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.packed_chunks import PromptRows, SealedChunk, seal

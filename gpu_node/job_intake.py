@@ -11,8 +11,9 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.job import Chunk, Outcome, seed_of
+from penstock.contract.job import seed_of
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Chunk, Outcome
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.request import truncated
 from penstock.gpu_node.engine.text.tasks import run_task

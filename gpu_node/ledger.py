@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.contract.priority import NUM_PRIORITIES
-from penstock.contract.sampling_params import MAX_TOKENS_LIMIT
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.monitor.counters import NodeCounts

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from penstock.contract.errors import InvariantError, UnavailableError
-from penstock.contract.job import Outcome
+from penstock.contract.output import Outcome
 from penstock.gpu_node.alarm import Alarm
 from penstock.gpu_node.doorbell import Bell
 from penstock.gpu_node.engine.records import StepOutput

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.contract.job import Outcome
+from penstock.contract.output import Outcome
 from penstock.gpu_node.held_job import HeldJob
 
 BY_ANSWER = {

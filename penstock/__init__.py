@@ -31,10 +31,10 @@ if TYPE_CHECKING:
         UnavailableError,
         UnsupportedKindError,
     )
-    from penstock.contract.job import Choice, Chunk, Message, Outcome, Priority, Result, Usage
+    from penstock.contract.job import Message, Priority, SamplingParams
     from penstock.contract.logprobs import Logprob, TokenLogprobs
+    from penstock.contract.output import Choice, Chunk, Outcome, Result, Usage
     from penstock.contract.sampling_options import SamplingOptions
-    from penstock.contract.sampling_params import SamplingParams
     from penstock.contract.structured import StructuredOutputs
     from penstock.contract.tasks import Detokenize, Detokenized, Tokenize, Tokenized
     from penstock.contract.terms import Terms
@@ -67,10 +67,10 @@ _HOMES = {
             "UnsupportedKindError",
         ),
     ),
-    "penstock.contract.job": (*("Choice", "Chunk", "Message", "Outcome", "Priority", "Result", "Usage"),),
+    "penstock.contract.job": ("Message", "Priority", "SamplingParams"),
+    "penstock.contract.output": ("Choice", "Chunk", "Outcome", "Result", "Usage"),
     "penstock.contract.logprobs": ("Logprob", "TokenLogprobs"),
     "penstock.contract.sampling_options": ("SamplingOptions",),
-    "penstock.contract.sampling_params": ("SamplingParams",),
     "penstock.runtime.settings": ("KeySettings", "RedisSettings"),
     "penstock.contract.structured": ("StructuredOutputs",),
     "penstock.contract.tasks": ("Detokenize", "Detokenized", "Tokenize", "Tokenized"),

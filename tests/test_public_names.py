@@ -12,7 +12,7 @@ from typing import get_type_hints
 import pytest
 
 import penstock
-from penstock.contract.job import Chunk, Outcome, Result
+from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.sampling_options import SamplingOptions
 from penstock.runtime.settings import Settings
 from tests.source_tree import ROOT, modules

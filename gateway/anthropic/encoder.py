@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pydantic_core import to_json
 
-from penstock.contract.job import Chunk, FinishReason, Usage
+from penstock.contract.output import Chunk, FinishReason, Usage
 from penstock.gateway.anthropic.events import BlockEvents, event
 from penstock.gateway.anthropic.render import (
     blocks_of,

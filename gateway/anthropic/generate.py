@@ -8,7 +8,7 @@ from fastapi import Request
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import PromptTooLongError
-from penstock.contract.sampling_params import MAX_TOKENS_LIMIT
+from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.gateway.anthropic.dialect import MessagesDialect
 from penstock.gateway.parsed_body import ParsedBody
 from penstock.gateway.request_parsing import generation_request_of, read_body

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.contract.job import FinishReason, Usage
+from penstock.contract.output import FinishReason, Usage
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.producer.openai.json_parts import Text
 from penstock.producer.openai.parsed_text import ParsedText

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, FailFast, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import MAX_MESSAGES
+from penstock.contract.job import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.priority import ClassName
-from penstock.contract.sampling_params import MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.tools import MAX_TOOLS
 from penstock.gateway.anthropic.blocks import Nested, joined_text
 from penstock.gateway.anthropic.conversation import ConversationMessage, messages_of

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError
-from penstock.contract.job import Chunk
+from penstock.contract.output import Chunk
 from penstock.gateway.authentication import caller_of
 from penstock.gateway.jobs.encoder import JobEncoder, StreamStart, result_object
 from penstock.gateway.metrics import GatewayMetrics

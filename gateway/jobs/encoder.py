@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract.errors import RequestError, StreamDivergedError
-from penstock.contract.job import Chunk, Usage
+from penstock.contract.output import Chunk, Usage
 from penstock.gateway.stream.encoder import ChunkEncoder
 from penstock.gateway.stream.sse import event
 from penstock.producer.client.job_objects import outcome_object, usage_object

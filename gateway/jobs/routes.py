@@ -9,7 +9,8 @@ from fastapi.responses import Response
 from starlette.routing import Route
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import TERMINAL_STATES, is_job_id
+from penstock.contract.job import is_job_id
+from penstock.contract.output import TERMINAL_STATES
 from penstock.gateway.authentication import caller_of
 from penstock.gateway.jobs.answer import JobAnswer, JobStream, links_of
 from penstock.gateway.jobs.encoder import stream_start_of

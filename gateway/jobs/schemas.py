@@ -8,17 +8,17 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import MAX_MESSAGES
-from penstock.contract.named import UNKNOWN_FIELD
-from penstock.contract.priority import ClassName
-from penstock.contract.sampling_params import (
+from penstock.contract.job import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
     TokenId,
 )
+from penstock.contract.named import UNKNOWN_FIELD
+from penstock.contract.priority import ClassName
 from penstock.contract.tools import MAX_TOOLS
 from penstock.producer.openai.fields import Wire
 from penstock.producer.openai.messages import ChatMessage, OfferedTool, ToolUse, few_calls

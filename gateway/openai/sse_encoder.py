@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-from penstock.contract.job import Chunk, Usage
+from penstock.contract.output import Chunk, Usage
 from penstock.gateway.stream.dialect import AnswerHead, WholeEncoder
 from penstock.gateway.stream.encoder import ChunkEncoder, event_id
 from penstock.gateway.stream.sse import DONE, event

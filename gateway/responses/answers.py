@@ -9,7 +9,7 @@ from fastapi import Request
 from starlette.types import Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, error_of
-from penstock.contract.job import Usage
+from penstock.contract.output import Usage
 from penstock.gateway.responses.dialect import ResponseDialect, answer_options
 from penstock.gateway.responses.events import ResponseEncoder
 from penstock.gateway.responses.ids import no_response, response_id_of

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
-from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.tools import MAX_TOOLS
 from penstock.gateway.responses.items import AnyItem, items_of, messages_of
 from penstock.gateway.responses.tools import AnyTool, Choice, shown_choice, shown_tools, tool_use_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.contract.errors import PenstockError
-from penstock.contract.job import Usage
+from penstock.contract.output import Usage
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.responses.events import ResponseEncoder
 from penstock.gateway.responses.output import OutputReader, reading_of

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from penstock.contract.errors import PenstockError
-from penstock.contract.job import Chunk, Outcome, Usage
+from penstock.contract.output import Chunk, Outcome, Usage
 from penstock.gateway.responses.output import Closed, Grown, HeldLogprobs, Opened, OutputItem, OutputReader, OutputStep
 from penstock.gateway.responses.record import StoredResponse
 from penstock.gateway.responses.render import (

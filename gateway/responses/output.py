@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
-from penstock.contract.job import Chunk, FinishReason
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Chunk, FinishReason
 from penstock.gateway.responses.ids import call_id_of, output_item_id
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
 from penstock.queue.packed_result import PackedResult

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic_core import to_json
 
-from penstock.contract.job import Outcome, Usage
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Outcome, Usage
 from penstock.gateway.responses.ids import response_id_of
 from penstock.gateway.responses.output import OutputItem, OutputReader
 from penstock.gateway.responses.record import StoredResponse

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.routing import Route
 
 from penstock.contract.errors import JobFailedError, NotFoundError, RequestError
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gateway.authentication import caller_of
 from penstock.gateway.request_parsing import MAX_NUMBER_DIGITS
 from penstock.gateway.responses.answers import ResponseState, ResponseStream, record_of

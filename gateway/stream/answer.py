@@ -19,7 +19,8 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
-from penstock.contract.job import Usage, pool_of
+from penstock.contract.job import pool_of
+from penstock.contract.output import Usage
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.contract.errors import PenstockError
-from penstock.contract.job import Chunk, Usage
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
+from penstock.contract.output import Chunk, Usage
 from penstock.gateway.stream.generation_request import StreamPosition
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.packed_result import PackedResult

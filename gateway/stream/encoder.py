@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
 from penstock.contract.errors import StreamDivergedError
-from penstock.contract.job import Chunk
+from penstock.contract.output import Chunk
 from penstock.gateway.stream.body_writer import PIECE_BYTES
 from penstock.gateway.stream.dialect import StreamEncoder
 from penstock.gateway.stream.generation_request import StreamPosition

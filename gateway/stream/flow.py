@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from penstock.contract.job import Chunk
+from penstock.contract.output import Chunk
 from penstock.producer.client import AsyncJob
 from penstock.queue.packed_result import PackedResult
 

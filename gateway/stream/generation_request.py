@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.contract.errors import PenstockError
-from penstock.contract.job import Priority
+from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
-from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.tasks import Task
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob

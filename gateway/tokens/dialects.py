@@ -9,7 +9,7 @@ from itertools import islice
 from pydantic_core import to_json
 
 from penstock.contract.errors import InvariantError, PenstockError
-from penstock.contract.job import Usage
+from penstock.contract.output import Usage
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.sse import event

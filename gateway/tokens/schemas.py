@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import MAX_MESSAGES
-from penstock.contract.sampling_params import SamplingParams, TokenId
+from penstock.contract.job import MAX_MESSAGES, SamplingParams, TokenId
 from penstock.contract.tasks import MAX_TASK_TOKENS, Detokenize, Task, Tokenize
 from penstock.contract.tools import MAX_TOOLS
 from penstock.gateway.route_doc import EXAMPLE_MODEL

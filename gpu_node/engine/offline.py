@@ -7,9 +7,9 @@ from typing import Protocol, TypeAlias, cast
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import RequestError
-from penstock.contract.job import Choice, Usage, seed_of
+from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.output import Choice, Usage
 from penstock.gpu_node.engine.interrupts import held_interrupts
 from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutput
 from penstock.gpu_node.engine.request import truncated

@@ -8,9 +8,9 @@ from dataclasses import KW_ONLY, dataclass
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import PenstockError
-from penstock.contract.job import Choice, Priority, Usage
+from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.output import Choice, Usage
 from penstock.gpu_node.engine.text.end_rule import EndReason
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.contract.errors import PromptTooLongError, RequestError
-from penstock.contract.job import Priority, Usage
+from penstock.contract.job import MAX_TOKENS_LIMIT, Priority, SamplingParams
 from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB, TokenLogprobs
-from penstock.contract.sampling_params import MAX_TOKENS_LIMIT, SamplingParams
+from penstock.contract.output import Usage
 from penstock.gpu_node.engine.logprobs import prompt_records
 from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice, StepOutput

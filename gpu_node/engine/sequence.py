@@ -15,7 +15,7 @@ from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter
 
 if TYPE_CHECKING:
-    from penstock.contract.sampling_params import SamplingParams
+    from penstock.contract.job import SamplingParams
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 

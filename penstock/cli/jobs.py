@@ -14,7 +14,7 @@ import typer
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.contract.job import Result
+    from penstock.contract.output import Result
     from penstock.producer.client import AsyncClient
     from penstock.queue.broker.job_records import JobStatus
 

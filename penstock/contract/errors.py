@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from penstock.contract.job import Outcome
+    from penstock.contract.output import Outcome
 
 EXIT_WRONG_USE = 2
 """Exit status of a command that was used wrongly. ConfigError and RequestError end a command with it."""

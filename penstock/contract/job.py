@@ -1,27 +1,36 @@
-"""Records that travel between processes: jobs, token chunks and results.
-
-pydantic checks `Job` where it enters: client, HTTP or batch file. `Chunk`, `Usage`, `Choice` and
-`Result` are plain frozen dataclasses, because the hot path creates thousands of them per second.
-"""
+"""Jobs and their sampling parameters. pydantic checks both where they enter: client, HTTP or batch file."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.logprobs import MAX_LOGPROBS
+from penstock.contract.named import CheckedInput
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
-from penstock.contract.sampling_params import CheckedInput, SamplingParams, TokenId
-from penstock.contract.tasks import GENERATE, Detokenize, Task, TaskOutput
+from penstock.contract.structured import StructuredOutputs
+from penstock.contract.tasks import GENERATE, Detokenize, Task
 from penstock.contract.template_kwargs import TemplateKwargs
 from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT, CallId, ToolCall, Tools, few_calls
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from penstock.contract.sampling_options import SamplingOptions
+
+MAX_CHOICES = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_BAD_WORDS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_TOKENS_LIMIT = 1 << 20
 MAX_MESSAGES = 4096
 MAX_PARTICIPANT_NAME_CHARS = 256
 """Characters of the `name` of a message."""
@@ -30,10 +39,6 @@ NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 """A pool's or tenant's name. A shard of a pool is written `<pool>~<n>`, so `~` is not allowed here."""
 _UUID7_PATTERN = r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 JOB_ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,64}}(~[0-9]{{1,4}})?\.{_UUID7_PATTERN}$"
-
-FinishReason = Literal["stop", "length", "cancelled", "error"]
-TerminalState = Literal["done", "failed", "cancelled", "expired"]
-TERMINAL_STATES = frozenset(("done", "failed", "cancelled", "expired"))
 
 
 def _encodable(text: str) -> str:
@@ -45,9 +50,91 @@ def _encodable(text: str) -> str:
     return text
 
 
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Text = Annotated[str, AfterValidator(_encodable)]
 ParticipantName = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_PARTICIPANT_NAME_CHARS)]
+
+
+class SamplingParams(CheckedInput):
+    """How tokens are sampled and when a choice ends. Names and meanings follow vLLM's.
+
+    - `temperature`: 0 is greedy. `top_k`: 0 or -1 means no limit.
+    - `min_p` drops each token whose probability is below this fraction of the most likely token's probability.
+    - `repetition_penalty` counts prompt and output. `presence_penalty` and `frequency_penalty` count the output only;
+      a negative value favors tokens that already occurred.
+    - `logit_bias` maps a token id to an offset, which is added to its logit before all other steps.
+    - `bad_words` are texts; their token sequences are never generated.
+    - `include_stop_str_in_output` keeps the stop string that ended a choice in its text.
+    - `max_tokens`: None generates up to the model's limit.
+    - `logprobs` is the number of most likely tokens reported with each output token. Their log-probabilities are taken
+      before all steps above. `prompt_logprobs` does the same for prompt tokens.
+    - `truncate_prompt_tokens` keeps only that many of the prompt's last tokens.
+    - `return_token_ids` reports the token ids of the prompt: as `prompt_logprobs` without values.
+    - `seed`: None derives it from the job's id, so that a job submitted twice samples the same tokens.
+    """
+
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    temperature: float = Field(default=1.0, ge=0.0, le=10.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=-1, lt=1 << 31)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
+    min_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS_LIMIT)
+    ignore_eos: bool = False
+    stop: tuple[StopString, ...] = Field(default=(), max_length=MAX_STOP_STRINGS)
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[TokenId, Bias] = Field(default={}, max_length=MAX_LOGIT_BIASES)
+    bad_words: tuple[StopString, ...] = Field(default=(), max_length=MAX_BAD_WORDS)
+    structured_outputs: StructuredOutputs | None = None
+    """The schema or grammar that the text must match."""
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
+    return_token_ids: bool = False
+
+    if TYPE_CHECKING:
+        # A type checker would otherwise want what the fields hold, so a tuple for `stop`, where callers give a list.
+        def __init__(self, **given: Unpack[SamplingOptions]) -> None: ...
+
+    @property
+    def needs_token_details(self) -> bool:
+        """Whether log-probabilities or the prompt's token ids are asked for."""
+        return self.logprobs is not None or self.prompt_logprobs is not None or self.return_token_ids
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _by_id(cls, value: dict[int, float]) -> dict[int, float]:
+        return dict(sorted(value.items()))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stop_string(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("stop"), str):
+            return {**data, "stop": (data["stop"],)}
+        return data
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _min_below_max(cls, value: int, info: ValidationInfo) -> int:
+        max_tokens = info.data.get("max_tokens")
+        if max_tokens is not None and value > max_tokens:
+            raise ValueError(f"{value} must not exceed max_tokens ({max_tokens})")
+        return value
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _ends_by_itself(cls, value: StructuredOutputs | None, info: ValidationInfo) -> StructuredOutputs | None:
+        if value is not None and (info.data.get("min_tokens") or info.data.get("ignore_eos")):
+            raise ValueError("determines where the text ends; it cannot be combined with min_tokens or ignore_eos")
+        return value
 
 
 class Message(CheckedInput):
@@ -162,79 +249,3 @@ def seed_of(job_id: str, params: SamplingParams) -> int:
     if params.seed is not None:
         return params.seed & 0xFFFF_FFFF_FFFF_FFFF
     return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "little")
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of a job. `cached_tokens` counts the prompt tokens that the prefix cache supplied."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a job ended. `code` is an error code from `errors.py`, empty if done; `param` names the invalid field."""
-
-    state: TerminalState
-    code: str = ""
-    message: str = ""
-    param: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One entry of a job's token log. The same record travels from the engine to the HTTP stream.
-
-    `index` counts the job's chunks. `position` is the index of `token_ids[0]` within its choice. `text` holds the
-    characters completed by this chunk and may lag behind the tokens. Only the job's first chunk has
-    `num_prompt_tokens`. Only its last chunk has an `outcome`; it carries no tokens. `logprobs` has one entry per token
-    of `token_ids`, if requested. Log-probabilities of the prompt come in separate chunks before all output tokens;
-    there `position` is an index into the prompt.
-    """
-
-    job_id: str
-    index: int
-    choice: int = 0
-    position: int = 0
-    token_ids: tuple[int, ...] = ()
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
-    outcome: Outcome | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    num_prompt_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One finished completion of a job."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One entry per token of `token_ids`, if requested."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A job's terminal record. Times are milliseconds since the epoch by Redis's clock; 0 for a stage never reached."""
-
-    job_id: str
-    outcome: Outcome
-    choices: tuple[Choice, ...] = ()
-    usage: Usage | None = None
-    submitted_ms: int = 0
-    taken_ms: int = 0
-    first_ms: int = 0
-    finished_ms: int = 0
-    cuts: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
-    """(choice, number of tokens, number of characters) of each chunk, so that a reader can resume at any chunk."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """One entry per prompt token, if requested."""
-    output: TaskOutput | None = None
-    """What the job's task returned. A job that generates text has choices instead."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.contract.job import Usage
+from penstock.contract.output import Usage
 
 LeaseEnd = Literal["drain", "pressure", "lacking", "lost", "unlisted", "repaired"]
 """Why a lease ended before its job did. The node left (`drain`), lacked KV capacity (`pressure`) or lacked the adapter

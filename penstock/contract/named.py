@@ -73,3 +73,9 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 def _names_of(name: str, field: FieldInfo) -> list[Any]:
     alias = field.validation_alias or name
     return [*alias.choices] if isinstance(alias, AliasChoices) else [alias]
+
+
+class CheckedInput(BaseModel):
+    """Base of records from callers: frozen; unknown fields, NaN and infinity are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
-from penstock.contract.sampling_params import CheckedInput
+from penstock.contract.named import CheckedInput
 
 GENERATE = "generate"
 MAX_TASK_TOKENS = 1 << 20

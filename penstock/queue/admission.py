@@ -9,8 +9,7 @@ import math
 from collections.abc import Sequence
 
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
-from penstock.contract.job import Job
-from penstock.contract.sampling_params import MAX_TOKENS_LIMIT
+from penstock.contract.job import MAX_TOKENS_LIMIT, Job
 from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord
 
 PREDICTED_OUTPUT_TOKENS = 256

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from penstock.contract.job import Choice, Chunk, Result
+from penstock.contract.output import Choice, Chunk, Result
 from penstock.queue import results, wire
 from penstock.queue.broker.admin import MAX_ROWS, AdminBroker, JobHistory
 from penstock.queue.msgpack_codec import WireError

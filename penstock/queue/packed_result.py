@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from penstock.contract.job import FinishReason, Outcome, Usage
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import FinishReason, Outcome, Usage
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError, unpack_all
 from penstock.queue.protocol_version import PROTOCOL_VERSION

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from penstock.contract.job import Choice, Outcome, Result, Usage
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Choice, Outcome, Result, Usage
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import WireError, array_header, checked_map, pack, with_members
 from penstock.queue.packed_logprobs import Rows, rows_of

@@ -14,9 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import InvariantError, UnsupportedKindError
-from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome, Usage
+from penstock.contract.job import Job, Message, SamplingParams, TokenId
+from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, Usage
 from penstock.contract.problems import problem_of
-from penstock.contract.sampling_params import SamplingParams, TokenId
 from penstock.contract.tasks import GENERATE, KINDS, Task
 from penstock.contract.template_kwargs import TemplateKwargs
 from penstock.contract.tools import Tools, few_calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.contract.errors import PenstockError
-from penstock.contract.job import Result
+from penstock.contract.output import Result
 from penstock.producer.batch.request import CHAT_URL, Request
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 

@@ -10,9 +10,9 @@ from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
 from penstock.contract.errors import RequestError
+from penstock.contract.job import SamplingParams
 from penstock.contract.named import UNKNOWN_FIELD
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
-from penstock.contract.sampling_params import SamplingParams
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import only
 from penstock.producer.openai.generation_body import GenerationBody

@@ -11,7 +11,8 @@ from typing import Self, Unpack
 
 from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
-from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
+from penstock.contract.job import is_job_id
+from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.priority import Priority
 from penstock.contract.response_record import NO_RESPONSE
 from penstock.contract.rights import class_not_allowed

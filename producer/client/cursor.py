@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from penstock.contract.errors import StreamDivergedError
-from penstock.contract.job import Chunk, Outcome, Result
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
+from penstock.contract.output import Chunk, Outcome, Result
 
 
 class ChunkVerdict(Enum):

@@ -7,7 +7,8 @@ from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
 from penstock.contract.errors import error_of
-from penstock.contract.job import Chunk, Outcome, Result, pool_of
+from penstock.contract.job import pool_of
+from penstock.contract.output import Chunk, Outcome, Result
 from penstock.producer.client.cursor import StreamCursor
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job_source import JobSource

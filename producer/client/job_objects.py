@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from penstock.contract.job import Outcome, Usage, pool_of
+from penstock.contract.job import pool_of
 from penstock.contract.job_ledger import JobLedger, LedgerEvent
+from penstock.contract.output import Outcome, Usage
 from penstock.queue.broker.job_records import JobStatus
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from penstock.contract.errors import NotFoundError, UnavailableError
-from penstock.contract.job import Chunk, Result
+from penstock.contract.output import Chunk, Result
 from penstock.producer.client.inbox import ClientInbox
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission, Submitted
 from penstock.queue.broker.retry import Retries

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from penstock.contract.job import TERMINAL_STATES, Chunk
+from penstock.contract.output import TERMINAL_STATES, Chunk
 from penstock.queue.broker.producer import Attached
 
 POLL_S = 0.2

@@ -12,12 +12,11 @@ from pydantic import ValidationError
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
-from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, pool_of
+from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, SamplingParams, pool_of
 from penstock.contract.packed_prompt import PackedPrompt, PromptField
 from penstock.contract.problems import request_error
 from penstock.contract.response_record import ResponseRecord
 from penstock.contract.sampling_options import SamplingOptions
-from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Task
 from penstock.contract.terms import Terms
 from penstock.contract.tools import ToolChoice

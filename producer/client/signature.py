@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from penstock.contract.job import Job
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import Job, SamplingParams
 from penstock.producer.client.request import SubmitOptions
 
 AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])

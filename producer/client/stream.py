@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from penstock.contract.job import TERMINAL_STATES, Chunk, Result
+from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.producer.client.cursor import ChunkVerdict, StreamCursor, rest_of
 from penstock.producer.client.mailbox import Feed, Mailbox
 from penstock.producer.client.stats import ClientStats

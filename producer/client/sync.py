@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from penstock.contract.errors import UnavailableError, error_of
-from penstock.contract.job import Chunk, Outcome, Result
+from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.tasks import Tokenized
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob

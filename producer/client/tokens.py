@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.job import Result
+from penstock.contract.output import Result
 from penstock.contract.priority import Priority
 from penstock.contract.tasks import Detokenize, Detokenized, Task, TaskOutput, Tokenize, Tokenized
 from penstock.contract.terms import Terms

@@ -23,10 +23,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import MAX_MESSAGES
+from penstock.contract.job import MAX_MESSAGES, MAX_TOKENS_LIMIT, SamplingParams, TokenId
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.problems import problem_of
-from penstock.contract.sampling_params import MAX_TOKENS_LIMIT, SamplingParams, TokenId
 from penstock.contract.template_kwargs import CONTINUES, GENERATION_PROMPT, TemplateKwargs
 from penstock.contract.tools import MAX_TOOLS
 from penstock.producer.openai.fields import NO_EFFECT, Whole, only

@@ -12,9 +12,9 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
-from penstock.contract.job import Choice, FinishReason, Result, Usage
+from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.output import Choice, FinishReason, Result, Usage
 from penstock.producer.openai.json_parts import Rows, Text, plain
 from penstock.producer.openai.logprobs import (
     CompletionTokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.contract.job import Result
+from penstock.contract.output import Result
 from penstock.producer.openai.json_parts import Rows
 from penstock.queue.packed_result import PackedResult
 

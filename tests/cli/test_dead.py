@@ -9,7 +9,7 @@ import subprocess
 from fakes.command import run_command
 from fakes.queue.harness import Queue, new_job
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.queue.broker.connection import connect
 
 

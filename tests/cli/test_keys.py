@@ -11,7 +11,7 @@ from fakes.command import run_command
 from fakes.queue.harness import Queue, new_job
 
 from penstock.contract.api_keys import identify
-from penstock.contract.job import Outcome, Usage
+from penstock.contract.output import Outcome, Usage
 from penstock.contract.terms import Terms
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore

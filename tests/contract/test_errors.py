@@ -22,7 +22,7 @@ from penstock.contract.errors import (
     UnavailableError,
     error_of,
 )
-from penstock.contract.job import Outcome
+from penstock.contract.output import Outcome
 
 
 def _is_ours(value: object) -> bool:

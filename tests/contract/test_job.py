@@ -10,8 +10,18 @@ import pytest
 from fakes.queue.harness import new_id, new_job
 from pydantic import ValidationError
 
-from penstock.contract.job import Job, Message, Priority, is_job_id, pool_of, seed_of
-from penstock.contract.sampling_params import MAX_CHOICES, MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, SamplingParams
+from penstock.contract.job import (
+    MAX_CHOICES,
+    MAX_STOP_STRINGS,
+    MAX_TOKENS_LIMIT,
+    Job,
+    Message,
+    Priority,
+    SamplingParams,
+    is_job_id,
+    pool_of,
+    seed_of,
+)
 from penstock.contract.structured import MAX_ALTERNATIVE_CHARS, MAX_CHOICE_CHARS
 from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT
 from penstock.queue.msgpack_codec import WireError

@@ -18,7 +18,7 @@ from typing import Any, Self, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, TerminalState, Usage
+from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, TerminalState, Usage
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue import keys, results, wire
 from penstock.queue.broker.connection import connect

@@ -17,7 +17,7 @@ from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess
 from faults.tools.work import PROMPT, check_settled
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.queue.broker.connection import connect
 
 pytestmark = pytest.mark.timeout(300)

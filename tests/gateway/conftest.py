@@ -18,9 +18,9 @@ import uvicorn
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError, RequestError
-from penstock.contract.job import Usage
+from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.output import Usage
 from penstock.gateway.app import make_server
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput

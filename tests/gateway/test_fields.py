@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from tests.gateway.conftest import EchoEngine, Stack
 
 MODEL = "acme/echo"

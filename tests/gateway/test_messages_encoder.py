@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.job import Choice, Chunk, FinishReason, Usage
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
+from penstock.contract.output import Choice, Chunk, FinishReason, Usage
 from penstock.gateway.anthropic.dialect import MessagesDialect
 from penstock.gateway.anthropic.schemas import SHOWS_THINKING
 from penstock.gateway.stream.dialect import AnswerHead

@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 
 MODEL = "acme/echo"
 NASTY = 'line one\nline two\r\n\r\ndata: [DONE]\n\n"quoted" \\ \u2028 \x85 \x00 żółć 漢字 🐢👩‍👩‍👧 end'

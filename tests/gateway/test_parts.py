@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.contract.errors import BusyError, ConflictError, JobFailedError, StreamDivergedError
-from penstock.contract.job import Chunk
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
+from penstock.contract.output import Chunk
 from penstock.gateway.app import create_app
 from penstock.gateway.openai.errors import error_response
 from penstock.gateway.openai.sse_encoder import SseEncoder

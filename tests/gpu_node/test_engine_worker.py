@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.engine_worker import MAX_FAILED_STEPS, EngineWorker
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.job import Chunk, Outcome, Usage
+from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.output import Chunk, Outcome, Usage
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.ledger import Ledger

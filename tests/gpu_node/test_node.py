@@ -23,8 +23,8 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract.errors import ConfigError, InvariantError, ProtocolVersionError
-from penstock.contract.job import Chunk, Job, Message, Result
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import Job, Message, SamplingParams
+from penstock.contract.output import Chunk, Result
 from penstock.contract.tools import ToolCall
 from penstock.gpu_node import heartbeat, inbox
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput

@@ -13,7 +13,7 @@ import pytest
 from fakes.processes.running_node import running_node
 
 from penstock.contract.errors import PenstockError, RequestError, TooCostlyError
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.structured import limits
 from penstock.producer.client import AsyncClient

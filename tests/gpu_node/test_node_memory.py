@@ -14,8 +14,8 @@ from fakes.processes.running_node import running_node
 from fakes.runners.faulty_runner import FaultyRunner
 
 from penstock.contract.errors import JobFailedError, PromptTooLongError
-from penstock.contract.job import Priority, Result
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.output import Result
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.node import Node
 from penstock.producer.client import AsyncClient

@@ -15,8 +15,8 @@ from fakes.processes.running_node import running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract.job import Chunk, Job, Priority, seed_of
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import Job, Priority, SamplingParams, seed_of
+from penstock.contract.output import Chunk
 from penstock.contract.terms import Terms
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput

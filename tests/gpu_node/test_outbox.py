@@ -12,8 +12,8 @@ import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 
 from penstock.contract.errors import UnavailableError
-from penstock.contract.job import Outcome
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
+from penstock.contract.output import Outcome
 from penstock.gpu_node import publish_pace
 from penstock.gpu_node.doorbell import Bell
 from penstock.gpu_node.engine.records import StepOutput

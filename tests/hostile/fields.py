@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.contract import job, sampling_params, structured, template_kwargs, tools
+from penstock.contract import job, structured, template_kwargs, tools
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.gateway.parsed_body import MAX_CHOICES_OF_REQUEST
 from penstock.gateway.request_head import MAX_HEAD_BYTES
@@ -52,16 +52,16 @@ def _offered(count: int) -> dict[str, Any]:
 
 
 LIMITS: dict[str, tuple[int, Limited]] = {
-    "n": (sampling_params.MAX_CHOICES, lambda v: {"n": v, "max_tokens": 1}),
-    "stop": (sampling_params.MAX_STOP_STRINGS, lambda v: {"stop": _texts(v, 9)}),
-    "stop characters": (sampling_params.MAX_STOP_STRING_CHARS, lambda v: {"stop": ["s" * v]}),
-    "stop_token_ids": (sampling_params.MAX_STOP_TOKEN_IDS, lambda v: {"stop_token_ids": list(range(v))}),
-    "bad_words": (sampling_params.MAX_BAD_WORDS, lambda v: {"bad_words": _texts(v, 9)}),
-    "bad_words characters": (sampling_params.MAX_STOP_STRING_CHARS, lambda v: {"bad_words": ["b" * v]}),
-    "logit_bias": (sampling_params.MAX_LOGIT_BIASES, lambda v: {"logit_bias": {str(i): 1 for i in range(v)}}),
+    "n": (job.MAX_CHOICES, lambda v: {"n": v, "max_tokens": 1}),
+    "stop": (job.MAX_STOP_STRINGS, lambda v: {"stop": _texts(v, 9)}),
+    "stop characters": (job.MAX_STOP_STRING_CHARS, lambda v: {"stop": ["s" * v]}),
+    "stop_token_ids": (job.MAX_STOP_TOKEN_IDS, lambda v: {"stop_token_ids": list(range(v))}),
+    "bad_words": (job.MAX_BAD_WORDS, lambda v: {"bad_words": _texts(v, 9)}),
+    "bad_words characters": (job.MAX_STOP_STRING_CHARS, lambda v: {"bad_words": ["b" * v]}),
+    "logit_bias": (job.MAX_LOGIT_BIASES, lambda v: {"logit_bias": {str(i): 1 for i in range(v)}}),
     "logprobs": (MAX_LOGPROBS, lambda v: {"logprobs": v}),
     "prompt_logprobs": (MAX_LOGPROBS, lambda v: {"prompt_logprobs": v}),
-    "max_tokens": (sampling_params.MAX_TOKENS_LIMIT, lambda v: {"max_tokens": v, "stop": [" ", "e", "a"], "n": 1}),
+    "max_tokens": (job.MAX_TOKENS_LIMIT, lambda v: {"max_tokens": v, "stop": [" ", "e", "a"], "n": 1}),
     "prompts": (MAX_PROMPTS, lambda v: {"prompt": ["x"] * v, "max_tokens": 1}),
     "choices of a request": (
         MAX_CHOICES_OF_REQUEST,

@@ -14,7 +14,7 @@ from fixtures.random_adapters import make_adapter, merge
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, Generation
 
 pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(600)]

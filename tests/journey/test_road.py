@@ -19,8 +19,8 @@ from redis.asyncio import Redis
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock import AsyncClient
-from penstock.contract.job import Chunk
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
+from penstock.contract.output import Chunk
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.producer.client import AsyncJob
 from penstock.queue.broker.producer import ProducerBroker

@@ -15,7 +15,7 @@ from fakes.processes.node_process import NodeProcess
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.contract.errors import RequestError
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.records import Batch
 from penstock.producer.batch.runner import run_batch

@@ -26,7 +26,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.torch_common.sampler import sample

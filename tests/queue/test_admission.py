@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
-from penstock.contract.job import Chunk, Message, Priority
+from penstock.contract.job import MAX_TOKENS_LIMIT, Message, Priority, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.sampling_params import MAX_TOKENS_LIMIT, SamplingParams
+from penstock.contract.output import Chunk
 from penstock.contract.tools import ToolCall
 from penstock.queue.admission import (
     MAX_WAIT_MS,

@@ -10,8 +10,9 @@ from fakes.queue.harness import POOL, FakeNode, P, Queue, chunks_of, new_id, new
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, NotFoundError
-from penstock.contract.job import Choice, Chunk, Outcome, Priority, Usage
+from penstock.contract.job import Priority
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Choice, Chunk, Outcome, Usage
 from penstock.queue import keys, results, wire
 from penstock.queue.audit import Finding, audit, findings_of
 from penstock.queue.broker.admin import AdminBroker, JobHistory

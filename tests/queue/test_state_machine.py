@@ -30,8 +30,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.contract.errors import ConflictError, InvariantError
-from penstock.contract.job import MAX_DEADLINE_S, Chunk, Job, Outcome, Priority, Usage
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import MAX_DEADLINE_S, Job, Priority, SamplingParams
+from penstock.contract.output import Chunk, Outcome, Usage
 from penstock.contract.terms import Terms
 from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import InvariantError
-from penstock.contract.job import Choice, Chunk, Message, Outcome, Result, Usage
+from penstock.contract.job import Message, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Choice, Chunk, Outcome, Result, Usage
 from penstock.contract.packed_prompt import PackedPrompt
-from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tasks import Detokenize, Detokenized, Task, Tokenize, Tokenized
 from penstock.contract.tools import CallFormName, ReasoningParserName, ToolCall, WantedCalls, WantedFunction

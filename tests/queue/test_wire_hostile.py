@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.contract.errors import UnsupportedKindError
-from penstock.contract.job import Choice, Chunk, Outcome, Usage
+from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.output import Choice, Chunk, Outcome, Usage
 from penstock.contract.tasks import Tokenize
 from penstock.queue import results, wire
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError

@@ -13,7 +13,7 @@ import threading
 import time
 
 from bench.stopwatch import percentile
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.engine.records import EngineRequest

@@ -10,7 +10,7 @@ from bench.child import Spec, main
 from bench.drive import Saw
 from bench.engines.stepped import SteppedSession
 from bench.workload import BenchRequest
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine_worker import EngineLike
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.contract.job import Usage
+from penstock.contract.output import Usage
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 
 POOL = "clock"

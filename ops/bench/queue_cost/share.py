@@ -9,7 +9,7 @@ from bench.queue_cost.clock import SPOKEN, ClockEngine
 from bench.queue_cost.processes import node
 from bench.queue_cost.streams import read_streams
 from penstock import AsyncClient
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.runtime.embedded_redis import EmbeddedRedis
 

@@ -15,7 +15,7 @@ from bench.machine import describe, revision
 from bench.studies.block_waste import Load, block_waste
 from bench.workload import offline_mix
 from penstock.cli.demo_model import demo_model
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.protocol import SamplingRows, StepPlan

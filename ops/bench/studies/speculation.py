@@ -13,7 +13,7 @@ from typing import Any
 from bench.machine import describe, revision
 from bench.workload import offline_mix
 from penstock.cli.demo_model import demo_model
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.offline import spread
 from penstock.gpu_node.engine.records import EngineRequest

@@ -11,7 +11,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError
-from penstock.contract.job import TERMINAL_STATES, Outcome
+from penstock.contract.output import TERMINAL_STATES, Outcome
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from penstock.contract.job import Chunk, Outcome, Result
+from penstock.contract.output import Chunk, Outcome, Result
 from penstock.queue import results, wire
 from penstock.queue.packed_result import PackedResult
 from penstock.runtime.cooperative import LoopYielder

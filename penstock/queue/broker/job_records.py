@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from penstock.contract.job import TERMINAL_STATES, Outcome, Priority, Usage
+from penstock.contract.job import Priority
 from penstock.contract.job_ledger import JobLedger, LeaseEnd, PastLease
+from penstock.contract.output import TERMINAL_STATES, Outcome, Usage
 
 STATUS_FIELDS = (
     *("state", "tenant", "priority", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),

@@ -10,7 +10,8 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 from redis.asyncio import Redis
 
 from penstock.contract.errors import ConfigError, InvariantError
-from penstock.contract.job import Chunk, Outcome, Priority, Usage
+from penstock.contract.job import Priority
+from penstock.contract.output import Chunk, Outcome, Usage
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated

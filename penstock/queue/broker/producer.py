@@ -12,7 +12,8 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError, TooLargeError
-from penstock.contract.job import Chunk, Job, Outcome, Result, pool_of
+from penstock.contract.job import Job, pool_of
+from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.contract.terms import UNLIMITED, Terms

@@ -14,9 +14,9 @@ from typing import Any
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError
-from penstock.contract.job import Choice, Usage, seed_of
+from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.output import Choice, Usage
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.text.end_rule import EndReason
 

@@ -10,7 +10,8 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from uuid_utils import uuid7
 
-from penstock.contract.job import Chunk, Job, Outcome, Priority
+from penstock.contract.job import Job, Priority
+from penstock.contract.output import Chunk, Outcome
 from penstock.contract.tasks import KINDS
 from penstock.contract.terms import Terms
 from penstock.queue import keys

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from penstock.contract.job import Usage
+from penstock.contract.output import Usage
 from penstock.queue.policy import PolicyConfig, choose
 from penstock.queue.policy_state import PolicyState
 from penstock.queue.wire import decode_chunks

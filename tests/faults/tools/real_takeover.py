@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.cli.demo_model import demo_model
-from penstock.contract.job import Choice
+from penstock.contract.output import Choice
 from penstock.producer.client import AsyncClient
 
 POOL = "real"

@@ -20,7 +20,7 @@ from fakes.processes.node_process import NodeProcess
 from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
 
-from penstock.contract.job import Chunk
+from penstock.contract.output import Chunk
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.queue import keys
 

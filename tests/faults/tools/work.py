@@ -12,9 +12,9 @@ from fakes.processes.reference_engine import reference_choice, reference_prompt_
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract.job import Choice, Chunk, Outcome, Usage
+from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.output import Choice, Chunk, Outcome, Usage
 from penstock.queue import keys, results, wire
 from penstock.queue.audit import Finding, audit
 from penstock.queue.broker.admin import AdminBroker

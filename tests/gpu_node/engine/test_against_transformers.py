@@ -12,7 +12,7 @@ from fakes.prompts import mixed_prompts
 from fakes.ties import num_departures
 from transformers import AutoModelForCausalLM
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, EngineStats, Generation
 
 

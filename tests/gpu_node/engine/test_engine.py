@@ -14,8 +14,8 @@ from fakes.engine_runs import check_idle, drain, tokens_of
 from fakes.poison import poisoned
 
 from penstock.contract.errors import ConfigError, ConflictError, NotFoundError, PromptTooLongError, RequestError
-from penstock.contract.job import Usage
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
+from penstock.contract.output import Usage
 from penstock.gpu_node.engine import Engine, EngineConfig, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 

@@ -18,7 +18,7 @@ from fixtures.random_families import FAMILIES
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model.load import load_model
 

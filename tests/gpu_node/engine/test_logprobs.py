@@ -15,8 +15,8 @@ from fakes.runners.faulty_runner import FaultyRunner
 from numpy.typing import NDArray
 
 from penstock.contract.errors import RequestError
+from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB, TokenLogprobs
-from penstock.contract.sampling_params import SamplingParams
 from penstock.gpu_node.engine import Engine, Generation, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 

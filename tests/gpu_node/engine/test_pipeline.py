@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fakes.engine_runs import check_idle, drain, tokens_of
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import EngineRequest
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import Usage
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
+from penstock.contract.output import Usage
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 

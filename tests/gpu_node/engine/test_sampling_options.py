@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from penstock.contract.errors import RequestError
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, ResumedChoice
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.kernels.reference.sampler import SamplingRow, sample_row

@@ -15,8 +15,7 @@ from fakes.poison import poisoned
 from fakes.runners.faulty_runner import FaultyRunner, Place
 
 from penstock.contract.errors import PromptTooLongError
-from penstock.contract.job import seed_of
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams, seed_of
 from penstock.gpu_node.engine import Engine, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.scheduler import memory_trace

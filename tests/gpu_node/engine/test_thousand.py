@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fakes.engine_runs import check_idle, drain
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 

@@ -8,7 +8,7 @@ import pytest
 from fakes.policy_bench import Bench
 
 from penstock.contract.errors import RequestError
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import EngineRequest
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import Choice, Outcome, Result, Usage
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
+from penstock.contract.output import Choice, Outcome, Result, Usage
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.producer.batch.answer import body_of
 from penstock.producer.batch.input_lines import MAX_LINE_BYTES, survey_of

@@ -31,8 +31,8 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
-from penstock.contract.job import Outcome, Result
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
+from penstock.contract.output import Outcome, Result
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import request_of_line
 from penstock.producer.batch.results import row_id_of

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from fakes.fake_node import fake_text, fake_tokens
 
-from penstock.contract.job import Chunk
+from penstock.contract.output import Chunk
 from penstock.producer.client import AsyncJob
 
 

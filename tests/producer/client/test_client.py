@@ -23,8 +23,8 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
-from penstock.contract.job import Priority, Usage
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.output import Usage
 from penstock.contract.terms import Terms
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.queue import keys

@@ -10,8 +10,7 @@ from fakes.queue.harness import POOL, Queue, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError
-from penstock.contract.job import Job, Message, Priority
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import Job, Message, Priority, SamplingParams
 from penstock.contract.tasks import Tokenize
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys

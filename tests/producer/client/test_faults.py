@@ -10,7 +10,7 @@ from fakes.fake_node import POOL, FakeJob, FakeNode, Say, fake_tokens
 from redis.asyncio import Redis
 
 from penstock.contract.errors import JobFailedError, NotFoundError, StreamDivergedError, UnavailableError
-from penstock.contract.job import Chunk
+from penstock.contract.output import Chunk
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.queue import keys
 from penstock.queue.broker.producer import ProducerBroker

@@ -9,7 +9,7 @@ import pytest
 from fakes.fake_node import POOL, FakeNode
 from redis.asyncio import Redis
 
-from penstock.contract.job import Chunk
+from penstock.contract.output import Chunk
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
 from tests.producer.client.conftest import QUICK

@@ -16,7 +16,7 @@ from fakes.fake_node import MODEL, FakeNode
 from pydantic import BaseModel
 
 import penstock
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.contract.terms import Terms
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
 from penstock.producer.client import AsyncClient

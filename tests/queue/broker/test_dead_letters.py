@@ -6,8 +6,7 @@ import pytest
 from fakes.queue.harness import LEASE_MS, P, Queue, new_job
 
 from penstock.contract.errors import NotFoundError
-from penstock.contract.job import Job, Priority
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import Job, Priority, SamplingParams
 from penstock.queue import keys
 from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from fakes.queue.harness import CONFIG, POOL, RECORD, Queue
 
-from penstock.contract.job import Outcome
+from penstock.contract.output import Outcome
 from penstock.queue import keys
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.wire import PoolRecord

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes.queue.harness import P, Queue, ids_of, new_job
 
-from penstock.contract.job import Priority
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import Priority, SamplingParams
 
 
 async def is_due(queue: Queue, job_id: str, ago_ms: int = 0) -> int:

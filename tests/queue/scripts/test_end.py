@@ -8,7 +8,7 @@ import msgpack
 import pytest
 from fakes.queue.harness import CONFIG, POOL, P, Queue, new_job
 
-from penstock.contract.job import Chunk, Outcome, TerminalState
+from penstock.contract.output import Chunk, Outcome, TerminalState
 from penstock.queue import keys
 from penstock.queue.wire import decode_chunks
 

@@ -11,8 +11,8 @@ from fakes.queue.harness import POOL, P, Queue, chunks_of, new_id, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError, RequestError
-from penstock.contract.job import Outcome, Usage
 from penstock.contract.job_ledger import JobLedger
+from penstock.contract.output import Outcome, Usage
 from penstock.queue import keys
 from penstock.queue.audit import audit
 from penstock.queue.broker import job_lists

@@ -8,8 +8,7 @@ import pytest
 from fakes.queue.harness import POOL, P, Queue, new_job
 
 from penstock.contract.errors import BusyError
-from penstock.contract.job import Priority
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.terms import Terms
 from penstock.queue import keys
 from penstock.queue.admission import estimate_bytes

@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.job import Priority
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import Priority, SamplingParams
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Taken
 from penstock.queue.policy import PolicyConfig, PolicyName

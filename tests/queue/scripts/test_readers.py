@@ -6,7 +6,7 @@ import pytest
 from fakes.queue.harness import LEASE_MS, P, Queue, chunks_of, new_id
 
 from penstock.contract.errors import NotFoundError
-from penstock.contract.job import Chunk, Outcome
+from penstock.contract.output import Chunk, Outcome
 from penstock.queue import keys
 from penstock.queue.broker.node import Emission, Taken
 from penstock.queue.wire import decode_chunks, encode_chunk

@@ -10,7 +10,8 @@ from fakes.queue.harness import POOL, FakeNode, Queue, chunks_of, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError
-from penstock.contract.job import Choice, Job, Outcome, Usage
+from penstock.contract.job import Job
+from penstock.contract.output import Choice, Outcome, Usage
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.queue import keys
 from penstock.queue.audit import audit

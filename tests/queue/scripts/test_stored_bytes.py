@@ -10,7 +10,7 @@ from fakes.queue.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, NotFoundError
-from penstock.contract.job import Choice, Outcome, Usage
+from penstock.contract.output import Choice, Outcome, Usage
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.queue import keys
 from penstock.queue.admission import estimate_bytes

@@ -9,8 +9,8 @@ import pytest
 from fakes.queue.harness import CONFIG, POOL, RECORD, TENANT, P, Queue, id_minted_at, new_id, new_job
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
-from penstock.contract.job import Job, Outcome, Priority
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import Job, Priority, SamplingParams
+from penstock.contract.output import Outcome
 from penstock.queue import keys
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import Submission

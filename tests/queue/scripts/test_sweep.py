@@ -8,7 +8,7 @@ import pytest
 from fakes.queue.harness import CONFIG, LEASE_MS, POOL, RECORD, FakeNode, P, Queue
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.job import Outcome
+from penstock.contract.output import Outcome
 from penstock.queue.broker.node import HeartbeatAnswer, LeaseLostError, NodeBroker
 from penstock.queue.wire import NodePressure
 

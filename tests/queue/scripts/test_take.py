@@ -6,8 +6,7 @@ import pytest
 from fakes.queue.harness import POOL, P, Queue, ids_of, new_job
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.job import Priority
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import Priority, SamplingParams
 from penstock.queue import keys
 from penstock.queue.broker.node import Capacity, LeaseLostError, NodeBroker
 from penstock.queue.wire import encode_request

@@ -9,7 +9,7 @@ from fakes.queue.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError
-from penstock.contract.job import Outcome, Usage
+from penstock.contract.output import Outcome, Usage
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.contract.usage import DayUsage
 from penstock.queue.broker.node import Emission, Taken

@@ -11,7 +11,7 @@ from fakes.engine_runs import check_idle, drain, tokens_of
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.contract.errors import ConfigError, PromptTooLongError
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.records import EngineRequest
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots, ByAdapter
 from penstock.gpu_node.engine.policy.base import FirstComeFirstServed

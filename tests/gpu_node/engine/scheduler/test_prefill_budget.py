@@ -10,7 +10,7 @@ from fakes.schedules import EOS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes

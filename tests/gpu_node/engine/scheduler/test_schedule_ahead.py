@@ -16,7 +16,7 @@ from fakes.schedules import BLOCK_SIZE, EOS, check_plan, new_scheduler, new_sequ
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.policy.base import FirstComeFirstServed
 from penstock.gpu_node.engine.records import EngineRequest

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from fakes.engine_runs import check_idle, drain, tokens_of
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.protocol import ModelRunner, StepPlan, StepResult

@@ -16,8 +16,8 @@ from fakes.oracle import Oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.structured import StructuredOutputs
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest

@@ -14,7 +14,7 @@ import pytest
 from fakes.engine_runs import check_idle, drain, tokens_of
 
 from penstock.contract.errors import RequestError, TooCostlyError
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.structured import host, lanes, limits

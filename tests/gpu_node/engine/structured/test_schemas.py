@@ -12,7 +12,7 @@ import pytest
 from hostile.grammars import real_schemas
 
 from penstock.contract.errors import RequestError
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.contract.structured import MAX_SCHEMA_CHARS
 from penstock.gpu_node.engine import Engine, EngineConfig
 

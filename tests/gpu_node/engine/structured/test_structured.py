@@ -16,7 +16,7 @@ from fakes.engine_runs import check_idle, drain, tokens_of
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from penstock.contract.errors import RequestError
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.producer.openai.parsed_text import AnswerFormat

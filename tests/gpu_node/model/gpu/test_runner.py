@@ -17,7 +17,7 @@ from fixtures.random_families import WINDOW, make_family_model
 from fixtures.sampling import rows_of
 from numpy.typing import NDArray
 
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.protocol import NO_LOGPROBS, ScoredTokens, TokenMasks
