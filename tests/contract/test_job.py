@@ -107,7 +107,7 @@ def test_parameter_that_is_not_honoured_is_refused_by_name(field: str) -> None:
         ({"json_object": False}, "exactly one of"),
         ({"json": "[1]"}, "JSON object"),
         ({"json": "{"}, "JSON object"),
-        ({"json": {"a": "x" * (1 << 16)}}, str(1 << 16)),
+        ({"json": {"a": "x" * (1 << 18)}}, str(1 << 18)),
         ({"choice": []}, "1"),
         ({"choice": ["a", ""]}, "1"),
         ({"regex": "a" * 8193}, "8192"),
