@@ -110,3 +110,12 @@ def test_an_unknown_tool_is_refused(calling: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         calling.responses.create(model=MODEL, input="a", tools=[TOOL], tool_choice={"type": "function", "name": "x"})
     assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("effort", ["none", "high"])
+def test_the_reasoning_effort_reaches_the_chat_template(calling: Any, calling_engine: Any, effort: Any) -> None:
+    response = calling.responses.create(model=MODEL, input="hi", reasoning={"effort": effort})
+    assert response.reasoning.effort == effort
+    thinks = effort != "none"
+    given = json.loads(calling_engine.tokenizer.last_template_kwargs)
+    assert given == {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
