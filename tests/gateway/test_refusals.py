@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from penstock.contract.errors import InvariantError
+from penstock.contract.structured import MAX_SCHEMA_CHARS
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.producer.client import AsyncClient
 
@@ -139,7 +140,7 @@ def test_a_wrong_completion_field_is_named(http, change, param):
     assert error_of(response)["param"] == param
 
 
-SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"a": "x" * (1 << 16)}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"a": "x" * MAX_SCHEMA_CHARS}}}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"a": "x" * (1 << 16)
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "max_tokens (3)"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "structured_outputs", "ignore_eos"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "response_format", "min_tokens"),
-        ({"response_format": SCHEMA}, "response_format.json_schema", "65536"),
+        ({"response_format": SCHEMA}, "response_format.json_schema", str(MAX_SCHEMA_CHARS)),
     ],
 )
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
