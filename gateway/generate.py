@@ -5,10 +5,12 @@ from __future__ import annotations
 from fastapi import Request
 from starlette.types import Receive, Scope, Send
 
+from penstock.gateway.parsed_body import ParsedBody
 from penstock.gateway.request_parsing import generation_request_of, read_body
 from penstock.gateway.route_doc import RouteDoc
 from penstock.gateway.stream.answer import Answer, StreamAnswer, WholeAnswer
 from penstock.gateway.stream.dialect import Dialect
+from penstock.gateway.stream.generation_request import GenerationRequest
 
 
 class Generate:
@@ -27,7 +29,10 @@ class Generate:
 
     async def _answer_to(self, request: Request) -> Answer:
         body = await read_body(request, self.form)
-        generation = generation_request_of(request, body)
-        if body.stream:
-            return StreamAnswer(request, generation, self._dialect, body.options, body.ignored)
-        return WholeAnswer(request, generation, self._dialect, body.options, body.ignored)
+        return answer_of(request, generation_request_of(request, body), body, self._dialect)
+
+
+def answer_of(request: Request, generation: GenerationRequest, body: ParsedBody, dialect: Dialect) -> Answer:
+    """Return the answer that the body asks for, streamed or whole."""
+    form = StreamAnswer if body.stream else WholeAnswer
+    return form(request, generation, dialect, body.options, body.ignored)

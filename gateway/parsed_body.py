@@ -25,7 +25,7 @@ from penstock.producer.client.request import pack_prompt_of
 from penstock.producer.openai.messages import ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
 
-AnyBody = (
+RequestBody = (
     ChatRequest
     | CompletionRequest
     | JobRequest
@@ -35,7 +35,7 @@ AnyBody = (
     | TokenizeRequest
     | DetokenizeRequest
 )
-BODIES: dict[str, type[AnyBody]] = {
+BODIES: dict[str, type[RequestBody]] = {
     "chat": ChatRequest,
     "completion": CompletionRequest,
     "job": JobRequest,

@@ -10,9 +10,8 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.gateway.anthropic.dialect import MessagesDialect
-from penstock.gateway.parsed_body import ParsedBody
+from penstock.gateway.generate import answer_of
 from penstock.gateway.request_parsing import generation_request_of, read_body
-from penstock.gateway.stream.answer import Answer, StreamAnswer, WholeAnswer
 from penstock.gateway.stream.generation_request import GenerationRequest
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import names_of
@@ -38,12 +37,12 @@ class GenerateMessage:
         if await self._exceeds_context(request, generation):
             generation = _up_to_context(generation)
         try:
-            await self._answer(request, generation, body)(scope, receive, send)
+            await answer_of(request, generation, body, self._dialect)(scope, receive, send)
         except PromptTooLongError as error:
             # An idempotency key already belongs to the refused job.
             if error.param != "max_tokens" or generation.idempotency_key is not None:
                 raise
-            await self._answer(request, _up_to_context(generation), body)(scope, receive, send)
+            await answer_of(request, _up_to_context(generation), body, self._dialect)(scope, receive, send)
 
     async def _exceeds_context(self, request: Request, generation: GenerationRequest) -> bool:
         """Return whether `max_tokens` is so large that no node can reach it, whatever the prompt."""
@@ -53,10 +52,6 @@ class GenerateMessage:
         fitting = [record for record in records if content.model in (*names_of(record), *record.adapters)]
         limits = [record.max_model_len or MAX_TOKENS_LIMIT for record in fitting]
         return bool(limits) and (content.params.max_tokens or 0) >= max(limits)
-
-    def _answer(self, request: Request, generation: GenerationRequest, body: ParsedBody) -> Answer:
-        form = StreamAnswer if body.stream else WholeAnswer
-        return form(request, generation, self._dialect, body.options, body.ignored)
 
 
 def _up_to_context(generation: GenerationRequest) -> GenerationRequest:

@@ -19,9 +19,10 @@ from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
-from penstock.gateway.stream.answer import JOB_HEADER, MAX_SMALL_BATCH
+from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.flow import is_large
 from penstock.gateway.stream.sse import EventWriter, event
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.job_objects import job_object
@@ -121,8 +122,8 @@ class JobStream(Response):
         await writer.end()
 
     async def _write(self, encoder: JobEncoder, batch: list[Chunk], writer: EventWriter) -> None:
-        is_large = len(batch) > MAX_SMALL_BATCH or bool(batch[0].prompt_logprobs)
+        slows_others = is_large(batch)
         for events in encoder.parts_of(batch):
             await writer.write(events)
-            if is_large:
+            if slows_others:
                 await self._yielder.wait()

@@ -17,7 +17,7 @@ from penstock.gateway.responses.output import CHUNKS_PER_ROUND, OutputReader, re
 from penstock.gateway.responses.record import StoredResponse, decode_stored_response
 from penstock.gateway.responses.render import Status, end_of, open_members, output_parts, response_parts
 from penstock.gateway.stream.answer import Answer, StreamAnswer, WholeAnswer
-from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
+from penstock.gateway.stream.body_writer import PIECE_BYTES
 from penstock.gateway.stream.dialect import AnswerHead, StreamEncoder
 from penstock.gateway.stream.flow import Batch, Ended, ends_of
 from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
@@ -135,17 +135,7 @@ class ResponseWhole(_ResponseAnswer, WholeAnswer):
         if end.num_bytes > PIECE_BYTES:
             await self._yielder.wait()
         encoder = DIALECT.whole(self._head_at(job, finished_s=status.finished_ms // 1000))
-        await self._send_body(self._parts(encoder, [job], [end]), job, send)
-
-    async def _send_body(self, parts: AsyncGenerator[bytes, None], job: AsyncJob, send: Send) -> None:
-        sender = BodyWriter(send, self._response_headers([job]), self._yielder)
-        try:
-            await sender.send_all(parts)
-        except PenstockError as error:
-            if not sender.started:
-                raise
-            # Leave the body incomplete: the server then closes the connection, and the caller sees that it was cut off.
-            self._metrics.refused(error)
+        await self._send_body(self._parts(encoder, [job], [end]), [job], send)
 
 
 class ResponseState(ResponseWhole):
@@ -160,7 +150,7 @@ class ResponseState(ResponseWhole):
                 (end,) = await ends_of(jobs)
                 await self._send_whole(job, end, status, send)
             else:
-                await self._send_body(self._unfinished_parts(job, status), job, send)
+                await self._send_body(self._unfinished_parts(job, status), jobs, send)
             await job.detach()
 
     async def _unfinished_parts(self, job: AsyncJob, status: JobStatus) -> AsyncGenerator[bytes, None]:

@@ -10,7 +10,7 @@ import uuid_utils
 from fastapi import Request
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import NotFoundError, PenstockError, RequestError, TooLargeError, UnavailableError
+from penstock.contract.errors import PenstockError, RequestError, TooLargeError
 from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
 from penstock.gateway.parsed_body import ParsedBody
@@ -23,7 +23,6 @@ from penstock.gateway.stream.answer import Answer, answer_format
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent
 from penstock.gateway.stream.limits import check_logprobs
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.request import choose_pool
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.msgpack_codec import MAX_BYTES
 
@@ -71,7 +70,7 @@ async def _with_record(
     own = await conversations.resolved(content.prompts[0], options["num_calls"], options["references"])
     prompt = await conversations.prompt_of(own, options["instructions"], options["previous"])
     content = replace(content, prompts=[prompt])
-    pool = await _pool_of(client, content.model)
+    pool = await client.served_pool(content.model)
     check_logprobs(content, pool, settings.max_logprobs)
     record = _record_of(content, options, own, pool)
     stored = ResponseRecord(record.encode(), round(1000 * settings.response_retention_s))
@@ -89,14 +88,6 @@ async def _with_record(
         ),
         record,
     )
-
-
-async def _pool_of(client: AsyncClient, model: str) -> ServedPool:
-    try:
-        return choose_pool((await client.pools()).values(), model)
-    except (NotFoundError, UnavailableError):
-        # The model's first node may have joined since.
-        return choose_pool((await client.pools(renewed=True)).values(), model)
 
 
 def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool: ServedPool) -> StoredResponse:

@@ -22,9 +22,8 @@ from penstock.gateway.responses.render import (
     response_parts,
     rows_of,
 )
-from penstock.gateway.stream.body_writer import PIECE_BYTES
 from penstock.gateway.stream.dialect import StreamEncoder
-from penstock.gateway.stream.encoder import MAX_EVENTS_OF_PART
+from penstock.gateway.stream.encoder import joined
 from penstock.gateway.stream.sse import DONE
 from penstock.producer.openai.json_parts import Text, json_parts
 
@@ -64,16 +63,7 @@ class ResponseEncoder(StreamEncoder):
 
     def parts_of(self, batch: Sequence[Chunk]) -> Parts:
         """Yield the events of the next chunks, in parts. The chunk with the outcome has its events in `closing`."""
-        part, size, num_events = list[bytes](), 0, 0
-        for encoded in self._events_of(batch):
-            part.append(encoded)
-            size += len(encoded)
-            num_events += 1
-            if size >= PIECE_BYTES or num_events >= MAX_EVENTS_OF_PART:
-                yield b"".join(part)
-                part, size, num_events = [], 0, 0
-        if size:
-            yield b"".join(part)
+        return joined(self._events_of(batch))
 
     def closing(self, outcome: Outcome, finished_s: int) -> Parts:
         """Yield the events after the job's end."""

@@ -27,7 +27,7 @@ from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
-from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of
+from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of, is_large
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
 from penstock.gateway.stream.limits import check_logprobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, EventWriter
@@ -43,8 +43,6 @@ from penstock.runtime.cooperative import LoopYielder
 JOB_HEADER = "X-Penstock-Job"
 IGNORED_HEADER = "X-Penstock-Ignored-Fields"
 """Response header with the unknown fields that the gateway ignored. Names are percent-encoded like parts of a URL."""
-MAX_SMALL_BATCH = 64
-"""Batches of up to this many chunks are rendered at once. A larger batch yields to other requests in between."""
 
 
 class Answer(Response):
@@ -134,9 +132,12 @@ class WholeAnswer(Answer):
             ends = await ends_of(jobs)
         if sum(end.num_bytes for end in ends) > PIECE_BYTES:
             await self._yielder.wait()
+        await self._send_body(self._parts(encoder, jobs, ends), jobs, send)
+
+    async def _send_body(self, parts: AsyncGenerator[bytes, None], jobs: Sequence[AsyncJob], send: Send) -> None:
         sender = BodyWriter(send, self._response_headers(jobs), self._yielder)
         try:
-            await sender.send_all(self._parts(encoder, jobs, ends))
+            await sender.send_all(parts)
         except PenstockError as error:
             if not sender.started:
                 raise
@@ -219,14 +220,13 @@ class StreamAnswer(Answer):
         await writer.write(encoder.end(usages))
 
     async def _write(self, encoder: StreamEncoder, batch: Batch, writer: EventWriter) -> None:
-        # A batch is large after a slow reader, when a log is replayed, and with the log-probabilities of a prompt.
-        is_large = len(batch) > MAX_SMALL_BATCH or bool(batch[0].prompt_logprobs)
-        if is_large:
+        slows_others = is_large(batch)
+        if slows_others:
             await self._yielder.wait()
         for events in encoder.parts_of(batch):
             await writer.write(events)
             self._meter.sent()
-            if is_large:
+            if slows_others:
                 await self._yielder.wait()
 
 

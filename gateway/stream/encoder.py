@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from penstock.contract.errors import StreamDivergedError
 from penstock.contract.output import Chunk
@@ -57,22 +57,26 @@ class ChunkEncoder(StreamEncoder):
         self._progress = StreamState(cut_at)
 
     def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
-        """Yield the events of one job's next chunks. A part ends at PIECE_BYTES or MAX_EVENTS_OF_PART."""
-        part, size, cost = list[bytes](), 0, 0
-        for chunk in batch:
-            encoded = self._event_of(chunk)
-            part.append(encoded)
-            size += len(encoded)
-            cost += 1
-            if size >= PIECE_BYTES or cost >= MAX_EVENTS_OF_PART:
-                yield b"".join(part)
-                part, size, cost = [], 0, 0
-        if size:
-            yield b"".join(part)
+        """Yield the events of one job's next chunks, in parts."""
+        return joined(map(self._event_of, batch))
 
     @abstractmethod
     def _event_of(self, chunk: Chunk) -> bytes:
         """Return the event of the next chunk, or nothing if the caller needs none for it."""
+
+
+def joined(events: Iterable[bytes]) -> Iterator[bytes]:
+    """Join events to parts. A part ends at PIECE_BYTES or MAX_EVENTS_OF_PART."""
+    part, size, num_events = list[bytes](), 0, 0
+    for event in events:
+        part.append(event)
+        size += len(event)
+        num_events += 1
+        if size >= PIECE_BYTES or num_events >= MAX_EVENTS_OF_PART:
+            yield b"".join(part)
+            part, size, num_events = [], 0, 0
+    if size:
+        yield b"".join(part)
 
 
 def event_id(chunk: Chunk, progress: StreamState) -> str:

@@ -17,8 +17,19 @@ from the jobs' logs."""
 MAX_KEPT_BYTES = 1 << 20
 """Bytes of results that are kept in memory until all jobs of a request have ended."""
 
+MAX_SMALL_BATCH = 64
+"""Batches of up to this many chunks are rendered at once. A larger batch yields to other requests in between."""
+
 Batch = list[Chunk]
 """The next chunks of one job, at least one."""
+
+
+def is_large(batch: Batch) -> bool:
+    """Return whether rendering the batch at once would delay other requests.
+
+    A batch is large after a slow reader, when a log is replayed, and with the log-probabilities of a prompt.
+    """
+    return len(batch) > MAX_SMALL_BATCH or bool(batch[0].prompt_logprobs)
 
 
 def batches_of(jobs: Sequence[AsyncJob]) -> AsyncGenerator[Batch, None]:

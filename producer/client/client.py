@@ -161,6 +161,14 @@ class AsyncClient(TokenCalls):
         """Return a pool's live nodes and backlog, at most a quarter of a second old."""
         return await self._admission_to(pool).get()
 
+    async def served_pool(self, *names: str | None, adapter: str | None = None) -> ServedPool:
+        """Return the pool that `choose_pool` chooses for the names. Raises what `choose_pool` raises."""
+        try:
+            return choose_pool((await self._pools.recent()).values(), *names, adapter=adapter)
+        except (NotFoundError, UnavailableError, ProtocolVersionError):
+            # The model's first node may have joined since.
+            return choose_pool((await self.pools(renewed=True)).values(), *names, adapter=adapter)
+
     @with_options
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
         """Check, admit and enqueue a job, and return its handle. `SubmitOptions` describes each option.
@@ -184,7 +192,7 @@ class AsyncClient(TokenCalls):
     async def _admitted(self, prompt: Prompt, options: SubmitOptions) -> Submission:
         """Check and admit a job."""
         self._retries.require_open()
-        record = await self._choose(options)
+        record = await self.served_pool(options.get("model"), options.get("job_id"), adapter=options.get("adapter"))
         tools = options.get("tools")
         if isinstance(tools, str) and len(tools) > MAX_TOOLS_CHARS_ON_LOOP:
             # The tools' schemas are parsed several times; on a thread they do not hold the event loop.
@@ -259,15 +267,6 @@ class AsyncClient(TokenCalls):
     async def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
         """Cancel a job and return its state; see `AsyncJob.cancel`."""
         return await self._source(job_id, tenant).cancel()
-
-    async def _choose(self, options: SubmitOptions) -> ServedPool:
-        names, adapter = (options.get("model"), options.get("job_id")), options.get("adapter")
-        pools = await self._pools.recent()
-        try:
-            return choose_pool(pools.values(), *names, adapter=adapter)
-        except (NotFoundError, UnavailableError, ProtocolVersionError):
-            # The model's first node may have joined since.
-            return choose_pool((await self.pools(renewed=True)).values(), *names, adapter=adapter)
 
     def _source(self, job_id: str, tenant: str | None, submission: Submission | None = None) -> JobSource:
         if not is_job_id(job_id):

@@ -10,6 +10,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+TOOL_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+You call functions. These are there, one in a line:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Say a call so:
+<tool_call>
+{"name": "the function", "arguments": {}}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or () %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+"""A chat template with tools, for the demo model, whose own takes none."""
+
 
 @contextmanager
 def served(model: Path, **settings: object) -> Iterator[str]:

@@ -13,30 +13,12 @@ from typing import Annotated, Any, Literal
 
 import openai
 import pytest
-from fakes.served_model import served
+from fakes.served_model import TOOL_TEMPLATE, served
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(600)]
 
 MODEL = "caller"
-TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-You call functions. These are there, one in a line:
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}Say a call so:
-<tool_call>
-{"name": "the function", "arguments": {}}
-</tool_call><|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content or "" }}
-{%- for call in message.tool_calls or () %}<tool_call>
-{{ call.function | tojson }}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}<|im_start|>assistant
-"""
-"""The model's own takes no tools, and no setting gives it a form to be told them in."""
 NUM_SEEDS = 2
 NUM_CHOICES = 8
 
@@ -90,7 +72,7 @@ def api(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp("models") / MODEL
     shutil.copytree(demo_folder, folder, copy_function=os.symlink)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
     with served(folder) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 

@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
 
 from penstock.contract.errors import InvariantError, RequestError, TooLargeError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES, MAX_TASK_TOKENS, Detokenize, Tokenize
 from penstock.contract.template_kwargs import GENERATION_PROMPT
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.queue.task_output import encode_detokenized, encode_tokenized
 from penstock.queue.wire import Request
 
 
-class TaskTokenizer(Protocol):
-    """What tasks need of a tokenizer."""
-
-    def encode(self, text: str, *, framed: bool = True) -> list[int]:
-        """Encode a text; `framed`: with the special tokens that the model expects around it."""
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: str | None = None,
-        template_kwargs: str | None = None,
-        *,
-        framed: bool = False,
-    ) -> list[int]:
-        """Encode a chat."""
-
-    def names_of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the tokens as the vocabulary spells them."""
-
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included. Raises RequestError for an unknown token."""
-
-
-def run_task(tokenizer: TaskTokenizer, request: Request, max_model_len: int) -> bytes:
+def run_task(tokenizer: Tokenizer, request: Request, max_model_len: int) -> bytes:
     """Return the packed output of a request's task. Raises RequestError if the request or its output is too large."""
     task = request.task
     if isinstance(task, Detokenize):
@@ -51,7 +27,7 @@ def run_task(tokenizer: TaskTokenizer, request: Request, max_model_len: int) -> 
     return output
 
 
-def _tokenized(tokenizer: TaskTokenizer, request: Request, task: Tokenize, max_model_len: int) -> bytes:
+def _tokenized(tokenizer: Tokenizer, request: Request, task: Tokenize, max_model_len: int) -> bytes:
     if request.messages is not None:
         token_ids = tokenizer.encode_chat(
             [message.model_dump(exclude_defaults=True) for message in request.messages],
