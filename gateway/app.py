@@ -16,23 +16,23 @@ from starlette.routing import Route
 
 from penstock.contract.errors import ConfigError
 from penstock.gateway import health, metrics, usage
-from penstock.gateway.access_log import AccessLog
 from penstock.gateway.anthropic import routes as anthropic_routes
 from penstock.gateway.anthropic.errors import ID_HEADER as ANTHROPIC_ID_HEADER
 from penstock.gateway.api_docs.routes import ApiDocs
 from penstock.gateway.api_docs.routes import router as api_docs_router
 from penstock.gateway.authentication import Entry, warn_if_open
-from penstock.gateway.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
-from penstock.gateway.body_parser import Parser
 from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.errors import install_error_handlers
-from penstock.gateway.head_requests import HeadRequests
+from penstock.gateway.http.access_log import AccessLog
+from penstock.gateway.http.head_requests import HeadRequests
+from penstock.gateway.http.request_head import BoundedHead
 from penstock.gateway.jobs import routes as job_routes
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import models
 from penstock.gateway.openai import routes as openai_routes
 from penstock.gateway.openai.errors import ID_HEADER
-from penstock.gateway.request_head import BoundedHead
+from penstock.gateway.request.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
+from penstock.gateway.request.body_parser import Parser
 from penstock.gateway.responses import routes as response_routes
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
@@ -208,7 +208,7 @@ def run(settings: GatewaySettings) -> None:
 async def _check_start(settings: GatewaySettings) -> None:
     """Check that the address is free and Redis answers.
 
-    This runs before uvicorn starts, because uvicorn would bury the cause under its own start-up errors.
+    This runs before uvicorn starts, because uvicorn would print its own start-up errors and hide the cause.
     """
     try:
         listener = await asyncio.get_running_loop().create_server(asyncio.Protocol, settings.host, settings.port)

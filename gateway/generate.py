@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import Request
 from starlette.types import Receive, Scope, Send
 
-from penstock.gateway.parsed_body import ParsedBody
-from penstock.gateway.request_parsing import generation_request_of, read_body
+from penstock.gateway.request.parsed_body import ParsedBody
+from penstock.gateway.request.parsing import generation_request_of, read_body
 from penstock.gateway.route_doc import RouteDoc
 from penstock.gateway.stream.answer import Answer, StreamAnswer, WholeAnswer
 from penstock.gateway.stream.dialect import Dialect

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.prompt_counter import count_prompt_tokens
-from penstock.gateway.request_parsing import generation_request_of, read_body
+from penstock.gateway.request.parsing import generation_request_of, read_body
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 
 

@@ -11,7 +11,7 @@ from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.gateway.anthropic.dialect import MessagesDialect
 from penstock.gateway.generate import answer_of
-from penstock.gateway.request_parsing import generation_request_of, read_body
+from penstock.gateway.request.parsing import generation_request_of, read_body
 from penstock.gateway.stream.generation_request import GenerationRequest
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import names_of

@@ -18,7 +18,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
 from penstock.gateway.authentication import PUBLIC_PATHS
-from penstock.gateway.parsed_body import BODIES
+from penstock.gateway.request.parsed_body import BODIES
 from penstock.gateway.route_doc import TEXT, RouteDoc, object_of
 
 VERSION = version("penstock")

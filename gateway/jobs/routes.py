@@ -15,7 +15,7 @@ from penstock.gateway.authentication import caller_of
 from penstock.gateway.jobs.answer import JobAnswer, JobStream, links_of
 from penstock.gateway.jobs.encoder import stream_start_of
 from penstock.gateway.jobs.submit import SubmitJob
-from penstock.gateway.request_parsing import AFTER, LAST_EVENT_HEADER
+from penstock.gateway.request.parsing import AFTER, LAST_EVENT_HEADER
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.job_objects import job_object
 

@@ -10,8 +10,8 @@ from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.problems import rename
 from penstock.gateway.authentication import caller_of
 from penstock.gateway.jobs.answer import links_of
-from penstock.gateway.parsed_body import ParsedBody
-from penstock.gateway.request_parsing import MAX_KEY_CHARS, generation_request_of, read_body
+from penstock.gateway.request.parsed_body import ParsedBody
+from penstock.gateway.request.parsing import MAX_KEY_CHARS, generation_request_of, read_body
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.gateway.stream.generation_request import GenerationRequest, submit_options

@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
 from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
-from penstock.gateway.parsed_body import ParsedBody
-from penstock.gateway.request_parsing import generation_request_of, read_body
+from penstock.gateway.request.parsed_body import ParsedBody
+from penstock.gateway.request.parsing import generation_request_of, read_body
 from penstock.gateway.responses.answers import ResponseState, ResponseStream, ResponseWhole
 from penstock.gateway.responses.conversation import Conversations
 from penstock.gateway.responses.record import PackedMessages, StoredResponse

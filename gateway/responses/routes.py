@@ -13,7 +13,7 @@ from starlette.routing import Route
 from penstock.contract.errors import JobFailedError, NotFoundError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gateway.authentication import caller_of
-from penstock.gateway.request_parsing import MAX_NUMBER_DIGITS
+from penstock.gateway.request.parsing import MAX_NUMBER_DIGITS
 from penstock.gateway.responses.answers import ResponseState, ResponseStream, record_of
 from penstock.gateway.responses.body import INCLUDABLE
 from penstock.gateway.responses.create import CreateResponse

@@ -7,9 +7,9 @@ from typing import Any
 
 from penstock.contract import job, structured, template_kwargs, tools
 from penstock.contract.logprobs import MAX_LOGPROBS
-from penstock.gateway.parsed_body import MAX_CHOICES_OF_REQUEST
-from penstock.gateway.request_head import MAX_HEAD_BYTES
-from penstock.gateway.request_parsing import MAX_KEY_CHARS
+from penstock.gateway.http.request_head import MAX_HEAD_BYTES
+from penstock.gateway.request.parsed_body import MAX_CHOICES_OF_REQUEST
+from penstock.gateway.request.parsing import MAX_KEY_CHARS
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.openai.bodies import MAX_PROMPTS
 

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from penstock.gateway import request_head
 from penstock.gateway.app import make_server
+from penstock.gateway.http import request_head
 from penstock.gateway.settings import GatewaySettings
 
 BODY = json.dumps({"model": "acme/echo", "prompt": "hi"}).encode()

@@ -9,9 +9,9 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import is_job_id
 from penstock.contract.rights import allowed_class
 from penstock.gateway.authentication import caller_of
-from penstock.gateway.body import num_bytes_to_hold, read_json_body
-from penstock.gateway.body_parser import Parser
-from penstock.gateway.parsed_body import ParsedBody
+from penstock.gateway.request.body import num_bytes_to_hold, read_json_body
+from penstock.gateway.request.body_parser import Parser
+from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.generation_request import GenerationRequest, StreamPosition

@@ -11,8 +11,8 @@ import sys
 from contextlib import suppress
 
 from penstock.contract.errors import RequestError, UnavailableError
-from penstock.gateway.parsed_body import ParsedBody, decode_parsed_body, parse
-from penstock.gateway.parser_process import FORMS, HEAD
+from penstock.gateway.request.parsed_body import ParsedBody, decode_parsed_body, parse
+from penstock.gateway.request.parser_process import FORMS, HEAD
 from penstock.gateway.settings import UnknownFields
 from penstock.gateway.shared_budget import SharedBudget
 
@@ -104,7 +104,13 @@ class _Child:
         """Start a parser process. It starts on a thread, because forking a large process is slow."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        command = [sys.executable, "-m", "penstock.gateway.parser_process", str(theirs.fileno()), unknown_fields]
+        command = [
+            sys.executable,
+            "-m",
+            "penstock.gateway.request.parser_process",
+            str(theirs.fileno()),
+            unknown_fields,
+        ]
         try:
             process = await asyncio.to_thread(
                 subprocess.Popen,

@@ -26,7 +26,7 @@ HEAD_TIMEOUT_S = 60.0
 TAKE_TIMEOUT_S = 60.0
 """Seconds after which a connection is closed if its client reads none of the bytes that wait for it."""
 MAX_LATE_S = 1.0
-"""If the check itself runs later than this many seconds, the process was too busy to blame the client."""
+"""If the check itself runs later than this many seconds, the process was too busy, and the client may be fine."""
 _WITHOUT_CHUNKS = ("0.9", "1.0")
 _NO_LINGER = struct.pack("ii", 1, 0)
 """Value of SO_LINGER that resets the connection and discards its unsent bytes."""

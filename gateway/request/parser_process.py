@@ -1,4 +1,4 @@
-"""The process that parses large bodies: `python -m penstock.gateway.parser_process FD UNKNOWN_FIELDS`.
+"""The process that parses large bodies: `python -m penstock.gateway.request.parser_process FD UNKNOWN_FIELDS`.
 
 The second argument is the gateway's setting `unknown_fields`.
 
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
-from penstock.gateway.parsed_body import BODIES, encode_parsed_body, encode_refusal, parse, with_packed_prompts
+from penstock.gateway.request.parsed_body import BODIES, encode_parsed_body, encode_refusal, parse, with_packed_prompts
 from penstock.queue.msgpack_codec import MAX_BYTES
 
 HEAD = struct.Struct(">BI")
@@ -27,7 +27,7 @@ HEAD = struct.Struct(">BI")
 Answer: 0, then its length in bytes."""
 FORMS = tuple(BODIES)
 MAX_PARSED_BYTES = 128 << 20
-"""Limit in bytes on the memory of a body's parsed values, estimated with the figures below."""
+"""Limit in bytes on the memory of a body's parsed values, estimated with the values below."""
 BYTES_PER_VALUE = 72
 BYTES_PER_TEXT = 160
 BYTES_PER_CONTAINER = 400
