@@ -12,6 +12,7 @@ from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, Usage
 from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.monitor.job_times import EndedJob, JobTimes
 from penstock.gpu_node.packed_chunks import PromptRows, SealedChunk, seal
 from penstock.queue import msgpack_codec, results
 from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
@@ -26,9 +27,14 @@ class HeldJob:
     0 <= num_acknowledged <= len(chunks): chunks from `num_acknowledged` on may be missing in the job's log in Redis.
     """
 
-    def __init__(self, taken: Taken) -> None:
+    def __init__(self, taken: Taken, taken_s: float = 0.0) -> None:
+        """`taken_s`: when it was taken, on this process's monotonic clock."""
         self.taken = taken
+        is_new = not (taken.num_chunks or taken.losses or taken.preemptions)
+        self.times = JobTimes(taken_s - taken.waited_ms / 1000, taken_s, is_new=is_new)
         self.params = SamplingParams()
+        self.adapter = ""
+        """The name of its adapter, or an empty string."""
         self.num_prompt_tokens = 0
         """0 until the prompt has been tokenized."""
         self.predicted_tokens = PREDICTED_OUTPUT_TOKENS
@@ -222,6 +228,11 @@ class HeldJob:
     def _has_whole_log(self) -> bool:
         """Whether this node has the job's whole log, including what earlier nodes wrote."""
         return bool(self._chunks) or not self.taken.num_chunks
+
+    def ended(self, outcome: Outcome) -> EndedJob:
+        """Return what the metrics need of the job at its end."""
+        reason = self._choices[0].finish_reason
+        return EndedJob(outcome, reason, self._usage(), self.max_tokens, num_choices=len(self._choices))
 
     @property
     def used(self) -> UsedTokens:

@@ -97,6 +97,7 @@ class JobInbox:
         answer = await self._broker.take(self._call, self._nonce, self._capacity(), hold_ms=self._ledger.hold_ms)
         jobs = self._hold(answer)
         self._bell.depth = sum(answer.depth)
+        self._ledger.counts.queue_share = sum(answer.depth) / max(1, answer.num_nodes)
         for job in jobs:
             self._job_intake.admit(job)
         if len(jobs) == MAX_TAKEN_AT_ONCE:
@@ -121,13 +122,16 @@ class JobInbox:
             self._hold(await self._broker.take(self._call, self._nonce, nothing))
 
     def _hold(self, answer: TakeAnswer) -> list[HeldJob]:
-        jobs, now_s = [HeldJob(taken) for taken in answer.jobs], time.monotonic()
+        now_s = time.monotonic()
+        jobs = [HeldJob(taken, now_s) for taken in answer.jobs]
         for job in jobs:
             if job.taken.deadline_in_ms:
                 job.expires_s = now_s + job.taken.deadline_in_ms / 1000
             if (older := self._ledger.get(job.job_id)) is not None:
                 self._outbox.drop(older)
             self._ledger.add(job)
+            if not job.is_task:
+                self._ledger.counts.jobs.taken(job.taken.priority, job.times)
         counts = self._ledger.counts
         counts.taken += len(jobs)
         counts.taken_over += sum(bool(job.taken.num_chunks or job.taken.losses) for job in jobs)

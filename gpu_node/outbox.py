@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -50,7 +51,8 @@ class Outbox:
         self._pack = new_pack()
         self._yielder = LoopYielder()
         self._loop = asyncio.get_running_loop()
-        self._delivered: deque[Sequence[StepOutput]] = deque()
+        self._delivered: deque[tuple[float, Sequence[StepOutput]]] = deque()
+        """Outputs that the event loop has not handled, each with the time of its step."""
         self._sleeping = False
         """Whether delivered outputs may wait for the alarm, unless a reader waits for one of them."""
         self._alarm = Alarm()
@@ -61,7 +63,7 @@ class Outbox:
 
     def deliver(self, outputs: Sequence[StepOutput]) -> None:
         """Accept one step's outputs. Runs on the engine's thread. Raises RuntimeError if the loop is closed."""
-        self._delivered.append(outputs)
+        self._delivered.append((time.monotonic(), outputs))
         if not self._sleeping or any(output.is_first_or_last for output in outputs):
             self._loop.call_soon_threadsafe(self._handle_steps)
 
@@ -72,15 +74,15 @@ class Outbox:
 
     def _collect(self) -> None:
         while self._delivered:
-            self._accept_step(self._delivered.popleft())
+            self._accept_step(*self._delivered.popleft())
 
-    def _accept_step(self, outputs: Sequence[StepOutput]) -> None:
+    def _accept_step(self, at_s: float, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
             job = self._ledger.of_lease(output.request_id)
             if job is None or job.outcome is not None:
                 continue
             try:
-                self._accept(job, output)
+                self._accept(job, output, at_s)
             except InvariantError as error:
                 log.exception("engine and ledger disagree", extra={"job_id": job.job_id})
                 self.end(job, Outcome("failed", error.code, error.message))
@@ -99,8 +101,10 @@ class Outbox:
         self._alarm.set(self._pace.until_next_s(len(self._dirty), self._loop.time(), reader_waits=self._reader_waits))
         self._sleeping = True
 
-    def _accept(self, job: HeldJob, output: StepOutput) -> None:
+    def _accept(self, job: HeldJob, output: StepOutput, at_s: float) -> None:
         job.add_tokens(output)
+        if output.token_ids:
+            self._ledger.counts.jobs.generated(job.taken.priority, job.times, output.choice, at_s)
         if output.finish_reason is None:
             return
         job.kv_token_ms += output.kv_token_ms
@@ -276,6 +280,9 @@ class Outbox:
         if not self._handle_loss(job, answer):
             self._ledger.counts.finished_cost += job.taken.cost
             self._ledger.counts.finished += 1
+            if not job.is_task:
+                ended = job.ended(outcome)
+                self._ledger.counts.jobs.ended(job.taken.priority, job.times, ended, time.monotonic())
             self._remove(job)
 
     def _send_again(self, job: HeldJob, index: int) -> None:

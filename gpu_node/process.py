@@ -89,7 +89,7 @@ def _metrics_of(node: Node, settings: NodeSettings, watch: LoopWatch) -> Abstrac
     # Imported here, because a node without metrics does not need the Prometheus package.
     from penstock.gpu_node.monitor.metrics import serving_metrics
 
-    return serving_metrics(node, settings.metrics_host, settings.metrics_port, watch)
+    return serving_metrics(node, settings, watch)
 
 
 async def _announce(ready: asyncio.Event, pool: str) -> None:

@@ -11,8 +11,15 @@ from typing import TypedDict
 
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import ModelRunner, StepPlan, StepResult
+from penstock.runtime.histogram import Histogram
 
 _WINDOW = 256
+STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0)
+"""Upper bounds of the histogram of step times."""
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the histograms of a step's sequences and tokens."""
+PARTS = ("schedule", "prepare", "copies", "forward", "sample", "output")
+"""The parts of a step, in the order in which they run; `EngineStats` describes them."""
 
 
 class InFlightStep:
@@ -104,10 +111,13 @@ class SampleWindow:
     def __init__(self) -> None:
         self._values_ms: deque[float] = deque(maxlen=_WINDOW)
         self._entered_s = 0.0
+        self.total_ms = 0.0
+        """Sum of the times of all steps, not only of the last ones."""
 
     def add(self, value_ms: float) -> None:
         """Add a step's time."""
         self._values_ms.append(value_ms)
+        self.total_ms += value_ms
 
     @property
     def last(self) -> float:
@@ -147,6 +157,10 @@ class StepStats(TypedDict):
     forward_ms: float
     sample_ms: float
     output_ms: float
+    part_seconds: dict[str, float]
+    step_seconds: Histogram
+    batch_sequences: Histogram
+    batch_tokens: Histogram
 
 
 @dataclass(slots=True)
@@ -168,13 +182,21 @@ class StepTimings:
     sample: SampleWindow = field(default_factory=SampleWindow)
     output: SampleWindow = field(default_factory=SampleWindow)
 
+    step_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
+    batch_sequences: Histogram = field(default_factory=lambda: Histogram(BATCH_SIZES))
+    batch_tokens: Histogram = field(default_factory=lambda: Histogram(BATCH_SIZES))
+
     def note_completed(self, in_flight: InFlightStep, result: StepResult, num_tokens: int) -> None:
         """Count a computed step that yielded `num_tokens` tokens."""
         self.steps += 1
         self.prefill_tokens += in_flight.step.num_prefill_tokens
         self.decode_tokens += num_tokens
         self.copied_blocks += len(in_flight.step.copies)
-        self.step.add(in_flight.age_ms)
+        age_ms = in_flight.age_ms
+        self.step.add(age_ms)
+        self.step_seconds.note(age_ms / 1000)
+        self.batch_sequences.note(len(in_flight.step.seqs))
+        self.batch_tokens.note(in_flight.step.num_prefill_tokens + num_tokens)
         self.copies.add(result.copy_ms)
         self.forward.add(result.forward_ms)
         self.sample.add(result.sample_ms)
@@ -201,4 +223,8 @@ class StepTimings:
             forward_ms=self.forward.mean(),
             sample_ms=self.sample.mean(),
             output_ms=self.output.mean(),
+            part_seconds={name: getattr(self, name).total_ms / 1000 for name in PARTS},
+            step_seconds=self.step_seconds.copy(),
+            batch_sequences=self.batch_sequences.copy(),
+            batch_tokens=self.batch_tokens.copy(),
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.engine_load import EngineLoad
@@ -12,6 +12,7 @@ from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Usage
 from penstock.gpu_node.engine.text.end_rule import EndReason
+from penstock.runtime.histogram import Histogram
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +124,10 @@ class EngineStats(EngineLoad):
     """Times that a sequence skipped a step because its token mask was not ready."""
     failed_guides: int = 0
     """Choices that ended because of their grammar."""
+    part_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of all steps by part: schedule, prepare, copies, forward, sample and output."""
+    step_seconds: Histogram | None = None
+    batch_sequences: Histogram | None = None
+    """Sequences of each step."""
+    batch_tokens: Histogram | None = None
+    """Tokens of each step: prompt tokens computed and tokens sampled."""

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from penstock.gpu_node.monitor.job_times import JobMetrics
+from penstock.runtime.histogram import Histogram
 
-class Latencies:
-    """A histogram of durations: `counts[i]` took at most `BOUNDS_S[i]` seconds; the last count has no bound."""
-
-    BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(self.BOUNDS_S) + 1)
-        self.total_s = 0.0
-
-    def note(self, seconds: float) -> None:
-        """Count one call of this duration."""
-        self.counts[bisect_left(self.BOUNDS_S, seconds)] += 1
-        self.total_s += seconds
+EMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Upper bounds of the histogram of emit calls."""
 
 
 @dataclass(slots=True)
@@ -42,7 +32,11 @@ class NodeCounts:
     """Times that Redis had lost chunks and asked for them again."""
     outages: int = 0
     """Times that publishing failed because Redis was unavailable."""
-    emits: Latencies = field(default_factory=Latencies)
+    emits: Histogram = field(default_factory=lambda: Histogram(EMIT_SECONDS))
+    """Seconds that emit calls took."""
+    jobs: JobMetrics = field(default_factory=JobMetrics)
+    queue_share: float = 0.0
+    """The jobs that waited in the queue at the last take, divided by the number of live nodes."""
 
     def gave_back(self, why: str, num_jobs: int) -> None:
         """Count jobs that were given back. `why`: drain, pressure or lacking."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.monitor.counters import Latencies, NodeCounts
+from penstock.gpu_node.monitor.counters import NodeCounts
+from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram
+from penstock.gpu_node.monitor.job_metrics import job_metrics
+from penstock.gpu_node.monitor.vllm_metrics import vllm_metrics
 from penstock.gpu_node.node import Node
+from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.loop_metrics import loop_metrics
 from penstock.runtime.loop_watch import LoopWatch
 
@@ -31,38 +33,14 @@ _COUNTED = {
     "rewinds": "Times that Redis had lost chunks and asked for them again.",
     "outages": "Times that publishing failed because Redis was unavailable.",
 }
-_ENGINE_COUNTS = {
-    "steps": "Engine steps.",
-    "prefill_tokens": "Prompt tokens computed.",
-    "decode_tokens": "Tokens sampled.",
-    "prefix_hit_tokens": "Prompt tokens found in the prefix cache.",
-    "drafted_tokens": "Draft tokens computed.",
-    "accepted_tokens": "Draft tokens accepted.",
-    "num_preemptions": "Preempted sequences.",
-    "grammar_trials": "New grammars that were tried out.",
-    "grammar_refusals": "New grammars that were refused.",
-    "grammar_costly_refusals": "New grammars that a limit of time, memory or work refused.",
-    "grammar_kills": "Grammar processes that a limit killed.",
-    "grammar_restarts": "Grammar processes started to replace one that ended.",
-    "late_masks": "Times that a sequence sat out a step because its mask was not ready.",
-    "failed_guides": "Choices that ended because of their grammar.",
-}
-_ENGINE_GAUGES = {
-    "kv_blocks_total": "KV blocks.",
-    "kv_blocks_free": "Free KV blocks.",
-    "num_running": "Sequences in the running batch.",
-    "num_waiting": "Sequences that wait inside the engine.",
-    "num_swapped": "Preempted sequences with their blocks in host memory.",
-    "step_ms_p50": "Milliseconds of a step, median of the last few hundred.",
-    "step_ms_p99": "Milliseconds of a step, 99th percentile of the last few hundred.",
-}
 
 
 class NodeCollector(Collector):
     """A Prometheus collector of a node's counters, and of its engine's statistics as of the last heartbeat."""
 
-    def __init__(self, node: Node, loop_watch: LoopWatch | None = None) -> None:
+    def __init__(self, node: Node, settings: NodeSettings, loop_watch: LoopWatch | None = None) -> None:
         self._node = node
+        self._settings = settings
         self._loop_watch = loop_watch
 
     def describe(self) -> list[Metric]:
@@ -72,40 +50,36 @@ class NodeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families."""
         ledger, stats = self._node.ledger, self._node.engine_stats
-        yield GaugeMetricFamily("penstock_node_jobs", "Jobs held.", value=len(ledger))
-        text = "Bytes of chunks that Redis has not acknowledged."
-        yield GaugeMetricFamily("penstock_node_unsent_bytes", text, value=ledger.unsent_bytes)
+        yield gauge("penstock_node_jobs", "Jobs held.", len(ledger))
+        yield gauge(
+            "penstock_node_unsent_bytes", "Bytes of chunks that Redis has not acknowledged.", ledger.unsent_bytes
+        )
         yield from _of_counts(ledger.counts)
+        yield from job_metrics(ledger.counts.jobs, self._settings.model_name)
         if self._loop_watch is not None:
             yield from loop_metrics(
                 "penstock_node_loop_late_seconds", "penstock_node_loop_hold_seconds", self._loop_watch
             )
         if stats is not None:
-            yield from _of_engine(stats)
+            yield from engine_metrics(stats)
+            yield from vllm_metrics(ledger, stats, self._settings)
 
 
 def _of_counts(counts: NodeCounts) -> Iterator[Metric]:
     for name, text in _COUNTED.items():
-        yield CounterMetricFamily(f"penstock_node_{name}", text, value=getattr(counts, name))
-    latencies = counts.emits
-    bounds = [str(bound) for bound in Latencies.BOUNDS_S] + ["+Inf"]
-    buckets = list(zip(bounds, accumulate(latencies.counts), strict=True))
-    text = "Seconds that an emit call took, which publishes a step's chunks."
-    yield HistogramMetricFamily("penstock_node_emit_seconds", text, buckets=buckets, sum_value=latencies.total_s)
-
-
-def _of_engine(stats: EngineStats) -> Iterator[Metric]:
-    for name, text in _ENGINE_COUNTS.items():
-        yield CounterMetricFamily(f"penstock_engine_{name.removeprefix('num_')}", text, value=getattr(stats, name))
-    for name, text in _ENGINE_GAUGES.items():
-        yield GaugeMetricFamily(f"penstock_engine_{name.removeprefix('num_')}", text, value=getattr(stats, name))
+        yield counter(f"penstock_node_{name}", text, getattr(counts, name))
+    yield histogram(
+        "penstock_node_emit_seconds", "Seconds that an emit call took, which publishes a step's chunks.", counts.emits
+    )
 
 
 @contextmanager
-def serving_metrics(node: Node, host: str, port: int, loop_watch: LoopWatch | None = None) -> Iterator[int]:
-    """Serve the node's metrics on a thread; yields the port, which 0 leaves to the system. Raises ConfigError."""
+def serving_metrics(node: Node, settings: NodeSettings, loop_watch: LoopWatch | None = None) -> Iterator[int]:
+    """Serve the node's metrics on a thread, at the address of its settings. Yield the port. Raises ConfigError."""
+    host, port = settings.metrics_host, settings.metrics_port or 0
     registry = CollectorRegistry()
-    registry.register(NodeCollector(node, loop_watch))
+    ProcessCollector(registry=registry)
+    registry.register(NodeCollector(node, settings, loop_watch))
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:

@@ -20,6 +20,8 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 
+from penstock.runtime.histogram import Histogram
+
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.02
@@ -54,10 +56,8 @@ class LoopWatch:
         self._interval_s = interval_s
         self._names_holders = names_holders
         self._windows = [Hold(), Hold()]
-        self.counts = [0] * (len(BUCKETS_S) + 1)
-        """Number of checks per delay, in the buckets of BUCKETS_S and one above them."""
-        self.total_s = 0.0
-        """Sum of all delays."""
+        self.delays_s = Histogram(BUCKETS_S)
+        """The delay of each check."""
         self._timer: asyncio.TimerHandle | None = None
         self._sampler: _Sampler | None = None
         self._schedstat: int | None = None
@@ -104,8 +104,7 @@ class LoopWatch:
         self._set_timer()
 
     def _note(self, hold: Hold, now_s: float) -> None:
-        self.counts[next((i for i, bound_s in enumerate(BUCKETS_S) if hold.wall_s <= bound_s), len(BUCKETS_S))] += 1
-        self.total_s += hold.wall_s
+        self.delays_s.note(hold.wall_s)
         if now_s >= self._window_ends_s:
             self._windows = [self._windows[1], Hold()]
             self._window_ends_s = now_s + WINDOW_S

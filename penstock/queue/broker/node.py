@@ -55,9 +55,9 @@ class Taken:
 
     `lease` is the fencing token that every write must carry. `num_chunks` is the number of chunks that earlier nodes
     logged. `cost` is in KV tokens. `request` is empty if it is too long for the answer; see `NodeBroker.requests`.
-    `urgency` is the class that the job counts as: its own, or a more urgent one after a long wait. An interactive job
-    of a tenant above its share counts as `standard`. `preemptions` counts how often it was given back. `weight` is the
-    tenant's scheduling weight. `num_sequences` is 0 for a task that needs no engine.
+    `priority` is the job's class. `urgency` is the class that it counts as: a more urgent one after a long wait, and
+    `standard` for an interactive job of a tenant above its share. `preemptions` counts how often it was given back.
+    `weight` is the tenant's scheduling weight. `num_sequences` is 0 for a task that needs no engine.
     """
 
     job_id: str
@@ -72,15 +72,19 @@ class Taken:
     preemptions: int = 0
     weight: float = 1.0
     num_sequences: int = 1
+    priority: int = int(Priority.STANDARD)
+    waited_ms: int = 0
+    """Milliseconds since its submission."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeAnswer:
-    """Answer of take: the assigned jobs, jobs still queued per class, and when to ask again (0: no need)."""
+    """Answer of take: the assigned jobs, jobs still queued per class, when to ask again (0: no need), live nodes."""
 
     jobs: tuple[Taken, ...]
     depth: tuple[int, int, int]
     again_in_ms: int
+    num_nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +210,7 @@ class NodeBroker:
             raise InvariantError(f"take {call} answered {answer[0]!r}")
         jobs = tuple(map(_taken, answer[1]))
         depth = answer[2]
-        return TakeAnswer(jobs, (depth[0], depth[1], depth[2]), int(answer[3]))
+        return TakeAnswer(jobs, (depth[0], depth[1], depth[2]), int(answer[3]), int(answer[4]))
 
     async def requests(self, job_ids: Sequence[str]) -> list[bytes | None]:
         """Return the packed requests of taken jobs, None for a job that has ended meanwhile."""
@@ -284,8 +288,8 @@ def emit_batches(emissions: Iterable[Emission]) -> list[list[Emission]]:
 
 
 def _taken(row: list[Any]) -> Taken:
-    job_id, lease, losses, num_chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n = row
+    job_id, lease, losses, num_chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, *last = row
     numbers = (losses, num_chunks, cost, deadline_in_ms)
     return Taken(
-        job_id.decode(), lease.decode(), *numbers, request, tenant.decode(), urgency, preemptions, float(weight), n
+        job_id.decode(), lease.decode(), *numbers, request, tenant.decode(), urgency, preemptions, float(weight), *last
     )

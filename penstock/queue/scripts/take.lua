@@ -9,9 +9,10 @@
 --   kv_tokens, slots: free KV tokens and sequence slots, per class. kv_total, slots_total: the node's whole capacity.
 --   task_slots: tasks that the node can take.
 --   hold_ms: expected time for which a KV token of cost is held. A tenant is charged cost × hold_ms ÷ weight.
--- Answer: {OK, {row…}, {depth0, depth1, depth2}, again_in_ms} | {UNKNOWN_NODE} | {STALE}
---   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n}. urgency
---   is the class that the job counts as. A request above MAX_REQUEST_BYTES is '' here; the node reads it separately.
+-- Answer: {OK, {row…}, {depth0, depth1, depth2}, again_in_ms, num_nodes} | {UNKNOWN_NODE} | {STALE}
+--   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n, priority,
+--   waited_ms}. urgency is the class that the job counts as. waited_ms: time since its submission. A request above
+--   MAX_REQUEST_BYTES is '' here; the node reads it separately.
 --   depth: jobs still queued per class. again_in_ms: when a job may become available, 0 if unknown.
 --   STALE: a later take of this node was already answered.
 local MAX_TAKEN, MAX_EXAMINED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 128, 32, 16384
@@ -28,6 +29,7 @@ local now = clock()
 if not config or not redis.call('ZSCORE', P .. ':nodes', node) then return {'UNKNOWN_NODE'} end
 local policy = redis.call('HGET', KEYS[1], 'policy')
 local num_held = redis.call('SCARD', P .. ':running:' .. node)
+local num_nodes = redis.call('ZCARD', P .. ':nodes')
 
 local function depths()
   local depth = {}
@@ -41,7 +43,7 @@ local function row(job)
   local request = redis.call('STRLEN', request_key) <= MAX_REQUEST_BYTES and redis.call('GET', request_key)
   return {job.id, job.lease, tonumber(job.losses), redis.call('LLEN', log_key(job.id)), tonumber(job.cost), deadline_in,
     request or '', job.tenant, tonumber(job.urgency), tonumber(job.preemptions), tostring(weight_of(job)),
-    tonumber(job.n)}
+    tonumber(job.n), tonumber(job.priority), math.max(0, now - tonumber(job.submitted))}
 end
 
 -- A repeated call gets the same answer, without jobs that the node no longer holds.
@@ -56,7 +58,7 @@ if last then
       local job = read_job(id)
       if job and holds(job, node, last.leases[i]) then rows[#rows + 1] = row(job) end
     end
-    return {'OK', rows, depths(), 0}
+    return {'OK', rows, depths(), 0, num_nodes}
   end
 end
 
@@ -452,4 +454,4 @@ for i, job in ipairs(taken) do
 end
 redis.call('SET', last_take_key, cmsgpack.pack({call = call, ids = ids, leases = leases}), 'PX', 60000)
 flush()
-return {'OK', rows, depths(), again_in}
+return {'OK', rows, depths(), again_in, num_nodes}

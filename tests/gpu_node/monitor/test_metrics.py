@@ -13,7 +13,7 @@ from fakes.processes.reference_engine import ReferenceEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.monitor.counters import Latencies
+from penstock.contract.job import Priority
 from penstock.gpu_node.monitor.metrics import serving_metrics
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.settings import NodeSettings
@@ -21,9 +21,13 @@ from penstock.producer.client import AsyncClient
 from penstock.runtime.loop_watch import LoopWatch
 
 
+def settings_of(redis_url: str, **settings: object) -> NodeSettings:
+    return NodeSettings(model="reference", redis_url=redis_url, **settings)
+
+
 @asynccontextmanager
-async def running(redis_url: str, **settings: object) -> AsyncIterator[Node]:
-    node = Node(NodeSettings(model="reference", redis_url=redis_url, **settings), ReferenceEngine(step_s=0.002))
+async def running(redis_url: str, *, step_s: float = 0.002, **settings: object) -> AsyncIterator[Node]:
+    node = Node(settings_of(redis_url, **settings), ReferenceEngine(step_s=step_s))
     ready = asyncio.Event()
     task = asyncio.create_task(node.run(ready))
     await ready.wait()
@@ -45,7 +49,7 @@ async def scrape(port: int) -> dict[str, float]:
 
 async def test_a_working_node_tells_what_it_did(redis_url: str) -> None:
     async with running(redis_url) as node, AsyncClient(redis_url) as client:
-        with serving_metrics(node, "127.0.0.1", 0) as port:
+        with serving_metrics(node, settings_of(redis_url)) as port:
             before = await scrape(port)
             jobs = [await client.submit("hello", max_tokens=20) for _ in range(3)]
             for job in jobs:
@@ -63,6 +67,63 @@ async def test_a_working_node_tells_what_it_did(redis_url: str) -> None:
     assert found["penstock_engine_kv_blocks_total"] > 0
 
 
+async def test_times_and_ends_of_jobs_are_counted_by_class(redis_url: str) -> None:
+    async with running(redis_url) as node, AsyncClient(redis_url) as client:
+        with serving_metrics(node, settings_of(redis_url)) as port:
+            for priority in (Priority.BATCH, Priority.STANDARD, Priority.STANDARD):
+                await (await client.submit("hello", max_tokens=20, ignore_eos=True, priority=priority)).result()
+            left = await client.submit("hello", max_tokens=400, ignore_eos=True)
+            await anext(left.stream())
+            await left.cancel()
+            while node.ledger.counts.finished < 4:
+                await asyncio.sleep(0.01)
+            found = await scrape(port)
+    for name in ("queue", "prefill", "time_to_first_token"):
+        assert found[f"penstock_job_{name}_seconds_count:reference:batch"] == 1
+        assert found[f"penstock_job_{name}_seconds_count:reference:standard"] == 3
+        assert found[f"penstock_job_{name}_seconds_count:reference:interactive"] == 0
+    assert found["penstock_job_seconds_count:reference:standard"] == 2
+    assert found["penstock_job_inter_token_seconds_count:reference:batch"] == 19
+    assert found["penstock_job_inter_token_seconds_sum:reference:batch"] >= 19 * 0.0015
+    assert found["penstock_job_output_tokens_sum:reference:standard"] == 40
+    assert found["penstock_job_ends_total:reference:batch:length"] == 1
+    assert found["penstock_job_ends_total:reference:standard:cancelled"] == 1
+    parts = [found[f"penstock_job_{name}_seconds_sum:reference:batch"] for name in ("queue", "prefill", "decode")]
+    assert sum(parts) == pytest.approx(found["penstock_job_seconds_sum:reference:batch"])
+
+
+async def test_a_job_that_was_taken_over_counts_no_second_first_token(redis_url: str) -> None:
+    async with AsyncClient(redis_url) as client:
+        async with running(redis_url, drain_s=0.0):
+            job = await client.submit("hello", max_tokens=60, ignore_eos=True)
+            await anext(job.stream())
+        async with running(redis_url) as second:
+            await job.result()
+            while second.ledger.counts.finished < 1:
+                await asyncio.sleep(0.01)
+            with serving_metrics(second, settings_of(redis_url)) as port:
+                found = await scrape(port)
+    assert found["penstock_job_queue_seconds_count:reference:standard"] == 0
+    assert found["penstock_job_time_to_first_token_seconds_count:reference:standard"] == 0
+    assert found["penstock_job_decode_seconds_count:reference:standard"] == 0
+    assert found["penstock_job_seconds_count:reference:standard"] == 1
+    assert 0 < found["penstock_job_inter_token_seconds_count:reference:standard"] < 59
+
+
+async def test_waiting_requests_under_the_name_of_vllm_include_the_queue(redis_url: str) -> None:
+    async with running(redis_url, step_s=0.05, max_num_seqs=1) as node, AsyncClient(redis_url) as client:
+        with serving_metrics(node, settings_of(redis_url)) as port:
+            jobs = [await client.submit("hello", max_tokens=400, ignore_eos=True) for _ in range(5)]
+            await anext(jobs[0].stream())
+            while node.ledger.counts.queue_share < 4 or not node.engine_stats.num_running:
+                await asyncio.sleep(0.01)
+            found = await scrape(port)
+            for job in jobs:
+                await job.cancel()
+    assert found["vllm:num_requests_waiting:0:reference"] == 4
+    assert found["vllm:num_requests_running:0:reference"] == 1
+
+
 async def test_takeovers_returns_and_lost_jobs_are_counted(redis_url: str) -> None:
     async with AsyncClient(redis_url) as client:
         async with running(redis_url, drain_s=0.0) as first:
@@ -77,26 +138,21 @@ async def test_takeovers_returns_and_lost_jobs_are_counted(redis_url: str) -> No
 
 async def test_a_port_that_is_taken_is_said_to_be(redis_url: str) -> None:
     async with running(redis_url) as node:
-        taken = serving_metrics(node, "127.0.0.1", 0)
+        taken = serving_metrics(node, settings_of(redis_url))
         port = taken.__enter__()
-        with pytest.raises(ConfigError, match=f"metrics_port {port}"), serving_metrics(node, "127.0.0.1", port):
+        with (
+            pytest.raises(ConfigError, match=f"metrics_port {port}"),
+            serving_metrics(node, settings_of(redis_url, metrics_port=port)),
+        ):
             pass
         taken.__exit__(None, None, None)
-
-
-def test_latencies_are_put_into_the_first_class_that_holds_them() -> None:
-    latencies = Latencies()
-    for seconds in (0.0, 0.0005, 0.0006, 9.0, 1000.0):
-        latencies.note(seconds)
-    assert latencies.counts == [2, 1, *[0] * 10, 1, 1]
-    assert latencies.total_s == pytest.approx(1009.0011)
 
 
 async def test_a_node_tells_how_long_its_loop_was_held(redis_url: str) -> None:
     watch = LoopWatch(interval_s=0.005)
     watch.start()
     async with running(redis_url) as node:
-        with serving_metrics(node, "127.0.0.1", 0, watch) as port:
+        with serving_metrics(node, settings_of(redis_url), watch) as port:
             await asyncio.sleep(0.02)
             until_s = time.thread_time() + 0.1
             while time.thread_time() < until_s:

@@ -1,0 +1,129 @@
+"""When jobs wait, begin and end: histograms of a node's jobs by class. Times are of this process's monotonic clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.contract.output import FinishReason, Outcome, Usage
+from penstock.contract.priority import NUM_PRIORITIES
+from penstock.runtime.histogram import Histogram
+
+SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0, 3600.0)
+"""Upper bounds of the histograms of whole jobs and of their parts."""
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+"""Upper bounds of the histograms of the time of a token."""
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+CHOICES = (1, 2, 5, 10, 20, 50, 100)
+
+
+@dataclass(slots=True)
+class JobTimes:
+    """The times of one job on this node. `submitted_s` is that of Redis's clock, as far as this clock can tell."""
+
+    submitted_s: float
+    taken_s: float
+    is_new: bool
+    """Whether no other node has had the job."""
+    first_token_s: float | None = None
+    last_token_s: dict[int, float] = field(default_factory=dict)
+    """When each choice generated its last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedJob:
+    """What the metrics need of a job that ended here."""
+
+    outcome: Outcome
+    finish_reason: FinishReason | None
+    """The finish reason of its first choice."""
+    usage: Usage
+    max_tokens: int
+    num_choices: int
+
+
+def _seconds() -> Histogram:
+    return Histogram(SECONDS)
+
+
+def _token_seconds() -> Histogram:
+    return Histogram(TOKEN_SECONDS)
+
+
+def _tokens() -> Histogram:
+    return Histogram(TOKENS)
+
+
+@dataclass(slots=True)
+class ClassMetrics:
+    """The histograms and counters of the jobs of one class."""
+
+    queue_s: Histogram = field(default_factory=_seconds)
+    """From submission until the first node took the job."""
+    prefill_s: Histogram = field(default_factory=_seconds)
+    """From then until the first token."""
+    first_token_s: Histogram = field(default_factory=_seconds)
+    """From submission until the first token."""
+    decode_s: Histogram = field(default_factory=_seconds)
+    """From the first token until the end."""
+    total_s: Histogram = field(default_factory=_seconds)
+    """From submission until the end."""
+    inter_token_s: Histogram = field(default_factory=_token_seconds)
+    """Between two outputs of a choice."""
+    output_token_s: Histogram = field(default_factory=_token_seconds)
+    """Mean time of a job's output tokens after the first."""
+    prompt_tokens: Histogram = field(default_factory=_tokens)
+    output_tokens: Histogram = field(default_factory=_tokens)
+    max_tokens: Histogram = field(default_factory=_tokens)
+    num_choices: Histogram = field(default_factory=lambda: Histogram(CHOICES))
+    ends: Counter[str] = field(default_factory=Counter)
+    """Ended jobs by the reason: a finish reason, or the state of a job that is not done."""
+
+
+class JobMetrics:
+    """Histograms of a node's jobs. Tasks, which need no engine, are left out."""
+
+    def __init__(self) -> None:
+        self.classes = [ClassMetrics() for _ in range(NUM_PRIORITIES)]
+
+    def taken(self, priority: int, times: JobTimes) -> None:
+        """Count a job that this node has just taken."""
+        if times.is_new:
+            self.classes[priority].queue_s.note(max(0.0, times.taken_s - times.submitted_s))
+
+    def generated(self, priority: int, times: JobTimes, choice: int, at_s: float) -> None:
+        """Count an output of a choice. On a job that another node began, the first one only starts the clock."""
+        metrics, last_s = self.classes[priority], times.last_token_s.get(choice)
+        if last_s is not None:
+            metrics.inter_token_s.note(at_s - last_s)
+        elif times.first_token_s is None and times.is_new:
+            times.first_token_s = at_s
+            metrics.first_token_s.note(at_s - times.submitted_s)
+            metrics.prefill_s.note(at_s - times.taken_s)
+        times.last_token_s[choice] = at_s
+
+    def ended(self, priority: int, times: JobTimes, job: EndedJob, at_s: float) -> None:
+        """Count a job that ended. `at_s`: when Redis had stored its end."""
+        metrics, usage = self.classes[priority], job.usage
+        is_done = job.outcome.state == "done"
+        metrics.ends[job.finish_reason or "stop" if is_done else job.outcome.state] += 1
+        if not is_done:
+            return
+        metrics.total_s.note(at_s - times.submitted_s)
+        metrics.prompt_tokens.note(usage.prompt_tokens)
+        metrics.output_tokens.note(usage.completion_tokens)
+        metrics.max_tokens.note(job.max_tokens)
+        metrics.num_choices.note(job.num_choices)
+        if times.first_token_s is None:
+            return
+        metrics.decode_s.note(at_s - times.first_token_s)
+        num_later = usage.completion_tokens / job.num_choices - 1
+        if num_later > 0:
+            last_s = max(times.last_token_s.values())
+            metrics.output_token_s.note((last_s - times.first_token_s) / num_later)
+
+
+def all_classes(classes: Sequence[ClassMetrics], name: str) -> Sequence[Histogram]:
+    """Return the histogram `name` of each class."""
+    return [getattr(one, name) for one in classes]
