@@ -17,7 +17,7 @@ from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
@@ -25,6 +25,7 @@ from starlette.datastructures import State
 
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
+from penstock.gateway.router_metrics import ProcessUsage, RequestRate, pool_metrics, process_metrics
 from penstock.producer.client import AsyncClient
 from penstock.queue.pool_stats import EVENTS, PoolStats
 from penstock.runtime.loop_metrics import loop_metrics
@@ -55,6 +56,9 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self.rate = RequestRate()
+        self.usage = ProcessUsage()
         self.requests = Counter(
             "penstock_http_requests", "Answered HTTP requests.", ("path", "status"), registry=registry
         )
@@ -123,12 +127,13 @@ async def metrics(request: Request) -> Response:
         *_of_client(client),
         *loop_metrics("penstock_gateway_loop_late_seconds", "penstock_gateway_loop_hold_seconds", state.loop_watch),
         *_of_budgets(state),
+        *process_metrics(state.metrics.rate, state.metrics.usage),
     ]
     text = generate_latest(state.metrics.registry) + generate_latest(_told_by(own))
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
             pools, memory = await client.pool_stats()
-        text += generate_latest(_told_by([*_of_pools(pools), *_of_redis(memory)]))
+        text += generate_latest(_told_by([*_of_pools(pools), *pool_metrics(pools), *_of_redis(memory)]))
     except (TimeoutError, UnavailableError):
         text += generate_latest(_told_by(_of_redis(None)))
     return Response(text, media_type=CONTENT_TYPE_LATEST)

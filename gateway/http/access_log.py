@@ -74,7 +74,10 @@ class AccessLog:
             caller = scope.get("state", {}).get("caller")
             key = {"key_id": caller.key_id} if caller is not None and caller.key_id else {}
             logger.info("request", extra={**line, "status": int(status), "duration_ms": duration_ms, **jobs, **key})
-            scope["app"].state.metrics.requests.labels(self._route_of(scope), int(status)).inc()
+            metrics = scope["app"].state.metrics
+            metrics.requests.labels(self._route_of(scope), int(status)).inc()
+            if scope["method"] == "POST":
+                metrics.rate.note()
 
     def _route_of(self, scope: Scope) -> str:
         """Return the route's path for the metric label. A raw path would create a Prometheus series for every URL."""

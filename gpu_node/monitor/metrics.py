@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app, start_http_server
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -22,7 +23,7 @@ from penstock.runtime.loop_watch import LoopWatch
 
 log = logging.getLogger(__name__)
 
-_COUNTED = {
+COUNTED = {
     "taken": "Jobs taken.",
     "taken_over": "Jobs taken that had run on another node, or were lost with it.",
     "finished": "Jobs ended, as acknowledged by Redis.",
@@ -66,11 +67,24 @@ class NodeCollector(Collector):
 
 
 def _of_counts(counts: NodeCounts) -> Iterator[Metric]:
-    for name, text in _COUNTED.items():
+    for name, text in COUNTED.items():
         yield counter(f"penstock_node_{name}", text, getattr(counts, name))
     yield histogram(
         "penstock_node_emit_seconds", "Seconds that an emit call took, which publishes a step's chunks.", counts.emits
     )
+
+
+def _always_text(app: Any) -> Any:
+    """Return the app without content negotiation.
+
+    In OpenMetrics the client library writes `vllm:…` with an underscore for the colon. Dashboards would find nothing.
+    """
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        environ.pop("HTTP_ACCEPT", None)
+        return app(environ, start_response)
+
+    return answer
 
 
 @contextmanager
@@ -84,6 +98,7 @@ def serving_metrics(node: Node, settings: NodeSettings, loop_watch: LoopWatch | 
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
         raise ConfigError(f"metrics_port {port} on {host}: {error.strerror}", param="metrics_port") from error
+    server.set_app(_always_text(make_wsgi_app(registry)))
     log.info("serves metrics", extra={"host": host, "port": server.server_port})
     try:
         yield server.server_port

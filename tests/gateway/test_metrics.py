@@ -65,6 +65,18 @@ def test_requests_are_counted_by_route_and_errors_by_code(fresh):
     assert found["penstock_http_refusals_total", "unknown_field"] == 1
 
 
+def test_metrics_of_vllms_router_have_its_names(fresh):
+    with httpx.Client(base_url=fresh, timeout=30) as http:
+        for _ in range(30):
+            assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", "max_tokens": 1}).is_success
+    found = scrape_until(fresh, lambda found: found["vllm:current_qps", "gateway"] == pytest.approx(0.5))
+    assert found["vllm:healthy_pods_total", "echo"] == 1
+    assert found["vllm:num_incoming_requests_total", "echo"] == found["penstock_pool_submitted_total", "echo"] >= 30
+    for name in ("cpu", "memory", "disk"):
+        assert 0 <= found[f"router_{name}_usage_percent",] <= 100 * 64
+    assert found["process_resident_memory_bytes",] > 1 << 20
+
+
 def test_streams_are_timed_once_each(fresh, engine):
     engine.step_s = 0.2
     body = {"model": MODEL, "prompt": "abcdefghij", "stream": True}

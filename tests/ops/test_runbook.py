@@ -11,12 +11,25 @@ from typer.main import get_command
 from penstock.cli.main import app
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
+from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.ledger import Ledger
+from penstock.gpu_node.monitor.engine_metrics import engine_metrics
+from penstock.gpu_node.monitor.job_metrics import job_metrics
+from penstock.gpu_node.monitor.job_times import JobMetrics
+from penstock.gpu_node.monitor.metrics import COUNTED
+from penstock.gpu_node.monitor.vllm_metrics import vllm_metrics
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import ClientStats
 from penstock.queue.pool_stats import EVENTS
+from penstock.runtime.histogram import Histogram
 from tests.source_tree import ROOT, modules
 
 TEXT = (ROOT / "ops/RUNBOOK.md").read_text()
+METRICS = (ROOT / "ops/METRICS.md").read_text()
+SIZES = Histogram((1, 2))
+STATS = EngineStats(
+    steps=0, prefill_tokens=0, decode_tokens=0, step_seconds=SIZES, batch_sequences=SIZES, batch_tokens=SIZES
+)
 SOURCES = "".join(module.path.read_text() for module in modules().values())
 
 
@@ -24,14 +37,9 @@ def known_metrics() -> set[str]:
     names = {metric.name for metric in GatewayMetrics().registry.collect()}
     names |= {f"penstock_pool_{event}" for event in EVENTS}
     names |= {f"penstock_client_{field.name}" for field in fields(ClientStats)}
-    node = (ROOT / "gpu_node/monitor/metrics.py").read_text()
-    for prefix, table in (("node", "_COUNTED"), ("engine", "_ENGINE_COUNTS"), ("engine", "_ENGINE_GAUGES")):
-        block = re.search(rf"^{table} = {{(.*?)^}}", node, re.MULTILINE | re.DOTALL)
-        assert block is not None
-        names |= {
-            f"penstock_{prefix}_{name.removeprefix('num_')}"
-            for name in re.findall(r'^    "(\w+)"', block[1], re.MULTILINE)
-        }
+    names |= {metric.name for metric in engine_metrics(STATS)}
+    names |= {metric.name for metric in job_metrics(JobMetrics(), "model")}
+    names |= {f"penstock_node_{name}" for name in COUNTED}
     return names | set(re.findall(r'"(penstock_\w+)"', SOURCES))
 
 
@@ -39,6 +47,23 @@ def test_its_metrics_are_told_by_a_gateway_or_a_node() -> None:
     named = {name.removesuffix("_total") for name in re.findall(r"penstock_\w+[a-z0-9](?![\w…])", TEXT)}
     assert len(named) > 25
     assert named - known_metrics() == set()
+
+
+def test_the_page_of_metrics_names_only_metrics_that_exist() -> None:
+    known = known_metrics()
+    named = set(re.findall(r"(penstock_\w+?)(?:_total)?(_?…|\b)", METRICS))
+    assert len(named) > 25
+    whole = {name for name, rest in named if not rest}
+    assert whole - known == set()
+    prefixes = {name for name, rest in named if rest}
+    assert [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in known)] == []
+
+
+def test_the_page_of_metrics_names_vllms_metrics() -> None:
+    told = {metric.name for metric in vllm_metrics(Ledger(), STATS, NodeSettings(model="m", redis_url="unix://x"))}
+    named = set(re.findall(r"(vllm:\w+?)(?:_total)?`", METRICS))
+    assert len(named) > 10
+    assert named - told - {"vllm:healthy_pods", "vllm:num_incoming_requests", "vllm:current_qps"} == set()
 
 
 def test_its_log_lines_are_written_somewhere() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, TypedDict, Unpack, cast
 
@@ -73,7 +73,7 @@ class Taken:
     weight: float = 1.0
     num_sequences: int = 1
     priority: int = int(Priority.STANDARD)
-    waited_ms: int = 0
+    waited_ms: int = field(default=0, compare=False)
     """Milliseconds since its submission."""
 
 

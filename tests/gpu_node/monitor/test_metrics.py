@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import Priority
+from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.monitor.metrics import serving_metrics
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.settings import NodeSettings
@@ -38,8 +40,10 @@ async def running(redis_url: str, *, step_s: float = 0.002, **settings: object) 
 
 
 async def scrape(port: int) -> dict[str, float]:
+    # What a Prometheus server asks for.
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
     async with httpx.AsyncClient() as http:
-        text = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+        text = (await http.get(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})).text
     return {
         ":".join([sample.name, *sample.labels.values()]): sample.value
         for family in text_string_to_metric_families(text)
@@ -122,6 +126,49 @@ async def test_waiting_requests_under_the_name_of_vllm_include_the_queue(redis_u
                 await job.cancel()
     assert found["vllm:num_requests_waiting:0:reference"] == 4
     assert found["vllm:num_requests_running:0:reference"] == 1
+
+
+VLLM_HISTOGRAMS = [
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),
+    *("request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
+    *("request_generation_tokens", "request_max_num_generation_tokens", "request_params_n"),
+    *("request_params_max_tokens", "iteration_tokens_total"),
+]
+"""The histograms that dashboards of vLLM query."""
+
+
+async def test_dashboards_of_vllm_find_their_metrics(redis_url: str, tiny_model: Path) -> None:
+    settings = NodeSettings(model=str(tiny_model), redis_url=redis_url, metrics_port=0, pool="demo")
+    node = Node(settings, Engine(str(tiny_model), kv_cache_gib=0.1))
+    ready = asyncio.Event()
+    task = asyncio.create_task(node.run(ready))
+    await ready.wait()
+    async with AsyncClient(redis_url) as client:
+        with serving_metrics(node, settings) as port:
+            for _ in range(2):
+                await (await client.submit("A long prompt. " * 20, max_tokens=8, ignore_eos=True)).result()
+            while node.engine_stats is None or node.engine_stats.decode_tokens < 16:
+                await asyncio.sleep(0.05)
+            found = await scrape(port)
+    node.stop()
+    await task
+    at = ":0:demo"
+    for name in VLLM_HISTOGRAMS:
+        assert found[f"vllm:{name}_count{at}"] > 0, name
+        assert found[f"vllm:{name}_bucket:0:+Inf:demo"] == found[f"vllm:{name}_count{at}"], name
+    assert found["vllm:request_success_total:0:length:demo"] == 2
+    assert found[f"vllm:generation_tokens_total{at}"] == 16
+    assert found[f"vllm:prompt_tokens_total{at}"] == found[f"vllm:request_prompt_tokens_sum{at}"]
+    assert 0 < found[f"vllm:prefix_cache_hits_total{at}"] < found[f"vllm:prefix_cache_queries_total{at}"]
+    assert 0 <= found[f"vllm:kv_cache_usage_perc{at}"] == found[f"vllm:gpu_cache_usage_perc{at}"] <= 1
+    for name in ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "num_preemptions_total"):
+        assert found[f"vllm:{name}{at}"] == 0
+    for name in ("cache_config_info", "lora_requests_info"):
+        assert any(key.startswith(f"vllm:{name}:") for key in found), name
+    parts = [found[f"penstock_engine_step_part_seconds_total:{part}"] for part in ("schedule", "forward", "output")]
+    assert 0 < sum(parts) < found["penstock_engine_step_seconds_sum"] * 1.5
+    assert found["penstock_engine_batch_tokens_sum"] == found["penstock_engine_prefill_tokens_total"] + 16
 
 
 async def test_takeovers_returns_and_lost_jobs_are_counted(redis_url: str) -> None:
