@@ -59,6 +59,8 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         self.draining = asyncio.Event()
         """Set when the server begins to shut down."""
         self._unparsed = bytearray()
+        self._message = bytearray()
+        """The frames of an incomplete message."""
         self._later: asyncio.Handle | None = None
         self._late_pong = b""
         self._hold: asyncio.Task[None] | None = None
@@ -177,7 +179,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
             self._hold = self.loop.create_task(self._hold_memory(self._budget))
 
     def _num_kept_bytes(self) -> int:
-        return len(self.conn.reader.buffer) + sum(map(len, self.frames))
+        return len(self.conn.reader.buffer) + len(self._message)
 
     async def _hold_memory(self, budget: Budget) -> None:
         """Hold memory for one large message, from its first part until the application has taken it."""
@@ -202,19 +204,30 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         """Handle the head: start the application, with access to this protocol."""
         super().handle_connect(event)
         if not self.close_sent:
-            self.scope["extensions"][EXTENSION] = self  # type: ignore[index]
+            extensions: dict[str, Any] = {**(self.scope["extensions"] or {}), EXTENSION: self}
+            self.scope["extensions"] = extensions
+
+    def handle_text(self, event: Frame) -> None:
+        """Handle the first frame of a text."""
+        self.curr_msg_data_type = "text"
+        self._message = bytearray()
+        self.handle_cont(event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        """Handle the first frame of a binary message."""
+        self.curr_msg_data_type = "bytes"
+        self._message = bytearray()
+        self.handle_cont(event)
 
     def handle_cont(self, event: Frame) -> None:
-        """Add a fragment to its message. One buffer holds them all, because a client may send millions of tiny ones."""
-        if not isinstance(self.frames[0], bytearray):
-            self.frames[0] = bytearray(self.frames[0])  # type: ignore[call-overload]
-        self.frames[0] += event.data
+        """Add a frame to its message. One buffer holds all frames, because a client may send millions of tiny ones."""
+        self._message += event.data
         if event.fin:
             self.send_receive_event_to_app()
 
     def send_receive_event_to_app(self) -> None:
         """Queue a whole message for the application. Text that is not UTF-8 ends the connection."""
-        whole, self.frames = self.frames[0], []
+        whole, self._message = self._message, bytearray()
         self._arrived.set()
         if self.close_sent:
             self._taken.set()

@@ -1,6 +1,6 @@
-"""The process that parses large bodies and messages: `python -m penstock.gateway.request.parser_process FD UNKNOWN_FIELDS`.
+"""The process that parses large bodies, and large messages of WebSockets.
 
-The second argument is the gateway's setting `unknown_fields`.
+Its command is `python -m penstock.gateway.request.parser_process FD UNKNOWN_FIELDS`. The second argument is the gateway's setting `unknown_fields`.
 
 Parsing holds Python's global interpreter lock, so a thread would still block the gateway's event loop. This process
 reads bodies one by one from an inherited socket and ends with the gateway. Its memory is limited: a body that needs
@@ -20,12 +20,7 @@ from collections.abc import Iterator
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
 from penstock.gateway.request.parsed_body import BODIES, encode_parsed_body, encode_refusal, parse, with_packed_prompts
-from penstock.gateway.request.socket_message import (
-    FORM,
-    SocketMessage,
-    encode_socket_message,
-    parse_socket_message,
-)
+from penstock.gateway.request.socket_message import FORM, SocketMessage, encode_socket_message, parse_socket_message
 from penstock.queue.msgpack_codec import MAX_BYTES
 
 HEAD = struct.Struct(">BI")

@@ -43,9 +43,17 @@ def _is_known(path: str) -> str:
     return path
 
 
+def _position(value: Any) -> str | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if value is None or (isinstance(value, str) and len(value) <= MAX_POSITION_CHARS):
+        return value
+    raise PydanticCustomError("wrong_position", "must be the id of an event or the number of a chunk")
+
+
 Tag = Annotated[str, Field(min_length=1, max_length=MAX_TAG_CHARS)]
 """The client's name for a stream. All messages about the stream have it as `id`."""
-Position = Annotated[str, Field(max_length=MAX_POSITION_CHARS)] | Annotated[int, Field(ge=0, lt=10**9)]
+Position = Annotated[Any, AfterValidator(_position)]
 """The id of an event, or the number of a chunk. A stream continues after it."""
 
 
@@ -57,7 +65,7 @@ class Submit(Wire):
     path: Annotated[str, AfterValidator(_is_known)] = JOBS_PATH
     """The path of the HTTP request whose body this is."""
     body: dict[str, Any]
-    after: Position | None = None
+    after: Position = None
     idempotency_key: str | None = None
     event_ids: bool = True
     """Whether the events have ids. With ids, the jobs of a lost WebSocket go on for the pool's grace time."""
@@ -69,7 +77,7 @@ class Attach(Wire):
     type: Literal["attach"]
     id: Tag
     job: Annotated[str, Field(min_length=1, max_length=MAX_POSITION_CHARS)]
-    after: Position | None = None
+    after: Position = None
 
 
 class Cancel(Wire):

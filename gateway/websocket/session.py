@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 
 from starlette.types import Receive, Scope, Send
@@ -132,7 +133,7 @@ class SocketSession:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, tag: str, work: asyncio.coroutines.Coroutine[None, None, None]) -> None:  # type: ignore[name-defined]
+    async def _run(self, tag: str, work: Coroutine[None, None, None]) -> None:
         try:
             await work
         finally:

@@ -21,7 +21,7 @@ from penstock.contract.errors import InvariantError, JobCancelledError, Penstock
 from penstock.gateway.openai.errors import ID_HEADER
 from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.request.parsing import AFTER, EVENT_IDS_HEADER, KEY_HEADER, PARSED_BODY
-from penstock.gateway.request.socket_message import JOBS_PATH, Attach, Position, Submit
+from penstock.gateway.request.socket_message import JOBS_PATH, Attach, Submit
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
 from penstock.gateway.stream.framing import framing_extension
 from penstock.gateway.websocket.channel import SocketChannel
@@ -90,7 +90,7 @@ class SocketStream:
         self,
         method: str,
         path: str,
-        after: Position | None,
+        after: str | None,
         headers: RawHeaders = (),
         body: ParsedBody | PenstockError | None = None,
     ) -> None:

@@ -81,7 +81,9 @@ def test_operations_have_ids_of_their_own_and_summaries(document: dict[str, Any]
 
 def test_streaming_routes_describe_events_and_how_to_resume(document: dict[str, Any]) -> None:
     chat = document["paths"]["/v1/chat/completions"]["post"]
-    assert {"application/json", "text/event-stream", "application/x-ndjson"} == chat["responses"]["200"]["content"].keys()
+    assert {"application/json", "text/event-stream", "application/x-ndjson"} == chat["responses"]["200"][
+        "content"
+    ].keys()
     assert {"Idempotency-Key", "after"} == {one["name"] for one in chat["parameters"]}
     assert [*document["paths"]["/tokenize"]["post"]["responses"]["200"]["content"]] == ["application/json"]
 
