@@ -8,6 +8,7 @@ It closes every WebSocket at the start of a shutdown, and it calls a client dead
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 import time
 from collections.abc import Callable
@@ -59,7 +60,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         self.draining = asyncio.Event()
         """Set when the server begins to shut down."""
         self._unparsed = bytearray()
-        self._message = bytearray()
+        self._fragments = bytearray()
         """The frames of an incomplete message."""
         self._later: asyncio.Handle | None = None
         self._late_pong = b""
@@ -82,7 +83,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         self._go_on()
 
     async def receive(self) -> Any:
-        """Return the next event for the application."""
+        """Return the next event for the application. A text has the name `utf8` and is in bytes."""
         message = await super().receive()
         self._go_on()
         return message
@@ -179,7 +180,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
             self._hold = self.loop.create_task(self._hold_memory(self._budget))
 
     def _num_kept_bytes(self) -> int:
-        return len(self.conn.reader.buffer) + len(self._message)
+        return len(self.conn.reader.buffer) + len(self._fragments)
 
     async def _hold_memory(self, budget: Budget) -> None:
         """Hold memory for one large message, from its first part until the application has taken it."""
@@ -210,36 +211,39 @@ class BoundedSocket(WebSocketsSansIOProtocol):
     def handle_text(self, event: Frame) -> None:
         """Handle the first frame of a text."""
         self.curr_msg_data_type = "text"
-        self._message = bytearray()
-        self.handle_cont(event)
+        self._begin_message(event)
 
     def handle_bytes(self, event: Frame) -> None:
         """Handle the first frame of a binary message."""
         self.curr_msg_data_type = "bytes"
-        self._message = bytearray()
-        self.handle_cont(event)
+        self._begin_message(event)
 
     def handle_cont(self, event: Frame) -> None:
         """Add a frame to its message. One buffer holds all frames, because a client may send millions of tiny ones."""
-        self._message += event.data
+        self._fragments += event.data
         if event.fin:
-            self.send_receive_event_to_app()
+            whole, self._fragments = bytes(self._fragments), bytearray()
+            self._end_message(whole)
 
-    def send_receive_event_to_app(self) -> None:
+    def _begin_message(self, event: Frame) -> None:
+        if event.fin:
+            self._end_message(bytes(event.data))
+        else:
+            self._fragments += event.data
+
+    def _end_message(self, whole: bytes) -> None:
         """Queue a whole message for the application. Text that is not UTF-8 ends the connection."""
-        whole, self._message = self._message, bytearray()
         self._arrived.set()
         if self.close_sent:
             self._taken.set()
-            return
-        try:
-            content = {"text": whole.decode()} if self.curr_msg_data_type == "text" else {"bytes": bytes(whole)}
-        except UnicodeDecodeError:
+        elif self.curr_msg_data_type == "text" and not _is_utf8(whole):
             self._fail(CloseCode.INVALID_DATA, "the text is not UTF-8")
-            return
-        event: Any = {"type": "websocket.receive", **content}
-        self.queue.put_nowait(event)
-        self.read_paused = True
+        else:
+            # Parsers of JSON take bytes. A text of megabytes would be copied twice more.
+            name = "utf8" if self.curr_msg_data_type == "text" else "bytes"
+            event: Any = {"type": "websocket.receive", name: whole}
+            self.queue.put_nowait(event)
+            self.read_paused = True
 
     def handle_ping(self) -> None:
         """Answer a ping. While the client reads nothing, only the newest pong is kept (RFC 6455, 5.5.3)."""
@@ -277,3 +281,15 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         if not self.close_sent and not self.transport.is_closing():
             self.conn.fail(code, reason)
             self.handle_parser_exception()
+
+
+def _is_utf8(text: bytes) -> bool:
+    """Return whether a text is UTF-8, without a copy of a large one."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for at in range(0, len(text), MAX_SMALL_BYTES):
+            decoder.decode(text[at : at + MAX_SMALL_BYTES])
+        decoder.decode(b"", True)
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -86,11 +86,10 @@ class SocketSession:
             event = await self._receive()
         if event["type"] != "websocket.receive":
             return None
-        text: str | None = event.get("text")
+        text: bytes | None = event.get("utf8")
         if text is None:
             await self._channel.close(NOT_TEXT, "messages must be text")
-            return None
-        return text.encode()
+        return text
 
     async def _handle(self, raw: bytes) -> None:
         await self._pace.wait()

@@ -235,7 +235,6 @@ def test_large_message_does_not_hold_the_event_loop(stack: Stack, raw: RawSocket
     with longest_round(stack) as longest:
         raw.send(frame(TEXT, message))
         assert text_of(raw.messages()) == "x"
-    print("LARGE", longest)
     assert longest[0] < MAX_HOLD_S
 
 
