@@ -95,6 +95,9 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         await super().send(message)
         if message["type"] == "websocket.accept":
             self._go_on()
+        elif message["type"] == "websocket.http.response.body" and self.close_sent:
+            # uvicorn would log that a refused handshake is not complete.
+            self.handshake_complete = True
 
     # Events of the connection -----------------------------------------------------------------------
 

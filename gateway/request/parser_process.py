@@ -1,6 +1,7 @@
 """The process that parses large bodies, and large messages of WebSockets.
 
-Its command is `python -m penstock.gateway.request.parser_process FD UNKNOWN_FIELDS`. The second argument is the gateway's setting `unknown_fields`.
+Its command is `python -m penstock.gateway.request.parser_process FD UNKNOWN_FIELDS`. The second argument is the
+gateway's setting `unknown_fields`.
 
 Parsing holds Python's global interpreter lock, so a thread would still block the gateway's event loop. This process
 reads bodies one by one from an inherited socket and ends with the gateway. Its memory is limited: a body that needs

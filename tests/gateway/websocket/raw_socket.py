@@ -66,9 +66,7 @@ class RawSocket:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.socket.close()
 
     def ask(self, headers: dict[str, str], *, line: str = "GET /v1/stream HTTP/1.1") -> tuple[int, bytes]:

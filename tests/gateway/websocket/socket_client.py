@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from tests.gateway.conftest import MODEL
@@ -84,3 +86,11 @@ def socket_to(url: str, **options: Any) -> Iterator[SocketClient]:
     """A WebSocket to the gateway at `url`."""
     with connect(address_of(url), max_size=None, compression=None, **options) as connection:
         yield SocketClient(connection)
+
+
+def status_of_refusal(url: str, **options: Any) -> tuple[int, str]:
+    """The status and the code with which the gateway refuses a WebSocket."""
+    with pytest.raises(InvalidStatus) as caught, socket_to(url, **options):
+        pass
+    response = caught.value.response
+    return response.status_code, json.loads(response.body or b"")["error"]["code"]

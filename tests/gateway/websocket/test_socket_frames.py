@@ -72,9 +72,7 @@ def longest_round(stack: Stack) -> Iterator[list[float]]:
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_fragments_make_one_message_with_pings_between_them(raw: RawSocket, size: int) -> None:
     parts = [SUBMIT[at : at + size] for at in range(0, len(SUBMIT), size)]
-    frames = [
-        frame(TEXT if at == 0 else CONT, part, fin=at == len(parts) - 1) for at, part in enumerate(parts)
-    ]
+    frames = [frame(TEXT if at == 0 else CONT, part, fin=at == len(parts) - 1) for at, part in enumerate(parts)]
     raw.send(b"".join(one + frame(PING, b"%d" % at) for at, one in enumerate(frames[:-1])), frames[-1])
     pongs = [raw.receive() for _ in frames[:-1]]
     assert pongs == [ServerFrame(PONG, b"%d" % at) for at in range(len(frames) - 1)]
@@ -284,9 +282,7 @@ def test_flood_of_messages_is_slowed_down_and_all_are_answered(stack: Stack, raw
 def test_large_messages_wait_for_memory_and_a_slow_one_is_closed(stack: Stack, shared_engine: EchoEngine) -> None:
     url = stack.start_gateway(body_timeout_s=1.0)
     body = {"model": MODEL, "prompt": "hello", "user": "u" * (3 << 20)}
-    message = frame(
-        TEXT, json.dumps({"type": "submit", "id": "a", "path": "/v1/completions", "body": body}).encode()
-    )
+    message = frame(TEXT, json.dumps({"type": "submit", "id": "a", "path": "/v1/completions", "body": body}).encode())
     with RawSocket(url) as one, RawSocket(url) as two, RawSocket(url) as three:
         # The tenant's share is two messages of the largest size.
         for slow in (one, two):

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
-from tests.gateway.websocket.socket_client import SocketClient, data_of, is_end, socket_to, text_of
+from tests.gateway.websocket.socket_client import SocketClient, data_of, is_end, socket_to, status_of_refusal, text_of
 
 
 @pytest.fixture
@@ -167,6 +167,42 @@ def test_idempotency_key_gives_the_same_job(socket: SocketClient) -> None:
 def test_whole_stream_has_usage_on_request(socket: SocketClient) -> None:
     socket.submit("a", "hello", body={"stream_options": {"include_usage": True}})
     assert data_of(socket.end_of("a"))[-1]["usage"]["completion_tokens"] == 5
+
+
+# Limits. ----------------------------------------------------------------------------------------
+
+
+def test_gateway_has_a_limit_of_websockets_and_a_closed_one_makes_room(stack: Stack, shared_engine: EchoEngine) -> None:
+    url = stack.start_gateway(max_sockets=1)
+    for _ in range(3):
+        with socket_to(url):
+            assert status_of_refusal(url) == (429, "too_many_sockets")
+
+
+def test_websocket_has_a_limit_of_open_streams(stack: Stack, shared_engine: EchoEngine) -> None:
+    shared_engine.step_s = 0.02
+    try:
+        with socket_to(stack.start_gateway(max_socket_streams=2)) as socket:
+            for tag in ("a", "b", "c"):
+                socket.submit(tag, "x" * 20)
+            found = socket.until_end_of("a", "b", "c")
+            (refused,) = found["c"]
+            assert (refused["type"], refused["error"]["code"]) == ("refused", "too_many_streams")
+            assert text_of(found["a"]) == text_of(found["b"]) == "x" * 20
+            socket.submit("c", "later")
+            assert text_of(socket.end_of("c")) == "later"
+    finally:
+        shared_engine.step_s = 0.0
+
+
+def test_metrics_count_open_websockets_and_their_streams(stack: Stack, shared_engine: EchoEngine) -> None:
+    url = stack.start_gateway()
+    with socket_to(url) as socket:
+        socket.submit("a", "hello")
+        socket.end_of("a")
+        metrics = httpx.get(f"{url}/metrics").text
+    assert "penstock_http_open_sockets 1.0" in metrics
+    assert 'penstock_http_requests_total{path="/v1/completions",status="200"} 1.0' in metrics
 
 
 # Invalid messages. -------------------------------------------------------------------------------
