@@ -191,7 +191,6 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         ws_max_size=settings.max_body_bytes,
         ws_ping_interval=PING_INTERVAL_S,
         ws_ping_timeout=PING_TIMEOUT_S,
-        ws_per_message_deflate=False,  # A compressed message may be a thousand times as large as its bytes.
         log_config=None,
         access_log=False,
         server_header=False,

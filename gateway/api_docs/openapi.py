@@ -32,7 +32,7 @@ _ERROR_ANSWER = {
 }
 _INTRODUCTION = (
     "The HTTP API of a penstock gateway. If the gateway has API keys, send one as `Authorization: Bearer <key>`. "
-    "Unknown fields are refused by name."
+    "Unknown fields are refused by name. `/v1/stream` is a WebSocket for many streams on one connection."
 )
 _KEY_HEADER = {
     "name": "Idempotency-Key",

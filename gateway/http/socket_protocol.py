@@ -17,8 +17,9 @@ from typing import Any
 
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import CloseCode, Frame
+from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request
+from websockets.server import ServerProtocol
 
 from penstock.gateway.http.reader_watch import ReaderWatch
 
@@ -43,6 +44,16 @@ _LOG = logging.getLogger(__name__)
 _LOG.setLevel(logging.WARNING)
 
 
+class _Connection(ServerProtocol):
+    """The protocol's state. A client may close within a message, because control frames may come between fragments."""
+
+    def recv_frame(self, frame: Frame) -> None:
+        """Process a received frame."""
+        if frame.opcode is Opcode.CLOSE:
+            self.current_size = None
+        super().recv_frame(frame)
+
+
 class BoundedSocket(WebSocketsSansIOProtocol):
     """uvicorn's WebSocket protocol with bounds on work, memory and slow clients.
 
@@ -55,7 +66,9 @@ class BoundedSocket(WebSocketsSansIOProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.logger = self.conn.logger = _LOG
+        self.logger = _LOG
+        # No extensions: a compressed message may be a thousand times as large as its bytes.
+        self.conn = _Connection(max_size=self.config.ws_max_size, logger=_LOG)
         self.close_timeout = CLOSE_TIMEOUT_S
         self.draining = asyncio.Event()
         """Set when the server begins to shut down."""

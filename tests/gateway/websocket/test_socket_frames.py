@@ -105,6 +105,7 @@ def test_message_in_bytes_that_arrive_one_by_one_is_handled(raw: RawSocket) -> N
         (frame(TEXT, b"a" * (9 << 20))[:20], 1009),
         (frame(TEXT, b"a" * (6 << 20), fin=False) + frame(CONT, b"a" * (3 << 20)), 1009),
         (frame(CLOSE, b"\x03\xe8"), 1000),
+        (frame(TEXT, b"{", fin=False) + frame(CLOSE, b"\x03\xe8"), 1000),
         (frame(CLOSE, b"\x0b\xb8so"), 3000),
         (frame(CLOSE), 1005),
         (frame(CLOSE, b"\x03"), 1002),
