@@ -168,7 +168,7 @@ def test_a_terminal_of_another_encoding_shows_what_it_can(redis_url: str) -> Non
         (("set", "known", "--tenant", "other"), "--tenant"),
         (("set", "unknown", "--weight", "2"), "penstock: no API key in use has the id, label or tenant 'unknown'"),
         (("revoke", "nobody"), "'nobody'"),
-        (("usage", "--start", "yesterday"), "penstock: start: must be a date such as"),
+        (("usage", "--format", "csv", "--start", "yesterday"), "penstock: start: must be a date such as"),
         (("usage", "--days", "93"), "--days"),
         (("usage", "--by", "hour", "--days", "4"), "penstock: days: must be from 1 to 3"),
         (("usage", "--pool", "none"), "penstock: no pool 'none'"),
@@ -179,7 +179,7 @@ def test_wrong_use_is_refused_by_name(redis_url: str, arguments: tuple[str, ...]
     keys(redis_url, "add", "acme", "--label", "known")
     before = asyncio.run(known_of(redis_url))
     done = keys(redis_url, *arguments)
-    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, done.stdout, said in done.stderr) == (2, "", True), done.stderr
     assert asyncio.run(known_of(redis_url)) == before
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 import typer
 from pydantic import ValidationError
@@ -22,7 +22,9 @@ from penstock.contract.usage import MAX_DAYS, Period, UsagePage, UsageQuery, csv
 from penstock.runtime.settings import KeySettings, redis_url_of
 
 if TYPE_CHECKING:
-    from redis.asyncio import Redis
+    from penstock.queue.broker.key_store import KeyStore
+    from penstock.queue.broker.producer import ProducerBroker
+    from penstock.queue.broker.usage import UsageBroker
 
 T = TypeVar("T")
 RedisUrl = Annotated[str | None, typer.Option(help="URL of the gateways' Redis. Default: $PENSTOCK_REDIS_URL.")]
@@ -37,6 +39,17 @@ Scopes = Annotated[
 ]
 LIMITS = tuple(name for name in Terms.model_fields if name != "account")
 DEFAULT_DAYS = 31
+NOTHING = (0, 0, 0, 0)
+"""Usage of a key without jobs."""
+
+
+class Brokers(NamedTuple):
+    """What the commands read and write in Redis."""
+
+    keys: KeyStore
+    usage: UsageBroker
+    producer: ProducerBroker
+
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -65,11 +78,8 @@ def add(
         raise request_error(error) from error
     pepper, scopes = KeySettings.load().key_pepper, scope or ["infer"]
 
-    async def create(redis: Redis) -> str:
-        from penstock.queue.broker.key_store import KeyStore
-
-        store = KeyStore(redis)
-        key, _ = await store.add(tenant, scopes, terms, highest_class=highest_class, label=label, pepper=pepper)
+    async def create(brokers: Brokers) -> str:
+        key, _ = await brokers.keys.add(tenant, scopes, terms, highest_class=highest_class, label=label, pepper=pepper)
         return key
 
     print(_run(redis_url, create))
@@ -87,20 +97,18 @@ def set_key(
     redis_url: RedisUrl = None,
     **limits: Any,
 ) -> None:
-    """Change a key's limits, scopes, class or label, and print its line. What is not given stays, and so does the key.
+    """Change a key's limits, scopes, class or label, and print its line. An option that is not given changes nothing.
 
-    Every gateway applies it to new requests within two seconds. The limits of accepted jobs stay as they were.
+    The key itself stays valid. Every gateway applies the change to new requests within two seconds. Accepted jobs keep
+    the terms with which they were submitted.
     """
     terms = _given(limits)
     changes = _given({"scopes": scope, "highest_class": highest_class, "label": label})
     if not terms and not changes:
         raise RequestError("nothing to change: give at least one option, such as --tokens-per-minute", param="name")
 
-    async def change(redis: Redis) -> ApiKey:
-        from penstock.queue.broker.key_store import KeyStore
-
-        store = KeyStore(redis)
-        return await store.change((await store.find(name)).key_id, changes, terms)
+    async def change(brokers: Brokers) -> ApiKey:
+        return await brokers.keys.change((await brokers.keys.find(name)).key_id, changes, terms)
 
     print(line_of(_run(redis_url, change), None, None))
 
@@ -109,14 +117,11 @@ def set_key(
 def show(name: KeyName, days: Days = DEFAULT_DAYS, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
     """Print one key's state, scopes, limits, usage, and the bytes that its tenant keeps in Redis."""
 
-    async def find(redis: Redis) -> dict[str, Any]:
-        from penstock.queue.broker.key_store import KeyStore
-        from penstock.queue.broker.usage import UsageBroker
-
-        key, reader = await KeyStore(redis).find(name), UsageBroker(redis)
+    async def find(brokers: Brokers) -> dict[str, Any]:
+        key = await brokers.keys.find(name)
         query = UsageQuery(days=days, tenant=key.tenant, account=key.key_id)
-        used = (await reader.per_owner(query)).get((key.tenant, key.key_id), [0, 0, 0, 0])
-        return key_object(key, (await reader.kept()).get(key.tenant, 0), used, days)
+        used = (await brokers.usage.per_owner(query)).get((key.tenant, key.key_id), NOTHING)
+        return key_object(key, (await brokers.usage.kept()).get(key.tenant, 0), used, days)
 
     shown = _run(redis_url, find)
     print(json.dumps(shown, indent=2, ensure_ascii=False) if as_json else "\n".join(lines_of(shown)))
@@ -126,19 +131,15 @@ def show(name: KeyName, days: Days = DEFAULT_DAYS, as_json: AsJson = False, redi
 def list_keys(days: Days = DEFAULT_DAYS, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
     """Print each key's id, tenant, scopes, class, limits, stored bytes of its tenant, and usage of the last days."""
 
-    async def find(redis: Redis) -> list[tuple[ApiKey, int | None, list[int] | None]]:
-        from penstock.queue.broker.key_store import KeyStore
-        from penstock.queue.broker.usage import UsageBroker
-
-        reader = UsageBroker(redis)
-        known, kept = await KeyStore(redis).all(), await reader.kept()
-        used = await reader.per_owner(UsageQuery(days=days))
+    async def find(brokers: Brokers) -> list[tuple[ApiKey, int | None, list[int] | None]]:
+        known, kept = await brokers.keys.all(), await brokers.usage.kept()
+        used = await brokers.usage.per_owner(UsageQuery(days=days))
         by_age = sorted(known.values(), key=lambda key: key.created_s)
         return [(key, kept.get(key.tenant), used.get((key.tenant, key.key_id))) for key in by_age]
 
     found = _run(redis_url, find)
     if as_json:
-        objects = [key_object(key, kept or 0, used or [0, 0, 0, 0], days) for key, kept, used in found]
+        objects = [key_object(key, kept or 0, used or NOTHING, days) for key, kept, used in found]
         print(json.dumps(objects, indent=2, ensure_ascii=False))
         return
     for key, kept, used in found:
@@ -160,24 +161,17 @@ def usage(
 ) -> None:
     """Print the usage per day, pool, tenant and key: jobs, and prompt, cached and completion tokens."""
 
-    async def report(redis: Redis) -> None:
-        from penstock.queue.broker.key_store import KeyStore
-        from penstock.queue.broker.producer import ProducerBroker
-        from penstock.queue.broker.usage import UsageBroker
-
+    async def report(brokers: Brokers) -> None:
         query = UsageQuery(by, start, end, days, frozenset(pool) if pool else None)
         if name is not None:
-            key = await KeyStore(redis).find(name)
+            key = await brokers.keys.find(name)
             query = replace(query, tenant=key.tenant, account=key.key_id)
-        models = {name: record.model for name, record in (await ProducerBroker(redis).pools()).items()}
-        if output_format == "csv":
-            print(csv_of([], with_head=True), end="")
-        after = None
-        while True:
-            page = await UsageBroker(redis).page(query, after=after)
-            print(_text_of(page, models, output_format), end="")
-            if (after := page.next_after) is None:
-                return
+        models = {served: record.model for served, record in (await brokers.producer.pools()).items()}
+        after, is_first = None, True
+        while is_first or after is not None:
+            page = await brokers.usage.page(query, after=after)
+            print(_text_of(page, models, output_format, with_head=is_first), end="")
+            after, is_first = page.next_after, False
 
     _run(redis_url, report)
 
@@ -186,11 +180,8 @@ def usage(
 def revoke(name: KeyName, redis_url: RedisUrl = None) -> None:
     """Revoke a key. Every gateway refuses it within two seconds."""
 
-    async def end(redis: Redis) -> None:
-        from penstock.queue.broker.key_store import KeyStore
-
-        store = KeyStore(redis)
-        await store.revoke((await store.find(name)).key_id)
+    async def end(brokers: Brokers) -> None:
+        await brokers.keys.revoke((await brokers.keys.find(name)).key_id)
 
     _run(redis_url, end)
 
@@ -199,21 +190,23 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _text_of(page: UsagePage, models: Mapping[str, str], output_format: str) -> str:
+def _text_of(page: UsagePage, models: Mapping[str, str], output_format: str, *, with_head: bool) -> str:
     if output_format == "text":
         return "".join(f"{usage_line_of(row)}\n" for row in page.rows)
     objects = [usage_object(row, models.get(row.pool)) for row in page.rows]
-    return csv_of(objects) if output_format == "csv" else "".join(f"{json.dumps(one)}\n" for one in objects)
+    if output_format == "csv":
+        return csv_of(objects, with_head=with_head)
+    return "".join(f"{json.dumps(one)}\n" for one in objects)
 
 
-def _run(redis_url: str | None, work: Callable[[Redis], Awaitable[T]]) -> T:
+def _run(redis_url: str | None, work: Callable[[Brokers], Awaitable[T]]) -> T:
     async def run() -> T:
         from penstock.queue.broker.connection import connect
+        from penstock.queue.broker.key_store import KeyStore
+        from penstock.queue.broker.producer import ProducerBroker
+        from penstock.queue.broker.usage import UsageBroker
 
-        redis = connect(redis_url_of(redis_url))
-        try:
-            return await work(redis)
-        finally:
-            await redis.aclose()
+        async with connect(redis_url_of(redis_url)) as redis:
+            return await work(Brokers(KeyStore(redis), UsageBroker(redis), ProducerBroker(redis)))
 
     return asyncio.run(run())
