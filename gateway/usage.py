@@ -29,6 +29,8 @@ from penstock.runtime.cooperative import LoopYielder
 DEFAULT_ROWS = 1000
 ROWS_AT_ONCE = 200
 """Rows that are encoded in one piece, so that a long report does not hold the event loop."""
+MAX_ACCEPT_CHARS = 1000
+"""Characters of the header `Accept` that are read."""
 _JSON, _CSV = "application/json", "text/csv"
 _WEIGHT = re.compile(r"q=([01](?:\.[0-9]{1,3})?)")
 _OPTIONAL_TEXT = {"anyOf": [TEXT, {"type": "null"}]}
@@ -134,7 +136,7 @@ def _wants_csv(request: Request, params: UsageParams) -> bool:
     if params.format is not None:
         return params.format == "csv"
     weights = {_CSV: 0.0, _JSON: 0.0}
-    for entry in request.headers.get("accept", "").lower().split(","):
+    for entry in request.headers.get("accept", "")[:MAX_ACCEPT_CHARS].lower().split(","):
         kind, _, options = entry.partition(";")
         weight = _WEIGHT.search(options)
         weights[kind.strip()] = float(weight[1]) if weight else 1.0
@@ -173,9 +175,7 @@ async def _owner_of(caller: ApiKey, params: UsageParams, client: AsyncClient) ->
 
 
 async def _encoded_json(page: UsagePage, models: Mapping[str, str], yielder: LoopYielder) -> bytes:
-    rows = [
-        json.dumps(row, ensure_ascii=False) async for objects in _objects_of(page, models, yielder) for row in objects
-    ]
+    rows = [_dumped(row) async for objects in _objects_of(page, models, yielder) for row in objects]
     periods = page.periods
     head = {"by": periods.by, "start": periods.label_of(periods.first), "end": periods.label_of(periods.last)}
     tail = {"has_more": page.next_after is not None, "next": page.next_after}
@@ -196,6 +196,10 @@ async def _objects_of(
         yield [usage_object(row, models.get(row.pool)) for row in page.rows[at : at + ROWS_AT_ONCE]]
 
 
+def _dumped(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 def _members(values: dict[str, Any]) -> str:
     """Return the members of a JSON object without its braces."""
-    return json.dumps(values)[1:-1]
+    return _dumped(values)[1:-1]

@@ -104,14 +104,14 @@ def periods_of(query: UsageQuery, now_s: int) -> Periods:
     kept = Periods(by, now - _NUM_KEPT[by] + 1, now)
     if query.start is not None and query.days is not None:
         raise RequestError("days: cannot be combined with start", param="days")
-    last = now if query.end is None else _period_of(query.end, "end", kept, is_end=True)
+    last = now if query.end is None else min(now, _period_of(query.end, "end", kept, is_end=True))
     if query.start is None:
         first = max(kept.first, last - _num_of(query) + 1)
     else:
         first = _period_of(query.start, "start", kept)
-        if first > min(last, now):
+        if first > last:
             raise RequestError(f"start: must not be after end, nor after now ({kept.label_of(now)} UTC)", param="start")
-    return Periods(by, first, min(last, now))
+    return Periods(by, first, last)
 
 
 def _label(start: datetime, by: Period) -> str:

@@ -126,7 +126,7 @@ class TestReport:
         assert jobs_of(start=day_of(39), end=day_of(3)) == [late]
         assert jobs_of(start=day_of(40), end=day_of(4)) == [early]
         assert jobs_of(end=day_of(3), days=1) == [late]
-        assert jobs_of(start=day_of(2), end=day_of(-5)) == [today]
+        assert jobs_of(start=day_of(2), end=day_of(-5)) == jobs_of(end=day_of(-50), days=1) == [today]
 
     def test_hours_have_their_own_rows(self, callers: Callers) -> None:
         rows = rows_of(callers["acme"], by="hour", days=3)

@@ -10,9 +10,6 @@ from penstock.contract.api_keys import ApiKey
 from penstock.contract.terms import NO_LIMIT
 from penstock.contract.usage import PeriodUsage
 
-NOT_LIMITS = frozenset(("weight", "burst_s"))
-"""Terms for which 0 does not mean that there is no limit."""
-
 
 def key_object(key: ApiKey, num_kept_bytes: int, used: Sequence[int], days: int) -> dict[str, Any]:
     """Return a key as a JSON object, without its digest.
@@ -47,8 +44,7 @@ def lines_of(shown: dict[str, Any]) -> Iterator[str]:
     for name, value in shown.items():
         if name == "limits":
             for limit, number in value.items():
-                is_unlimited = number == NO_LIMIT and limit not in NOT_LIMITS
-                yield _line(limit, _without_limit(limit) if is_unlimited else number)
+                yield _line(limit, _without_limit(limit) if number == NO_LIMIT else number)
         elif name == "usage":
             counts = " ".join(f"{counter}={count}" for counter, count in value.items() if counter != "days")
             yield _line("usage", f"{counts} (last {value['days']} days)")

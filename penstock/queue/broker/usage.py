@@ -88,13 +88,13 @@ class UsageBroker:
     async def _counts(self, query: UsageQuery, pool: str, number: int) -> dict[Owner, dict[str, int]]:
         """Return the counters of each owner in one pool and period that matches the query."""
         name = keys.usage(pool, number) if query.by == "day" else keys.hour_usage(pool, number)
-        found: dict[Owner, dict[str, int]] = defaultdict(dict)
         if query.tenant is not None and query.account is not None:
             fields = [f"{query.tenant}:{query.account}:{counter}" for counter in _COUNTERS]
             with translated():
                 values = await self._redis.hmget(name, fields)
             counts = {counter: int(value) for counter, value in zip(_COUNTERS, values, strict=True) if value}
             return {(query.tenant, query.account): counts} if counts else {}
+        found: dict[Owner, dict[str, int]] = defaultdict(dict)
         cursor = 0
         while True:
             with translated():
