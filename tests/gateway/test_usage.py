@@ -257,7 +257,7 @@ def test_wrong_parameter_is_refused_by_name(callers: Callers, query: dict[str, s
 def test_report_of_many_keys_leaves_the_event_loop_free(callers: Callers, stack: Stack, redis_url: str) -> None:
     name = keys.usage(POOL, int(time.time()) // 86_400 - 80)
     fields = {f"t{number}:k{number}:{what}": number for number in range(12_000) for what in ("jobs", "prompt")}
-    query = {"start": day_of(80), "end": day_of(80), "limit": 10_000}
+    query: dict[str, str | int] = {"start": day_of(80), "end": day_of(80), "limit": 10_000}
     with (
         sync_redis.Redis.from_url(redis_url) as redis,
         httpx.Client(base_url=stack.start_gateway(), headers=callers["ops"].headers, timeout=30) as admin,
