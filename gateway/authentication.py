@@ -66,7 +66,7 @@ class Entry:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Authenticate one request and pass it on, or send the refusal."""
-        if scope["type"] != "lifespan" and not _is_public(scope):
+        if scope["type"] == "websocket" or (scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS):
             try:
                 # A WebSocket has no method.
                 client, needed = scope["app"].state.client, scopes_for(scope.get("method", ""), scope["path"])
@@ -95,10 +95,6 @@ class Entry:
         else:
             raise UnauthorizedError("this gateway requires an API key: Authorization: Bearer pk-… or x-api-key: pk-…")
         return identify(key, known, self._pepper)
-
-
-def _is_public(scope: Scope) -> bool:
-    return scope["type"] == "http" and scope["path"] in PUBLIC_PATHS
 
 
 def caller_of(request: Request) -> ApiKey:

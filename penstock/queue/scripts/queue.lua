@@ -349,8 +349,8 @@ end
 
 -- Ends a job; the only way to a terminal state. The record keeps node and lease, to recognize a repeated finish.
 -- `reported`: what the job's node reported: tokens of prompt, completion and cached; kv_token_ms; bytes of the log
--- before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log and prompt tokens are not
--- counted.
+-- before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log, and prompt
+-- tokens are not counted.
 local function end_job(job, config, now, state, code, message, param, reported)
   reported = reported or {}
   if not reported.completion or not reported.log_bytes then
