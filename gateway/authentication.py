@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import get_args
 
 from fastapi import Request
 from starlette.datastructures import Headers
@@ -20,19 +21,26 @@ logger = logging.getLogger(__name__)
 
 PUBLIC_PATHS = frozenset(("/health", "/ready", "/", "/version", "/openapi.json", "/docs"))
 """Paths that need no API key: probes, and the description of this release."""
-_SCOPES: dict[str, KeyScope | None] = {
-    "/metrics": "admin",
-    "/health/nodes": "admin",
-    "/v1/usage": None,
-    "/v1/jobs": None,
+READING_SCOPES: Mapping[str, tuple[KeyScope, ...]] = {
+    "/metrics": ("metrics", "admin"),
+    "/health/nodes": ("admin",),
+    "/v1/usage": ("infer", "admin"),
+    "/v1/jobs": ("infer", "admin"),
 }
-"""The scope that a key needs for each path. None: the route itself decides; all other paths need `infer`."""
-ADMIN_PATIENCE_S = 1.0
-"""Seconds that an admin request waits for fresh keys from Redis. After that the last known keys apply, so that an
-operator can still see that Redis is away."""
+"""For GET and HEAD of each path: the scopes of which a key needs one. A route may restrict a scope further."""
+OTHER_SCOPES: tuple[KeyScope, ...] = ("infer",)
+"""What every other request needs. So a new route is closed to the scopes `metrics` and `admin` until it is named."""
+OPERATOR_PATIENCE_S = 1.0
+"""Seconds that a request of an operator waits for fresh keys from Redis. After that the last known keys apply, so that
+an operator can still see that Redis is away."""
 _SCHEME = "bearer "
 _KEY_HEADER = "x-api-key"
 """The header in which Anthropic's clients send the key. An Authorization header goes first."""
+
+
+def scopes_for(method: str, path: str) -> tuple[KeyScope, ...]:
+    """Return the scopes of which a key needs one for a request."""
+    return READING_SCOPES.get(path, OTHER_SCOPES) if method in ("GET", "HEAD") else OTHER_SCOPES
 
 
 class Entry:
@@ -50,7 +58,7 @@ class Entry:
             key_id="",
             digest="",
             tenant="default",
-            scopes=frozenset(("infer", "admin")),
+            scopes=frozenset(get_args(KeyScope)),
             highest_class=open_highest_class,
         )
         self._pepper = pepper
@@ -60,11 +68,11 @@ class Entry:
         """Authenticate one request and pass it on, or send the refusal."""
         if scope["type"] == "websocket" or (scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS):
             try:
-                client, needed = scope["app"].state.client, _SCOPES.get(scope["path"], "infer")
-                known = await client.api_keys(patience_s=ADMIN_PATIENCE_S if needed == "admin" else None)
+                # A WebSocket has no method.
+                client, needed = scope["app"].state.client, scopes_for(scope.get("method", ""), scope["path"])
+                known = await client.api_keys(patience_s=None if "infer" in needed else OPERATOR_PATIENCE_S)
                 caller = self._identify(known, Headers(scope=scope))
-                if needed is not None:
-                    caller.require(needed)
+                caller.require(*needed)
             except PenstockError as error:
                 scope["app"].state.metrics.refused(error)
                 answer = error_response(error, scope)

@@ -1,66 +1,205 @@
-"""`GET /v1/usage`: the tokens that the caller's API key used, per day and pool. An admin can see all keys."""
+"""`GET /v1/usage`: the tokens that API keys used, per day or hour and pool, as JSON or CSV.
+
+A key sees its own usage, and an admin's key that of all keys.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
-from penstock.contract.errors import RequestError
-from penstock.contract.usage import MAX_DAYS, DayUsage
+from penstock.contract.api_keys import ApiKey
+from penstock.contract.errors import ForbiddenError, NotFoundError
+from penstock.contract.job import NAME_PATTERN
+from penstock.contract.named import Named
+from penstock.contract.problems import request_error
+from penstock.contract.terms import ACCOUNT_PATTERN
+from penstock.contract.usage import MAX_DAYS, MAX_PAGE_ROWS, Period, UsagePage, UsageQuery, csv_of, usage_object
 from penstock.gateway.authentication import caller_of
+from penstock.gateway.route_doc import NUMBER, TEXT, list_of, object_of
 from penstock.producer.client import AsyncClient
+from penstock.runtime.cooperative import LoopYielder
 
-DEFAULT_DAYS = 31
+DEFAULT_ROWS = 1000
+ROWS_AT_ONCE = 200
+"""Rows that are encoded in one piece, so that a long report does not hold the event loop."""
+MAX_ACCEPT_CHARS = 1000
+"""Characters of the header `Accept` that are read."""
+_JSON, _CSV = "application/json", "text/csv"
+_WEIGHT = re.compile(r"q=([01](?:\.[0-9]{1,3})?)")
+_OPTIONAL_TEXT = {"anyOf": [TEXT, {"type": "null"}]}
+_ROW = object_of(
+    **dict.fromkeys(("object", "date"), TEXT),
+    hour={"anyOf": [NUMBER, {"type": "null"}]},
+    pool=TEXT,
+    model=_OPTIONAL_TEXT,
+    **dict.fromkeys(("tenant", "key_id"), TEXT),
+    **dict.fromkeys(("jobs", "prompt_tokens", "completion_tokens", "cached_tokens"), NUMBER),
+)
+_ANSWER = object_of(
+    **dict.fromkeys(("object", "by", "start", "end"), TEXT),
+    data=list_of(_ROW),
+    has_more={"type": "boolean"},
+    next=_OPTIONAL_TEXT,
+)
+
+Text = Annotated[str, StringConstraints(max_length=256)]
+OwnerName = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+
+
+class UsageParams(Named):
+    """The parameters of the query. Their docstrings are their descriptions in the OpenAPI document."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    start: Text | None = None
+    """First date (`2026-11-22`), or with `by=hour` a date or hour (`2026-11-22T05`), in UTC."""
+    end: Text | None = None
+    """Last date or hour, which is part of the report. Default: now."""
+    days: Annotated[int, Field(ge=1, le=MAX_DAYS)] | None = None
+    """Number of days up to the end, instead of `start`. Default: 31, and 1 with `by=hour`."""
+    by: Period = "day"
+    """What a row adds up."""
+    pool: Text | None = None
+    """Only this pool."""
+    model: Text | None = None
+    """Only the pools that serve this model, by its name or alias."""
+    key_id: Annotated[str, StringConstraints(min_length=1, pattern=ACCOUNT_PATTERN)] | None = None
+    """Only this API key. Another key than the caller's needs the scope `admin`."""
+    tenant: OwnerName | None = None
+    """Only this tenant. Another tenant than the caller's needs the scope `admin`."""
+    all: bool | None = None
+    """`true`: all keys, which needs the scope `admin` and is its default. `false`: the caller's key only."""
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ROWS)] | None = None
+    """Most rows of the answer. Default: 1,000, and 10,000 for CSV."""
+    after: Text | None = None
+    """The `next` of the page before. The header `Link` has the URL of the next page."""
+    format: Literal["json", "csv"] | None = None
+    """Default: CSV if the header `Accept` prefers `text/csv`, else JSON."""
+
+
+def _documented() -> dict[str, Any]:
+    """Return what the OpenAPI document says of the route beyond its docstring."""
+    properties: dict[str, dict[str, Any]] = UsageParams.model_json_schema()["properties"]
+    parameters = []
+    for name, schema in properties.items():
+        # A parameter is left out, never null.
+        kind, *_ = schema.get("anyOf", [{key: schema[key] for key in ("type", "enum") if key in schema}])
+        parameters.append({"name": name, "in": "query", "description": schema["description"], "schema": kind})
+    content = {_JSON: {"schema": _ANSWER}, _CSV: {"schema": TEXT}}
+    return {"parameters": parameters, "responses": {"200": {"content": content}}}
+
 
 router = APIRouter()
 
 
-_PARAMETERS = [
-    {"name": "days", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_DAYS}},
-    {"name": "all", "in": "query", "schema": {"type": "boolean"}, "description": "Include all keys (scope `admin`)."},
-]
+@router.get("/v1/usage", response_class=Response, openapi_extra=_documented())
+async def usage(request: Request) -> Response:
+    """Return the tokens that the caller's API key used: a row for each day or hour and pool with usage.
 
-
-@router.get("/v1/usage", openapi_extra={"parameters": _PARAMETERS})
-async def usage(request: Request) -> dict[str, Any]:
-    """Return one record for each day and pool with usage.
-
-    `?days=` sets how many days back to look; `?all=true` includes all keys. Raises RequestError for other parameters,
-    and ForbiddenError for `all=true` without the scope `admin`.
+    A key with the scope `admin` sees all keys. As CSV, the answer has the columns of the rows.
     """
-    params = dict(request.query_params)
-    days, all_keys = _days_of(params.pop("days", str(DEFAULT_DAYS))), params.pop("all", "false")
-    if params or all_keys not in ("true", "false"):
-        name = next(iter(params), "all")
-        raise RequestError(f"{name}: /v1/usage accepts only the parameters days and all (true or false)", param=name)
+    params, client = _params_of(request), _client_of(request)
+    is_csv = _wants_csv(request, params)
+    models = {pool: record.model for pool, record in (await client.pools()).items()}
+    query = await _query_of(caller_of(request), params, client)
+    limit = params.limit or (MAX_PAGE_ROWS if is_csv else DEFAULT_ROWS)
+    page = await client.usage(query, after=params.after, limit=limit)
+    headers = {"Vary": "Accept"}
+    if page.next_after is not None:
+        following = urlencode({**request.query_params, "after": page.next_after})
+        headers["Link"] = f'<{request.url.path}?{following}>; rel="next"'
+    encode = _encoded_csv if is_csv else _encoded_json
+    content = await encode(page, models, request.app.state.yielder)
+    return Response(content, media_type=_CSV if is_csv else _JSON, headers=headers)
+
+
+def _params_of(request: Request) -> UsageParams:
+    try:
+        return UsageParams.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise request_error(error) from error
+
+
+def _client_of(request: Request) -> AsyncClient:
     client: AsyncClient = request.app.state.client
-    caller = caller_of(request)
-    if all_keys == "true":
-        caller.require("admin")
-        found = await client.all_usage(days)
-    else:
-        found = await client.usage(caller.tenant, caller.key_id, days)
-    return {"object": "list", "data": [_as_json(day) for day in found]}
+    return client
 
 
-def _days_of(text: str) -> int:
-    if not (text.isdecimal() and len(text) < 4 and 1 <= int(text) <= MAX_DAYS):
-        raise RequestError(
-            f"days must be a number from 1 to {MAX_DAYS}; usage is kept for {MAX_DAYS} days", param="days"
+def _wants_csv(request: Request, params: UsageParams) -> bool:
+    if params.format is not None:
+        return params.format == "csv"
+    weights = {_CSV: 0.0, _JSON: 0.0}
+    for entry in request.headers.get("accept", "")[:MAX_ACCEPT_CHARS].lower().split(","):
+        kind, _, options = entry.partition(";")
+        weight = _WEIGHT.search(options)
+        weights[kind.strip()] = float(weight[1]) if weight else 1.0
+    return weights[_CSV] > weights[_JSON]
+
+
+async def _query_of(caller: ApiKey, params: UsageParams, client: AsyncClient) -> UsageQuery:
+    tenant, account = await _owner_of(caller, params, client)
+    pools = None if params.pool is None else frozenset((params.pool,))
+    if params.model is not None:
+        serving = frozenset(
+            pool for pool, record in (await client.pools()).items() if params.model in (record.model, *record.aliases)
         )
-    return int(text)
+        if not serving:
+            raise NotFoundError(f"no pool serves the model {params.model!r}", code="model_not_found", param="model")
+        pools = serving if pools is None else pools & serving
+    return UsageQuery(params.by, params.start, params.end, params.days, pools, tenant, account)
 
 
-def _as_json(usage: DayUsage) -> dict[str, Any]:
-    return {
-        "object": "usage",
-        "date": usage.day.isoformat(),
-        "pool": usage.pool,
-        "tenant": usage.tenant,
-        "key_id": usage.account,
-        "jobs": usage.jobs,
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "cached_tokens": usage.cached_tokens,
-    }
+async def _owner_of(caller: ApiKey, params: UsageParams, client: AsyncClient) -> tuple[str | None, str | None]:
+    """Return the tenant and the key whose usage the caller asks for; None for any."""
+    if params.all:
+        caller.require("admin")
+    if "admin" not in caller.scopes or params.all is False:
+        for name, asked, own in (("tenant", params.tenant, caller.tenant), ("key_id", params.key_id, caller.key_id)):
+            if asked not in (None, own):
+                raise ForbiddenError(f"{name}: usage of other API keys needs the scope admin", param=name)
+        return caller.tenant, caller.key_id
+    if params.key_id is None:
+        return params.tenant, None
+    key = (await client.api_keys()).get(params.key_id)
+    if key is None or params.tenant not in (None, key.tenant):
+        owner = "" if params.tenant is None else f" of the tenant {params.tenant!r}"
+        raise NotFoundError(f"there is no API key {params.key_id!r}{owner}", code="key_not_found", param="key_id")
+    return key.tenant, key.key_id
+
+
+async def _encoded_json(page: UsagePage, models: Mapping[str, str], yielder: LoopYielder) -> bytes:
+    rows = [_dumped(row) async for objects in _objects_of(page, models, yielder) for row in objects]
+    periods = page.periods
+    head = {"by": periods.by, "start": periods.label_of(periods.first), "end": periods.label_of(periods.last)}
+    tail = {"has_more": page.next_after is not None, "next": page.next_after}
+    # The rows are encoded already.
+    return f'{{"object":"list",{_members(head)},"data":[{",".join(rows)}],{_members(tail)}}}'.encode()
+
+
+async def _encoded_csv(page: UsagePage, models: Mapping[str, str], yielder: LoopYielder) -> bytes:
+    lines = [csv_of(objects) async for objects in _objects_of(page, models, yielder)]
+    return "".join([csv_of([], with_head=True), *lines]).encode()
+
+
+async def _objects_of(
+    page: UsagePage, models: Mapping[str, str], yielder: LoopYielder
+) -> AsyncIterator[list[dict[str, Any]]]:
+    for at in range(0, len(page.rows), ROWS_AT_ONCE):
+        await yielder.wait()
+        yield [usage_object(row, models.get(row.pool)) for row in page.rows[at : at + ROWS_AT_ONCE]]
+
+
+def _dumped(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _members(values: dict[str, Any]) -> str:
+    """Return the members of a JSON object without its braces."""
+    return _dumped(values)[1:-1]

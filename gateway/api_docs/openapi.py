@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
-from penstock.gateway.authentication import PUBLIC_PATHS
+from penstock.gateway.authentication import PUBLIC_PATHS, scopes_for
 from penstock.gateway.request.parsed_body import BODIES
 from penstock.gateway.route_doc import TEXT, RouteDoc, object_of
 from penstock.gateway.stream.framing import EVENT_STREAM, NDJSON
@@ -124,5 +124,5 @@ def _finish(path: str, method: str, operation: dict[str, Any]) -> None:
     if rest.strip():
         operation["description"] = rest.strip()
     if path not in PUBLIC_PATHS:
-        # The empty requirement stands for a gateway without API keys.
-        operation["security"] = [{"key": []}, {}]
+        # The key needs one of these scopes. The empty requirement stands for a gateway without API keys.
+        operation["security"] = [*({"key": [scope]} for scope in scopes_for(method.upper(), path)), {}]

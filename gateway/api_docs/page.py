@@ -58,6 +58,8 @@ def _section(document: dict[str, Any], path: str, method: str, operation: dict[s
     ]
     if "description" in operation:
         parts.append(f"<p>{_marked(operation['description'])}</p>")
+    if scopes := [scope for one in operation.get("security", ()) for scope in one.get("key", ())]:
+        parts.append(f"<p>Scope of the API key: {' or '.join(f'<code>{scope}</code>' for scope in scopes)}</p>")
     if operation.get("parameters"):
         parts.append(_table(_parameters(operation)))
     if body:

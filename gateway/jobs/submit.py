@@ -8,7 +8,6 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.problems import rename
-from penstock.gateway.authentication import caller_of
 from penstock.gateway.jobs.answer import links_of
 from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.request.parsing import MAX_KEY_CHARS, generation_request_of, read_body
@@ -30,7 +29,6 @@ class SubmitJob:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Queue one job and answer 202 with its id and links."""
         request = Request(scope, receive, send)
-        caller_of(request).require("infer")
         body = await read_body(request, FORM)
         generation = generation_request_of(request, body)
         try:

@@ -7,21 +7,20 @@ from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, TypeVar, get_origin
 
 import typer
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-
-from penstock.runtime.settings import Settings
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def options_of(
-    settings: type[Settings],
+    settings: type[BaseModel],
     names: Iterable[str] | None = None,
     *,
     flags: Mapping[str, Sequence[str]] | None = None,
     panels: Mapping[str, str] | None = None,
 ) -> list[Parameter]:
-    """Return an option for each of these settings (None: for all).
+    """Return an option for each of these settings (None: for all), or of other fields with docstrings.
 
     `flags` maps a setting to its flags if they differ from its name. `panels` maps a setting to its heading in the
     help if that is not the default heading.

@@ -20,8 +20,9 @@ from penstock.contract.job import NAME_PATTERN
 from penstock.contract.priority import ClassName
 from penstock.contract.terms import UNLIMITED, Terms
 
-Scope = Literal["infer", "admin"]
-"""`infer` allows listing models and generation. `admin` allows reading statistics about all tenants."""
+Scope = Literal["infer", "metrics", "admin"]
+"""`infer` allows generation, and reading of the tenant's own jobs and of the key's own usage. `metrics` allows scraping
+metrics, and nothing else. `admin` allows reading metrics, health, job lists and usage of all tenants."""
 MAX_KEY_CHARS = 100
 _ID_BYTES = 8
 _SECRET_BYTES = 32
@@ -47,10 +48,11 @@ class ApiKey(BaseModel):
     created_s: int = 0
     is_revoked: bool = False
 
-    def require(self, scope: Scope) -> None:
-        """Raise ForbiddenError when the key lacks `scope`."""
-        if scope not in self.scopes:
-            raise ForbiddenError(f"this API key lacks the scope {scope!r}")
+    def require(self, *scopes: Scope) -> None:
+        """Raise ForbiddenError unless the key has one of `scopes`."""
+        if self.scopes.isdisjoint(scopes):
+            needed, present = " or ".join(scopes), ", ".join(sorted(self.scopes)) or "none"
+            raise ForbiddenError(f"this request needs the scope {needed}; scopes of this API key: {present}")
 
     @property
     def metered_terms(self) -> Terms:

@@ -57,10 +57,12 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
                                      delete_response                      ended job, by expiry time
     P:usage:<day>            hash    end                                  `<tenant>:<account>:<what>` → jobs; tokens of
                                                                           prompts, cached and completions; 92 days
+    P:hour_usage:<hour>      hash    end                                  the same per hour; 72 hours
     P:recent_use:<window>    hash    take, requeue, finish                tenant → charged KV-token-ms ÷ weight, per
                                                                           window of share_window_ms; two windows
     P:refused                hash    submit                               recently refused cost, and since when; 10 min
-    P:rate:<t>               hash    submit; end                          when its next job and token are due, in ms
+    P:rate:<t>               hash    submit; end                          when its next job and token are due, in ms,
+                                                                          and the ms per job and token of that rate
     P:readers                zset    reader_heartbeat, submit, attach;    inbox → last heartbeat of its process
                                      sweep
     P:sweep                  string  sweep, succeed                       time of the last sweep
@@ -174,6 +176,11 @@ def expiry(pool: str) -> str:
 def usage(pool: str, day: int) -> str:
     """Hash: tokens used per tenant and account on a day, in days since 1970-01-01 UTC."""
     return f"{prefix(pool)}:usage:{day}"
+
+
+def hour_usage(pool: str, hour: int) -> str:
+    """Hash: tokens used per tenant and account in an hour, in hours since 1970-01-01 UTC."""
+    return f"{prefix(pool)}:hour_usage:{hour}"
 
 
 def open_jobs(pool: str) -> str:

@@ -17,7 +17,7 @@ from penstock.contract.priority import Priority
 from penstock.contract.response_record import NO_RESPONSE
 from penstock.contract.rights import class_not_allowed
 from penstock.contract.terms import Terms
-from penstock.contract.usage import DayUsage
+from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client.cached_state import KEYS_TTL_S, POOLS_TTL_S, CachedState, PoolAdmission
 from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import ClientInbox
@@ -145,13 +145,9 @@ class AsyncClient(TokenCalls):
         """Log a warning if Redis may evict keys."""
         await warn_of_eviction(self._redis)
 
-    async def usage(self, tenant: str, account: str, days: int) -> list[DayUsage]:
-        """Return the tokens that a tenant's account used on each of the last `days`, in all pools."""
-        return await self._retries.call(lambda: self._usage.of(tenant, account, days))
-
-    async def all_usage(self, days: int) -> list[DayUsage]:
-        """Return the tokens that all tenants and accounts used on each of the last `days`, in all pools."""
-        return await self._retries.call(lambda: self._usage.all(days))
+    async def usage(self, query: UsageQuery, *, after: str | None = None, limit: int = MAX_PAGE_ROWS) -> UsagePage:
+        """Return a page of a report of used tokens. `after` is the `next_after` of the page before."""
+        return await self._retries.call(lambda: self._usage.page(query, after=after, limit=limit))
 
     async def pool_stats(self) -> tuple[list[PoolStats], tuple[int, int]]:
         """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""

@@ -26,6 +26,7 @@ from penstock.contract.errors import ConfigError, InvariantError, ProtocolVersio
 from penstock.contract.job import Job, Message, SamplingParams
 from penstock.contract.output import Chunk, Result
 from penstock.contract.tools import ToolCall
+from penstock.contract.usage import UsageQuery
 from penstock.gpu_node import heartbeat, inbox
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.engine_worker import EngineLike
@@ -305,9 +306,8 @@ async def test_a_job_that_kills_its_nodes_is_found_out_and_those_beside_it_come_
         assert (result.outcome.state, list(result.choices[0].token_ids)) == ("done", expected(job))
     assert {(await broker.status(job.id, "default")).losses for job in others} <= {0, 1, 2}
     logged = sum(len(chunk.token_ids) for chunk in await broker.log(poison.id, 0))
-    days = await UsageBroker(redis).of("default", "", 2)
-    counted = [sum(row) for row in zip(*((d.jobs, d.prompt_tokens, d.completion_tokens) for d in days), strict=True)]
-    assert counted == [7, 6, 30 * 6 + logged], "each job once, to the token, over three nodes"
+    used = await UsageBroker(redis).per_owner(UsageQuery(days=2))
+    assert used["default", ""][:3] == [7, 6, 30 * 6 + logged], "each job once, to the token, over three nodes"
 
 
 async def test_while_redis_is_away_steps_pile_up_and_arrive_as_few_chunks(

@@ -17,6 +17,7 @@ from penstock.queue.broker.job_lists import JobLists
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.broker.usage import UsageBroker
 
 ACL = Path(__file__).parents[2] / "ops" / "acl"
 ROLES: dict[type, str] = {
@@ -24,6 +25,7 @@ ROLES: dict[type, str] = {
     DeadLetters: "gateway",
     StatsBroker: "gateway",
     JobLists: "gateway",
+    UsageBroker: "gateway",
     NodeBroker: "node",
     AdminBroker: "admin",
 }

@@ -23,6 +23,7 @@ from redis.retry import Retry
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.terms import UNLIMITED
+from penstock.contract.usage import UsageQuery
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
 from penstock.queue.audit import audit
@@ -32,6 +33,7 @@ from penstock.queue.broker.job_lists import JobLists
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, Submission
+from penstock.queue.broker.usage import UsageBroker
 from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT
 
@@ -175,11 +177,16 @@ async def test_a_client_subscribes_and_a_node_rings(server: Path, clients: dict[
     assert await clients["watcher"].acl_log() == []
 
 
-async def test_the_operator_audits_and_makes_keys_that_a_gateway_reads(clients: dict[str, Redis]) -> None:
+async def test_the_operator_audits_and_changes_keys_that_a_gateway_reads(clients: dict[str, Redis]) -> None:
     await Queue(clients["admin"]).node()
     assert await audit(AdminBroker(clients["admin"]), POOL, repair=True) == []
-    await KeyStore(clients["admin"]).add("acme", ["infer"], UNLIMITED)
-    assert len(await KeyStore(clients["gateway"]).all()) == 1
+    _, key = await KeyStore(clients["admin"]).add("acme", ["infer"], UNLIMITED)
+    await KeyStore(clients["admin"]).change(key.key_id, {"label": "changed"}, {"weight": 2})
+    assert [known.label for known in (await KeyStore(clients["gateway"]).all()).values()] == ["changed"]
+    for role in ("gateway", "admin"):
+        assert await UsageBroker(clients[role]).per_owner(UsageQuery()) == {}
+        assert await UsageBroker(clients[role]).per_owner(UsageQuery("hour", tenant="acme", account="k")) == {}
+    assert await clients["watcher"].acl_log() == []
     for role in ("node", "worker"):
         with pytest.raises(ConfigError, match="refuses this user"):
             await KeyStore(clients[role]).all()

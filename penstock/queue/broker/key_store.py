@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from penstock.contract import api_keys
 from penstock.contract.api_keys import ApiKey
-from penstock.contract.errors import NotFoundError
+from penstock.contract.errors import ConflictError, NotFoundError, RequestError
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.terms import Terms
@@ -20,6 +20,8 @@ from penstock.queue import keys
 from penstock.queue.broker.connection import translated
 
 _LOG = logging.getLogger(__name__)
+MAX_SHOWN = 64
+"""Characters of a name, and ids, that an error message shows."""
 
 
 class KeyStore:
@@ -56,29 +58,91 @@ class KeyStore:
         Raises RequestError that names the invalid field.
         """
         key, key_id, digest = api_keys.mint(pepper)
-        try:
-            record = ApiKey(
-                key_id=key_id,
-                digest=digest,
-                tenant=tenant,
-                scopes=cast(Any, frozenset(scopes)),
-                terms=terms,
-                highest_class=highest_class,
-                label=label,
-                created_s=int(time.time()),
-            )
-        except ValidationError as error:
-            raise request_error(error) from error
-        await self._put(record)
+        record = _checked(
+            {
+                "key_id": key_id,
+                "digest": digest,
+                "tenant": tenant,
+                "scopes": frozenset(scopes),
+                "terms": terms,
+                "highest_class": highest_class,
+                "label": label,
+                "created_s": int(time.time()),
+            }
+        )
+        with translated():
+            await self._redis.hset(keys.API_KEYS, key_id, record.model_dump_json())
         return key, record
+
+    async def find(self, name: str) -> ApiKey:
+        """Return the key with this id, or the only key in use with this label or tenant.
+
+        Raises NotFoundError, and RequestError if several keys have the name.
+        """
+        known = await self.all()
+        if name in known:
+            return known[name]
+        found = [key for key in known.values() if name and name in (key.label, key.tenant) and not key.is_revoked]
+        if not found:
+            raise NotFoundError(f"no API key in use has the id, label or tenant {name[:MAX_SHOWN]!r}", param="name")
+        if len(found) > 1:
+            ids = ", ".join(sorted(key.key_id for key in found)[:MAX_SHOWN])
+            message = f"{len(found)} API keys have the label or tenant {name[:MAX_SHOWN]!r}; name one by its id: {ids}"
+            raise RequestError(message, code="ambiguous_name", param="name")
+        return found[0]
+
+    async def change(self, key_id: str, changes: Mapping[str, Any], terms: Mapping[str, Any]) -> ApiKey:
+        """Change fields of a key and of its terms, and return the new record. The secret stays valid.
+
+        Raises NotFoundError, ConflictError for a revoked key, and RequestError that names the invalid field.
+        """
+
+        def changed(record: ApiKey) -> ApiKey:
+            if record.is_revoked:
+                raise ConflictError(f"the API key {key_id} is revoked; add a new one", code="key_revoked", param="name")
+            new_terms = _checked_terms({**record.terms.model_dump(), **terms})
+            return _checked({**record.model_dump(exclude={"terms"}), **changes, "terms": new_terms})
+
+        return await self._update(key_id, changed)
 
     async def revoke(self, key_id: str) -> None:
         """Revoke a key. Gateways may accept it until their cached copy expires. Raises NotFoundError."""
-        record = (await self.all()).get(key_id)
-        if record is None:
-            raise NotFoundError(f"no API key {key_id}", param="key_id")
-        await self._put(record.model_copy(update={"is_revoked": True}))
+        await self._update(key_id, lambda record: record.model_copy(update={"is_revoked": True}))
 
-    async def _put(self, record: ApiKey) -> None:
+    async def _update(self, key_id: str, changed: Callable[[ApiKey], ApiKey]) -> ApiKey:
+        """Replace a key's record by `changed(record)`; it runs again if the keys have changed meanwhile."""
+
+        async def update(pipe: Any) -> ApiKey:
+            record = _record_of(key_id, await pipe.hget(keys.API_KEYS, key_id))
+            new = changed(record)
+            pipe.multi()
+            pipe.hset(keys.API_KEYS, key_id, new.model_dump_json())
+            return new
+
         with translated():
-            await self._redis.hset(keys.API_KEYS, record.key_id, record.model_dump_json())
+            updated: ApiKey = await self._redis.transaction(update, keys.API_KEYS, value_from_callable=True)
+        return updated
+
+
+def _record_of(key_id: str, data: bytes | None) -> ApiKey:
+    if data is None:
+        raise NotFoundError(f"no API key {key_id[:MAX_SHOWN]}", param="key_id")
+    try:
+        return ApiKey.model_validate_json(data)
+    except ValidationError:
+        message = f"the record of the API key {key_id} cannot be read; add a new key"
+        raise ConflictError(message, code="unreadable_key", param="key_id") from None
+
+
+def _checked(fields: Mapping[str, Any]) -> ApiKey:
+    try:
+        return ApiKey.model_validate(fields)
+    except ValidationError as error:
+        raise request_error(error) from error
+
+
+def _checked_terms(fields: Mapping[str, Any]) -> Terms:
+    try:
+        return Terms.model_validate(fields)
+    except ValidationError as error:
+        raise request_error(error) from error

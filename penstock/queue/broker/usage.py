@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable
-from datetime import date, timedelta
+from collections.abc import Iterator
 from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract.usage import DayUsage
+from penstock.contract.errors import NotFoundError, RequestError
+from penstock.contract.usage import MAX_PAGE_ROWS, Periods, PeriodUsage, UsagePage, UsageQuery, periods_of
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
 
 _COUNTERS = ("jobs", "prompt", "completion", "cached")
-_SECONDS_A_DAY = 86_400
+_FIELDS_AT_ONCE = 400
+_ROWS_AT_ONCE = 500
+"""Fields that one call reads, and rows that are made between two pauses, so that neither holds the event loop."""
+_MAX_NUMBER_DIGITS = 9
+MAX_SHOWN = 69
+"""Characters of a name that an error message shows."""
+
+Owner = tuple[str, str]
+"""Tenant and account."""
+Position = tuple[int, str, str, str]
+"""Period, pool, tenant and account of a row. Rows are in this order."""
 
 
 class UsageBroker:
@@ -24,30 +34,46 @@ class UsageBroker:
     def __init__(self, redis: Redis) -> None:
         self._redis = cast(Any, redis)
 
-    async def of(self, tenant: str, account: str, days: int) -> list[DayUsage]:
-        """Return one account's usage in all pools, per day of the last `days` days; days without usage are left out."""
-        names = [f"{tenant}:{account}:{counter}" for counter in _COUNTERS]
-        found = []
-        for pool, day in await self._pool_days(days):
-            with translated():
-                values = await self._redis.hmget(keys.usage(pool, day), names)
-            if any(values):
-                found.append(_usage(day, pool, tenant, account, [int(value or 0) for value in values]))
-        return sorted(found)
+    async def page(self, query: UsageQuery, *, after: str | None = None, limit: int = MAX_PAGE_ROWS) -> UsagePage:
+        """Return up to `limit` rows in the order of period, pool, tenant and account.
 
-    async def all(self, days: int) -> list[DayUsage]:
-        """Return the usage of all accounts in all pools, per day of the last `days` days."""
-        found = []
-        for pool, day in await self._pool_days(days):
-            with translated():
-                fields = await self._redis.hgetall(keys.usage(pool, day))
-            accounts: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
-            for name, value in fields.items():
-                tenant, account, counter = name.decode().split(":")
-                accounts[tenant, account][counter] = int(value)
-            for owner, counts in accounts.items():
-                found.append(_usage(day, pool, *owner, [counts.get(counter, 0) for counter in _COUNTERS]))
-        return sorted(found)
+        `after` is the `next_after` of the page before. Raises RequestError that names the invalid part of the query.
+        """
+        if not 1 <= limit <= MAX_PAGE_ROWS:
+            raise RequestError(f"limit: must be from 1 to {MAX_PAGE_ROWS}", param="limit")
+        begin = None if after is None else _position_of(after)
+        with translated():
+            (now_s, _), announced = await asyncio.gather(self._redis.time(), self._redis.hkeys(keys.POOLS))
+        periods = periods_of(query, now_s)
+        pools = sorted(name.decode() for name in announced)
+        if unknown := sorted((query.pools or frozenset()).difference(pools)):
+            raise NotFoundError(f"no pool {unknown[0][:MAX_SHOWN]!r} is announced", code="pool_not_found", param="pool")
+        rows: list[PeriodUsage] = []
+        last: Position | None = None
+        for number, pool in _hashes(periods, pools, query, begin):
+            counts = await self._counts(query, pool, number)
+            owners = sorted(owner for owner in counts if begin is None or (number, pool, *owner) > begin)
+            for at in range(0, len(owners), _ROWS_AT_ONCE):
+                for owner in owners[at : at + _ROWS_AT_ONCE]:
+                    if len(rows) == limit:
+                        return UsagePage(rows, periods, ":".join(map(str, last or ())))
+                    rows.append(_row(periods, number, pool, owner, counts[owner]))
+                    last = (number, pool, *owner)
+                await asyncio.sleep(0)
+        return UsagePage(rows, periods, None)
+
+    async def per_owner(self, query: UsageQuery) -> dict[Owner, list[int]]:
+        """Return the sums of jobs and of prompt, completion and cached tokens over the whole report, by owner."""
+        sums: dict[Owner, list[int]] = defaultdict(lambda: [0] * len(_COUNTERS))
+        after = None
+        while True:
+            page = await self.page(query, after=after)
+            for row in page.rows:
+                counts = (row.jobs, row.prompt_tokens, row.completion_tokens, row.cached_tokens)
+                owner = (row.tenant, row.account)
+                sums[owner] = [a + b for a, b in zip(sums[owner], counts, strict=True)]
+            if (after := page.next_after) is None:
+                return dict(sums)
 
     async def kept(self) -> dict[str, int]:
         """Return the bytes of Redis memory that each tenant's jobs and results occupy, in all pools."""
@@ -59,13 +85,44 @@ class UsageBroker:
                     sums[tenant.decode()] += int(num_bytes)
         return dict(sums)
 
-    async def _pool_days(self, days: int) -> Iterable[tuple[str, int]]:
-        with translated():
-            (seconds, _), pools = await asyncio.gather(self._redis.time(), self._redis.hkeys(keys.POOLS))
-        today = seconds // _SECONDS_A_DAY
-        names = sorted(name.decode() for name in pools)
-        return [(pool, day) for pool in names for day in range(today - days + 1, today + 1)]
+    async def _counts(self, query: UsageQuery, pool: str, number: int) -> dict[Owner, dict[str, int]]:
+        """Return the counters of each owner in one pool and period that matches the query."""
+        name = keys.usage(pool, number) if query.by == "day" else keys.hour_usage(pool, number)
+        if query.tenant is not None and query.account is not None:
+            fields = [f"{query.tenant}:{query.account}:{counter}" for counter in _COUNTERS]
+            with translated():
+                values = await self._redis.hmget(name, fields)
+            counts = {counter: int(value) for counter, value in zip(_COUNTERS, values, strict=True) if value}
+            return {(query.tenant, query.account): counts} if counts else {}
+        found: dict[Owner, dict[str, int]] = defaultdict(dict)
+        cursor = 0
+        while True:
+            with translated():
+                cursor, page = await self._redis.hscan(name, cursor, count=_FIELDS_AT_ONCE)
+            for field, value in page.items():
+                tenant, account, counter = field.decode().split(":")
+                if query.tenant in (None, tenant) and query.account in (None, account):
+                    found[tenant, account][counter] = int(value)
+            if not cursor:
+                return found
 
 
-def _usage(day: int, pool: str, tenant: str, account: str, counts: list[int]) -> DayUsage:
-    return DayUsage(date(1970, 1, 1) + timedelta(days=day), pool, tenant, account, *counts)
+def _hashes(periods: Periods, pools: list[str], query: UsageQuery, begin: Position | None) -> Iterator[tuple[int, str]]:
+    """Yield the periods and pools of a report, from the position after which it continues."""
+    for number in range(periods.first, periods.last + 1):
+        for pool in pools:
+            if (query.pools is None or pool in query.pools) and (begin is None or (number, pool) >= begin[:2]):
+                yield number, pool
+
+
+def _row(periods: Periods, number: int, pool: str, owner: Owner, counts: dict[str, int]) -> PeriodUsage:
+    return PeriodUsage(
+        periods.start_of(number), periods.by, pool, *owner, *(counts.get(counter, 0) for counter in _COUNTERS)
+    )
+
+
+def _position_of(after: str) -> Position:
+    number, *names = after.split(":", 4)
+    if len(names) != 3 or not (number.isdecimal() and len(number) <= _MAX_NUMBER_DIGITS):
+        raise RequestError("after: must be the `next` of an earlier page", param="after")
+    return int(number), names[0], names[1], names[2]

@@ -39,6 +39,7 @@ local MAX_DEAD, DEAD_LIFE_MS = 10000, 604800000
 local LARGE_RESULT_BYTES, LOG_PAGE = 65536, 500
 local RECORD_BYTES, MOVED_RECORD_BYTES = 2048, 5120
 local DAY_MS, USAGE_DAYS = 86400000, 92
+local HOUR_MS, USAGE_HOURS = 3600000, 72
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
 local JOB_FIELDS = {'state', 'tenant', 'priority', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background',
   'inboxes', 'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'loss_mark', 'preemptions',

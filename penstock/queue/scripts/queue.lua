@@ -314,36 +314,43 @@ local function measure_log(id)
   return bytes, tokens
 end
 
--- Adds a job's tokens to P:usage:<day>, which has sums per tenant and account. Only `end_job` calls it, once per job.
-local function add_usage(job, account, now, used)
-  local key = P .. ':usage:' .. math.floor(now / DAY_MS)
+-- Adds a job's tokens to the sums per tenant and account in `key`, which lives for life_ms.
+local function add_to_usage(key, life_ms, job, account, used)
   local name = job.tenant .. ':' .. (account or '') .. ':'
   redis.call('HINCRBY', key, name .. 'jobs', 1)
   for _, what in ipairs({'prompt', 'completion', 'cached'}) do
     if used[what] > 0 then redis.call('HINCRBY', key, name .. what, used[what]) end
   end
-  redis.call('PEXPIRE', key, USAGE_DAYS * DAY_MS)
+  redis.call('PEXPIRE', key, life_ms)
+end
+
+-- Counts a job's tokens in P:usage:<day> and P:hour_usage:<hour>. Only `end_job` calls it, once per job.
+local function add_usage(job, account, now, used)
+  add_to_usage(P .. ':usage:' .. math.floor(now / DAY_MS), USAGE_DAYS * DAY_MS, job, account, used)
+  add_to_usage(P .. ':hour_usage:' .. math.floor(now / HOUR_MS), USAGE_HOURS * HOUR_MS, job, account, used)
 end
 
 -- Corrects the charge to a tenant's token rate by `by` tokens; negative if the charge was too high. A debt is kept
 -- until it is worked off. A refund never gives more than a full burst, because a due time in the past counts as now.
+-- ms_per_token: the rate at the job's submit. The rate that the debt is stated at goes first: it may be newer.
 local function correct_rate(job, ms_per_token, by, now)
   local key = P .. ':rate:' .. job.tenant
-  local jobs, tokens = unpack(redis.call('HMGET', key, 'jobs', 'tokens'))
+  local jobs, tokens, stated = unpack(redis.call('HMGET', key, 'jobs', 'tokens', 'ms_per_token'))
+  ms_per_token = tonumber(stated or '') or ms_per_token
   local due = math.max(now, tonumber(tokens or '') or 0) + by * ms_per_token
   local life = math.ceil(math.max(due, tonumber(jobs or '') or 0) - now)
   if life <= 0 then
     redis.call('DEL', key)
   else
-    redis.call('HSET', key, 'tokens', due)
+    redis.call('HSET', key, 'tokens', due, 'ms_per_token', ms_per_token)
     redis.call('PEXPIRE', key, life)
   end
 end
 
 -- Ends a job; the only way to a terminal state. The record keeps node and lease, to recognize a repeated finish.
 -- `reported`: what the job's node reported: tokens of prompt, completion and cached; kv_token_ms; bytes of the log
--- before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log and prompt tokens are not
--- counted.
+-- before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log, and prompt
+-- tokens are not counted.
 local function end_job(job, config, now, state, code, message, param, reported)
   reported = reported or {}
   if not reported.completion or not reported.log_bytes then

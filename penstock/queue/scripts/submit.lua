@@ -87,12 +87,14 @@ local function busy_until_drained(what, limit, excess)
 end
 
 -- GCRA: the time, in ms, at which a tenant's next unit is due after it takes `amount` units now. If that exceeds a
--- burst of burst_s seconds: nil, and the ms to wait. A tenant without debt may take any amount.
+-- burst of burst_s seconds: nil, and the ms to wait. A tenant without debt may take any amount. A debt is a number of
+-- units: P:rate states it in ms at some rate, and at another rate it takes another time.
 -- https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
-local function next_due(name, amount)
-  local due = math.max(now, tonumber(redis.call('HGET', rate_key, name) or '0'))
-  local later = due + amount * 60000 / per_minute[name]
-  if due > now and later > now + burst_s * 1000 then return nil, math.min(due, later - burst_s * 1000) - now end
+local function next_due(amount, ms_per_unit, stated_due, stated_rate)
+  local debt = math.max(0, (tonumber(stated_due or '') or 0) - now)
+  if stated_rate and tonumber(stated_rate) ~= ms_per_unit then debt = debt * ms_per_unit / tonumber(stated_rate) end
+  local later = now + debt + amount * ms_per_unit
+  if debt > 0 and later > now + burst_s * 1000 then return nil, math.min(debt, later - burst_s * 1000 - now) end
   return later
 end
 
@@ -150,14 +152,21 @@ end
 if not is_light and tenant_queued > 0 and own_queued > 0 and own_queued + cost > tenant_queued then
   return busy_until_drained("tenant's queued KV tokens", tenant_queued, own_queued + cost - tenant_queued)
 end
-local due = {}
+local new_rates, rate_until = {}, now
 if is_light then per_minute.tokens = 0 end
-for name, amount in pairs({jobs = 1, tokens = cost}) do
-  if per_minute[name] > 0 then
-    local later, wait = next_due(name, amount)
-    if not later then return busy("tenant's " .. name .. ' per minute', per_minute[name], wait) end
-    due[#due + 1], due[#due + 2] = name, later
+local rates = redis.call('HMGET', rate_key, 'jobs', 'ms_per_job', 'tokens', 'ms_per_token')
+for at, unit in ipairs({{'jobs', 'ms_per_job', 1}, {'tokens', 'ms_per_token', cost}}) do
+  local name, rate_name, amount = unpack(unit)
+  local due, limit_of_unit = tonumber(rates[2 * at - 1] or '') or 0, per_minute[name]
+  if limit_of_unit > 0 then
+    local ms_per_unit = 60000 / limit_of_unit
+    local later, wait = next_due(amount, ms_per_unit, due, rates[2 * at])
+    if not later then return busy("tenant's " .. name .. ' per minute', limit_of_unit, wait) end
+    due = later
+    for _, value in ipairs({name, later, rate_name, ms_per_unit}) do new_rates[#new_rates + 1] = value end
   end
+  -- The debt of a unit that this job does not count must outlive it as well.
+  rate_until = math.max(rate_until, due)
 end
 
 -- Writes -------------------------------------------------------------------------------------------
@@ -197,9 +206,9 @@ redis.call('HINCRBY', P .. ':promised_bytes', p, bytes)
 count_kept_bytes(tenant, bytes)
 -- The idempotency key lives as long as the job, and idem_ttl_ms after its end.
 if idem ~= '' then redis.call('SET', P .. ':idem:' .. idem_name, id) end
-if #due > 0 then
-  redis.call('HSET', rate_key, unpack(due))
-  redis.call('PEXPIRE', rate_key, math.ceil(math.max(due[2], due[4] or 0) - now))
+if #new_rates > 0 then
+  redis.call('HSET', rate_key, unpack(new_rates))
+  redis.call('PEXPIRE', rate_key, math.ceil(rate_until - now))
 end
 if inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
 if not is_delayed then ring_doorbell(cost) end

@@ -24,7 +24,7 @@ OF_THE_POOL = {
     "queued",
     "promised_bytes",
 }
-OF_THE_POOL |= {"counts", "adapters", "kept_bytes", "expiry", "usage"}
+OF_THE_POOL |= {"counts", "adapters", "kept_bytes", "expiry", "usage", "hour_usage"}
 OF_POLICY = {"virtual_time", "virtual_clock", "debt", "head_served", "reservations", "recent_use"}
 Dump = dict[str, Any]
 
@@ -106,11 +106,12 @@ def check_owned(found: Dump, model: QueueModel) -> None:
         kept[member.split()[1]] = kept.get(member.split()[1], 0) + size
     assert {member.decode() for member, _ in found.get("expiry", [])} == stored.keys()
     assert {tenant.decode(): int(size) for tenant, size in found.get("kept_bytes", {}).items()} == kept
-    used: dict[str, int] = {}
-    for name in [name for name in found if name.startswith("usage:")]:
-        for what, count in found[name].items():
-            used[what.decode()] = used.get(what.decode(), 0) + int(count)
-    assert used == model.used
+    for kind in ("usage:", "hour_usage:"):
+        used: dict[str, int] = {}
+        for name in [name for name in found if name.startswith(kind)]:
+            for what, count in found[name].items():
+                used[what.decode()] = used.get(what.decode(), 0) + int(count)
+        assert used == model.used
 
 
 def check_policy(found: Dump, model: QueueModel) -> None:

@@ -90,8 +90,9 @@ async def test_rate_lets_a_burst_in_and_then_says_when_the_next_may_come(queue: 
 async def pass_time(queue: Queue, tenant: str, ms: int) -> None:
     """Moves a tenant's rates into the past."""
     rates = await queue.redis.hgetall(f"{P}:rate:{tenant}")
-    for name, due_ms in rates.items():
-        await queue.redis.hset(f"{P}:rate:{tenant}", name, float(due_ms) - ms)
+    for name in (b"jobs", b"tokens"):
+        if name in rates:
+            await queue.redis.hset(f"{P}:rate:{tenant}", name, float(rates[name]) - ms)
 
 
 async def test_tokens_are_counted_by_cost_and_the_refused_cost_nothing(queue: Queue) -> None:
@@ -119,6 +120,31 @@ async def test_rate_of_a_quiet_tenant_is_forgotten(queue: Queue) -> None:
     await submit(queue, Terms(jobs_per_minute=6, tokens_per_minute=600), cost=10)
     life_ms = await queue.redis.pttl(f"{P}:rate:acme")
     assert life_ms == pytest.approx(10_000, abs=TOLERANCE_MS)
+
+
+@pytest.mark.parametrize(("old", "new", "wait_ms"), [(60, 6000, 1900), (6000, 60, 200_000), (60, 60, 200_000)])
+async def test_debt_is_the_same_number_of_tokens_at_another_rate(
+    queue: Queue, old: int, new: int, wait_ms: int
+) -> None:
+    await queue.node()
+    await submit(queue, Terms(tokens_per_minute=old, burst_s=1), cost=200)
+    error = await refusal(queue, Terms(tokens_per_minute=new, burst_s=1), cost=90)
+    assert error.retry_after_ms == pytest.approx(wait_ms, abs=TOLERANCE_MS)
+
+
+async def test_higher_rate_frees_a_tenant_in_debt(queue: Queue) -> None:
+    await queue.node()
+    await submit(queue, Terms(jobs_per_minute=1, tokens_per_minute=1), cost=1000)
+    await refusal(queue, Terms(jobs_per_minute=1, tokens_per_minute=60_000), cost=1)
+    await submit(queue, Terms(jobs_per_minute=600, tokens_per_minute=60_000), cost=1)
+    await submit(queue, Terms(), cost=1)
+
+
+async def test_debt_of_tokens_outlives_jobs_that_count_none(queue: Queue) -> None:
+    await queue.node()
+    await submit(queue, Terms(jobs_per_minute=6000, tokens_per_minute=60), cost=100)
+    await submit(queue, Terms(jobs_per_minute=6000), cost=1)
+    assert await queue.redis.pttl(f"{P}:rate:acme") == pytest.approx(100_000, abs=TOLERANCE_MS)
 
 
 async def test_repeated_submit_is_answered_above_every_limit(queue: Queue) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes.queue.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
@@ -11,12 +11,15 @@ from redis.asyncio import Redis
 from penstock.contract.errors import BusyError
 from penstock.contract.output import Outcome, Usage
 from penstock.contract.terms import UNLIMITED, Terms
-from penstock.contract.usage import DayUsage
+from penstock.contract.usage import MAX_DAYS, MAX_HOURS, Period, UsagePage, UsageQuery
+from penstock.queue import keys
 from penstock.queue.broker.node import Emission, Taken
 from penstock.queue.broker.producer import Submission
 from penstock.queue.broker.usage import UsageBroker
 
 TOLERANCE_MS = 2_000  # a slow machine
+KINDS = ("usage", "hour_usage")
+PERIODS: tuple[Period, ...] = ("day", "hour")
 
 
 async def submit(queue: Queue, terms: Terms = UNLIMITED, *, cost: int = 100, tenant: str = "acme") -> str:
@@ -39,9 +42,12 @@ async def owed_ms(queue: Queue, tenant: str = "acme") -> float:
 
 
 async def counts(redis: Redis, tenant: str = "acme", account: str = "") -> tuple[int, ...]:
-    found = await UsageBroker(redis).of(tenant, account, 2)
-    sums = ((d.jobs, d.prompt_tokens, d.completion_tokens, d.cached_tokens) for d in found)
-    return tuple(map(sum, zip(*sums, strict=True)))
+    """The sums by day, which equal those by hour."""
+    by_day, by_hour = [
+        await UsageBroker(redis).per_owner(UsageQuery(by, days=2, tenant=tenant, account=account)) for by in PERIODS
+    ]
+    assert by_day == by_hour
+    return tuple(by_day.get((tenant, account), ()))
 
 
 async def test_usage_is_counted_once_whatever_is_repeated(queue: Queue) -> None:
@@ -88,12 +94,41 @@ async def test_accounts_and_tenants_are_told_apart(queue: Queue) -> None:
     for tenant, account, used in (("acme", "k1", 1), ("acme", "k2", 20), ("rival", "k3", 300), ("acme", "k1", 4000)):
         await submit(queue, Terms(account=account), tenant=tenant)
         await end(node, await node.take_one(), Usage(used, 0))
-    found = await UsageBroker(queue.redis).all(2)
-    sums: dict[tuple[str, str], int] = {}
-    for one in found:
-        assert isinstance(one, DayUsage) and one.pool == POOL
-        sums[one.tenant, one.account] = sums.get((one.tenant, one.account), 0) + one.prompt_tokens
-    assert sums == {("acme", "k1"): 4001, ("acme", "k2"): 20, ("rival", "k3"): 300}
+    for by in PERIODS:
+        found = await UsageBroker(queue.redis).per_owner(UsageQuery(by, days=2))
+        prompt_tokens = {owner: counts[1] for owner, counts in found.items()}
+        assert prompt_tokens == {("acme", "k1"): 4001, ("acme", "k2"): 20, ("rival", "k3"): 300}
+
+
+async def test_pages_of_a_report_hold_each_row_once(queue: Queue) -> None:
+    await queue.node()
+    now_s = await queue.now_ms() // 1000
+    for days_ago in (1, 0):
+        fields = {f"t{tenant:03}:k{key}:jobs": days_ago + 1 for tenant in range(300) for key in range(2)}
+        await cast(Any, queue.redis).hset(keys.usage(POOL, now_s // 86_400 - days_ago), mapping=fields)
+    usage = UsageBroker(queue.redis)
+    pages: list[UsagePage] = []
+    after = None
+    while after is not None or not pages:
+        pages.append(await usage.page(UsageQuery(days=2), after=after, limit=250))
+        after = pages[-1].next_after
+    rows = [row for page in pages for row in page.rows]
+    assert [len(page.rows) for page in pages] == [250, 250, 250, 250, 200]
+    assert rows == sorted(rows) and len({(row.start, row.tenant, row.account) for row in rows}) == 1200
+    assert [row.jobs for row in rows] == [2] * 600 + [1] * 600
+    of_one = await usage.page(UsageQuery(days=2, tenant="t007"))
+    assert [(row.tenant, row.account) for row in of_one.rows] == [("t007", "k0"), ("t007", "k1")] * 2
+
+
+async def test_usage_by_hour_is_kept_for_three_days_and_by_day_for_three_months(queue: Queue) -> None:
+    node = await queue.node()
+    await submit(queue)
+    await end(node, await node.take_one(), Usage(1, 1))
+    lives = {kind: [await queue.redis.pttl(f"{P}:{name}") for name in await queue.keys(f"{kind}:*")] for kind in KINDS}
+    assert {kind: [round(life / 3_600_000) for life in of_kind] for kind, of_kind in lives.items()} == {
+        "usage": [MAX_DAYS * 24],
+        "hour_usage": [MAX_HOURS],
+    }
 
 
 async def test_more_than_predicted_is_a_debt_and_less_comes_back(queue: Queue) -> None:
@@ -146,5 +181,4 @@ async def test_short_answers_first_and_long_ones_then_do_not_beat_the_limit(queu
 
 async def pass_time(queue: Queue, ms: int) -> None:
     rates: Any = await queue.redis.hgetall(f"{P}:rate:acme")
-    for name, due_ms in rates.items():
-        await queue.redis.hset(f"{P}:rate:acme", name, float(due_ms) - ms)
+    await queue.redis.hset(f"{P}:rate:acme", "tokens", float(rates[b"tokens"]) - ms)

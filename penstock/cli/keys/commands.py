@@ -1,0 +1,212 @@
+"""The commands of `penstock keys`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args
+
+import typer
+from pydantic import ValidationError
+
+from penstock.cli.keys.output import key_object, line_of, lines_of, usage_line_of
+from penstock.cli.options import options_of, takes
+from penstock.contract.api_keys import ApiKey, Scope
+from penstock.contract.errors import RequestError
+from penstock.contract.priority import ClassName
+from penstock.contract.problems import request_error
+from penstock.contract.terms import Terms
+from penstock.contract.usage import MAX_DAYS, Period, UsagePage, UsageQuery, csv_of, usage_object
+from penstock.runtime.settings import KeySettings, redis_url_of
+
+if TYPE_CHECKING:
+    from penstock.queue.broker.key_store import KeyStore
+    from penstock.queue.broker.producer import ProducerBroker
+    from penstock.queue.broker.usage import UsageBroker
+
+T = TypeVar("T")
+RedisUrl = Annotated[str | None, typer.Option(help="URL of the gateways' Redis. Default: $PENSTOCK_REDIS_URL.")]
+KeyName = Annotated[
+    str, typer.Argument(help="The key's id (pk-ID-…), or its label or tenant if no other key in use has that name.")
+]
+Days = Annotated[int, typer.Option(min=1, max=MAX_DAYS, help="Days of usage to add up.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Scopes = Annotated[
+    list[str] | None,
+    typer.Option(help=f"{', '.join(get_args(Scope))}. Repeat it for several. A new key has infer by default."),
+]
+LIMITS = tuple(name for name in Terms.model_fields if name != "account")
+DEFAULT_DAYS = 31
+NOTHING = (0, 0, 0, 0)
+"""Usage of a key without jobs."""
+
+
+class Brokers(NamedTuple):
+    """What the commands read and write in Redis."""
+
+    keys: KeyStore
+    usage: UsageBroker
+    producer: ProducerBroker
+
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def keys() -> None:
+    """Manage the gateways' API keys. After the first key is added, every gateway requires a key."""
+
+
+@app.command()
+@takes(*options_of(Terms, LIMITS))
+def add(
+    tenant: Annotated[str, typer.Argument(help="Tenant for which the key's requests are made.")],
+    scope: Scopes = None,
+    highest_class: Annotated[
+        ClassName, typer.Option(help="Most urgent priority class that the key may use.")
+    ] = "standard",
+    label: Annotated[str, typer.Option(help="Note on what the key is for.")] = "",
+    redis_url: RedisUrl = None,
+    **limits: Any,
+) -> None:
+    """Create a key and print it. The key cannot be shown again."""
+    try:
+        terms = Terms(**_given(limits))
+    except ValidationError as error:
+        raise request_error(error) from error
+    pepper, scopes = KeySettings.load().key_pepper, scope or ["infer"]
+
+    async def create(brokers: Brokers) -> str:
+        key, _ = await brokers.keys.add(tenant, scopes, terms, highest_class=highest_class, label=label, pepper=pepper)
+        return key
+
+    print(_run(redis_url, create))
+
+
+@app.command("set")
+@takes(*options_of(Terms, LIMITS))
+def set_key(
+    name: KeyName,
+    scope: Scopes = None,
+    highest_class: Annotated[
+        ClassName | None, typer.Option(help="Most urgent priority class that the key may use.")
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="Note on what the key is for.")] = None,
+    redis_url: RedisUrl = None,
+    **limits: Any,
+) -> None:
+    """Change a key's limits, scopes, class or label, and print its line. An option that is not given changes nothing.
+
+    The key itself stays valid. Every gateway applies the change to new requests within two seconds. Accepted jobs keep
+    the terms with which they were submitted.
+    """
+    terms = _given(limits)
+    changes = _given({"scopes": scope, "highest_class": highest_class, "label": label})
+    if not terms and not changes:
+        raise RequestError("nothing to change: give at least one option, such as --tokens-per-minute", param="name")
+
+    async def change(brokers: Brokers) -> ApiKey:
+        return await brokers.keys.change((await brokers.keys.find(name)).key_id, changes, terms)
+
+    print(line_of(_run(redis_url, change), None, None))
+
+
+@app.command()
+def show(name: KeyName, days: Days = DEFAULT_DAYS, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
+    """Print one key's state, scopes, limits, usage, and the bytes that its tenant keeps in Redis."""
+
+    async def find(brokers: Brokers) -> dict[str, Any]:
+        key = await brokers.keys.find(name)
+        query = UsageQuery(days=days, tenant=key.tenant, account=key.key_id)
+        used = (await brokers.usage.per_owner(query)).get((key.tenant, key.key_id), NOTHING)
+        return key_object(key, (await brokers.usage.kept()).get(key.tenant, 0), used, days)
+
+    shown = _run(redis_url, find)
+    print(json.dumps(shown, indent=2, ensure_ascii=False) if as_json else "\n".join(lines_of(shown)))
+
+
+@app.command("list")
+def list_keys(days: Days = DEFAULT_DAYS, as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
+    """Print each key's id, tenant, scopes, class, limits, stored bytes of its tenant, and usage of the last days."""
+
+    async def find(brokers: Brokers) -> list[tuple[ApiKey, int | None, list[int] | None]]:
+        known, kept = await brokers.keys.all(), await brokers.usage.kept()
+        used = await brokers.usage.per_owner(UsageQuery(days=days))
+        by_age = sorted(known.values(), key=lambda key: key.created_s)
+        return [(key, kept.get(key.tenant), used.get((key.tenant, key.key_id))) for key in by_age]
+
+    found = _run(redis_url, find)
+    if as_json:
+        objects = [key_object(key, kept or 0, used or NOTHING, days) for key, kept, used in found]
+        print(json.dumps(objects, indent=2, ensure_ascii=False))
+        return
+    for key, kept, used in found:
+        print(line_of(key, kept, used))
+
+
+@app.command()
+def usage(
+    name: Annotated[str | None, typer.Argument(help="A key, as for `show`. Default: all keys.")] = None,
+    days: Annotated[int | None, typer.Option(min=1, max=MAX_DAYS, help="Days up to the end. Default: 31.")] = None,
+    start: Annotated[str | None, typer.Option(help="First day (2026-11-22), or hour (2026-11-22T05), in UTC.")] = None,
+    end: Annotated[str | None, typer.Option(help="Last day or hour, which is part of it. Default: now.")] = None,
+    by: Annotated[Period, typer.Option(help="Length of a row. Usage by hour is kept for 3 days.")] = "day",
+    pool: Annotated[list[str] | None, typer.Option(help="Pool to show. Repeat it for several. Default: all.")] = None,
+    output_format: Annotated[
+        Literal["text", "csv", "json"], typer.Option("--format", help="Lines of text, CSV, or a JSON object per line.")
+    ] = "text",
+    redis_url: RedisUrl = None,
+) -> None:
+    """Print the usage per day, pool, tenant and key: jobs, and prompt, cached and completion tokens."""
+
+    async def report(brokers: Brokers) -> None:
+        query = UsageQuery(by, start, end, days, frozenset(pool) if pool else None)
+        if name is not None:
+            key = await brokers.keys.find(name)
+            query = replace(query, tenant=key.tenant, account=key.key_id)
+        models = {served: record.model for served, record in (await brokers.producer.pools()).items()}
+        after, is_first = None, True
+        while is_first or after is not None:
+            page = await brokers.usage.page(query, after=after)
+            print(_text_of(page, models, output_format, with_head=is_first), end="")
+            after, is_first = page.next_after, False
+
+    _run(redis_url, report)
+
+
+@app.command()
+def revoke(name: KeyName, redis_url: RedisUrl = None) -> None:
+    """Revoke a key. Every gateway refuses it within two seconds."""
+
+    async def end(brokers: Brokers) -> None:
+        await brokers.keys.revoke((await brokers.keys.find(name)).key_id)
+
+    _run(redis_url, end)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _text_of(page: UsagePage, models: Mapping[str, str], output_format: str, *, with_head: bool) -> str:
+    if output_format == "text":
+        return "".join(f"{usage_line_of(row)}\n" for row in page.rows)
+    objects = [usage_object(row, models.get(row.pool)) for row in page.rows]
+    if output_format == "csv":
+        return csv_of(objects, with_head=with_head)
+    return "".join(f"{json.dumps(one)}\n" for one in objects)
+
+
+def _run(redis_url: str | None, work: Callable[[Brokers], Awaitable[T]]) -> T:
+    async def run() -> T:
+        from penstock.queue.broker.connection import connect
+        from penstock.queue.broker.key_store import KeyStore
+        from penstock.queue.broker.producer import ProducerBroker
+        from penstock.queue.broker.usage import UsageBroker
+
+        async with connect(redis_url_of(redis_url)) as redis:
+            return await work(Brokers(KeyStore(redis), UsageBroker(redis), ProducerBroker(redis)))
+
+    return asyncio.run(run())
