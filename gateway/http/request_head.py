@@ -18,6 +18,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
+from penstock.gateway.http.direct_body import offer_direct_body
 from penstock.gateway.openai.errors import error_body
 
 MAX_HEAD_BYTES = 64 << 10
@@ -135,6 +136,7 @@ class BoundedHead(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start to answer a request, and remember which one it is."""
         self._running = cycle
+        offer_direct_body(cycle)
         super()._start_asgi_task(cycle, app)
 
     def _should_upgrade(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from penstock.contract.output import TERMINAL_STATES, Chunk
 from penstock.queue.broker.producer import Attached
@@ -25,7 +26,7 @@ class Mailbox:
     A chunk dropped from a full mailbox appears as a gap to the reader, which then reads it from the log.
     """
 
-    __slots__ = ("_chunks", "_loop", "_num_logprobs", "_waiter", "nudged", "seen_waiting_s")
+    __slots__ = ("_chunks", "_loop", "_num_logprobs", "_waiter", "deliver", "nudged", "seen_waiting_s")
 
     def __init__(self, max_chunks: int) -> None:
         self._chunks: deque[Chunk] = deque(maxlen=max_chunks)
@@ -33,6 +34,8 @@ class Mailbox:
         self._loop = asyncio.get_running_loop()
         # A bare future: asyncio.Event costs three times as much, and one box has one reader.
         self._waiter: asyncio.Future[None] | None = None
+        self.deliver: Callable[[Chunk], bool] | None = None
+        """Delivers a chunk while the reader waits and returns True, or returns False: the reader then gets it."""
         self.nudged = False
         """Whether the reader must compare its state with the broker's."""
         self.seen_waiting_s: float | None = None
@@ -44,12 +47,26 @@ class Mailbox:
         return self._waiter is not None
 
     def put(self, chunk: Chunk) -> None:
-        """Queue a chunk for the reader."""
+        """Queue a chunk for the reader, or deliver it at once."""
+        if self.deliver is not None and self._waiter is not None and self._is_delivered(self.deliver, chunk):
+            return
         self._chunks.append(chunk)
         if chunk.logprobs or chunk.prompt_logprobs:
             self._bound_logprobs(chunk)
         if self._waiter is not None:
             self._wake()
+
+    def _is_delivered(self, deliver: Callable[[Chunk], bool], chunk: Chunk) -> bool:
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return False
+        self.seen_waiting_s = None
+        try:
+            return deliver(chunk)
+        except Exception as error:
+            # It concerns this reader alone, not the inbox.
+            waiter.set_exception(error)
+            return True
 
     def _bound_logprobs(self, newest: Chunk) -> None:
         self._num_logprobs += _num_logprobs(newest)
