@@ -28,6 +28,9 @@ TAKE_TIMEOUT_S = 60.0
 """Seconds after which a connection is closed if its client reads none of the bytes that wait for it."""
 MAX_LATE_S = 1.0
 """If the check itself runs later than this many seconds, the process was too busy, and the client may be fine."""
+MAX_UNSENT_BYTES = 128 << 10
+"""Bytes that the kernel takes for a client beyond those on their way to it. Without a limit, it takes megabytes for a
+client that has stopped reading, and the gateway notices that only once they are full."""
 _WITHOUT_CHUNKS = ("0.9", "1.0")
 _NO_LINGER = struct.pack("ii", 1, 0)
 """Value of SO_LINGER that resets the connection and discards its unsent bytes."""
@@ -59,6 +62,7 @@ class BoundedHead(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Handle a new connection: start the timer for its first head."""
         super().connection_made(transport)
+        _limit_unsent(transport)
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -196,6 +200,13 @@ class BoundedHead(HttpToolsProtocol):
             head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
             self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
+
+
+def _limit_unsent(transport: asyncio.Transport) -> None:
+    """Bound what the kernel keeps for this connection, if the system can (tcp(7): TCP_NOTSENT_LOWAT)."""
+    connection = transport.get_extra_info("socket")
+    if hasattr(socket, "TCP_NOTSENT_LOWAT") and connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
 def _end_body_by_closing(cycle: RequestResponseCycle) -> None:
