@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from bench.machine import describe, revision
-from bench.open_streams.measure import measure_rates, measure_stopped
+from bench.open_streams.measure import Setup, measure_rates, measure_stopped
 from bench.open_streams.node import serve
 from bench.open_streams.processes import Answer, Cores
 from bench.open_streams.report import Scene, report
@@ -28,7 +28,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(prog="bench.open_streams", description=__doc__)
     parser.add_argument("--streams", type=int, default=5000)
-    parser.add_argument("--rates", type=float, nargs="*", default=[20_000, 40_000], help="events per second")
+    parser.add_argument("--rates", type=float, nargs="*", default=[20_000], help="events per second")
+    parser.add_argument("--direct-rates", type=float, nargs="*", default=[20_000, 40_000], help="without the script")
     parser.add_argument("--readers", type=int, default=500, help="streams beside which some readers stop; 0: none")
     parser.add_argument("--stopped", type=int, default=50, help="readers that stop")
     parser.add_argument("--stopped-rate", type=float, default=10_000, help="events per second beside them")
@@ -50,18 +51,18 @@ def raise_open_files(num_streams: int) -> None:
 def run(options: argparse.Namespace) -> tuple[list[Answer], list[Answer]]:
     """Measure each gateway in each turn; print each measurement as it comes."""
     cores = Cores.of_this_machine(pinned=options.pinned)
-    fixed = {"seconds": options.seconds, "batch": options.batch, "cores": cores}
+    setup = Setup(options.seconds, options.batch, cores)
     loads, stops = list[Answer](), list[Answer]()
     for turn in range(options.turns):
         for gateway in options.gateways:
             of_run = {"gateway": gateway, "turn": turn}
-            if options.rates:
-                found = measure_rates(gateway, options.streams, options.rates, num_chars=0, **fixed)
+            if options.rates or options.direct_rates:
+                found = measure_rates(gateway, options.streams, options.rates, options.direct_rates, setup)
                 loads += [{**of_run, **one} for one in found]
                 print(json.dumps(loads[-len(found) :]), flush=True)
             if options.readers:
                 among = options.readers, options.stopped, options.stopped_rate
-                stops.append({**of_run, **measure_stopped(gateway, *among, num_chars=1000, **fixed)})
+                stops.append({**of_run, **measure_stopped(gateway, *among, setup)})
                 print(json.dumps(stops[-1]), flush=True)
     return loads, stops
 

@@ -42,12 +42,15 @@ class EmitCall:
         if len({len(job.chunk_head) for job in self._jobs}) != 1:
             raise ValueError("the ids of the jobs differ in length")
 
+    def message(self, at_ns: int, num_chars: int) -> bytes:
+        """Return the message that the call would publish to one reading process, and advance to the next chunk."""
+        chunk_tail = self._chunk_tail(at_ns, num_chars)
+        self.next_index += 1
+        return b"".join([part for job in self._jobs for part in (job.chunk_head, chunk_tail)])
+
     def packed(self, at_ns: int, num_chars: int) -> bytes:
         """Return the packed rows of the call, and advance to the next chunk."""
-        index = self.next_index
-        fields = {"i": index, "c": 0, "p": index, "t": [FIRST_TOKEN + index], "s": text_of(at_ns, index, num_chars)}
-        # Without the one-byte header of a map: its members follow those of the chunk's head.
-        chunk_tail = pack(fields)[1:]
+        index, chunk_tail = self.next_index, self._chunk_tail(at_ns, num_chars)
         size = len(self._jobs[0].chunk_head) + len(chunk_tail)
         middle = pack(index) + array_header(1) + _string_header(size)
         parts = [array_header(self.num_jobs)]
@@ -55,6 +58,12 @@ class EmitCall:
             parts += (job.head, middle, job.chunk_head, chunk_tail)
         self.next_index += 1
         return b"".join(parts)
+
+    def _chunk_tail(self, at_ns: int, num_chars: int) -> bytes:
+        index = self.next_index
+        fields = {"i": index, "c": 0, "p": index, "t": [FIRST_TOKEN + index], "s": text_of(at_ns, index, num_chars)}
+        # Without the one-byte header of a map: its members follow those of the chunk's head.
+        return pack(fields)[1:]
 
 
 def _chunk_head(job_id: str) -> bytes:

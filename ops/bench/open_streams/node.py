@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 from redis.asyncio import Redis
 
@@ -19,6 +20,7 @@ from bench.open_streams.emit_calls import FIRST_TOKEN, EmitCall, text_of
 from bench.stopwatch import percentile
 from penstock.contract.output import Chunk
 from penstock.gpu_node.settings import NodeSettings
+from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Capacity, Emission, NodeBroker, Taken
@@ -44,6 +46,8 @@ class Load:
     """Streams whose tokens leave in one emit call, as those of one node's step do."""
     from_s: float
     seconds: float
+    direct: bool = False
+    """Publish to the reading process without the script, which stores each chunk and checks each lease as well."""
 
 
 class StubNode:
@@ -61,6 +65,7 @@ class StubNode:
         self._late_ms: list[float] = []
         self._call_ms: list[float] = []
         self._num_sent = 0
+        self._channel: str | None = None
 
     async def run(self) -> None:
         """Serve until stdin ends."""
@@ -108,6 +113,7 @@ class StubNode:
             batches = [self._jobs[at : at + load.batch] for at in range(0, len(self._jobs), load.batch)]
             self._calls = [EmitCall(batch, self._next_index) for batch in batches]
         self._late_ms, self._call_ms, self._num_sent = [], [], 0
+        self._channel = await self._reading_channel() if load.direct else None
         due_s = load.from_s
         async with asyncio.TaskGroup() as group:
             while due_s < load.from_s + load.seconds:
@@ -122,18 +128,25 @@ class StubNode:
         calls = {f"emit_p{percent}_ms": percentile(self._call_ms, percent) for percent in (50, 99)}
         return {**asdict(load), "num_sent": self._num_sent, "sent_per_s": self._num_sent / seconds, **late, **calls}
 
+    async def _reading_channel(self) -> str:
+        """Return the channel of the one process that reads the jobs."""
+        inboxes = await cast(Any, self._redis).hget(keys.job(self._jobs[0][0]), "inboxes")
+        return keys.inbox_channel(inboxes.decode())
+
     async def _until(self, due_s: float) -> None:
         if (left_s := due_s - time.monotonic()) > 0:
             await asyncio.sleep(left_s)
 
     async def _emit(self, call: EmitCall) -> None:
         began_s = time.monotonic()
-        rows = call.packed(time.monotonic_ns(), self._num_chars)
-        answers = await scripts.call(self._redis, "emit", POOL, NODE, rows)
+        if self._channel is None:
+            rows = call.packed(time.monotonic_ns(), self._num_chars)
+            if wrong := set(await scripts.call(self._redis, "emit", POOL, NODE, rows)) - {b"OK"}:
+                raise RuntimeError(f"emit answered {wrong}")
+        elif await self._redis.publish(self._channel, call.message(time.monotonic_ns(), self._num_chars)) != 1:
+            raise RuntimeError("the gateway does not listen")
         self._call_ms.append((time.monotonic() - began_s) * 1e3)
         self._open_calls.release()
-        if wrong := set(answers) - {b"OK"}:
-            raise RuntimeError(f"emit answered {wrong}")
         self._num_sent += call.num_jobs
 
 
