@@ -34,7 +34,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--stopped", type=int, default=50, help="readers that stop")
     parser.add_argument("--stopped-rate", type=float, default=10_000, help="events per second beside them")
     parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--batch", type=int, default=50, help="streams of one emit call")
+    parser.add_argument("--batch", type=int, default=25, help="streams of one emit call")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--gateways", nargs="+", default=[sys.executable], help="Pythons with the gateways' versions")
     parser.add_argument("--no-pin", dest="pinned", action="store_false", help="let all processes use all cores")

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgpack
-
+from penstock.queue.broker.scripts import packed
 from penstock.queue.msgpack_codec import array_header, pack
 from penstock.queue.protocol_version import PROTOCOL_VERSION
 
@@ -38,7 +37,9 @@ class EmitCall:
         """`jobs`: id and lease of each."""
         self.next_index = next_index
         self.num_jobs = len(jobs)
-        self._jobs = [_Job(b"\x94" + pack(job_id) + pack(lease), _chunk_head(job_id)) for job_id, lease in jobs]
+        self._jobs = [
+            _Job(array_header(4) + packed(job_id) + packed(lease), _chunk_head(job_id)) for job_id, lease in jobs
+        ]
         if len({len(job.chunk_head) for job in self._jobs}) != 1:
             raise ValueError("the ids of the jobs differ in length")
 
@@ -48,7 +49,7 @@ class EmitCall:
         self.next_index += 1
         return b"".join([part for job in self._jobs for part in (job.chunk_head, chunk_tail)])
 
-    def packed(self, at_ns: int, num_chars: int) -> bytes:
+    def rows(self, at_ns: int, num_chars: int) -> bytes:
         """Return the packed rows of the call, and advance to the next chunk."""
         index, chunk_tail = self.next_index, self._chunk_tail(at_ns, num_chars)
         size = len(self._jobs[0].chunk_head) + len(chunk_tail)
@@ -73,5 +74,4 @@ def _chunk_head(job_id: str) -> bytes:
 
 def _string_header(size: int) -> bytes:
     """Return the msgpack header of a string, the only type that Redis's Lua has for bytes."""
-    packed: bytes = msgpack.packb(bytes(size), use_bin_type=False)
-    return packed[:-size]
+    return packed(bytes(size))[:-size]

@@ -140,7 +140,7 @@ class StubNode:
     async def _emit(self, call: EmitCall) -> None:
         began_s = time.monotonic()
         if self._channel is None:
-            rows = call.packed(time.monotonic_ns(), self._num_chars)
+            rows = call.rows(time.monotonic_ns(), self._num_chars)
             if wrong := set(await scripts.call(self._redis, "emit", POOL, NODE, rows)) - {b"OK"}:
                 raise RuntimeError(f"emit answered {wrong}")
         elif await self._redis.publish(self._channel, call.message(time.monotonic_ns(), self._num_chars)) != 1:

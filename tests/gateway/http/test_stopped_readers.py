@@ -58,3 +58,21 @@ def test_readers_that_stop_are_cut_off_with_bounded_memory_while_another_reads_o
         assert answer.text.endswith("data: [DONE]\n\n")
         assert num_open_streams(url) == 0, "a reader that stopped is kept"
         assert MAX_UNSENT_BYTES / 2 < most_bytes < 4 * MAX_UNSENT_BYTES
+
+
+def test_a_reader_that_pauses_gets_every_token_once(stack, shared_engine):
+    url, answer = stack.start_gateway(), b""
+    with stopped_reader(url) as connection:
+        connection.settimeout(30)
+        # Meanwhile the buffers fill, and the stream goes on from the job's log.
+        time.sleep(1)
+        while not answer.endswith(b"0\r\n\r\n"):
+            part = connection.recv(1 << 16)
+            assert part, "the gateway hung up"
+            answer += part
+    body = b"".join(answer.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2]).decode()
+    events = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: {")]
+    texts = [""] * LARGE["n"]
+    for choice in (choice for event in events for choice in event["choices"]):
+        texts[choice["index"]] += choice["delta"].get("content") or ""
+    assert texts == ["x" * 250] * LARGE["n"]
