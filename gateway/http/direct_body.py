@@ -6,6 +6,8 @@ look at the head of the answer. For a stream of tokens that way costs more than 
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -36,7 +38,9 @@ class DirectBody:
 
 def offer_direct_body(cycle: RequestResponseCycle) -> None:
     """Add the body of this answer to its scope."""
-    cycle.scope.setdefault("extensions", {})[_EXTENSION] = DirectBody(cycle)  # type: ignore[typeddict-item]
+    # ASGI's type of the extensions allows nothing but dictionaries.
+    extensions: dict[str, Any] = cycle.scope.setdefault("extensions", {})  # type: ignore[assignment]
+    extensions[_EXTENSION] = DirectBody(cycle)
 
 
 def direct_body_of(scope: Scope) -> DirectBody | None:

@@ -74,11 +74,11 @@ class StreamReader:
 
     async def batches(self) -> AsyncGenerator[list[Chunk], None]:
         """Yield chunks as they become available, in lists that are never empty. The terminal chunk is the last one."""
+        deliver = None if self._sink is None else self._deliver
         with self._open_box() as box:
             self._box = box
-            box.deliver = None if self._sink is None else self._deliver
             while self._cursor.outcome is None:
-                await box.wait(self._source.feed.poll_s)
+                await box.wait(self._source.feed.poll_s, deliver)
                 self._arrived.extend(box.take_all())
                 if box.take_nudge():
                     async for batch in self._catch_up():
@@ -93,7 +93,7 @@ class StreamReader:
     def _deliver(self, chunk: Chunk) -> bool:
         """Give the next chunk to the sink, if it is plain, in order, and the sink is ready; return whether it was."""
         sink = self._sink
-        if sink is None or not sink.is_ready or not self._cursor.goes_on(chunk):
+        if sink is None or chunk.logprobs or not sink.is_ready or not self._cursor.goes_on(chunk):
             return False
         sink.take(chunk)
         return True

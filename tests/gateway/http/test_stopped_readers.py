@@ -13,10 +13,12 @@ import httpx
 import pytest
 
 from penstock.gateway.http.request_head import MAX_UNSENT_BYTES
+from tests.gateway.conftest import EchoEngine, Stack
 
 TCP_TABLE = Path("/proc/net/tcp")
 NUM_STOPPED = 3
-LARGE = {"messages": [{"role": "user", "content": "x" * 250}], "n": 16, "logprobs": True, "top_logprobs": 20}
+NUM_CHOICES, TEXT = 16, "x" * 250
+LARGE = {"messages": [{"role": "user", "content": TEXT}], "n": NUM_CHOICES, "logprobs": True, "top_logprobs": 20}
 """Its answer has several megabytes."""
 BODY = {"model": "acme/echo", "stream": True, **LARGE}
 RECEIVE_BYTES = 4096
@@ -46,7 +48,9 @@ def num_open_streams(url: str) -> float:
 
 
 @pytest.mark.skipif(not TCP_TABLE.exists(), reason="needs /proc/net/tcp")
-def test_readers_that_stop_are_cut_off_with_bounded_memory_while_another_reads_on(stack, shared_engine):
+def test_readers_that_stop_are_cut_off_with_bounded_memory_while_another_reads_on(
+    stack: Stack, shared_engine: EchoEngine
+) -> None:
     url = stack.start_gateway(send_timeout_s=1.0)
     with contextlib.ExitStack() as open_connections:
         stopped = [open_connections.enter_context(stopped_reader(url)) for _ in range(NUM_STOPPED)]
@@ -60,7 +64,7 @@ def test_readers_that_stop_are_cut_off_with_bounded_memory_while_another_reads_o
         assert MAX_UNSENT_BYTES / 2 < most_bytes < 4 * MAX_UNSENT_BYTES
 
 
-def test_a_reader_that_pauses_gets_every_token_once(stack, shared_engine):
+def test_a_reader_that_pauses_gets_every_token_once(stack: Stack, shared_engine: EchoEngine) -> None:
     url, answer = stack.start_gateway(), b""
     with stopped_reader(url) as connection:
         connection.settimeout(30)
@@ -72,7 +76,7 @@ def test_a_reader_that_pauses_gets_every_token_once(stack, shared_engine):
             answer += part
     body = b"".join(answer.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2]).decode()
     events = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: {")]
-    texts = [""] * LARGE["n"]
+    texts = [""] * NUM_CHOICES
     for choice in (choice for event in events for choice in event["choices"]):
         texts[choice["index"]] += choice["delta"].get("content") or ""
-    assert texts == ["x" * 250] * LARGE["n"]
+    assert texts == [TEXT] * NUM_CHOICES
