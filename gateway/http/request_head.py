@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from http import HTTPStatus
 from typing import Any
 
@@ -16,6 +17,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
+from penstock.gateway.http.direct_body import offer_direct_body
 from penstock.gateway.http.reader_watch import ReaderWatch
 from penstock.gateway.openai.errors import error_body
 
@@ -24,6 +26,9 @@ SOCKET_PATH = b"/v1/stream"
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 60.0
 """Seconds that a connection may take to send a whole head. Each open connection uses a file descriptor."""
+MAX_UNSENT_BYTES = 128 << 10
+"""Bytes that the kernel takes for a client beyond those on their way to it. Without a limit, it takes megabytes for a
+client that has stopped reading, and the gateway notices that only once they are full."""
 _WITHOUT_CHUNKS = ("0.9", "1.0")
 
 
@@ -53,6 +58,7 @@ class BoundedHead(HttpToolsProtocol):
         """Handle a new connection: start the timer for its first head."""
         super().connection_made(transport)
         self._reader_watch = ReaderWatch(self.loop, transport)
+        _limit_unsent(transport)
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -130,6 +136,7 @@ class BoundedHead(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start to answer a request, and remember which one it is."""
         self._running = cycle
+        offer_direct_body(cycle)
         super()._start_asgi_task(cycle, app)
 
     def _should_upgrade(self) -> bool:
@@ -182,6 +189,13 @@ class BoundedHead(HttpToolsProtocol):
             head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
             self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
+
+
+def _limit_unsent(transport: asyncio.Transport) -> None:
+    """Bound what the kernel keeps for this connection, if the system can (tcp(7): TCP_NOTSENT_LOWAT)."""
+    connection = transport.get_extra_info("socket")
+    if hasattr(socket, "TCP_NOTSENT_LOWAT") and connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
 def _end_body_by_closing(cycle: RequestResponseCycle) -> None:

@@ -21,12 +21,14 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import pool_of
 from penstock.contract.output import Usage
+from penstock.gateway.http.direct_body import direct_body_of
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
+from penstock.gateway.stream.event_sink import EventSink
 from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of, is_large
 from penstock.gateway.stream.framing import framing_of
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
@@ -173,7 +175,7 @@ class StreamAnswer(Answer):
         """Run the jobs and send their events."""
         keep_alive = KEEP_ALIVE_BETWEEN_IDS if self._generation.event_ids else KEEP_ALIVE
         keep_alive, settings = self._dialect.keep_alive or keep_alive, self._settings
-        writer = EventWriter(send, framing_of(scope), keep_alive=keep_alive)
+        writer = EventWriter(send, framing_of(scope), keep_alive=keep_alive, body=direct_body_of(scope))
         watch = writer.watch(
             first_wait_s=settings.first_chunk_wait_s,
             interval_s=settings.keep_alive_s,
@@ -205,7 +207,9 @@ class StreamAnswer(Answer):
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
         encoder = self._dialect.stream(await self._head(jobs))
         usages: list[Usage] = []
-        async with aclosing(batches_of(jobs)) as batches:
+        # A resumed stream checks each chunk before the one at which it was cut.
+        sink = EventSink(encoder, writer) if self._generation.cut_at is None else None
+        async with aclosing(batches_of(jobs, sink)) as batches:
             async for batch in batches:
                 outcome = batch[-1].outcome
                 failed = outcome is not None and outcome.state != "done"

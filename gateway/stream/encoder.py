@@ -58,6 +58,8 @@ class ChunkEncoder(StreamEncoder):
 
     def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
         """Yield the events of one job's next chunks, in parts."""
+        if len(batch) == 1:
+            return filter(None, (self._event_of(batch[0]),))
         return joined(map(self._event_of, batch))
 
     @abstractmethod

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from penstock.contract.output import Chunk
 from penstock.producer.client import AsyncJob
+from penstock.producer.client.stream import ChunkSink
 from penstock.queue.packed_result import PackedResult
 
 MAX_BATCHES = 64
@@ -32,12 +33,12 @@ def is_large(batch: Batch) -> bool:
     return len(batch) > MAX_SMALL_BATCH or bool(batch[0].prompt_logprobs)
 
 
-def batches_of(jobs: Sequence[AsyncJob]) -> AsyncGenerator[Batch, None]:
+def batches_of(jobs: Sequence[AsyncJob], sink: ChunkSink | None = None) -> AsyncGenerator[Batch, None]:
     """Yield the batches of all jobs in order of arrival until all jobs have ended.
 
-    The batches of one job come in the order of its log.
+    The batches of one job come in the order of its log. A job that is alone gives its plain chunks to the sink instead.
     """
-    return jobs[0].batches() if len(jobs) == 1 else _merged(jobs)
+    return jobs[0].batches(sink) if len(jobs) == 1 else _merged(jobs)
 
 
 async def _merged(jobs: Sequence[AsyncJob]) -> AsyncGenerator[Batch, None]:

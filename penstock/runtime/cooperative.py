@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+ITEMS_PER_ROUND = 256
+"""Items of a short piece of work each, about a microsecond, that are handled in one round of the event loop."""
 
 
 class LoopYielder:
@@ -33,3 +39,11 @@ class LoopYielder:
             asyncio.get_running_loop().call_soon(self._serve)
         else:
             self._is_serving = False
+
+
+async def in_rounds(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield the items that exist now, and let other tasks run after every ITEMS_PER_ROUND."""
+    for number, item in enumerate(list(items), start=1):
+        yield item
+        if number % ITEMS_PER_ROUND == 0:
+            await asyncio.sleep(0)

@@ -59,7 +59,7 @@ class StreamCursor:
 
         Raises StreamDivergedError if the chunk contradicts what was delivered.
         """
-        if self._goes_on(chunk):
+        if self.goes_on(chunk):
             return chunk
         if self.outcome is not None:
             return ChunkVerdict.DROP
@@ -81,7 +81,7 @@ class StreamCursor:
         for seen in self._choices.values():
             seen.walked_tokens = seen.walked_chars = 0
 
-    def _goes_on(self, chunk: Chunk) -> bool:
+    def goes_on(self, chunk: Chunk) -> bool:
         """Record a chunk that is plain tokens and text and follows everything delivered; return whether it is.
 
         Nearly all chunks are, and this path takes a third of the time of the general one.

@@ -31,6 +31,7 @@ from penstock.queue.broker.shared_connection import SharedConnection
 from penstock.queue.msgpack_codec import WireError
 from penstock.queue.wire import decode_chunks
 from penstock.runtime import crash_points
+from penstock.runtime.cooperative import in_rounds
 
 _LOG = logging.getLogger(__name__)
 _HEAR_OUT_S = 1.0
@@ -248,7 +249,8 @@ class ClientInbox:
 
     async def _send_heartbeats(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        open_pools = {pool_of(feed.job_id) for feed in self._feeds.values() if feed.boxes and not feed.ended}
+        feeds = in_rounds(self._feeds.values())
+        open_pools = {pool_of(feed.job_id) async for feed in feeds if feed.boxes and not feed.ended}
         for pool in open_pools:
             await self._broker.reader_heartbeat(pool, self.name)
             self._last_heartbeat_s[pool] = now_s
@@ -259,7 +261,7 @@ class ClientInbox:
         Mailboxes keep no time themselves, because a reader waits at every token.
         """
         now_s = asyncio.get_running_loop().time()
-        for feed in list(self._feeds.values()):
+        async for feed in in_rounds(self._feeds.values()):
             for box in feed.boxes:
                 if not box.is_waited_for:
                     continue

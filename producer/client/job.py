@@ -13,7 +13,7 @@ from penstock.producer.client.cursor import StreamCursor
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job_source import JobSource
 from penstock.producer.client.mailbox import Mailbox
-from penstock.producer.client.stream import StreamReader
+from penstock.producer.client.stream import ChunkSink, StreamReader
 from penstock.queue.broker.producer import JobStatus
 from penstock.queue.packed_result import PackedResult
 
@@ -58,10 +58,11 @@ class AsyncJob:
                 for chunk in batch:
                     yield chunk
 
-    def batches(self) -> AsyncGenerator[list[Chunk], None]:
-        """Yield the job's chunks in order, in lists of all that have arrived."""
+    def batches(self, sink: ChunkSink | None = None) -> AsyncGenerator[list[Chunk], None]:
+        """Yield the job's chunks in order, in lists of all that have arrived, except those that the sink takes."""
         # A generator around the reader's would double the time that a token takes through the reader.
-        return StreamReader(self._source, self._box_to_read, StreamCursor(self._start), self._inbox.stats).batches()
+        cursor = StreamCursor(self._start)
+        return StreamReader(self._source, self._box_to_read, cursor, self._inbox.stats, sink).batches()
 
     async def result(self, *, check: bool = True) -> Result:
         """Wait for the job's end and return its result. With `check`, raise the job's error unless it ended `done`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from penstock.contract.output import TERMINAL_STATES, Chunk
 from penstock.queue.broker.producer import Attached
@@ -18,6 +19,9 @@ MAX_QUEUED_LOGPROBS = 1 << 13
 The garbage collector visits all of them in one pass, which holds the event loop.
 """
 
+Deliver = Callable[[Chunk], bool]
+"""Delivers a chunk at once, while its reader waits; returns False if the reader must get the chunk itself."""
+
 
 class Mailbox:
     """The chunks that have arrived for one reader and are unread: bounded, with the newest kept.
@@ -25,7 +29,7 @@ class Mailbox:
     A chunk dropped from a full mailbox appears as a gap to the reader, which then reads it from the log.
     """
 
-    __slots__ = ("_chunks", "_loop", "_num_logprobs", "_waiter", "nudged", "seen_waiting_s")
+    __slots__ = ("_chunks", "_deliver", "_loop", "_num_logprobs", "_waiter", "nudged", "seen_waiting_s")
 
     def __init__(self, max_chunks: int) -> None:
         self._chunks: deque[Chunk] = deque(maxlen=max_chunks)
@@ -33,6 +37,7 @@ class Mailbox:
         self._loop = asyncio.get_running_loop()
         # A bare future: asyncio.Event costs three times as much, and one box has one reader.
         self._waiter: asyncio.Future[None] | None = None
+        self._deliver: Deliver | None = None
         self.nudged = False
         """Whether the reader must compare its state with the broker's."""
         self.seen_waiting_s: float | None = None
@@ -44,12 +49,26 @@ class Mailbox:
         return self._waiter is not None
 
     def put(self, chunk: Chunk) -> None:
-        """Queue a chunk for the reader."""
+        """Queue a chunk for the reader, or deliver it at once."""
+        if self._deliver is not None and self._is_delivered(self._deliver, chunk):
+            return
         self._chunks.append(chunk)
         if chunk.logprobs or chunk.prompt_logprobs:
             self._bound_logprobs(chunk)
         if self._waiter is not None:
             self._wake()
+
+    def _is_delivered(self, deliver: Deliver, chunk: Chunk) -> bool:
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return False
+        self.seen_waiting_s = None
+        try:
+            return deliver(chunk)
+        except Exception as error:
+            # It concerns this reader alone, not the inbox.
+            waiter.set_exception(error)
+            return True
 
     def _bound_logprobs(self, newest: Chunk) -> None:
         self._num_logprobs += _num_logprobs(newest)
@@ -76,18 +95,22 @@ class Mailbox:
         self._num_logprobs = 0
         return taken
 
-    async def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for a chunk or a nudge. When `timeout_s` has passed, the mailbox nudges its reader."""
+    async def wait(self, timeout_s: float | None = None, deliver: Deliver | None = None) -> None:
+        """Wait for a nudge, or for a chunk that `deliver` does not take.
+
+        When `timeout_s` has passed, the mailbox nudges its reader. An exception of `deliver` is raised here.
+        """
         if self._chunks or self.nudged:
             return
         waiter = self._waiter = self._loop.create_future()
+        self._deliver = deliver
         try:
             if timeout_s is None:
                 await waiter
             else:
                 await self._wait_for(waiter, timeout_s)
         finally:
-            self._waiter = self.seen_waiting_s = None
+            self._waiter = self._deliver = self.seen_waiting_s = None
 
     async def _wait_for(self, waiter: asyncio.Future[None], timeout_s: float) -> None:
         try:

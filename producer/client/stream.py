@@ -40,6 +40,20 @@ class ChunkSource(Protocol):
         """Return the job's result, or None before its end."""
 
 
+class ChunkSink(Protocol):
+    """Takes plain chunks, those of tokens and text only, at the moment at which they arrive.
+
+    The reader's own task then does not wake up. All other chunks, and all while the sink is not ready, are yielded.
+    """
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the sink takes the next chunk."""
+
+    def take(self, chunk: Chunk) -> None:
+        """Take the next chunk of the job. An exception ends the reader."""
+
+
 class StreamReader:
     """One reader of one job: read the mailbox, fill gaps, and deliver each chunk once."""
 
@@ -49,19 +63,22 @@ class StreamReader:
         open_box: Callable[[], AbstractContextManager[Mailbox]],
         cursor: StreamCursor,
         stats: ClientStats,
+        sink: ChunkSink | None = None,
     ) -> None:
         self._source = source
         self._open_box = open_box
         self._cursor = cursor
         self._stats = stats
+        self._sink = sink
         self._arrived: deque[Chunk] = deque()
 
     async def batches(self) -> AsyncGenerator[list[Chunk], None]:
         """Yield chunks as they become available, in lists that are never empty. The terminal chunk is the last one."""
+        deliver = None if self._sink is None else self._deliver
         with self._open_box() as box:
             self._box = box
             while self._cursor.outcome is None:
-                await box.wait(self._source.feed.poll_s)
+                await box.wait(self._source.feed.poll_s, deliver)
                 self._arrived.extend(box.take_all())
                 if box.take_nudge():
                     async for batch in self._catch_up():
@@ -72,6 +89,14 @@ class StreamReader:
                     if self._arrived:
                         async for batch in self._fill_gap():
                             yield batch
+
+    def _deliver(self, chunk: Chunk) -> bool:
+        """Give the next chunk to the sink, if it is plain, in order, and the sink is ready; return whether it was."""
+        sink = self._sink
+        if sink is None or chunk.logprobs or not sink.is_ready or not self._cursor.goes_on(chunk):
+            return False
+        sink.take(chunk)
+        return True
 
     def _take_arrived(self) -> list[Chunk]:
         """Return the arrived chunks that can be delivered, up to the first gap."""

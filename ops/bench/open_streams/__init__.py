@@ -1,0 +1,1 @@
+"""Thousands of open streams through one gateway process, read outside Python."""
