@@ -100,6 +100,9 @@ class Outbox:
         self._sleeping = True
 
     def _accept(self, job: HeldJob, output: StepOutput) -> None:
+        if output.prefill is not None:
+            job.prefill = output.prefill
+            return
         job.add_tokens(output)
         if output.finish_reason is None:
             return

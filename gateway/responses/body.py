@@ -126,6 +126,7 @@ class ResponseBody(Wire):
     truncation: Annotated[Any, only(None, "disabled")] = None
 
     priority: ClassName | None = None
+    deadline_s: float | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA)] = None
     user: str | None = None
@@ -206,6 +207,7 @@ class ResponseBody(Wire):
             "items": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in self.input],
             "references": [[at, item_ids] for at, item_ids in found.references],
             "num_calls": found.num_calls,
+            "deadline_s": self.deadline_s,
         }
 
     def _echo(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
-from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of, is_large
+from penstock.gateway.stream.flow import Batch, Ended, Waiting, batches_of, ends_of, is_large
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
 from penstock.gateway.stream.limits import check_logprobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, EventWriter
@@ -203,8 +203,11 @@ class StreamAnswer(Answer):
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
         encoder = self._dialect.stream(await self._head(jobs))
         usages: list[Usage] = []
-        async with aclosing(batches_of(jobs)) as batches:
+        async with aclosing(batches_of(jobs, with_waiting=self._generation.return_progress)) as batches:
             async for batch in batches:
+                if isinstance(batch, Waiting):
+                    await writer.write(encoder.waiting(batch.job_id, batch.update))
+                    continue
                 outcome = batch[-1].outcome
                 failed = outcome is not None and outcome.state != "done"
                 if writer.started or not failed:

@@ -1,0 +1,51 @@
+"""The positions of waiting jobs in their pool's queue, read for many jobs in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from penstock.queue.broker import scripts
+
+MAX_POSITIONS = 128
+"""Jobs whose positions one call reads."""
+_TAKEN, _DELAYED = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlace:
+    """Where a job is before its first token.
+
+    `num_ahead` are the queued jobs of more urgent classes and the older ones of its class; None if a node has the job,
+    or if the job is delayed. `cost_ahead` is their predicted cost and its own, in KV tokens.
+    """
+
+    num_ahead: int | None
+    cost_ahead: float = 0.0
+    is_taken: bool = False
+
+
+class QueuePositions:
+    """The reader of queue positions."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def of(self, pool: str, job_ids: Sequence[str]) -> list[JobPlace | None]:
+        """Return where up to MAX_POSITIONS jobs of a pool are; None for a job that has begun, has ended or is unknown.
+
+        The cost of the jobs of its own class that are ahead of a job is estimated from the mean of that class.
+        """
+        answer = await scripts.call(self._redis, "positions", pool, scripts.packed(list(job_ids)))
+        counts, costs, classes, ahead = answer
+        places = zip(classes, ahead, strict=True)
+        return [_place_of(counts, costs, priority, older) for priority, older in places]
+
+
+def _place_of(counts: Sequence[int], costs: Sequence[int], priority: int, older: int) -> JobPlace | None:
+    if older < 0:
+        return JobPlace(None, is_taken=older == _TAKEN) if older in (_TAKEN, _DELAYED) else None
+    own_class = costs[priority] * (older + 1) / max(1, counts[priority])
+    return JobPlace(sum(counts[:priority]) + older, sum(costs[:priority]) + own_class)
