@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -23,7 +24,8 @@ from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import Waiting, batches_of, is_large
-from penstock.gateway.stream.sse import EventWriter, event
+from penstock.gateway.stream.keep_alive import waiting_comment
+from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.job_objects import job_object, queue_members
 from penstock.producer.openai.json_parts import json_parts
@@ -112,6 +114,7 @@ class JobStream(Response):
         try:
             job = await self._client.attach(self._job_id, after=self._start.read_after, tenant=self._tenant)
             writer.headers[JOB_HEADER] = job.id
+            writer.keep_alive_source = partial(waiting_comment, job, KEEP_ALIVE)
             encoder = JobEncoder(self._start)
             async with aclosing(batches_of([job], with_waiting=self._with_waiting)) as batches:
                 async for batch in batches:
@@ -128,6 +131,7 @@ class JobStream(Response):
 
     async def _write(self, encoder: JobEncoder, batch: list[Chunk], writer: EventWriter) -> None:
         slows_others = is_large(batch)
+        writer.keep_alive_source = None
         for events in encoder.parts_of(batch):
             await writer.write(events)
             if slows_others:

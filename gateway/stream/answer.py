@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -29,6 +30,7 @@ from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.flow import Batch, Ended, Waiting, batches_of, ends_of, is_large
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
+from penstock.gateway.stream.keep_alive import waiting_comment
 from penstock.gateway.stream.limits import check_logprobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -170,8 +172,7 @@ class StreamAnswer(Answer):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the jobs and send their events."""
-        keep_alive = KEEP_ALIVE_BETWEEN_IDS if self._generation.event_ids else KEEP_ALIVE
-        writer, settings = EventWriter(send, keep_alive=self._dialect.keep_alive or keep_alive), self._settings
+        writer, settings = EventWriter(send, keep_alive=self._dialect.keep_alive or self._comment), self._settings
         watch = writer.watch(
             first_wait_s=settings.first_chunk_wait_s,
             interval_s=settings.keep_alive_s,
@@ -179,6 +180,15 @@ class StreamAnswer(Answer):
         )
         with contextlib.suppress(CallerGoneError), self._metrics.stream() as self._meter:
             await while_there(self._answer(writer), hang_up(receive), watch)
+
+    @property
+    def _comment(self) -> bytes:
+        return KEEP_ALIVE_BETWEEN_IDS if self._generation.event_ids else KEEP_ALIVE
+
+    def _say_position(self, job: AsyncJob, writer: EventWriter) -> None:
+        """Let the stream's comments say where the job is in the queue, until the first chunk."""
+        if self._dialect.keep_alive is None:
+            writer.keep_alive_source = partial(waiting_comment, job, self._comment)
 
     async def _answer(self, writer: EventWriter) -> None:
         try:
@@ -192,6 +202,7 @@ class StreamAnswer(Answer):
             await self._check()
             async with open_jobs(self._client, generation, has_begun=lambda: writer.started) as jobs:
                 writer.headers.update(self._response_headers(jobs))
+                self._say_position(jobs[0], writer)
                 await self._relay(jobs, writer)
         except PenstockError as error:
             if not writer.started:
@@ -224,6 +235,7 @@ class StreamAnswer(Answer):
 
     async def _write(self, encoder: StreamEncoder, batch: Batch, writer: EventWriter) -> None:
         slows_others = is_large(batch)
+        writer.keep_alive_source = None
         if slows_others:
             await self._yielder.wait()
         for events in encoder.parts_of(batch):
