@@ -47,8 +47,9 @@ def decode_message(data: bytes) -> tuple[list[Chunk], list[ProgressMessage]]:
 
 def _progress_of(value: Any) -> ProgressMessage:
     fields = checked_map(value)
+    if (version := fields.get("v")) != PROTOCOL_VERSION:
+        raise WireError(f"protocol version {version!r} is not {PROTOCOL_VERSION}")
     numbers, job_id = fields[_PROGRESS], fields["j"]
-    is_valid = type(job_id) is str and type(numbers) is list and [*map(type, numbers)] == [int] * 4
-    if fields.get("v") != PROTOCOL_VERSION or not is_valid:
+    if type(job_id) is not str or type(numbers) is not list or [*map(type, numbers)] != [int] * 4:
         raise WireError("not a progress message")
     return ProgressMessage(job_id, PrefillProgress(*numbers))

@@ -2,14 +2,13 @@
 -- ARGV: msgpack of [id…], as many as MAX_POSITIONS of broker/queue_positions.py.
 -- Answer: {number of queued jobs of class 0, 1, 2, their cost, class of each job, ahead of each job}
 --   ahead: the older queued jobs of its class. TAKEN: a node has the job, which has no token yet. DELAYED_JOB: its time
---   has not come. GONE: it has begun or ended, or is unknown.
+--   has not come. GONE: it has tokens and runs, has ended, or is unknown.
 local TAKEN, DELAYED_JOB, GONE = -1, -2, -3
 
 local function place_of(id)
   local state, first, p = unpack(redis.call('HMGET', job_key(id), 'state', 'first', 'priority'))
-  if state == 'running' and first == '' then return tonumber(p), TAKEN end
-  if state ~= 'queued' or first ~= '' then return 0, GONE end
-  return tonumber(p), redis.call('ZRANK', P .. ':waiting:' .. p, id) or DELAYED_JOB
+  if state == 'queued' then return tonumber(p), redis.call('ZRANK', P .. ':waiting:' .. p, id) or DELAYED_JOB end
+  return 0, state == 'running' and first == '' and TAKEN or GONE
 end
 
 read_config({'version'})

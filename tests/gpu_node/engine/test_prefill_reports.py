@@ -39,7 +39,7 @@ def progress_of(outputs: list[StepOutput], name: str = "r") -> list[PrefillProgr
 
 
 def test_each_chunk_of_a_prompt_is_reported_before_the_first_token(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_num_batched_tokens=32)
+    engine = make_engine(max_num_batched_tokens=32, max_num_seqs=4)
     outputs = outputs_of(engine, request())
     found = progress_of(outputs)
     assert [(one.total, one.cached, one.processed) for one in found] == [(100, 0, end) for end in (32, 64, 96, 100)]
@@ -51,7 +51,7 @@ def test_each_chunk_of_a_prompt_is_reported_before_the_first_token(make_engine: 
 
 
 def test_cached_tokens_count_as_processed(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_num_batched_tokens=32)
+    engine = make_engine(max_num_batched_tokens=32, max_num_seqs=4)
     outputs_of(engine, request("before"))
     (only,) = progress_of(outputs_of(engine, request()))
     assert (only.total, only.cached, only.processed) == (100, 96, 100)
@@ -59,7 +59,7 @@ def test_cached_tokens_count_as_processed(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_tokens_are_the_same_with_and_without_reports(make_engine: MakeEngine, n: int) -> None:
-    engine = make_engine(max_num_batched_tokens=32)
+    engine = make_engine(max_num_batched_tokens=32, max_num_seqs=4)
     params = PARAMS.model_copy(update={"n": n})
     silent = outputs_of(engine, request(reports_prefill=False, params=params, cache_salt="a"))
     assert progress_of(silent) == []
@@ -70,7 +70,7 @@ def test_tokens_are_the_same_with_and_without_reports(make_engine: MakeEngine, n
 
 
 def test_an_aborted_request_reports_no_more(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_num_batched_tokens=32)
+    engine = make_engine(max_num_batched_tokens=32, max_num_seqs=4)
     engine.add(request("gone"))
     outputs = [*engine.step(), *engine.step()]
     assert progress_of(outputs, "gone")

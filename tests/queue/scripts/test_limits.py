@@ -220,7 +220,7 @@ async def test_no_window_lets_in_more_than_rate_and_burst_and_the_told_wait_is_e
 
 
 async def test_a_refusal_by_the_pools_limit_says_what_waits_and_for_how_long(queue: Queue) -> None:
-    await (await queue.node()).join(max_queued_cost=500)
+    await queue.node(max_queued_cost=500)
     await drain(queue, 10, 40)
     for priority, count in ((Priority.INTERACTIVE, 1), (Priority.STANDARD, 2), (Priority.BATCH, 1)):
         await queue.submit_many(count, priority=priority)
