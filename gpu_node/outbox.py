@@ -264,7 +264,7 @@ class Outbox:
 
     async def _finish(self, job: HeldJob, outcome: Outcome) -> None:
         await self._seal(job)
-        while not job.is_rest(emission := job.emission(self._pack, MAX_EMIT_BYTES)):
+        while (emission := job.emission(self._pack, MAX_EMIT_BYTES)).progress or not job.is_rest(emission):
             (answer,) = await self._broker.emit([emission])
             if self._handle_loss(job, answer):
                 return

@@ -1,4 +1,4 @@
-"""What a job waits for before its first token: its turn in the queue, then the computation of its prompt."""
+"""What a job waits for before its first token: the queue, then the computation of its prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ WaitUpdate = QueuePosition | PrefillProgress
 def members_of(update: WaitUpdate) -> dict[str, dict[str, int | None]]:
     """Return an update as a member of a JSON object. `prompt_progress` has the names that llama.cpp's server uses."""
     if isinstance(update, QueuePosition):
-        place = {"position": update.position, "estimated_wait_ms": update.estimated_wait_ms}
-        return {"queue_progress": place}
+        return {"queue_progress": {"position": update.position, "estimated_wait_ms": update.estimated_wait_ms}}
     tokens = {"total": update.total, "cache": update.cached, "processed": update.processed}
     return {"prompt_progress": {**tokens, "time_ms": update.time_ms}}

@@ -27,12 +27,12 @@ def job_object(status: JobStatus) -> dict[str, Any]:
 
 
 def queue_members(status: JobStatus) -> dict[str, int | None]:
-    """Return what a queued job has besides: where it is in the queue. A delayed job has no position."""
-    place = status.queue_position
+    """Return the members that only a queued job has: its position in the queue. A delayed job has none yet."""
+    position = status.queue_position
     return {
         "num_waiting_ahead": status.num_waiting_ahead,
-        "position": None if place is None else place.position,
-        "estimated_wait_ms": None if place is None else place.estimated_wait_ms,
+        "position": None if position is None else position.position,
+        "estimated_wait_ms": None if position is None else position.estimated_wait_ms,
     }
 
 

@@ -118,7 +118,7 @@ class Feed:
         self.job_id = job_id
         self.boxes: list[Mailbox] = []
         self.watchers: list[WaitWatcher] = []
-        """Those that learn where the job is until its first chunk."""
+        """Watchers of the job's wait, until its first chunk."""
         self.ended = False
         """Whether the job is known to have ended."""
         self.poll_s: float | None = None

@@ -16,7 +16,7 @@ from penstock.contract.job import pool_of
 from penstock.contract.waiting import PrefillProgress, QueuePosition, WaitUpdate
 from penstock.producer.client.cached_state import Admissions
 from penstock.queue.admission import expected_wait_ms
-from penstock.queue.broker.queue_positions import MAX_POSITIONS, JobPlace, QueuePositions
+from penstock.queue.broker.queue_positions import MAX_POSITIONS, JobWait, QueuePositions
 from penstock.queue.broker.retry import Retries, tried_again
 from penstock.queue.wire import NodePressure
 from penstock.runtime.cancellation import cancel_until_done
@@ -121,22 +121,22 @@ class QueueWatch:
         for pool, watched in by_pool.items():
             found = await self._read(pool, [job_id for _, job_id in watched])
             now_s = asyncio.get_running_loop().time()
-            for (watcher, _), (place, position) in zip(watched, found, strict=True):
-                if place is None:
+            for (watcher, _), (wait, position) in zip(watched, found, strict=True):
+                if wait is None:
                     watcher.end()
                     self.remove(watcher)
                 elif position is not None:
                     watcher.note_position(position, now_s)
 
-    async def _read(self, pool: str, job_ids: Sequence[str]) -> list[tuple[JobPlace | None, QueuePosition | None]]:
-        places = await self._retries.call(lambda: self._positions.of(pool, job_ids))
+    async def _read(self, pool: str, job_ids: Sequence[str]) -> list[tuple[JobWait | None, QueuePosition | None]]:
+        waits = await self._retries.call(lambda: self._positions.of(pool, job_ids))
         nodes = (await self._admissions.of(pool).recent()).nodes
-        return [(place, _position_of(place, nodes)) for place in places]
+        return [(wait, _position_of(wait, nodes)) for wait in waits]
 
 
-def _position_of(place: JobPlace | None, nodes: Sequence[NodePressure]) -> QueuePosition | None:
-    if place is None or (place.num_ahead is None and not place.is_taken):
+def _position_of(wait: JobWait | None, nodes: Sequence[NodePressure]) -> QueuePosition | None:
+    if wait is None or (wait.num_ahead is None and not wait.is_taken):
         return None
-    if place.num_ahead is None:
+    if wait.num_ahead is None:
         return QueuePosition(0, 0)
-    return QueuePosition(place.num_ahead + 1, expected_wait_ms(nodes, place.cost_ahead))
+    return QueuePosition(wait.num_ahead + 1, expected_wait_ms(nodes, wait.cost_ahead))

@@ -227,8 +227,12 @@ def real_model(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> str:
     return "acme/real"
 
 
-def test_a_long_prompt_of_a_real_model_shows_rising_progress_up_to_its_end(url: str, real_model: str) -> None:
-    body = {"model": real_model, "prompt": "the gate opens " * 40, "max_tokens": 3, "stream": True}
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_a_long_prompt_of_a_real_model_shows_rising_progress_up_to_its_end(
+    url: str, real_model: str, max_tokens: int
+) -> None:
+    prompt = f"{max_tokens} the gate opens " * 40
+    body = {"model": real_model, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
     text = httpx.post(f"{url}/v1/completions", json={**body, "return_progress": True}, timeout=60).text
     progress = [one["prompt_progress"] for one in events_of(iter(text.splitlines())) if "prompt_progress" in one]
     processed = [one["processed"] for one in progress]

@@ -15,8 +15,8 @@ _TAKEN, _DELAYED = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
-class JobPlace:
-    """Where a job is before its first token.
+class JobWait:
+    """What is before a job that has no token yet.
 
     `num_ahead` are the queued jobs of more urgent classes and the older ones of its class; None if a node has the job,
     or if the job is delayed. `cost_ahead` is their predicted cost and its own, in KV tokens.
@@ -33,19 +33,18 @@ class QueuePositions:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
-    async def of(self, pool: str, job_ids: Sequence[str]) -> list[JobPlace | None]:
+    async def of(self, pool: str, job_ids: Sequence[str]) -> list[JobWait | None]:
         """Return where up to MAX_POSITIONS jobs of a pool are; None for a job that has begun, has ended or is unknown.
 
         The cost of the jobs of its own class that are ahead of a job is estimated from the mean of that class.
         """
         answer = await scripts.call(self._redis, "positions", pool, scripts.packed(list(job_ids)))
         counts, costs, classes, ahead = answer
-        places = zip(classes, ahead, strict=True)
-        return [_place_of(counts, costs, priority, older) for priority, older in places]
+        return [_wait_of(counts, costs, priority, older) for priority, older in zip(classes, ahead, strict=True)]
 
 
-def _place_of(counts: Sequence[int], costs: Sequence[int], priority: int, older: int) -> JobPlace | None:
+def _wait_of(counts: Sequence[int], costs: Sequence[int], priority: int, older: int) -> JobWait | None:
     if older < 0:
-        return JobPlace(None, is_taken=older == _TAKEN) if older in (_TAKEN, _DELAYED) else None
+        return JobWait(None, is_taken=older == _TAKEN) if older in (_TAKEN, _DELAYED) else None
     own_class = costs[priority] * (older + 1) / max(1, counts[priority])
-    return JobPlace(sum(counts[:priority]) + older, sum(costs[:priority]) + own_class)
+    return JobWait(sum(counts[:priority]) + older, sum(costs[:priority]) + own_class)

@@ -6,7 +6,7 @@ import pytest
 from fakes.queue.harness import POOL, Queue, new_id
 
 from penstock.contract.job import Priority
-from penstock.queue.broker.queue_positions import JobPlace, QueuePositions
+from penstock.queue.broker.queue_positions import JobWait, QueuePositions
 
 
 @pytest.fixture
@@ -24,34 +24,32 @@ async def test_more_urgent_classes_and_older_jobs_of_the_class_are_ahead(
 
     found = await positions.of(POOL, [batch, second, urgent, first])
 
-    assert found == [JobPlace(3, 237), JobPlace(2, 230), JobPlace(0, 30), JobPlace(1, 130)]
+    assert found == [JobWait(3, 237), JobWait(2, 230), JobWait(0, 30), JobWait(1, 130)]
 
 
 async def test_a_job_moves_up_as_nodes_take_those_ahead_of_it(queue: Queue, positions: QueuePositions) -> None:
     node = await queue.node()
     ids = await queue.submit_many(3)
-    assert [place.num_ahead for place in await positions.of(POOL, ids) if place] == [0, 1, 2]
+    assert [wait.num_ahead for wait in await positions.of(POOL, ids) if wait] == [0, 1, 2]
     await node.take(slots=2)
-    taken = JobPlace(None, is_taken=True)
-    assert await positions.of(POOL, ids) == [taken, taken, JobPlace(0, 100)]
+    taken = JobWait(None, is_taken=True)
+    assert await positions.of(POOL, ids) == [taken, taken, JobWait(0, 100)]
 
 
 async def test_a_job_that_was_given_back_is_in_the_queue_again(queue: Queue, positions: QueuePositions) -> None:
     node = await queue.node()
     job_id = await queue.submit()
     await node.give_back(await node.take_one(), 50)
-    assert await positions.of(POOL, [job_id]) == [JobPlace(0, 50)]
+    assert await positions.of(POOL, [job_id]) == [JobWait(0, 50)]
 
 
 async def test_a_delayed_job_has_no_position_yet(queue: Queue, positions: QueuePositions) -> None:
     await queue.node()
     job_id = await queue.submit(not_before_ms=60_000)
-    assert await positions.of(POOL, [job_id]) == [JobPlace(None)]
+    assert await positions.of(POOL, [job_id]) == [JobWait(None)]
 
 
-async def test_jobs_that_have_begun_or_ended_or_are_unknown_have_no_place(
-    queue: Queue, positions: QueuePositions
-) -> None:
+async def test_jobs_that_have_begun_or_ended_or_are_unknown_have_none(queue: Queue, positions: QueuePositions) -> None:
     node = await queue.node()
     begun, ended = await queue.submit(), await queue.submit()
     taken = {job.job_id: job for job in (await node.take()).jobs}
