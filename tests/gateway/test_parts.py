@@ -130,6 +130,7 @@ async def test_one_job_that_cannot_be_read_ends_the_whole_flow():
     waits = FakeJob([Chunk("job:1", 0, text="a")], StreamDivergedError("rolled back"))
     with pytest.raises(StreamDivergedError):
         async for batch in batches_of([waits, FakeJob([Chunk("job:2", 0, text="b")])]):
+            assert isinstance(batch, list)
             assert batch[0].text == {"job:1": "a", "job:2": "b"}[batch[0].job_id]
 
 

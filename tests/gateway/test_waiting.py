@@ -27,7 +27,7 @@ PROMPT_TOKENS = 8
 PREFILL_STEP_S = 0.05
 
 
-class SlowPrefill(EchoEngine):
+class SlowPrefill(EchoEngine):  # type: ignore[misc]  # a conftest module has no types
     """Computes the prompts of requests that report it two tokens a step, one request at a time."""
 
     def __init__(self) -> None:
@@ -41,7 +41,8 @@ class SlowPrefill(EchoEngine):
 
     def step(self) -> list[StepOutput]:
         if not self._in_prefill:
-            return super().step()
+            tokens: list[StepOutput] = super().step()
+            return tokens
         time.sleep(PREFILL_STEP_S)
         request_id, total, done = self._in_prefill.pop()
         done = min(total, done + 2)
@@ -135,13 +136,9 @@ def test_openais_client_puts_an_answer_with_progress_together(url: str, queue_en
         messages: Any = [{"role": "user", "content": "abcdefgh"}]
         extra = {"return_progress": True}
         with api.chat.completions.stream(model="acme/queue", messages=messages, extra_body=extra) as stream:
-            progress = [
-                event.chunk.model_extra["prompt_progress"]["processed"]
-                for event in stream
-                if event.type == "chunk" and "prompt_progress" in (event.chunk.model_extra or {})
-            ]
+            extras = [event.chunk.model_extra or {} for event in stream if event.type == "chunk"]
             message = stream.get_final_completion().choices[0].message
-    check_rising(progress)
+    check_rising([extra["prompt_progress"]["processed"] for extra in extras if "prompt_progress" in extra])
     assert (message.role, message.content) == ("assistant", "abcdefgh")
 
 
@@ -223,7 +220,7 @@ def real_model(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> str:
     engine = Engine(
         EngineConfig(model=str(folder), dtype="float32", num_kv_blocks=256, num_threads=1, max_num_batched_tokens=64)
     )
-    stack.start_node(engine, model="acme/real", pool="real")  # type: ignore[arg-type]
+    stack.start_node(engine, model="acme/real", pool="real")
     return "acme/real"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from fakes.fake_node import FakeNode
@@ -27,7 +28,7 @@ async def updates_of(job: AsyncJob) -> list[QueuePosition | PrefillProgress]:
 
 async def publish(redis: Redis, job: AsyncJob, *progress: PrefillProgress) -> None:
     """Send progress to the job's readers, as emit.lua does."""
-    (inbox,) = (await redis.hget(keys.job(job.id), "inboxes") or b"").decode().split()  # type: ignore[misc]
+    inbox = (await cast(Any, redis.hget(keys.job(job.id), "inboxes"))).decode()
     for one in progress:
         await redis.publish(keys.inbox_channel(inbox), encode_progress(job.id, one))
 
