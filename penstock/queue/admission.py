@@ -133,6 +133,12 @@ def expected_wait_ms(nodes: Sequence[NodePressure], cost: float) -> int | None:
     return math.ceil(1000 * max(0.0, cost) / rate) if rate > 0 else None
 
 
+def mean_held_cost(nodes: Sequence[NodePressure]) -> float:
+    """Return the mean cost of the jobs that these nodes hold, in KV tokens; 0 if they hold none."""
+    held = sum(max(0, node.kv_blocks_total * node.block_size - node.kv_tokens_available) for node in nodes)
+    return held / max(1, sum(node.num_jobs for node in nodes))
+
+
 def decide(pressure: PoolPressure, *, cost: int, priority: int, admitted_since: int = 0) -> None:
     """Return if the job may be submitted; raise BusyError if it would wait too long, UnavailableError without a node.
 

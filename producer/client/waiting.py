@@ -15,7 +15,7 @@ from itertools import islice
 from penstock.contract.job import pool_of
 from penstock.contract.waiting import PrefillProgress, QueuePosition, WaitUpdate
 from penstock.producer.client.cached_state import Admissions
-from penstock.queue.admission import expected_wait_ms
+from penstock.queue.admission import expected_wait_ms, mean_held_cost
 from penstock.queue.broker.queue_positions import MAX_POSITIONS, JobWait, QueuePositions
 from penstock.queue.broker.retry import Retries, tried_again
 from penstock.queue.wire import NodePressure
@@ -139,4 +139,5 @@ def _position_of(wait: JobWait | None, nodes: Sequence[NodePressure]) -> QueuePo
         return None
     if wait.num_ahead is None:
         return QueuePosition(0, 0)
-    return QueuePosition(wait.num_ahead + 1, expected_wait_ms(nodes, wait.cost_ahead))
+    # A node takes the first job of the queue when one of the jobs that it holds ends.
+    return QueuePosition(wait.num_ahead + 1, expected_wait_ms(nodes, wait.cost_ahead + mean_held_cost(nodes)))

@@ -19,7 +19,7 @@ class JobWait:
     """What is before a job that has no token yet.
 
     `num_ahead` are the queued jobs of more urgent classes and the older ones of its class; None if a node has the job,
-    or if the job is delayed. `cost_ahead` is their predicted cost and its own, in KV tokens.
+    or if the job is delayed. `cost_ahead` is their predicted cost, in KV tokens.
     """
 
     num_ahead: int | None
@@ -46,5 +46,5 @@ class QueuePositions:
 def _wait_of(counts: Sequence[int], costs: Sequence[int], priority: int, older: int) -> JobWait | None:
     if older < 0:
         return JobWait(None, is_taken=older == _TAKEN) if older in (_TAKEN, _DELAYED) else None
-    own_class = costs[priority] * (older + 1) / max(1, counts[priority])
+    own_class = costs[priority] * older / max(1, counts[priority])
     return JobWait(sum(counts[:priority]) + older, sum(costs[:priority]) + own_class)

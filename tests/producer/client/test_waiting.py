@@ -36,7 +36,10 @@ async def publish(redis: Redis, job: AsyncJob, *progress: PrefillProgress) -> No
 async def test_positions_go_down_as_jobs_are_taken_and_end_with_the_first_chunk(
     client: AsyncClient, told_node: FakeNode
 ) -> None:
-    told_node.pressure = NodePressure(told_node.node_id, kv_tokens_available=10**6, drain_cost_per_s=100.0)
+    # It holds two jobs of 200 tokens each, and completes 100 tokens a second.
+    told_node.pressure = NodePressure(
+        told_node.node_id, num_jobs=2, kv_blocks_total=62_500, kv_tokens_available=999_600, drain_cost_per_s=100.0
+    )
     await told_node.heartbeat()
     told_node.slots = 1
     jobs = [await client.submit(f"{number}", max_tokens=100) for number in range(3)]
@@ -44,9 +47,8 @@ async def test_positions_go_down_as_jobs_are_taken_and_end_with_the_first_chunk(
     async with asyncio.timeout(PATIENCE_S), aclosing(jobs[-1].waiting()) as updates:
         async for update in updates:
             assert isinstance(update, QueuePosition)
-            assert update.estimated_wait_ms is not None
-            # Each job is 100 tokens and its prompt; the node completes 100 a second.
-            assert 1000 * update.position <= update.estimated_wait_ms < 1100 * update.position or not update.position
+            # A job ahead counts as 101 tokens: its limit, and one of prompt.
+            assert update.estimated_wait_ms == (2000 + 1010 * (update.position - 1) if update.position else 0)
             positions.append(update.position)
             if update.position:
                 await told_node.take(1)
