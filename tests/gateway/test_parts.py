@@ -188,6 +188,15 @@ def test_events_hold_the_renderers_pieces_whatever_the_text(dialect, model, even
     assert b"".join(pieces.parts_of(chunks)) == b"".join(expected)
 
 
+def test_a_429_says_what_is_known_of_the_queue():
+    known = json.loads(
+        error_response(BusyError("full", retry_after_ms=1, num_waiting_ahead=0, estimated_wait_ms=9)).body
+    )
+    assert (known["error"]["num_waiting_ahead"], known["error"]["estimated_wait_ms"]) == (0, 9)
+    unknown = json.loads(error_response(BusyError("full", retry_after_ms=1)).body)
+    assert unknown["error"].keys() == {"message", "type", "param", "code", "retry_after_ms"}
+
+
 @pytest.mark.parametrize(("retry_after_ms", "header"), [(1, "1"), (1000, "1"), (1001, "2"), (59_999, "60")])
 def test_retry_after_is_whole_seconds_and_never_too_early(retry_after_ms, header):
     response = error_response(BusyError("full", retry_after_ms=retry_after_ms))

@@ -210,6 +210,24 @@ def test_a_job_shows_its_position_and_its_stream_the_progress(stack: Stack, url:
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "return_progress")
 
 
+def test_a_refusal_by_a_full_queue_says_how_many_jobs_wait(stack: Stack, url: str) -> None:
+    engine = EchoEngine()
+    engine.step_s = 0.05
+    stack.start_node(engine, model="acme/full", pool="full", max_num_seqs=1, max_open_jobs=3)
+    with httpx.Client(base_url=url, timeout=30) as http:
+        wait_until(lambda: "acme/full" in http.get("/v1/models").text)
+        body = {"model": "acme/full", "prompt": "x" * 250}
+        jobs = [http.post("/v1/jobs", json=body).json()["id"] for _ in range(3)]
+        wait_until(lambda: http.get(f"/v1/jobs/{jobs[0]}").json()["state"] == "running")
+        for path in ("/v1/completions", "/v1/jobs"):
+            refused = http.post(path, json=body)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["num_waiting_ahead"]) == (429, 2)
+            assert error["retry_after_ms"] == int(refused.headers["retry-after-ms"])
+        for job_id in jobs:
+            http.delete(f"/v1/jobs/{job_id}")
+
+
 # A real engine -------------------------------------------------------------------------------------
 
 
