@@ -10,6 +10,7 @@ from penstock.contract.errors import InvariantError, PenstockError
 from penstock.contract.job import MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, Usage
+from penstock.contract.waiting import PrefillProgress
 from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.monitor.job_times import EndedJob, JobTimes
@@ -17,6 +18,7 @@ from penstock.gpu_node.packed_chunks import PromptRows, SealedChunk, seal
 from penstock.queue import msgpack_codec, results
 from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
+from penstock.queue.inbox_message import encode_progress
 from penstock.queue.msgpack_codec import Pack
 from penstock.queue.packed_logprobs import joined
 
@@ -54,6 +56,8 @@ class HeldJob:
         """The packed output of its task."""
         self.error: PenstockError | None = None
         """Why a choice failed, when the request itself is the cause."""
+        self.prefill: PrefillProgress | None = None
+        """How far its prompt is computed, until the next emission carries that to its readers."""
         self._chunks: list[bytes] = []
         self._cuts: list[tuple[int, int, int]] = []
         self._choices: list[ChoiceText] = [ChoiceText()]
@@ -198,7 +202,10 @@ class HeldJob:
             if chunks and num_bytes > max_bytes:
                 break
             chunks.append(chunk)
-        return Emission(self.taken.job_id, self.taken.lease, self.num_acknowledged, tuple(chunks))
+        prefill, self.prefill = self.prefill, None
+        # If the call fails, this progress is lost; the next one says more.
+        progress = b"" if prefill is None else encode_progress(self.job_id, prefill)
+        return Emission(self.taken.job_id, self.taken.lease, self.num_acknowledged, tuple(chunks), progress)
 
     def is_rest(self, emission: Emission) -> bool:
         """Whether no packed chunk follows the emission's last one."""

@@ -211,6 +211,7 @@ class JobIntake:
                 tenant=taken.tenant,
                 weight=taken.weight,
                 adapter=request.adapter,
+                reports_prefill=request.return_progress and not taken.num_chunks,
             )
         )
         # Not awaited: the engine answers between two steps, and the next job need not wait for that.

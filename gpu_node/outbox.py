@@ -102,6 +102,9 @@ class Outbox:
         self._sleeping = True
 
     def _accept(self, job: HeldJob, output: StepOutput, at_s: float) -> None:
+        if output.prefill is not None:
+            job.prefill = output.prefill
+            return
         job.add_tokens(output)
         if output.token_ids:
             self._ledger.counts.jobs.generated(job.taken.priority, job.times, output.choice, at_s)
@@ -265,7 +268,7 @@ class Outbox:
 
     async def _finish(self, job: HeldJob, outcome: Outcome) -> None:
         await self._seal(job)
-        while not job.is_rest(emission := job.emission(self._pack, MAX_EMIT_BYTES)):
+        while (emission := job.emission(self._pack, MAX_EMIT_BYTES)).progress or not job.is_rest(emission):
             (answer,) = await self._broker.emit([emission])
             if self._handle_loss(job, answer):
                 return

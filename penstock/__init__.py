@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.contract.structured import StructuredOutputs
     from penstock.contract.tasks import Detokenize, Detokenized, Tokenize, Tokenized
     from penstock.contract.terms import Terms
+    from penstock.contract.waiting import PrefillProgress, QueuePosition
     from penstock.gateway.settings import GatewaySettings
     from penstock.gpu_node.engine.config import EngineConfig
     from penstock.gpu_node.engine.engine import Engine
@@ -75,6 +76,7 @@ _HOMES = {
     "penstock.contract.structured": ("StructuredOutputs",),
     "penstock.contract.tasks": ("Detokenize", "Detokenized", "Tokenize", "Tokenized"),
     "penstock.contract.terms": ("Terms",),
+    "penstock.contract.waiting": ("PrefillProgress", "QueuePosition"),
     "penstock.gateway.settings": ("GatewaySettings",),
     "penstock.gpu_node.engine.config": ("EngineConfig",),
     "penstock.gpu_node.engine.engine": ("Engine",),
@@ -120,9 +122,11 @@ __all__ = [
     "NotFoundError",
     "Outcome",
     "PenstockError",
+    "PrefillProgress",
     "Priority",
     "PromptTooLongError",
     "ProtocolVersionError",
+    "QueuePosition",
     "RedisSettings",
     "RequestError",
     "Result",

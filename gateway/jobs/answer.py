@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -22,11 +23,12 @@ from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
-from penstock.gateway.stream.flow import is_large
+from penstock.gateway.stream.flow import Waiting, batches_of, is_large
 from penstock.gateway.stream.framing import framing_of
-from penstock.gateway.stream.sse import EventWriter, event
+from penstock.gateway.stream.keep_alive import waiting_comment
+from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.job_objects import job_object
+from penstock.producer.client.job_objects import job_object, queue_members
 from penstock.producer.openai.json_parts import json_parts
 from penstock.queue.broker.producer import JobStatus
 from penstock.runtime.cooperative import LoopYielder
@@ -58,7 +60,7 @@ class JobAnswer(Response):
         async with self._result_budget.taken(status.tenant, status.large_result_bytes):
             answer = job_object(status) | {"links": links_of(status.job_id)}
             if status.state == "queued":
-                answer["num_waiting_ahead"] = status.num_waiting_ahead
+                answer |= queue_members(status)
             answer |= await self._result()
             if status.large_result_bytes > PIECE_BYTES:
                 await self._yielder.wait()
@@ -86,7 +88,8 @@ async def _parts_of(answer: dict[str, Any]) -> AsyncGenerator[bytes, None]:
 class JobStream(Response):
     """The chunks of a job as events. A caller that leaves ends no background job."""
 
-    def __init__(self, request: Request, job_id: str, start: StreamStart) -> None:
+    def __init__(self, request: Request, job_id: str, start: StreamStart, *, with_waiting: bool) -> None:
+        """`with_waiting`: events before the first chunk say where the job is."""
         super().__init__()
         self._client: AsyncClient = request.app.state.client
         self._settings: GatewaySettings = request.app.state.settings
@@ -95,6 +98,7 @@ class JobStream(Response):
         self._tenant = caller_of(request).tenant
         self._job_id = job_id
         self._start = start
+        self._with_waiting = with_waiting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the job's chunks until its end."""
@@ -111,10 +115,14 @@ class JobStream(Response):
         try:
             job = await self._client.attach(self._job_id, after=self._start.read_after, tenant=self._tenant)
             writer.headers[JOB_HEADER] = job.id
+            writer.keep_alive_source = partial(waiting_comment, job, KEEP_ALIVE)
             encoder = JobEncoder(self._start)
-            async with aclosing(job.batches()) as batches:
+            async with aclosing(batches_of([job], with_waiting=self._with_waiting)) as batches:
                 async for batch in batches:
-                    await self._write(encoder, batch, writer)
+                    if isinstance(batch, Waiting):
+                        await writer.write(encoder.waiting(job.id, batch.update))
+                    else:
+                        await self._write(encoder, batch, writer)
         except PenstockError as error:
             if not writer.started:
                 raise
@@ -124,6 +132,7 @@ class JobStream(Response):
 
     async def _write(self, encoder: JobEncoder, batch: list[Chunk], writer: EventWriter) -> None:
         slows_others = is_large(batch)
+        writer.keep_alive_source = None
         for events in encoder.parts_of(batch):
             await writer.write(events)
             if slows_others:

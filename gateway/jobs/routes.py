@@ -64,13 +64,14 @@ async def stream(request: Request, job_id: str) -> Response:
     """Stream a job's chunks from the beginning, or after the chunk that `?after=` or `Last-Event-ID` names.
 
     A browser's EventSource repeats its URL with a newer header, so the header counts. Status 204 tells it to stop.
+    With `?return_progress=true`, events without an id say where the job is before its first chunk.
     """
     start = stream_start_of(request.headers.get(LAST_EVENT_HEADER) or request.query_params.get(AFTER))
     if start.index >= 0:
         status = await _client_of(request).status(job_id, tenant=caller_of(request).tenant)
         if status.outcome is not None and start.index >= status.num_chunks - 1:
             return Response(status_code=204)
-    return JobStream(request, job_id, start)
+    return JobStream(request, job_id, start, with_waiting=_truth_of(request, "return_progress"))
 
 
 @router.delete("/v1/jobs/{job_id}")
@@ -88,6 +89,13 @@ def _client_of(request: Request) -> AsyncClient:
 def _limit_of(text: str) -> int:
     """Parse a limit. The reader of the list checks its range."""
     return int(text) if text.isdecimal() and len(text) <= MAX_LIMIT_DIGITS else 0
+
+
+def _truth_of(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false")
+    if text not in ("true", "false"):
+        raise RequestError(f"{name} must be true or false", param=name)
+    return text == "true"
 
 
 def _pool_of(text: str | None) -> str | None:

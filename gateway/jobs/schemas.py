@@ -50,6 +50,7 @@ class JobRequest(Wire):
     deadline_s: float | None = None
     not_before_s: float | None = None
     background: bool | None = None
+    return_progress: bool | None = None
     idempotency_key: str | None = None
 
     @field_validator("sampling")
@@ -125,6 +126,7 @@ class JobRequest(Wire):
             "idempotency_key": self.idempotency_key,
             "deadline_s": self.deadline_s,
             "not_before_s": self.not_before_s,
+            "return_progress": bool(self.return_progress),
         }
 
 

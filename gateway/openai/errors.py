@@ -17,10 +17,16 @@ each retry may kill as many."""
 
 
 def error_body(error: PenstockError) -> dict[str, Any]:
-    """Return OpenAI's error object for an error. If a retry makes sense, it says after how long."""
+    """Return OpenAI's error object for an error.
+
+    If a retry makes sense, it says after how long. A 429 also says what is known of the queue.
+    """
     body = _body(error.message, error.type, error.code, error.param)
     if isinstance(error, BusyError | UnavailableError):
         body["error"]["retry_after_ms"] = error.retry_after_ms
+    if isinstance(error, BusyError):
+        waiting = {"num_waiting_ahead": error.num_waiting_ahead, "estimated_wait_ms": error.estimated_wait_ms}
+        body["error"] |= {name: value for name, value in waiting.items() if value is not None}
     return body
 
 

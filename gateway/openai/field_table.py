@@ -10,6 +10,8 @@ from pydantic.fields import FieldInfo
 
 from penstock.contract.named import Named
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
+from penstock.gateway.responses.body import ResponseBody
+from penstock.gateway.responses.body import StreamOptions as ResponseStreamOptions
 from penstock.producer.batch.request import ROWS
 from penstock.producer.openai.fields import NO_EFFECT, neutral_values_of
 from penstock.producer.openai.messages import ChatMessage
@@ -21,9 +23,10 @@ _TABLES: Mapping[str, Mapping[str, type[Named]]] = {
     "Fields of the body": {
         "/v1/chat/completions": ChatRequest,
         "/v1/completions": CompletionRequest,
+        "/v1/responses": ResponseBody,
         **{f"batch: {url}": row for url, row in ROWS.items()},
     },
-    "Fields of `stream_options`": {"`stream_options`": StreamOptions},
+    "Fields of `stream_options`": {"chats and completions": StreamOptions, "/v1/responses": ResponseStreamOptions},
     "Fields of a message": {"`messages[]`": ChatMessage},
 }
 

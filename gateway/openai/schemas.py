@@ -55,11 +55,13 @@ class _HttpFields(GenerationBody):
     priority: Annotated[ClassName | None, BeforeValidator(_class_of)] = None
     deadline_s: float | None = None
     not_before_s: float | None = None
+    return_progress: bool | None = None
+    """Whether events say where the jobs are before their first tokens, as in llama.cpp's server."""
 
-    @field_validator("stream_options")
+    @field_validator("stream_options", "return_progress")
     @classmethod
-    def _needs_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        if value is not None and not info.data.get("stream"):
+    def _needs_stream(cls, value: object, info: ValidationInfo) -> object:
+        if value and not info.data.get("stream"):
             raise PydanticCustomError("unsupported_value", "allowed only when stream is true")
         return value
 
@@ -79,6 +81,7 @@ class _HttpFields(GenerationBody):
     def options(self) -> dict[str, Any]:
         """Return the times of the job, and the options of the answer that no other API has."""
         options: dict[str, Any] = {"deadline_s": self.deadline_s, "not_before_s": self.not_before_s}
+        options["return_progress"] = bool(self.return_progress)
         if self.stream_options is not None:
             options |= self.stream_options.model_dump(exclude_none=True)
         if self.service_tier is not None:

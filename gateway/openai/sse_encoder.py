@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from penstock.contract.output import Chunk, Usage
+from penstock.contract.waiting import WaitUpdate
 from penstock.gateway.stream.dialect import AnswerHead, WholeEncoder
 from penstock.gateway.stream.encoder import ChunkEncoder, event_id
 from penstock.gateway.stream.sse import DONE, event
@@ -49,6 +50,10 @@ class _OpenAIEncoder(ChunkEncoder):
         self._has_usage = bool(head.options.get("continuous_usage_stats"))
         self._num_prompt_tokens: dict[str, int] = {}
         """Job → tokens of its prompt, if each event has the usage."""
+
+    def waiting(self, job_id: str, update: WaitUpdate) -> bytes:
+        """Return the event that says where a job is before its first chunk."""
+        return event(self._renderer.waiting_piece(self._indices[job_id], update))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         """Return the event with the usage, if the caller asked for it, and the stream's last line."""

@@ -61,7 +61,7 @@ class ParsedBody:
     """The class that the body asks for. The caller's rights decide whether it is allowed."""
     stream: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    """`deadline_s` and `not_before_s`, if the API has them, and the options that only this API has; plain values."""
+    """`deadline_s`, `not_before_s` and `return_progress`, if the API has them; and its own options. Plain values."""
     ignored: Sequence[str] = ()
     """Names of unknown fields that were ignored, at most MAX_IGNORED_SHOWN of them."""
 

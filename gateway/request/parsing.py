@@ -111,6 +111,7 @@ def generation_request_of(request: Request, body: ParsedBody) -> GenerationReque
         idempotency_key=key,
         deadline_s=body.options.get("deadline_s"),
         not_before_s=body.options.get("not_before_s"),
+        return_progress=body.options.get("return_progress", False),
         cut_at=cut_at,
         event_ids=_wants_event_ids(request, body, may_resume=key is not None or cut_at is not None),
     )

@@ -73,6 +73,7 @@ class ResponseStream(_ResponseAnswer, StreamAnswer):
                 (job,) = jobs
                 writer.headers.update(self._response_headers(jobs))
                 await self._learn(job)
+                self._say_position(job, writer)
                 encoder = DIALECT.stream(self._head_at(job))
                 if self._record.background or self._generation.cut_at is not None:
                     # The caller may need the id before the first token.

@@ -15,7 +15,7 @@ from penstock.contract.tools import MAX_TOOLS
 from penstock.gateway.responses.items import AnyItem, items_of, messages_of
 from penstock.gateway.responses.tools import AnyTool, Choice, shown_choice, shown_tools, tool_use_of
 from penstock.producer.openai.bodies import effort_variables
-from penstock.producer.openai.fields import Wire, only
+from penstock.producer.openai.fields import NO_EFFECT, Wire, only
 from penstock.producer.openai.messages import ToolUse
 
 MAX_METADATA = 16
@@ -126,14 +126,15 @@ class ResponseBody(Wire):
     truncation: Annotated[Any, only(None, "disabled")] = None
 
     priority: ClassName | None = None
+    deadline_s: float | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA)] = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    user: Annotated[str | None, NO_EFFECT] = None
+    safety_identifier: Annotated[str | None, NO_EFFECT] = None
+    prompt_cache_key: Annotated[str | None, NO_EFFECT] = None
+    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, NO_EFFECT] = None
     # Limits the calls of hosted tools, of which there are none.
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+    max_tool_calls: Annotated[int | None, Field(ge=1), NO_EFFECT] = None
 
     conversation: Annotated[Any, only(None)] = None
     prompt: Annotated[Any, only(None)] = None
@@ -206,6 +207,7 @@ class ResponseBody(Wire):
             "items": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in self.input],
             "references": [[at, item_ids] for at, item_ids in found.references],
             "num_calls": found.num_calls,
+            "deadline_s": self.deadline_s,
         }
 
     def _echo(self) -> dict[str, Any]:

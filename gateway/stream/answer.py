@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -29,9 +30,10 @@ from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.event_sink import EventSink
-from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of, is_large
+from penstock.gateway.stream.flow import Batch, Ended, Waiting, batches_of, ends_of, is_large
 from penstock.gateway.stream.framing import framing_of
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
+from penstock.gateway.stream.keep_alive import waiting_comment
 from penstock.gateway.stream.limits import check_logprobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -173,8 +175,7 @@ class StreamAnswer(Answer):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the jobs and send their events."""
-        keep_alive = KEEP_ALIVE_BETWEEN_IDS if self._generation.event_ids else KEEP_ALIVE
-        keep_alive, settings = self._dialect.keep_alive or keep_alive, self._settings
+        keep_alive, settings = self._dialect.keep_alive or self._comment, self._settings
         writer = EventWriter(send, framing_of(scope), keep_alive=keep_alive, body=direct_body_of(scope))
         watch = writer.watch(
             first_wait_s=settings.first_chunk_wait_s,
@@ -183,6 +184,15 @@ class StreamAnswer(Answer):
         )
         with contextlib.suppress(CallerGoneError), self._metrics.stream() as self._meter:
             await while_there(self._answer(writer), hang_up(receive), watch)
+
+    @property
+    def _comment(self) -> bytes:
+        return KEEP_ALIVE_BETWEEN_IDS if self._generation.event_ids else KEEP_ALIVE
+
+    def _say_position(self, job: AsyncJob, writer: EventWriter) -> None:
+        """Let the stream's comments say where the job is in the queue, until the first chunk."""
+        if self._dialect.keep_alive is None:
+            writer.keep_alive_source = partial(waiting_comment, job, self._comment)
 
     async def _answer(self, writer: EventWriter) -> None:
         try:
@@ -196,6 +206,7 @@ class StreamAnswer(Answer):
             await self._check()
             async with open_jobs(self._client, generation, has_begun=lambda: writer.started) as jobs:
                 writer.headers.update(self._response_headers(jobs))
+                self._say_position(jobs[0], writer)
                 await self._relay(jobs, writer)
         except PenstockError as error:
             if not writer.started:
@@ -209,8 +220,11 @@ class StreamAnswer(Answer):
         usages: list[Usage] = []
         # A resumed stream checks each chunk before the one at which it was cut.
         sink = EventSink(encoder, writer) if self._generation.cut_at is None else None
-        async with aclosing(batches_of(jobs, sink)) as batches:
+        async with aclosing(batches_of(jobs, sink, with_waiting=self._generation.return_progress)) as batches:
             async for batch in batches:
+                if isinstance(batch, Waiting):
+                    await writer.write(encoder.waiting(batch.job_id, batch.update))
+                    continue
                 outcome = batch[-1].outcome
                 failed = outcome is not None and outcome.state != "done"
                 if writer.started or not failed:
@@ -227,6 +241,7 @@ class StreamAnswer(Answer):
 
     async def _write(self, encoder: StreamEncoder, batch: Batch, writer: EventWriter) -> None:
         slows_others = is_large(batch)
+        writer.keep_alive_source = None
         if slows_others:
             await self._yielder.wait()
         for events in encoder.parts_of(batch):

@@ -10,7 +10,9 @@ from typing import Any
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Chunk, Usage
+from penstock.contract.waiting import WaitUpdate, members_of
 from penstock.gateway.stream.generation_request import StreamPosition
+from penstock.gateway.stream.sse import event
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.packed_result import PackedResult
 
@@ -52,6 +54,10 @@ class StreamEncoder(ABC):
 
         Raises StreamDivergedError if the log no longer contains the position `cut_at`.
         """
+
+    def waiting(self, job_id: str, update: WaitUpdate) -> bytes:
+        """Return the event that says where a job is before its first chunk. No stream resumes after it."""
+        return event(members_of(update))
 
     @abstractmethod
     def end(self, usages: Sequence[Usage]) -> bytes:

@@ -1,4 +1,4 @@
-"""Merging of several jobs: their chunks into one bounded flow, or their results into one list."""
+"""Merging of several jobs: their chunks, and where they wait, into one bounded flow; or their results into one list."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from penstock.contract.output import Chunk
+from penstock.contract.waiting import WaitUpdate
 from penstock.producer.client import AsyncJob
 from penstock.producer.client.stream import ChunkSink
 from penstock.queue.packed_result import PackedResult
@@ -25,6 +26,14 @@ Batch = list[Chunk]
 """The next chunks of one job, at least one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Where a job is before its first chunk."""
+
+    job_id: str
+    update: WaitUpdate
+
+
 def is_large(batch: Batch) -> bool:
     """Return whether rendering the batch at once would delay other requests.
 
@@ -33,23 +42,33 @@ def is_large(batch: Batch) -> bool:
     return len(batch) > MAX_SMALL_BATCH or bool(batch[0].prompt_logprobs)
 
 
-def batches_of(jobs: Sequence[AsyncJob], sink: ChunkSink | None = None) -> AsyncGenerator[Batch, None]:
+def batches_of(
+    jobs: Sequence[AsyncJob], sink: ChunkSink | None = None, *, with_waiting: bool = False
+) -> AsyncGenerator[Batch | Waiting, None]:
     """Yield the batches of all jobs in order of arrival until all jobs have ended.
 
-    The batches of one job come in the order of its log. A job that is alone gives its plain chunks to the sink instead.
+    The batches of one job come in the order of its log; `with_waiting`, where the job is comes before them. Without
+    `with_waiting`, a job that is alone gives its plain chunks to the sink instead.
     """
-    return jobs[0].batches(sink) if len(jobs) == 1 else _merged(jobs)
+    return jobs[0].batches(sink) if len(jobs) == 1 and not with_waiting else _merged(jobs, with_waiting=with_waiting)
 
 
-async def _merged(jobs: Sequence[AsyncJob]) -> AsyncGenerator[Batch, None]:
-    queue: asyncio.Queue[Batch | Exception] = asyncio.Queue(MAX_BATCHES)
-    readers = [asyncio.create_task(_read(job, queue)) for job in jobs]
+async def _merged(jobs: Sequence[AsyncJob], *, with_waiting: bool) -> AsyncGenerator[Batch | Waiting, None]:
+    queue: asyncio.Queue[Batch | Waiting | Exception] = asyncio.Queue(MAX_BATCHES)
+    readers = [asyncio.create_task(_watch(job, queue)) for job in jobs if with_waiting]
+    readers += [asyncio.create_task(_read(job, queue)) for job in jobs]
     num_open = len(jobs)
+    have_begun: set[str] = set()
     try:
         while num_open:
             item = await queue.get()
             if isinstance(item, Exception):
                 raise item
+            if isinstance(item, Waiting):
+                if item.job_id not in have_begun:
+                    yield item
+                continue
+            have_begun.add(item[0].job_id)
             num_open -= item[-1].outcome is not None
             yield item
     finally:
@@ -88,7 +107,13 @@ async def ends_of(jobs: Sequence[AsyncJob]) -> list[Ended]:
         await _cancel(waiting)
 
 
-async def _read(job: AsyncJob, queue: asyncio.Queue[Batch | Exception]) -> None:
+async def _watch(job: AsyncJob, queue: asyncio.Queue[Batch | Waiting | Exception]) -> None:
+    async with aclosing(job.waiting()) as updates:
+        async for update in updates:
+            await queue.put(Waiting(job.id, update))
+
+
+async def _read(job: AsyncJob, queue: asyncio.Queue[Batch | Waiting | Exception]) -> None:
     try:
         async with aclosing(job.batches()) as batches:
             async for batch in batches:

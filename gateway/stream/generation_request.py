@@ -71,6 +71,8 @@ class GenerationRequest:
     """Seconds after which the jobs expire if they are not done."""
     not_before_s: float | None = None
     """Seconds that the jobs wait before they enter the queue."""
+    return_progress: bool = False
+    """Whether a stream says where its jobs are before their first chunks."""
     cut_at: StreamPosition | None = None
     """The position after which to resume an earlier stream. If set, no job is submitted."""
     event_ids: bool = False
@@ -142,6 +144,7 @@ def submit_options(generation: GenerationRequest) -> SubmitOptions:
         terms=generation.terms,
         deadline_s=generation.deadline_s,
         not_before_s=generation.not_before_s,
+        return_progress=generation.return_progress,
     )
 
 

@@ -53,6 +53,8 @@ class EventWriter:
         """
         self.started = False
         self.headers = MutableHeaders(headers={"content-type": framing.content_type, **_HEADERS})
+        self.keep_alive_source: Callable[[], Awaitable[bytes]] | None = None
+        """Makes each keep-alive in place of the constant one."""
         self._send = send
         self._framing = framing
         self._keep_alive = framing.keep_alive(keep_alive)
@@ -113,9 +115,12 @@ class EventWriter:
         """
         await self._sleep(first_wait_s)
         while self._sending_since_s is None or self._clock() - self._sending_since_s < send_timeout_s:
+            keep_alive = self._keep_alive
+            if self._silent and self.keep_alive_source is not None:
+                keep_alive = self._framing.keep_alive(await self.keep_alive_source())
             if self._silent:
                 async with asyncio.timeout(send_timeout_s):
-                    await self._write(self._keep_alive)
+                    await self._write(keep_alive)
             self._silent = self._sending_since_s is None
             slept_since_s = self._clock()
             await self._sleep(interval_s)

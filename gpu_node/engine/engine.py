@@ -18,6 +18,7 @@ from penstock.gpu_node.engine.logprobs import logprobs_of, make_records, note_sc
 from penstock.gpu_node.engine.offline import Adapters, Params, Prompt, gather, run, spread
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots
 from penstock.gpu_node.engine.policy.by_policy import new_scheduling_policy, note_held
+from penstock.gpu_node.engine.prefill_reports import PrefillReports
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generation, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request
 from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
@@ -60,8 +61,7 @@ class Engine(ServedModel):
         self._memory = KvCacheManager(*pools, enable_prefix_caching=caches, eviction=config.prefix_eviction)
         self._block_size = config.block_size
         self._salts_by_tenant = config.prefix_cache_salt == "tenant"
-        with_drafts = config.speculative != "off"
-        self._times = LearnedTimes(config.preemption, sizes.block_bytes, with_drafts=with_drafts)
+        self._times = LearnedTimes(config.preemption, sizes.block_bytes, with_drafts=config.speculative != "off")
         limits = StepLimits.of(config, self._limits.max_model_len)
         self._adapter_slots = AdapterSlots(config.num_adapter_slots)
         self._policy = new_scheduling_policy(config, self._adapter_slots)
@@ -72,7 +72,7 @@ class Engine(ServedModel):
         self._finished_usage: dict[str, Usage] = {}
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_early: list[LiveChoice] = []
-        self._in_flight = InFlightSteps()
+        self._in_flight, self._prefill_reports = InFlightSteps(), PrefillReports(self._live)
         self._logprobs: Logprobs | None = None
         self._stall_after_s = config.stall_after_s
         self._last_step: tuple[list[Choice], float] = [], 0.0
@@ -90,18 +90,15 @@ class Engine(ServedModel):
         except PromptTooLongError:
             self._memory_trace.refused()
             raise
-        found = self._find(request.adapter)
-        tenant = request.tenant if self._salts_by_tenant else None
-        live = LiveRequest(
-            request, salted_root(request.cache_salt, tenant, None if found is None else found.digest), found
-        )
+        found, tenant = self._find(request.adapter), request.tenant if self._salts_by_tenant else None
+        root = salted_root(request.cache_salt, tenant, None if found is None else found.digest)
+        live = LiveRequest(request, root, found)
         live.open(self._limits, self._tokenizer, self._guides)
         self._enqueue(live)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks; does nothing for an unknown id."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
+        if (request := self._requests.pop(request_id, None)) is None:
             return
         self._ended_early = [ended for ended in self._ended_early if ended.request is not request]
         for choice in request.live.values():
@@ -185,6 +182,8 @@ class Engine(ServedModel):
         self._ended_early += [choice for choice in choices if choice.output.finish_reason is not None]
         still_open = {choice.seq: choice for choice in choices if choice.output.finish_reason is None}
         self._live |= still_open
+        if request.asked.reports_prefill and request.first is not None:
+            self._prefill_reports.watch(request.first)
         for seq in still_open:
             self._policy.added(seq)
         if still_open:
@@ -210,6 +209,7 @@ class Engine(ServedModel):
             self._scheduler.remove(outcome.faulty)
             self._fail(outcome.faulty)
         self._logprobs = result.logprobs
+        self._prefill_reports.note_completed(completed)
         note_scores(completed.step, completed.plan, result.scores)
         self._timings.note_completed(completed, result, len(outcome.token_ids))
         num_scored = 0 if completed.plan.scored is None else len(completed.plan.scored.tokens)
@@ -256,15 +256,14 @@ class Engine(ServedModel):
     def _outputs_of(self, outcome: StepOutcome | None) -> list[StepOutput]:
         """Return the outputs of a step; choices that were aborted since its launch get none."""
         ended, self._ended_early = self._ended_early, []
-        outputs = [self._output(choice, ()) for choice in ended]
+        outputs = [*self._prefill_reports.take(), *(self._output(choice, ()) for choice in ended)]
         if outcome is None:
             return outputs
         with self._timings.output:
             make_records(self._last_step[0], self._tokenizer)
             note_held(*self._last_step, self._block_size)
             for row, seq, token in zip(outcome.samples, outcome.seqs, outcome.token_ids, strict=True):
-                choice = self._live.get(seq)
-                if choice is not None:
+                if (choice := self._live.get(seq)) is not None:
                     outputs.append(self._advance(choice, token, row, has_left=seq in outcome.ended))
         return outputs
 

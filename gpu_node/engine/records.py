@@ -11,6 +11,7 @@ from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Usage
+from penstock.contract.waiting import PrefillProgress
 from penstock.gpu_node.engine.text.end_rule import EndReason
 from penstock.runtime.histogram import Histogram
 
@@ -44,6 +45,8 @@ class EngineRequest:
     tenant: str = "default"
     weight: float = 1.0
     adapter: AdapterRef | None = None
+    reports_prefill: bool = False
+    """Whether outputs without tokens report how far the prompt is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class StepOutput:
     """Log-probabilities of the whole prompt, once for a request, before or with its first token."""
     error: PenstockError | None = None
     """Why the choice failed, where its request is the reason."""
+    prefill: PrefillProgress | None = None
+    """How far the prompt is computed. Such an output has nothing else."""
 
     @property
     def is_first_or_last(self) -> bool:

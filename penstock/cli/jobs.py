@@ -69,12 +69,12 @@ def show(
     """Print a job's state and ledger as JSON."""
 
     async def find(client: AsyncClient, tenant: str) -> dict[str, Any]:
-        from penstock.producer.client.job_objects import job_object
+        from penstock.producer.client.job_objects import job_object, queue_members
 
         status = await client.status(job_id, tenant=tenant)
         shown = job_object(status)
         if status.state == "queued":
-            shown["num_waiting_ahead"] = status.num_waiting_ahead
+            shown |= queue_members(status)
         if result and status.outcome is not None:
             shown["result"] = _result_object(await client.result(job_id, tenant=tenant, check=False))
         return shown

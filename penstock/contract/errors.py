@@ -127,15 +127,29 @@ class ConflictError(RequestError):
 
 
 class BusyError(PenstockError):
-    """A limit of the pool, the tenant or Redis is reached. The caller should repeat it after `retry_after_ms`."""
+    """A limit of the pool, the tenant or Redis is reached. The caller should repeat it after `retry_after_ms`.
+
+    `num_waiting_ahead` and `estimated_wait_ms` say how many queued jobs are as urgent or more urgent, and how long the
+    job would wait with them. They are None where the refusal does not depend on them.
+    """
 
     status = 429
     type = "rate_limit_error"
     code = "pool_busy"
 
-    def __init__(self, message: str, *, retry_after_ms: int, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_ms: int,
+        code: str | None = None,
+        num_waiting_ahead: int | None = None,
+        estimated_wait_ms: int | None = None,
+    ) -> None:
         super().__init__(message, code=code)
         self.retry_after_ms = retry_after_ms
+        self.num_waiting_ahead = num_waiting_ahead
+        self.estimated_wait_ms = estimated_wait_ms
 
 
 class UnavailableError(PenstockError):

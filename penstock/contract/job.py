@@ -178,6 +178,8 @@ class Job(CheckedInput):
     deadline_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
     not_before_ms: int | None = Field(default=None, ge=0, le=1000 * MAX_DEADLINE_S)
     background: bool = True
+    return_progress: bool = False
+    """Whether the node reports to the readers how far it has computed the prompt."""
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 
     @field_validator("messages")

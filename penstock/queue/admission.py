@@ -127,6 +127,18 @@ def require_node(pressure: PoolPressure) -> None:
         raise UnavailableError("no live node serves this pool", code="no_node")
 
 
+def expected_wait_ms(nodes: Sequence[NodePressure], cost: float) -> int | None:
+    """Return the milliseconds in which the nodes complete jobs of this cost; None if none has measured its pace."""
+    rate = sum(node.drain_cost_per_s for node in nodes if not node.draining)
+    return math.ceil(1000 * max(0.0, cost) / rate) if rate > 0 else None
+
+
+def mean_held_cost(nodes: Sequence[NodePressure]) -> float:
+    """Return the mean cost of the jobs that these nodes hold, in KV tokens; 0 if they hold none."""
+    held = sum(max(0, node.kv_blocks_total * node.block_size - node.kv_tokens_available) for node in nodes)
+    return held / max(1, sum(node.num_jobs for node in nodes))
+
+
 def decide(pressure: PoolPressure, *, cost: int, priority: int, admitted_since: int = 0) -> None:
     """Return if the job may be submitted; raise BusyError if it would wait too long, UnavailableError without a node.
 
@@ -134,15 +146,13 @@ def decide(pressure: PoolPressure, *, cost: int, priority: int, admitted_since: 
     complete per second). `admitted_since` is the cost that this process has admitted since `pressure` was read.
     """
     require_node(pressure)
-    nodes = [n for n in pressure.nodes if not n.draining]
-    capacity = sum(n.kv_tokens_available for n in nodes)
+    capacity = sum(node.kv_tokens_available for node in pressure.nodes if not node.draining)
     ahead = sum(pressure.backlog_cost[: priority + 1]) + admitted_since + cost - capacity
-    rate = sum(n.drain_cost_per_s for n in nodes)
-    if ahead <= 0 or rate <= 0:
-        return
-    wait_ms = math.ceil(1000 * ahead / rate)
-    if wait_ms > MAX_WAIT_MS:
+    wait_ms = expected_wait_ms(pressure.nodes, ahead)
+    if wait_ms is not None and wait_ms > MAX_WAIT_MS:
         raise BusyError(
             f"this job would wait about {wait_ms // 1000} s; the limit is {MAX_WAIT_MS // 1000} s",
             retry_after_ms=max(MIN_RETRY_AFTER_MS, wait_ms - MAX_WAIT_MS),
+            num_waiting_ahead=sum(pressure.num_queued[: priority + 1]),
+            estimated_wait_ms=wait_ms,
         )

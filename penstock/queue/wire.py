@@ -40,6 +40,8 @@ class Request:
     adapter: AdapterRef | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     task: Task | None = None
+    return_progress: bool = False
+    """Whether readers want to know how far the prompt is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +95,14 @@ class NodePressure(EngineLoad):
 
 @dataclass(frozen=True, slots=True)
 class PoolPressure:
-    """Input of admission: the pressure records of all live nodes, and the queued cost per class in KV tokens."""
+    """Input of admission: the pressure records of all live nodes, and the queued cost per class in KV tokens.
+
+    `num_queued` counts the queued jobs per class.
+    """
 
     nodes: tuple[NodePressure, ...] = ()
     backlog_cost: tuple[int, int, int] = field(default=(0, 0, 0))
+    num_queued: tuple[int, int, int] = field(default=(0, 0, 0))
 
 
 def unpack_map(data: bytes, *, of_any_version: bool = False) -> dict[str, Any]:
@@ -148,7 +154,8 @@ def _outcome_of(fields: dict[str, Any]) -> Outcome:
     return Outcome(fields["state"], fields.get("code", ""), fields.get("message", ""), fields.get("param", ""))
 
 
-def _chunk_of(value: Any) -> Chunk:
+def chunk_of(value: Any) -> Chunk:
+    """Decode one unpacked chunk. Raises WireError, KeyError or TypeError."""
     # Nearly all chunks have exactly these fields; checking for that first takes a third of the time.
     if type(value) is dict and [*value] == _PLAIN_KEYS and [*map(type, value.values())] == _PLAIN_TYPES:
         version, job_id, index, choice, position, token_ids, text = value.values()
@@ -182,7 +189,7 @@ def _chunk_of(value: Any) -> Chunk:
 def decode_chunks(data: bytes) -> list[Chunk]:
     """Decode the chunks of one channel message or log entry. Raises WireError."""
     try:
-        return [_chunk_of(value) for value in unpack_all(data)]
+        return [chunk_of(value) for value in unpack_all(data)]
     except (KeyError, TypeError) as error:
         raise WireError(f"not a chunk: {error!r}") from error
 
@@ -201,6 +208,8 @@ def encode_request(job: Job) -> bytes:
         fields["tools"] = job.tools
     if job.chat_template_kwargs is not None:
         fields["chat_template_kwargs"] = job.chat_template_kwargs
+    if job.return_progress:
+        fields["return_progress"] = True
     if job.adapter is not None:
         fields["adapter"] = job.adapter.model_dump()
     if job.task is None:
@@ -244,6 +253,7 @@ def decode_request(data: bytes) -> Request:
     try:
         few_calls(prompts["messages"])
         given = {name: m.get(name) for name in ("params", "tools", "adapter", "chat_template_kwargs")}
+        given["return_progress"] = m.get("return_progress", False)
         if kind != GENERATE:
             given |= {"params": {}, "task": {**checked_map(m.get("options")), "kind": kind}}
         return _request_adapter.validate_python(given | prompts)

@@ -173,3 +173,24 @@ class PoolAdmission(CachedState[PoolPressure]):
         pressure = await self._fetch_pressure()
         self._admitted_cost = [0] * NUM_PRIORITIES
         return pressure
+
+
+class Admissions:
+    """The admission to each pool, made when it is first needed."""
+
+    def __init__(self, fetch: Callable[[str], Awaitable[PoolPressure]]) -> None:
+        """`fetch` returns the pressure of a pool."""
+        self._fetch = fetch
+        self._of: dict[str, PoolAdmission] = {}
+
+    def of(self, pool: str) -> PoolAdmission:
+        """Return the admission to a pool."""
+        admission = self._of.get(pool)
+        if admission is None:
+            admission = self._of[pool] = PoolAdmission(lambda: self._fetch(pool))
+        return admission
+
+    async def close(self) -> None:
+        """Cancel all background fetches."""
+        for one in self._of.values():
+            await one.close()

@@ -18,7 +18,7 @@ from penstock.contract.response_record import NO_RESPONSE
 from penstock.contract.rights import class_not_allowed
 from penstock.contract.terms import Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
-from penstock.producer.client.cached_state import KEYS_TTL_S, POOLS_TTL_S, CachedState, PoolAdmission
+from penstock.producer.client.cached_state import KEYS_TTL_S, POOLS_TTL_S, Admissions, CachedState
 from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob
@@ -29,6 +29,7 @@ from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
 from penstock.producer.client.tokens import TokenCalls
+from penstock.producer.client.waiting import QueueWatch
 from penstock.queue.admission import estimate_cost
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.dead_letters import DeadLetters
@@ -37,6 +38,7 @@ from penstock.queue.broker.job_lists import JobLists, JobPage
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
+from penstock.queue.broker.queue_positions import QueuePositions
 from penstock.queue.broker.responses import ResponseBroker
 from penstock.queue.broker.retry import Retries
 from penstock.queue.broker.usage import UsageBroker
@@ -83,7 +85,8 @@ class AsyncClient(TokenCalls):
         self._keys = CachedState(lambda: self._retries.call(keys.all), KEYS_TTL_S)
         self.dead = DeadLetterBox(self._retries, DeadLetters(self._redis), self.submit)
         self.responses = StoredResponses(self._retries, ResponseBroker(self._redis), self._broker)
-        self._admissions: dict[str, PoolAdmission] = {}
+        self._admissions = Admissions(lambda pool: self._retries.call(lambda: self._broker.pressure(pool)))
+        self._queue_watch = QueueWatch(self._retries, QueuePositions(self._redis), self._admissions)
         self._connecting = asyncio.Lock()
         self._is_closed = False
 
@@ -105,8 +108,8 @@ class AsyncClient(TokenCalls):
         self._is_closed = True
         self._retries.is_open = False
         await self._pools.close()
-        for admission in self._admissions.values():
-            await admission.close()
+        await self._queue_watch.close()
+        await self._admissions.close()
         await self._inbox.close()
         await self._redis.aclose()
 
@@ -155,7 +158,7 @@ class AsyncClient(TokenCalls):
 
     async def pressure(self, pool: str) -> PoolPressure:
         """Return a pool's live nodes and backlog, at most a quarter of a second old."""
-        return await self._admission_to(pool).get()
+        return await self._admissions.of(pool).get()
 
     async def served_pool(self, *names: str | None, adapter: str | None = None) -> ServedPool:
         """Return the pool that `choose_pool` chooses for the names. Raises what `choose_pool` raises."""
@@ -197,7 +200,7 @@ class AsyncClient(TokenCalls):
             job = build_job(prompt, options, record, self._tenant)
         if job.priority < self._highest_class:
             raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
-        admission = self._admission_to(record.pool)
+        admission = self._admissions.of(record.pool)
         cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await self._retries.call(lambda: self._inbox.ensure_heartbeat(record.pool))
         await (admission.admit(cost, job.priority) if job.num_sequences else admission.admit_task())
@@ -267,15 +270,8 @@ class AsyncClient(TokenCalls):
     def _source(self, job_id: str, tenant: str | None, submission: Submission | None = None) -> JobSource:
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
-        return JobSource(self._broker, self._retries, self._inbox, job_id, tenant or self._tenant, submission)
-
-    def _admission_to(self, pool: str) -> PoolAdmission:
-        admission = self._admissions.get(pool)
-        if admission is None:
-            admission = self._admissions[pool] = PoolAdmission(
-                lambda: self._retries.call(lambda: self._broker.pressure(pool))
-            )
-        return admission
+        parts = self._broker, self._retries, self._inbox, self._queue_watch
+        return JobSource(*parts, job_id, tenant or self._tenant, submission)
 
     async def _enqueue(self, submission: Submission) -> AsyncJob:
         job, feed = submission.job, self._inbox.feed(submission.job.id)

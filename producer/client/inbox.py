@@ -28,8 +28,8 @@ from penstock.queue.broker.connection import translated
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.broker.retry import pauses, tried_again
 from penstock.queue.broker.shared_connection import SharedConnection
+from penstock.queue.inbox_message import decode_message
 from penstock.queue.msgpack_codec import WireError
-from penstock.queue.wire import decode_chunks
 from penstock.runtime import crash_points
 from penstock.runtime.cooperative import in_rounds
 
@@ -223,7 +223,7 @@ class ClientInbox:
             if Echoes.is_echo(message):
                 self._echoes.hear(message)
                 return
-            chunks = decode_chunks(message)
+            chunks, progress = decode_message(message)
         except (WireError, ValueError) as error:
             # Any process with access to Redis can publish here.
             self.stats.bad_messages += 1
@@ -233,6 +233,9 @@ class ClientInbox:
         self.stats.chunks += len(chunks)
         crash_points.point("before", "dispatch")
         feeds = self._feeds
+        for one in progress:
+            if (feed := feeds.get(one.job_id)) is not None:
+                feed.note_prefill(one.progress)
         for chunk in chunks:
             feed = feeds.get(chunk.job_id)
             if feed is not None and feed.boxes:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from penstock.contract.errors import error_of
 from penstock.contract.job import pool_of
 from penstock.contract.output import Chunk, Outcome, Result
+from penstock.contract.waiting import WaitUpdate
 from penstock.producer.client.cursor import StreamCursor
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job_source import JobSource
@@ -91,6 +92,16 @@ class AsyncJob:
         if check and result.outcome.state != "done":
             raise error_of(result.outcome)
         return result
+
+    async def waiting(self) -> AsyncGenerator[WaitUpdate, None]:
+        """Yield the job's position in the queue and the progress of its prompt, until its first chunk or its end.
+
+        Positions are estimates, and come only when they have changed. Progress comes only for a job that was submitted
+        with `return_progress`.
+        """
+        with self._source.watched() as watcher:
+            async for update in watcher.updates():
+                yield update
 
     async def status(self) -> JobStatus:
         """Return the job's state, for people."""

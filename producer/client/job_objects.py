@@ -26,6 +26,16 @@ def job_object(status: JobStatus) -> dict[str, Any]:
     }
 
 
+def queue_members(status: JobStatus) -> dict[str, int | None]:
+    """Return the members that only a queued job has: its position in the queue. A delayed job has none yet."""
+    position = status.queue_position
+    return {
+        "num_waiting_ahead": status.num_waiting_ahead,
+        "position": None if position is None else position.position,
+        "estimated_wait_ms": None if position is None else position.estimated_wait_ms,
+    }
+
+
 def outcome_object(outcome: Outcome) -> dict[str, str]:
     """Return how a job ended. For `done`, the other members are empty."""
     return {"state": outcome.state, "code": outcome.code, "message": outcome.message, "param": outcome.param}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.output import Chunk, Result
 from penstock.producer.client.inbox import ClientInbox
+from penstock.producer.client.waiting import QueueWatch, WaitWatcher
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission, Submitted
 from penstock.queue.broker.retry import Retries
 from penstock.queue.packed_result import PackedResult
@@ -25,6 +27,7 @@ class JobSource:
         broker: ProducerBroker,
         retries: Retries,
         inbox: ClientInbox,
+        queue_watch: QueueWatch,
         job_id: str,
         tenant: str,
         submission: Submission | None = None,
@@ -32,6 +35,7 @@ class JobSource:
         self._broker = broker
         self._retries = retries
         self._inbox = inbox
+        self._queue_watch = queue_watch
         self.job_id = job_id
         self.tenant = tenant
         self._submission = submission
@@ -85,7 +89,22 @@ class JobSource:
 
     async def status(self) -> JobStatus:
         """Return the job's state, for people."""
-        return await self._retries.call(lambda: self._broker.status(self.job_id, self.tenant))
+        status = await self._retries.call(lambda: self._broker.status(self.job_id, self.tenant))
+        if status.state != "queued":
+            return status
+        return replace(status, queue_position=await self._queue_watch.position_of(self.job_id))
+
+    @contextmanager
+    def watched(self) -> Iterator[WaitWatcher]:
+        """Open a watcher of the job's wait."""
+        watcher = WaitWatcher()
+        self.feed.watchers.append(watcher)
+        self._queue_watch.add(self.job_id, watcher)
+        try:
+            yield watcher
+        finally:
+            self._queue_watch.remove(watcher)
+            self.feed.watchers.remove(watcher)
 
     async def cancel(self) -> str:
         """Cancel the job and return its state."""

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.contract.output import TERMINAL_STATES, Chunk
+from penstock.contract.waiting import PrefillProgress
+from penstock.producer.client.waiting import WaitWatcher
 from penstock.queue.broker.producer import Attached
 
 POLL_S = 0.2
@@ -133,11 +135,13 @@ def _num_logprobs(chunk: Chunk) -> int:
 class Feed:
     """The mailboxes of one job in this process. The inbox holds a feed weakly; its readers keep it alive."""
 
-    __slots__ = ("__weakref__", "boxes", "ended", "job_id", "poll_s")
+    __slots__ = ("__weakref__", "boxes", "ended", "job_id", "poll_s", "watchers")
 
     def __init__(self, job_id: str) -> None:
         self.job_id = job_id
         self.boxes: list[Mailbox] = []
+        self.watchers: list[WaitWatcher] = []
+        """Watchers of the job's wait, until its first chunk."""
         self.ended = False
         """Whether the job is known to have ended."""
         self.poll_s: float | None = None
@@ -156,5 +160,12 @@ class Feed:
         """Queue a chunk for every reader of the job."""
         if chunk.outcome is not None:
             self.ended = True
+        for watcher in self.watchers:
+            watcher.end()
         for box in self.boxes:
             box.put(chunk)
+
+    def note_prefill(self, progress: PrefillProgress) -> None:
+        """Tell the watchers how far the job's prompt is computed."""
+        for watcher in self.watchers:
+            watcher.note_prefill(progress)

@@ -42,6 +42,7 @@ class SubmitOptions(SamplingOptions, total=False):
     not_before_s: seconds that the job waits before it enters the queue.
     channel: also publish each chunk on the job's own channel, for any Redis client.
     background: continue without a reader; otherwise the job is canceled soon after its last reader has left.
+    return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
     idempotency_key: a later submission with the same key and the same request returns the same job.
     job_id: `<pool>.<uuidv7>`; the client makes one by default.
     tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.
@@ -62,6 +63,7 @@ class SubmitOptions(SamplingOptions, total=False):
     not_before_s: float | None
     channel: bool
     background: bool
+    return_progress: bool
     idempotency_key: str | None
     job_id: str | None
     tools: Sequence[Mapping[str, Any]] | str | None
@@ -74,7 +76,9 @@ class SubmitOptions(SamplingOptions, total=False):
     response: ResponseRecord | None
 
 
-_OF_JOB = frozenset({"priority", "background", "idempotency_key", "tools", "chat_template_kwargs", "task"})
+_OF_JOB = frozenset(
+    {"priority", "background", "return_progress", "idempotency_key", "tools", "chat_template_kwargs", "task"}
+)
 _ELSEWHERE = frozenset(
     {"model", "adapter", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"}
     | {"tool_choice", "parallel_tool_calls", "response"}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, TypeVar, Unpack
 
 from penstock.contract.errors import UnavailableError, error_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.tasks import Tokenized
+from penstock.contract.waiting import WaitUpdate
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.loop_thread import LoopThread
@@ -21,6 +22,8 @@ from penstock.producer.client.stats import ClientStats
 from penstock.producer.client.tokens import CountOptions, TaskOptions, TokenizeOptions
 from penstock.queue.broker.job_lists import JobPage
 from penstock.queue.broker.producer import JobStatus, ServedPool
+
+T = TypeVar("T")
 
 
 class Client:
@@ -160,14 +163,23 @@ class Job:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the job's chunks in order. The last chunk carries the outcome; a failed job raises no error."""
-        batches = self._job.batches()
-        try:
-            while batch := self._loop.call(_next_of(batches)):
+        with closing(self._pulled(self._job.batches())) as batches:
+            for batch in batches:
                 yield from batch
+
+    def waiting(self) -> Iterator[WaitUpdate]:
+        """Yield the job's position in the queue and the progress of its prompt; see `AsyncJob.waiting`."""
+        return self._pulled(self._job.waiting())
+
+    def _pulled(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """Yield what an asynchronous generator yields."""
+        try:
+            while (item := self._loop.call(_next_of(source))) is not None:
+                yield item
         finally:
             # Without waiting: the garbage collector may close this generator on the loop's own thread.
             with suppress(UnavailableError):
-                self._loop.post(batches.aclose())
+                self._loop.post(source.aclose())
 
     def result(self, *, check: bool = True) -> Result:
         """Wait for the job's end and return its result. With `check`, raise the job's error unless it ended `done`."""
@@ -190,5 +202,5 @@ def _close(loop: LoopThread, client: AsyncClient) -> None:
     loop.stop(client.close())
 
 
-async def _next_of(batches: AsyncGenerator[list[Chunk], None]) -> list[Chunk]:
-    return await anext(batches, [])
+async def _next_of(source: AsyncGenerator[T, None]) -> T | None:
+    return await anext(source, None)

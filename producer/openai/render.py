@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, FinishReason, Result, Usage
+from penstock.contract.waiting import WaitUpdate, members_of
 from penstock.producer.openai.json_parts import Rows, Text, plain
 from penstock.producer.openai.logprobs import (
     CompletionTokens,
@@ -75,6 +76,8 @@ class Renderer:
     piece_object: ClassVar[str]
     prompt_ids_in_choices: ClassVar[bool] = False
     """Whether each choice holds the token ids of its prompt, rather than the answer."""
+    empty_choice: ClassVar[dict[str, Any]]
+    """What a choice of a stream has while it has nothing to say."""
 
     def __init__(
         self,
@@ -127,6 +130,12 @@ class Renderer:
             rendered |= of_prompt
             of_prompt = {}
         return {**self._head, "object": self.piece_object, **of_prompt, "choices": [rendered], **self._tail}
+
+    def waiting_piece(self, job_index: int, update: WaitUpdate) -> dict[str, Any]:
+        """Return the stream object that says where a job is before its first token. Its choice says nothing new."""
+        number = job_index * self._params.n
+        choice = {**self.empty_choice, "index": number, "logprobs": None, "finish_reason": None}
+        return {**self._head, "object": self.piece_object, "choices": [choice], **self._tail, **members_of(update)}
 
     def prompt_piece(self, job_index: int, prompt: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Return the stream object for the next tokens of a job's prompt.
@@ -225,6 +234,7 @@ class ChatRenderer(Renderer):
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     piece_object = "chat.completion.chunk"
+    empty_choice: ClassVar[dict[str, Any]] = {"delta": {}}
 
     def _piece_of(self, number: int, parsed: ParsedText, is_first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
@@ -265,6 +275,7 @@ class CompletionRenderer(Renderer):
     id_prefix = "cmpl-"
     whole_object = "text_completion"
     piece_object = "text_completion"
+    empty_choice: ClassVar[dict[str, Any]] = {"text": ""}
 
     def __init__(self, **head: Any) -> None:
         super().__init__(**head)

@@ -141,6 +141,8 @@ class FakeNode:
         self.how = Say.PUBLISHED
         self.pressure = NodePressure(self.node_id, kv_tokens_available=KV_TOKENS)
         self.jobs: dict[str, FakeJob] = {}
+        self.slots = SEQUENCES
+        """How many jobs one take may return."""
         self._auto = auto
         self._config = NodeSettings(model=MODEL, redis_url="redis://").pool_config | config
         self._num_takes = 0
@@ -191,7 +193,7 @@ class FakeNode:
 
     async def _take_now(self) -> list[FakeJob]:
         self._num_takes += 1
-        room = Capacity((KV_TOKENS,) * 3, (SEQUENCES,) * 3, KV_TOKENS, SEQUENCES)
+        room = Capacity((KV_TOKENS,) * 3, (self.slots,) * 3, KV_TOKENS, SEQUENCES)
         taken = (await self.broker.take(self._num_takes, secrets.token_hex(16), room)).jobs
         packed = await self.broker.requests([t.job_id for t in taken])
         fresh = [FakeJob(self, t, wire.decode_request(data)) for t, data in zip(taken, packed, strict=True) if data]

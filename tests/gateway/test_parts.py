@@ -130,6 +130,7 @@ async def test_one_job_that_cannot_be_read_ends_the_whole_flow():
     waits = FakeJob([Chunk("job:1", 0, text="a")], StreamDivergedError("rolled back"))
     with pytest.raises(StreamDivergedError):
         async for batch in batches_of([waits, FakeJob([Chunk("job:2", 0, text="b")])]):
+            assert isinstance(batch, list)
             assert batch[0].text == {"job:1": "a", "job:2": "b"}[batch[0].job_id]
 
 
@@ -185,6 +186,15 @@ def test_events_hold_the_renderers_pieces_whatever_the_text(dialect, model, even
 
     expected = [rendered(i, c) for i, c in enumerate(chunks) if c.text or c.finish_reason]
     assert b"".join(pieces.parts_of(chunks)) == b"".join(expected)
+
+
+def test_a_429_says_what_is_known_of_the_queue():
+    known = json.loads(
+        error_response(BusyError("full", retry_after_ms=1, num_waiting_ahead=0, estimated_wait_ms=9)).body
+    )
+    assert (known["error"]["num_waiting_ahead"], known["error"]["estimated_wait_ms"]) == (0, 9)
+    unknown = json.loads(error_response(BusyError("full", retry_after_ms=1)).body)
+    assert unknown["error"].keys() == {"message", "type", "param", "code", "retry_after_ms"}
 
 
 @pytest.mark.parametrize(("retry_after_ms", "header"), [(1, "1"), (1000, "1"), (1001, "2"), (59_999, "60")])

@@ -10,7 +10,7 @@ from typing import Any
 from hostile.fields import LIMITS
 from hostile.grammars import TEXTS, random_grammar, random_regex, random_schema, random_value, real_schemas
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,10 @@ def _at_a_limit(rng: random.Random, number: int, model: str) -> Case:
         name = "n"
     limit, fields = LIMITS[name]
     value = limit + rng.choice((-1, 0, 1))
-    body = {"model": model, "max_tokens": 2, **fields(value)}
-    path = CHAT if "messages" in body else COMPLETIONS
+    body = {"model": model, **fields(value)}
+    path = CHAT if "messages" in body else RESPONSES if "input" in body else COMPLETIONS
+    if path != RESPONSES:
+        body.setdefault("max_tokens", 2)
     if path == COMPLETIONS:
         body.setdefault("prompt", f"{number}")
     headers: dict[str, str] = {}

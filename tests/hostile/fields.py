@@ -10,6 +10,7 @@ from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.gateway.http.request_head import MAX_HEAD_BYTES
 from penstock.gateway.request.parsed_body import MAX_CHOICES_OF_REQUEST
 from penstock.gateway.request.parsing import MAX_KEY_CHARS
+from penstock.gateway.responses.body import MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.openai.bodies import MAX_PROMPTS
 
@@ -49,6 +50,11 @@ def _calls_of_chat(count: int) -> dict[str, Any]:
 def _offered(count: int) -> dict[str, Any]:
     function = {"type": "function", "function": {"name": "f"}}
     return {"messages": [{"role": "user", "content": "x"}], "tools": [function] * count}
+
+
+def _response(**fields: Any) -> dict[str, Any]:
+    """The body of a response that is not stored."""
+    return {"input": "x", "max_output_tokens": 2, "store": False, **fields}
 
 
 LIMITS: dict[str, tuple[int, Limited]] = {
@@ -101,6 +107,16 @@ LIMITS: dict[str, tuple[int, Limited]] = {
     "calls of a chat": (tools.MAX_CALLS_OF_CHAT, _calls_of_chat),
     "name of a called function": (tools.MAX_FUNCTION_NAME_CHARS, lambda v: _call(name="f" * v)),
     "arguments of a call": (tools.MAX_ARGUMENTS_CHARS, lambda v: _call(arguments='{"a": "' + "x" * (v - 9) + '"}')),
+    "deadline": (job.MAX_DEADLINE_S, lambda v: {"deadline_s": v}),
+    "deadline of a response": (job.MAX_DEADLINE_S, lambda v: _response(deadline_s=v)),
+    "log-probabilities of a response": (MAX_LOGPROBS, lambda v: _response(top_logprobs=v)),
+    "tools of a response": (
+        tools.MAX_TOOLS,
+        lambda v: _response(tools=[{"type": "function", "name": "f"}] * v, tool_choice="none"),
+    ),
+    "metadata": (MAX_METADATA, lambda v: _response(metadata={f"{i}": "v" for i in range(v)})),
+    "characters of a key of metadata": (MAX_METADATA_KEY_CHARS, lambda v: _response(metadata={"k" * v: "v"})),
+    "characters of a value of metadata": (MAX_METADATA_VALUE_CHARS, lambda v: _response(metadata={"k": "v" * v})),
     "head": (MAX_HEAD_BYTES, lambda v: {}),
     "idempotency key": (MAX_KEY_CHARS, lambda v: {}),
     "body": (MAX_BODY_BYTES, lambda v: {}),

@@ -39,7 +39,7 @@ from tests.source_tree import ROOT
 
 SCRIPTS = ROOT / "penstock/queue/scripts"
 RUNS = {
-    "gateway": ("submit", "attach", "detach", "cancel", "reader_heartbeat", "sweep", "deliver", "purge"),
+    "gateway": ("submit", "attach", "detach", "cancel", "reader_heartbeat", "sweep", "deliver", "purge", "positions"),
     "node": ("join", "heartbeat", "take", "emit", "finish", "give_back", "leave", "sweep", "succeed"),
 }
 FOREIGN = "somebody:else"

@@ -204,3 +204,11 @@ def test_more_urgent_jobs_and_smaller_ones_never_wait_longer(backlog: list[int],
     assert waits == sorted(waits)
     assert all(wait == 0 or wait >= MIN_RETRY_AFTER_MS for wait in waits)
     assert (retry_after_ms(pressure, cost=max(1, cost // 2)) or 0) <= waits[1]
+
+
+def test_a_refusal_says_how_long_the_job_would_wait_and_behind_how_many() -> None:
+    pressure = PoolPressure((node(rate=10),), (400, 500, 9_000), (3, 4, 90))
+    with pytest.raises(BusyError) as caught:
+        decide(pressure, cost=100, priority=1)
+    assert (caught.value.num_waiting_ahead, caught.value.estimated_wait_ms) == (7, 100_000)
+    assert caught.value.retry_after_ms == 100_000 - MAX_WAIT_MS

@@ -21,7 +21,9 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Chunk, Outcome, Usage
 from penstock.contract.tasks import Tokenize
+from penstock.contract.waiting import PrefillProgress
 from penstock.queue import results, wire
+from penstock.queue.inbox_message import decode_message, encode_progress
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError
 from penstock.queue.task_output import encode_tokenized
 from penstock.queue.wire import NodePressure, PoolRecord
@@ -29,6 +31,7 @@ from penstock.queue.wire import NodePressure, PoolRecord
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
 DECODERS = {
     "chunks": wire.decode_chunks,
+    "message": decode_message,
     "request": wire.decode_request,
     "result": lambda data: results.decode_result(data, JOB_ID, Outcome("done"), (0, 0, 0, 0)),
     "task": wire.decode_request,
@@ -41,6 +44,7 @@ WHOLE = {
     "chunks": wire.encode_chunk(
         Chunk(JOB_ID, 3, 0, 3, (9,), "word", "stop", Usage(1, 2), logprobs=LIKELY, prompt_logprobs=LIKELY)
     ),
+    "message": encode_progress(JOB_ID, PrefillProgress(9, 0, 3, 1)),
     "request": wire.encode_request(new_job(prompt="a prompt", params=SamplingParams(temperature=0.5, stop=("x",)))),
     "result": results.encode_result((Choice(0, "x", (1,), "stop", LIKELY),), Usage(1, 2), [(0, 1, 1)], LIKELY),
     "task": wire.encode_request(new_job(prompt="a prompt", task=Tokenize(add_special_tokens=True))),

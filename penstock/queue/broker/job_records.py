@@ -9,6 +9,7 @@ from typing import Any, cast
 from penstock.contract.job import Priority
 from penstock.contract.job_ledger import JobLedger, LeaseEnd, PastLease
 from penstock.contract.output import TERMINAL_STATES, Outcome, Usage
+from penstock.contract.waiting import QueuePosition
 
 STATUS_FIELDS = (
     *("state", "tenant", "priority", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
@@ -33,16 +34,19 @@ class JobStatus:
     preemptions: int
     losses: int
     num_waiting_ahead: int
+    """The queued jobs of more urgent classes and the older ones of its class, while it is queued."""
     ledger: JobLedger
     tenant: str = "default"
     large_result_bytes: int = 0
     """Size of the result if it is large, else 0."""
+    queue_position: QueuePosition | None = None
+    """Its estimated position in the queue, as a client's `status` reads it of a queued job. None if it is delayed."""
 
 
-def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, rank: int = 0) -> JobStatus:
+def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, num_ahead: int = 0) -> JobStatus:
     """Return a job's state from STATUS_FIELDS of its record.
 
-    `num_chunks`: the length of its log, while the record does not say it. `rank`: the jobs queued before it.
+    `num_chunks`: the length of its log, while the record does not say it. `num_ahead`: the jobs queued before it.
     """
     ledger = ledger_of(fields)
     stored = fields["stored"].split()
@@ -50,7 +54,7 @@ def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, rank:
         *(job_id, fields["state"], Priority(int(fields["priority"])), int(fields["chunks"] or num_chunks)),
         outcome_of(fields),
         *times_ms_of(fields),
-        *(ledger.preemptions, ledger.losses, rank),
+        *(ledger.preemptions, ledger.losses, num_ahead),
         ledger,
         tenant=fields["tenant"],
         large_result_bytes=int(stored[1]) if len(stored) > 1 else 0,

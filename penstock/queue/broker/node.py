@@ -89,12 +89,16 @@ class TakeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """Encoded chunks of one job; `index` is the position of the first chunk in the log."""
+    """Encoded chunks of one job; `index` is the position of the first chunk in the log.
+
+    `progress` is an encoded message about the job's prefill, or empty. It is published but not stored.
+    """
 
     job_id: str
     lease: str
     index: int
     chunks: tuple[bytes, ...]
+    progress: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +237,7 @@ class NodeBroker:
 
         Returns one answer per job: OK, FENCED, CANCEL, EXPIRED, UNREAD, `NEED n`, GONE or `ERR …`; see emit.lua.
         """
-        rows = [(e.job_id, e.lease, e.index, e.chunks) for e in emissions]
+        rows = [(e.job_id, e.lease, e.index, e.chunks, e.progress) for e in emissions]
         return [a.decode() for a in await self._call("emit", scripts.packed(rows))]
 
     async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[UsedTokens]) -> str:

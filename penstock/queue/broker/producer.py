@@ -139,12 +139,16 @@ class ProducerBroker:
     async def status(self, job_id: str, tenant: str) -> JobStatus:
         """Return a job's state. Raises NotFoundError."""
         fields = await self._record(job_id, tenant)
+        pool, priority = pool_of(job_id), int(fields["priority"])
         with translated():
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.llen(keys.log(job_id))
-                pipe.zrank(keys.waiting(pool_of(job_id), int(fields["priority"])), job_id)
-                length, rank = await pipe.execute()
-        return status_of(job_id, fields, length, rank or 0)
+                pipe.zrank(keys.waiting(pool, priority), job_id)
+                for more_urgent in range(priority):
+                    pipe.zcard(keys.waiting(pool, more_urgent))
+                length, older, *more_urgent_ones = await pipe.execute()
+        num_ahead = 0 if older is None else older + sum(more_urgent_ones)
+        return status_of(job_id, fields, length, num_ahead)
 
     async def log(self, job_id: str, start: int, count: int = 1000) -> list[Chunk]:
         """Return up to `count` chunks of a job's log from `start` on; empty after the log has expired."""
@@ -184,25 +188,29 @@ class ProducerBroker:
         await asyncio.gather(scripts.call(self._redis, "reader_heartbeat", pool, inbox), sweep(self._redis, pool))
 
     async def pressure(self, pool: str) -> PoolPressure:
-        """Return the input of admission: the pressure records of all live nodes and the queued cost per class.
+        """Return the input of admission: the pressure records of all live nodes, and what is queued of each class.
 
         A node that has been silent for a lease does not count, even if no sweep has removed it yet.
         """
         with translated():
             redis = cast(Any, self._redis)
-            time, lease_ms, heartbeats, records, backlog = await asyncio.gather(
+            time, lease_ms, heartbeats, records, backlog, *num_queued = await asyncio.gather(
                 redis.time(),
                 redis.hget(keys.config(pool), "lease_ms"),
                 redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
                 redis.hgetall(keys.pressure(pool)),
                 redis.hmget(keys.backlog(pool), [str(p) for p in range(NUM_PRIORITIES)]),
+                *(redis.zcard(keys.waiting(pool, p)) for p in range(NUM_PRIORITIES)),
             )
         alive_since_ms = _alive_since_ms(time, lease_ms)
         alive = [
             records[node] for node, heartbeat_ms in heartbeats if heartbeat_ms >= alive_since_ms and node in records
         ]
         costs = [max(0, int(value or 0)) for value in backlog]
-        return PoolPressure(tuple(map(wire.decode_pressure, alive)), (costs[0], costs[1], costs[2]))
+        interactive, standard, batch = num_queued
+        return PoolPressure(
+            tuple(map(wire.decode_pressure, alive)), (costs[0], costs[1], costs[2]), (interactive, standard, batch)
+        )
 
     async def pools(self) -> dict[str, ServedPool]:
         """Return every announced pool by name, pools with a live node first."""

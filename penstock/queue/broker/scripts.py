@@ -18,7 +18,7 @@ from penstock.runtime import crash_points
 Argument = bytes | str | int | float
 
 
-_WITHOUT_QUEUE = frozenset(("attach", "detach", "emit", "join", "leave", "reader_heartbeat"))
+_WITHOUT_QUEUE = frozenset(("attach", "detach", "emit", "join", "leave", "positions", "reader_heartbeat"))
 """Scripts that neither queue nor end a job. They are called most often, so they omit queue.lua."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from penstock.contract.errors import BusyError, ConflictError, InvariantError, NotFoundError, RequestError
@@ -25,15 +26,21 @@ def submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
     return InvariantError(f"submit answered {kind}")
 
 
-def _busy_error(limit_name: str, limit: int, retry_after_ms: int) -> BusyError:
+def _busy_error(limit_name: str, limit: int, retry_after_ms: int, num_ahead: int, wait_ms: int) -> BusyError:
+    busy = partial(
+        BusyError,
+        retry_after_ms=retry_after_ms,
+        num_waiting_ahead=num_ahead,
+        estimated_wait_ms=None if wait_ms < 0 else wait_ms,
+    )
     if limit_name == "memory":
         message = f"the limit of {limit} % of Redis's memory is reached, including bytes that open jobs may still write"
-        return BusyError(message, code="redis_full", retry_after_ms=retry_after_ms)
+        return busy(message, code="redis_full")
     if limit_name == "tenant's memory":
         message = f"this tenant's limit of {limit} % of Redis's memory is reached by its jobs and results"
-        return BusyError(message, code="memory_share_exceeded", retry_after_ms=retry_after_ms)
+        return busy(message, code="memory_share_exceeded")
     tenant, _, rest = limit_name.rpartition("'s ")
     if tenant:
         message = f"this tenant's limit of {limit} {rest} is reached"
-        return BusyError(message, code="rate_limit_exceeded", retry_after_ms=retry_after_ms)
-    return BusyError(f"the pool's limit of {limit} {rest} is reached", retry_after_ms=retry_after_ms)
+        return busy(message, code="rate_limit_exceeded")
+    return busy(f"the pool's limit of {limit} {rest} is reached")

@@ -1,7 +1,8 @@
 -- emit: append chunks of many jobs to their logs and publish them. A node calls it once per step for its whole batch.
 -- A chunk whose index is already in the log is published again but not appended, because a node repeats a lost call.
--- ARGV: node, msgpack of [[id, lease, index, [chunk…]]…]
---   index: index of the first chunk in the job's log.
+-- ARGV: node, msgpack of [[id, lease, index, [chunk…], progress]…]
+--   index: index of the first chunk in the job's log. progress: a message about the job's prefill, or ''. It goes to the
+--   readers' inboxes, and is not stored.
 -- Answer, one per job: OK | FENCED | CANCEL | EXPIRED | UNREAD | NEED n | GONE | ERR text
 --   FENCED: the lease is lost. CANCEL, EXPIRED, UNREAD (no reader lives): the node must end the job.
 --   NEED n: chunks from index n on are missing. GONE: no such job. ERR: a script error for this job only.
@@ -18,7 +19,7 @@ local function read_running(id)
     deadline = v[6] or '', background = v[7], unread = v[8] or '', inboxes = v[9] or '', channel = v[10]}
 end
 
-local function emit_job(id, lease, index, chunks)
+local function emit_job(id, lease, index, chunks, progress)
   local job = config and read_running(id)
   if not job then return 'GONE' end
   if not holds(job, node, lease) then
@@ -32,6 +33,7 @@ local function emit_job(id, lease, index, chunks)
   for from = 1 + length - index, #chunks, PUSH do
     redis.call('RPUSH', log, unpack(chunks, from, math.min(from + PUSH - 1, #chunks)))
   end
+  if progress ~= '' then push(job, progress) end
   for i = 1, #chunks do publish(job, chunks[i]) end
   if job.cancel == '1' then return 'CANCEL' end
   if is_expired(job, now) then return 'EXPIRED' end
@@ -43,7 +45,7 @@ redis.call('ZREM', P .. ':free', '')
 redis.call('ZADD', P .. ':nodes', 'XX', now, node)
 local answers = {}
 for i, emission in ipairs(emissions) do
-  local ok, answer = pcall(emit_job, emission[1], emission[2], emission[3], emission[4])
+  local ok, answer = pcall(emit_job, emission[1], emission[2], emission[3], emission[4], emission[5])
   if not ok then answer = 'ERR ' .. tostring(type(answer) == 'table' and answer.err or answer) end
   answers[i] = answer
 end

@@ -172,15 +172,20 @@ local function send(box)
   box.size, box.count = 0, 0
 end
 
-local function publish(job, chunk)
-  local size = #chunk
+-- Sends a message to the inboxes of a job's readers.
+local function push(job, message)
+  local size = #message
   local boxes = boxes_of[job.inboxes] or find_boxes(job.inboxes)
   for i = 1, #boxes do
     local box = boxes[i]
     if box.size + size > MAX_MESSAGE_BYTES and box.size > 0 then send(box) end
     box.size, box.count = box.size + size, box.count + 1
-    box.parts[box.count] = chunk
+    box.parts[box.count] = message
   end
+end
+
+local function publish(job, chunk)
+  push(job, chunk)
   if job.channel == '1' then redis.call('PUBLISH', P .. ':channel:' .. job.id, chunk) end
 end
 

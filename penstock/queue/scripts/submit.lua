@@ -7,7 +7,8 @@
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL|BAD_ID_AGE}
---       | {BUSY, name of the limit, limit, retry_after_ms}
+--       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent class, wait_ms}
+--   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it.
 local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
 local MEMORY_PERCENT = {[0] = 90, 90, 80}
 local MEMORY_SHARE_PERCENT, MAX_RELEASED, MAX_LOOKED_AT = 50, 256, 256
@@ -71,8 +72,18 @@ local function jittered(ms)
   return math.floor(ms * (1 - JITTER + 2 * JITTER * share))
 end
 
-local function busy(what, limit, retry_ms)
-  return {'BUSY', what, limit, math.ceil(math.min(MAX_RETRY_MS, math.max(MIN_RETRY_MS, retry_ms)))}
+local function busy(what, limit, retry_ms, wait_ms)
+  local num_ahead = 0
+  for class = 0, tonumber(p) do num_ahead = num_ahead + redis.call('ZCARD', P .. ':waiting:' .. class) end
+  return {'BUSY', what, limit, math.ceil(math.min(MAX_RETRY_MS, math.max(MIN_RETRY_MS, retry_ms))), num_ahead,
+    math.ceil(wait_ms or -1)}
+end
+
+-- Predicted cost of the queued jobs of the job's class and of more urgent ones, and its own.
+local function cost_up_to_own()
+  local sum = cost
+  for class = 0, tonumber(p) do sum = sum + tonumber(redis.call('HGET', P .. ':backlog', class) or '0') end
+  return sum
 end
 
 -- Refuses a job until `excess` and all previously refused cost will be completed.
@@ -83,7 +94,7 @@ local function busy_until_drained(what, limit, excess)
   local left = math.max(0, (tonumber(refused) or 0) - rate * (now - (tonumber(at) or now)))
   redis.call('HSET', refused_key, 'cost', left + cost, 'at', now)
   redis.call('PEXPIRE', refused_key, MAX_RETRY_MS)
-  return busy(what, limit, jittered((excess + left) / rate))
+  return busy(what, limit, jittered((excess + left) / rate), cost_up_to_own() / rate)
 end
 
 -- GCRA: the time, in ms, at which a tenant's next unit is due after it takes `amount` units now. If that exceeds a

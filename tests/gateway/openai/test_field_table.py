@@ -11,15 +11,22 @@ from penstock.gateway.openai.field_table import BEGIN, END, HONORED, REFUSED, UN
 from tests.source_tree import ROOT
 
 EFFECTS = effects()
-PATHS = ("/v1/chat/completions", "/v1/completions")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+PROMPTS = {"/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}}
 MODEL = "acme/echo"
-HINTS: dict[str, Any] = {"metadata": {"a": "b"}, "store": True, "verbosity": "low"}
+HINTS: dict[str, Any] = {
+    "max_tool_calls": 1,
+    "metadata": {"a": "b"},
+    "prompt_cache_retention": "24h",
+    "store": True,
+    "verbosity": "low",
+}
 """Values of fields without an effect; the others take a text."""
 NOT_NEUTRAL = {"x": 1}
 
 
 def refusal_of(http: httpx.Client, path: str, name: str, value: object) -> dict[str, Any]:
-    prompt = {"prompt": "hi"} if path == PATHS[1] else {"messages": [{"role": "user", "content": "hi"}]}
+    prompt = PROMPTS.get(path, {"messages": [{"role": "user", "content": "hi"}]})
     response = http.post(path, json={"model": MODEL, **prompt, name: value})
     assert response.status_code in (200, 400), response.text
     return response.json().get("error") or {}

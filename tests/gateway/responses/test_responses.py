@@ -375,3 +375,29 @@ def test_an_unknown_response_is_not_found(http: httpx.Client, path: str) -> None
 def test_a_wrong_query_is_refused(api: Any, http: httpx.Client, query: str) -> None:
     response = api.responses.create(model=MODEL, input="a")
     assert http.get(f"/v1/responses/{response.id}?{query}").status_code == 400
+
+
+@pytest.mark.parametrize("how", ["whole", "stream", "background"])
+def test_a_response_ends_at_its_deadline(api: Any, engine: Any, how: str) -> None:
+    assert api.responses.create(model=MODEL, input="hi", extra_body={"deadline_s": 30}).output_text == "hi"
+    engine.step_s = 0.05
+    late: dict[str, Any] = {"model": MODEL, "input": "a" * 200, "extra_body": {"deadline_s": 0.3}}
+    if how == "whole":
+        with pytest.raises(openai.APIStatusError) as caught:
+            api.responses.create(**late)
+        assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
+        return
+    if how == "stream":
+        *_, last = api.responses.create(**late, stream=True)
+        assert last.type == "response.failed"
+        response = last.response
+    else:
+        response = ended(api, api.responses.create(**late, background=True).id)
+    assert (response.status, response.error.code) == ("failed", "deadline_exceeded")
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1, 604_801, "5"])
+def test_a_wrong_deadline_of_a_response_is_named(api: Any, deadline_s: object) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        api.responses.create(model=MODEL, input="hi", extra_body={"deadline_s": deadline_s})
+    assert caught.value.param == "deadline_s"

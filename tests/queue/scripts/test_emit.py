@@ -61,6 +61,25 @@ async def test_gap_is_answered_with_what_is_needed_and_writes_nothing(queue: Que
     assert await node.emit(taken, 2, 2) == "OK"
 
 
+async def test_progress_reaches_inboxes_before_the_chunks_and_is_stored_nowhere(queue: Queue) -> None:
+    node = await queue.node()
+    taken = await queue.running(node, inbox="me", channel=True)
+    inbox, channel = await queue.listen(keys.inbox_channel("me")), await queue.listen(keys.own_channel(taken.job_id))
+    chunks = chunks_of(taken.job_id, 0, 1)
+
+    alone = Emission(taken.job_id, taken.lease, 0, (), b"half")
+    assert await node.broker.emit([alone]) == ["OK"]
+    status = await queue.producer.status(taken.job_id, "default")
+    assert (status.first_ms, await queue.log(taken.job_id)) == (0, [])
+    assert await node.broker.emit([Emission(taken.job_id, taken.lease, 0, chunks, b"whole")]) == ["OK"]
+    lost = Emission(taken.job_id, "another lease", 0, (), b"fenced")
+    assert await node.broker.emit([lost]) == ["FENCED"]
+
+    assert await inbox.messages() == [b"half", b"whole" + chunks[0]]
+    assert await channel.messages() == [*chunks]
+    assert await queue.log(taken.job_id) == [*chunks]
+
+
 async def test_one_call_serves_many_jobs_and_a_bad_one_harms_no_other(queue: Queue) -> None:
     node = await queue.node()
     await queue.submit_many(3)

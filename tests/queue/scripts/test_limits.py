@@ -243,3 +243,21 @@ async def test_no_window_lets_in_more_than_rate_and_burst_and_the_told_wait_is_e
             inside = sum(amount for at_ms, amount in accepted if since_ms <= at_ms <= last_ms)
             slack_ms = TOLERANCE_MS  # of real time that passes in the test
             assert inside <= 200 + (last_ms - since_ms + slack_ms) / 10
+
+
+async def test_a_refusal_by_the_pools_limit_says_what_waits_and_for_how_long(queue: Queue) -> None:
+    await queue.node(max_queued_cost=500)
+    await drain(queue, 10, 40)
+    for priority, count in ((Priority.INTERACTIVE, 1), (Priority.STANDARD, 2), (Priority.BATCH, 1)):
+        await queue.submit_many(count, priority=priority)
+    error = await refusal(queue, Terms(), cost=200)
+    assert error.message == "the pool's limit of 500 queued KV tokens is reached"
+    assert (error.num_waiting_ahead, error.estimated_wait_ms) == (3, 1000 * (300 + 200) / 50)
+
+
+async def test_a_refusal_for_a_rate_counts_the_queue_but_estimates_no_wait(queue: Queue) -> None:
+    await queue.node()
+    terms = Terms(jobs_per_minute=1, burst_s=1)
+    await submit(queue, terms)
+    error = await refusal(queue, terms)
+    assert (error.num_waiting_ahead, error.estimated_wait_ms) == (1, None)

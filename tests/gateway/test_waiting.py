@@ -1,0 +1,257 @@
+"""`return_progress`: a stream says where its job is in the queue, and how far its prompt is computed."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fixtures.tiny_model import make_tiny_model
+
+from penstock.contract.waiting import PrefillProgress
+from penstock.gpu_node.engine import Engine, EngineConfig
+from penstock.gpu_node.engine.records import EngineRequest, StepOutput
+from penstock.producer.client import AsyncClient
+from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.test_streams import wait_until
+
+JOB = "x-penstock-job"
+PROMPT_TOKENS = 8
+PREFILL_STEP_S = 0.05
+
+
+class SlowPrefill(EchoEngine):  # type: ignore[misc]  # a conftest module has no types
+    """Computes the prompts of requests that report it two tokens a step, one request at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_prefill: list[tuple[str, int, int]] = []
+
+    def add(self, request: EngineRequest) -> None:
+        super().add(request)
+        if request.reports_prefill:
+            self._in_prefill.append((request.request_id, len(request.prompt_token_ids), 0))
+
+    def step(self) -> list[StepOutput]:
+        if not self._in_prefill:
+            tokens: list[StepOutput] = super().step()
+            return tokens
+        time.sleep(PREFILL_STEP_S)
+        request_id, total, done = self._in_prefill.pop()
+        done = min(total, done + 2)
+        if done < total:
+            self._in_prefill.append((request_id, total, done))
+        return [StepOutput(request_id, 0, 0, (), "", None, prefill=PrefillProgress(total, 0, done, done))]
+
+
+@pytest.fixture(scope="module")
+def queue_engine(stack: Stack) -> EchoEngine:
+    """The engine of a node with one slot."""
+    engine = SlowPrefill()
+    stack.start_node(engine, model="acme/queue", pool="queue", max_num_seqs=1, reattach_grace_ms=60_000)
+    return engine
+
+
+@pytest.fixture
+def jobs_ahead(stack: Stack, queue_engine: EchoEngine) -> Iterator[list[Any]]:
+    """Jobs that wait before the test's, each of which the test ends."""
+    queue_engine.step_s = 0.02
+
+    async def submit() -> tuple[AsyncClient, list[Any]]:
+        client = await stack.client().connect()
+        return client, [await client.submit("x" * 250, model="acme/queue") for _ in range(4)]
+
+    async def end(client: AsyncClient, jobs: Sequence[Any]) -> None:
+        for job in jobs:
+            await job.cancel()
+        await client.close()
+
+    client, jobs = stack.call(submit())
+    yield jobs
+    stack.call(end(client, jobs))
+    queue_engine.step_s = 0.0
+
+
+def body_of(path: str, prompt: str = "abcdefgh", **fields: Any) -> dict[str, Any]:
+    given = {"prompt": prompt} if path == "completions" else {"messages": [{"role": "user", "content": prompt}]}
+    return {"model": "acme/queue", **given, "stream": True, **fields}
+
+
+def check_rising(processed: Sequence[int]) -> None:
+    """Progress that comes faster than it is published is left out, but the last one is not."""
+    assert len(processed) > 1 and [*processed] == sorted({*processed} & {2, 4, 6, 8})
+    assert processed[-1] == PROMPT_TOKENS
+
+
+def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_position_goes_down_and_then_the_prompt_is_computed(
+    stack: Stack, url: str, jobs_ahead: list[Any], path: str
+) -> None:
+    events, positions = list[dict[str, Any]](), list[int]()
+    body = body_of(path, return_progress=True, stream_options={"include_event_ids": True, "include_usage": True})
+    with httpx.stream("POST", f"{url}/v1/{path}", json=body, timeout=30) as response:
+        lines = list[str]()
+        for line in response.iter_lines():
+            lines.append(line)
+            if not line.startswith("data: {"):
+                continue
+            events.append(json.loads(line.removeprefix("data: ")))
+            if (place := events[-1].get("queue_progress")) is not None:
+                positions.append(place["position"])
+                # End one of the jobs ahead: the running one first.
+                if len(positions) <= 4:
+                    stack.call(jobs_ahead[len(positions) - 1].cancel())
+    assert positions[:4] == [4, 3, 2, 1]
+    assert positions[4:] in ([], [0])
+    progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    check_rising([one["processed"] for one in progress])
+    assert all(one.keys() == {"total", "cache", "processed", "time_ms"} for one in progress)
+    waiting = [event for event in events if "queue_progress" in event or "prompt_progress" in event]
+    assert waiting == events[: len(waiting)]
+    nothing: dict[str, Any] = {"text": ""} if path == "completions" else {"delta": {}}
+    assert all(
+        event["choices"] == [{**nothing, "index": 0, "logprobs": None, "finish_reason": None}] for event in waiting
+    )
+    # Only what can be resumed has an id; the usage counts no event of the wait.
+    num_ids = sum(line.startswith("id: ") for line in lines)
+    assert num_ids == sum(1 for event in events if event not in waiting and event["choices"])
+    assert events[-1]["usage"]["completion_tokens"] == PROMPT_TOKENS
+
+
+def test_openais_client_puts_an_answer_with_progress_together(url: str, queue_engine: EchoEngine) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
+        messages: Any = [{"role": "user", "content": "abcdefgh"}]
+        extra = {"return_progress": True}
+        with api.chat.completions.stream(model="acme/queue", messages=messages, extra_body=extra) as stream:
+            extras = [event.chunk.model_extra or {} for event in stream if event.type == "chunk"]
+            message = stream.get_final_completion().choices[0].message
+    check_rising([extra["prompt_progress"]["processed"] for extra in extras if "prompt_progress" in extra])
+    assert (message.role, message.content) == ("assistant", "abcdefgh")
+
+
+def test_prompts_of_one_request_have_progress_of_their_own(url: str, queue_engine: EchoEngine) -> None:
+    body = body_of("completions", return_progress=True) | {"prompt": ["ab", "cd"], "n": 2}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    events = list(events_of(iter(response.text.splitlines())))
+    indices = [event["choices"][0]["index"] for event in events if "prompt_progress" in event]
+    assert set(indices) == {0, 2}
+
+
+def test_a_stream_that_waited_and_did_not_ask_is_byte_for_byte_as_before(
+    stack: Stack, url: str, jobs_ahead: list[Any]
+) -> None:
+    timer = threading.Timer(0.8, lambda: [stack.call(job.cancel()) for job in jobs_ahead])
+    timer.start()
+    response = httpx.post(f"{url}/v1/completions", json=body_of("completions", "a"), timeout=30)
+    timer.join()
+    assert response.elapsed.total_seconds() > 0.7
+    choice = b'{"text":"a","index":0,"logprobs":null,"finish_reason":"stop"}'
+    head = (
+        b'{"id":"cmpl-%s","created":0,"model":"acme/queue","object":"text_completion",' % response.headers[JOB].encode()
+    )
+    assert re.sub(rb'"created":\d+', b'"created":0', response.content) == (
+        b"data: " + head + b'"choices":[' + choice + b"]}\n\ndata: [DONE]\n\n"
+    )
+
+
+def test_progress_needs_a_stream(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "return_progress": True})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "return_progress")
+
+
+def test_a_stream_resumed_after_its_first_event_has_no_progress(url: str, queue_engine: EchoEngine) -> None:
+    queue_engine.step_s = 0.02
+    body = body_of("completions", return_progress=True, stream_options={"include_event_ids": True})
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+        last_id = next(line for line in response.iter_lines() if line.startswith("id: ")).removeprefix("id: ")
+    rest = httpx.post(f"{url}/v1/completions", json=body, headers={"Last-Event-ID": last_id}, timeout=30)
+    queue_engine.step_s = 0.0
+    assert "progress" not in rest.text
+    said = "".join(event["choices"][0]["text"] for event in events_of(iter(rest.text.splitlines())))
+    assert "abcdefgh".endswith(said) and len(said) < PROMPT_TOKENS
+
+
+def test_a_job_shows_its_position_and_its_stream_the_progress(stack: Stack, url: str, jobs_ahead: list[Any]) -> None:
+    with httpx.Client(base_url=url, timeout=30) as http:
+        body = {"model": "acme/queue", "prompt": "abcdefgh", "return_progress": True}
+        job_id = http.post("/v1/jobs", json=body).json()["id"]
+        wait_until(lambda: http.get(f"/v1/jobs/{job_id}").json().get("position") == 4)
+        shown = http.get(f"/v1/jobs/{job_id}").json()
+        assert (shown["state"], shown["num_waiting_ahead"]) == ("queued", 3)
+        assert shown["estimated_wait_ms"] is None or shown["estimated_wait_ms"] > 0
+
+        events = list[dict[str, Any]]()
+        with http.stream("GET", f"/v1/jobs/{job_id}/stream?return_progress=true") as response:
+            for event in events_of(response.iter_lines()):
+                events.append(event)
+                if event.get("queue_progress", {}).get("position") == 4:
+                    for job in jobs_ahead:
+                        stack.call(job.cancel())
+        progress = [event["prompt_progress"]["processed"] for event in events if "prompt_progress" in event]
+        check_rising(progress)
+        assert events[-1]["outcome"]["state"] == "done"
+        plain = http.get(f"/v1/jobs/{job_id}/stream").text
+        again = http.get(f"/v1/jobs/{job_id}/stream?return_progress=true").text
+        assert plain == again and "progress" not in plain
+        wrong = http.get(f"/v1/jobs/{job_id}/stream?return_progress=1")
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "return_progress")
+
+
+def test_a_refusal_by_a_full_queue_says_how_many_jobs_wait(stack: Stack, url: str) -> None:
+    engine = EchoEngine()
+    engine.step_s = 0.05
+    stack.start_node(engine, model="acme/full", pool="full", max_num_seqs=1, max_open_jobs=3)
+    with httpx.Client(base_url=url, timeout=30) as http:
+        wait_until(lambda: "acme/full" in http.get("/v1/models").text)
+        body = {"model": "acme/full", "prompt": "x" * 250}
+        jobs = [http.post("/v1/jobs", json=body).json()["id"] for _ in range(3)]
+        wait_until(lambda: http.get(f"/v1/jobs/{jobs[0]}").json()["state"] == "running")
+        for path in ("/v1/completions", "/v1/jobs"):
+            refused = http.post(path, json=body)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["num_waiting_ahead"]) == (429, 2)
+            assert error["retry_after_ms"] == int(refused.headers["retry-after-ms"])
+        for job_id in jobs:
+            http.delete(f"/v1/jobs/{job_id}")
+
+
+# A real engine -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real_model(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The name of a small real model whose prompts are computed in chunks of 64 tokens."""
+    folder: Path = make_tiny_model(tmp_path_factory.mktemp("tiny"))
+    engine = Engine(
+        EngineConfig(model=str(folder), dtype="float32", num_kv_blocks=256, num_threads=1, max_num_batched_tokens=64)
+    )
+    stack.start_node(engine, model="acme/real", pool="real")
+    return "acme/real"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_a_long_prompt_of_a_real_model_shows_rising_progress_up_to_its_end(
+    url: str, real_model: str, max_tokens: int
+) -> None:
+    prompt = f"{max_tokens} the gate opens " * 40
+    body = {"model": real_model, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+    text = httpx.post(f"{url}/v1/completions", json={**body, "return_progress": True}, timeout=60).text
+    progress = [one["prompt_progress"] for one in events_of(iter(text.splitlines())) if "prompt_progress" in one]
+    processed = [one["processed"] for one in progress]
+    total = progress[0]["total"]
+    assert len(progress) > 2 and total > 128
+    assert processed == sorted(set(processed)) and processed[-1] == total
+    assert all(one["total"] == total and one["cache"] == 0 for one in progress)
