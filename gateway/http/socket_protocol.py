@@ -11,8 +11,6 @@ import asyncio
 import codecs
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from uvicorn.protocols.utils import ClientDisconnected
@@ -21,6 +19,7 @@ from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request
 from websockets.server import ServerProtocol
 
+from penstock.gateway.http.message_memory import MessageMemory
 from penstock.gateway.http.reader_watch import ReaderWatch
 
 PING_INTERVAL_S = 20.0
@@ -36,9 +35,6 @@ MAX_SMALL_BYTES = 256 << 10
 """Bytes of an incomplete message that are kept without asking for memory."""
 EXTENSION = "penstock.socket"
 """The name under which the ASGI scope holds the protocol."""
-Budget = Callable[[], AbstractAsyncContextManager[None]]
-"""Waits for the memory of a large message, and holds it in the block."""
-
 _LOG = logging.getLogger(__name__)
 # The libraries log each connection at this level, with its query.
 _LOG.setLevel(logging.WARNING)
@@ -58,7 +54,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
     """uvicorn's WebSocket protocol with bounds on work, memory and slow clients.
 
     - Received bytes are parsed in slices, and the connection is not read meanwhile.
-    - A message above MAX_SMALL_BYTES waits for memory (`set_budget`), and must then arrive in time.
+    - A message above MAX_SMALL_BYTES waits for memory (`memory`), and must then arrive in time.
     - A client that reads nothing gets only the newest of its pongs, and is disconnected as ReaderWatch says.
     - After a violation of the protocol, the server sends a close frame and waits CLOSE_TIMEOUT_S for the client's end.
     - A shutdown sets `draining`; the application closes the WebSocket.
@@ -77,22 +73,14 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         """The frames of an incomplete message."""
         self._later: asyncio.Handle | None = None
         self._late_pong = b""
-        self._hold: asyncio.Task[None] | None = None
-        self._is_granted = False
-        self._arrived = asyncio.Event()
-        self._taken = asyncio.Event()
-        self._budget: Budget | None = None
-        self._message_timeout_s = 0.0
+        self.memory = MessageMemory(self._go_on, lambda reason: self._fail(CloseCode.POLICY_VIOLATION, reason))
+        """The memory of large messages. The application sets where it comes from."""
 
     # For the application ----------------------------------------------------------------------------
 
-    def set_budget(self, budget: Budget, timeout_s: float) -> None:
-        """Set how large messages get memory. They must then arrive within `timeout_s`."""
-        self._budget, self._message_timeout_s = budget, timeout_s
-
     def release_message(self) -> None:
         """Give back the memory of the last received message."""
-        self._taken.set()
+        self.memory.taken()
         self._go_on()
 
     async def receive(self) -> Any:
@@ -108,7 +96,9 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         await super().send(message)
         if message["type"] == "websocket.accept":
             self._go_on()
-        elif message["type"] == "websocket.http.response.body" and self.close_sent:
+        elif message["type"] == "websocket.close":
+            self._reader_watch.start()
+        elif message["type"] == "websocket.http.response.body" and self.transport.is_closing():
             # uvicorn would log that a refused handshake is not complete.
             self.handshake_complete = True
 
@@ -123,8 +113,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         """Handle the end of the connection."""
         self._reader_watch.stop()
         self._unparsed.clear()
-        if self._hold is not None:
-            self._hold.cancel()
+        self.memory.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -167,9 +156,11 @@ class BoundedSocket(WebSocketsSansIOProtocol):
             self._parse(bytes(self._unparsed[at : at + SLICE_BYTES]))
             at += SLICE_BYTES
         del self._unparsed[:at]
-        if self._unparsed or self._must_wait():
+        if self.transport.is_closing():
+            self._unparsed.clear()
+        elif self._unparsed or self._must_wait():
             self.transport.pause_reading()
-        elif not self.transport.is_closing():
+        else:
             self.transport.resume_reading()
 
     def _go_on_later(self) -> None:
@@ -179,9 +170,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
     def _must_wait(self) -> bool:
         """Return whether the next bytes may not be parsed yet."""
         is_opening = self.handshake_initiated and not self.handshake_complete
-        # A large message waits for memory, and the messages behind it until the application has taken it.
-        is_held_up = self._hold is not None and (not self._is_granted or self._arrived.is_set())
-        return not self.conn.eof_sent and (is_opening or self.read_paused or is_held_up)
+        return not self.conn.eof_sent and (is_opening or self.read_paused or self.memory.must_wait)
 
     def _parse(self, data: bytes) -> None:
         self.conn.receive_data(data)
@@ -191,29 +180,8 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         elif self.conn.handshake_exc is not None and not self.handshake_initiated:
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.transport.close()
-        elif self._hold is None and self._num_kept_bytes() > MAX_SMALL_BYTES and self._budget is not None:
-            self._is_granted = False
-            self._hold = self.loop.create_task(self._hold_memory(self._budget))
-
-    def _num_kept_bytes(self) -> int:
-        return len(self.conn.reader.buffer) + len(self._fragments)
-
-    async def _hold_memory(self, budget: Budget) -> None:
-        """Hold memory for one large message, from its first part until the application has taken it."""
-        self._arrived.clear()
-        self._taken.clear()
-        async with budget():
-            self._is_granted = True
-            self._go_on()
-            try:
-                async with asyncio.timeout(self._message_timeout_s):
-                    await self._arrived.wait()
-            except TimeoutError:
-                self._fail(CloseCode.POLICY_VIOLATION, f"a message did not arrive within {self._message_timeout_s:g} s")
-            else:
-                await self._taken.wait()
-        self._hold = None
-        self._go_on()
+        elif len(self.conn.reader.buffer) + len(self._fragments) > MAX_SMALL_BYTES:
+            self.memory.claim()
 
     # Frames -----------------------------------------------------------------------------------------
 
@@ -249,9 +217,9 @@ class BoundedSocket(WebSocketsSansIOProtocol):
 
     def _end_message(self, whole: bytes) -> None:
         """Queue a whole message for the application. Text that is not UTF-8 ends the connection."""
-        self._arrived.set()
+        self.memory.arrived()
         if self.close_sent:
-            self._taken.set()
+            self.memory.taken()
         elif self.curr_msg_data_type == "text" and not _is_utf8(whole):
             self._fail(CloseCode.INVALID_DATA, "the text is not UTF-8")
         else:
@@ -269,8 +237,14 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         elif pongs:
             self._late_pong = pongs[-1]
 
+    def handle_close(self, event: Frame) -> None:
+        """Handle a close frame. The client may not read the answer."""
+        super().handle_close(event)
+        self._reader_watch.start()
+
     def keepalive_timeout(self) -> None:
         """Handle a missing pong. It may be in bytes that are not read yet, or its ping behind bytes that wait."""
+        self._reader_watch.start()
         if self.read_paused or self._unparsed or self._must_wait() or self.transport.get_write_buffer_size():
             self.pong_timer = self.pending_ping_payload = None
             self.schedule_ping()
@@ -287,6 +261,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         self.queue.put_nowait({"type": "websocket.disconnect", "code": code})
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.close_sent = True
+        self._reader_watch.start()
         self.stop_keepalive()
         if self.transport.can_write_eof():
             self.transport.write_eof()

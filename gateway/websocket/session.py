@@ -56,7 +56,7 @@ class SocketSession:
 
     async def run(self) -> None:
         """Handle messages until the client leaves or the gateway stops. The streams end with the session."""
-        self._connection.set_budget(self._memory_of_message, self._settings.body_timeout_s)
+        self._connection.memory.set_budget(self._memory_of_message, self._settings.body_timeout_s)
         closing = asyncio.create_task(self._close_when_drained())
         try:
             while (raw := await self._next()) is not None:

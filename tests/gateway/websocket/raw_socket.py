@@ -102,7 +102,7 @@ class RawSocket:
 
     def messages(self) -> list[dict[str, Any]]:
         """The messages up to the first one that ends a stream."""
-        found = []
+        found: list[dict[str, Any]] = []
         while not found or found[-1]["type"] not in ("end", "error", "refused"):
             received = self.receive()
             if received.opcode == TEXT:

@@ -31,7 +31,7 @@ from tests.gateway.websocket.raw_socket import (
 from tests.gateway.websocket.socket_client import text_of
 
 MAX_HOLD_S = 0.03
-"""CPU seconds of one round of the event loop. A round parses for 2 ms; the rest is room for a slow machine."""
+"""CPU seconds of one round of the event loop. A round parses for 2 ms; the rest is for a slow machine."""
 SUBMIT = json.dumps(
     {"type": "submit", "id": "a", "path": "/v1/completions", "body": {"model": MODEL, "prompt": "hello"}}
 ).encode()

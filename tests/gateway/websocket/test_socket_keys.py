@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import pytest
@@ -55,12 +56,12 @@ def test_websocket_without_a_valid_key_is_refused(closed: tuple[str, dict[str, s
 @pytest.mark.parametrize("how", ["authorization", "x-api-key", "subprotocol"])
 def test_key_opens_a_websocket_of_its_tenant(closed: tuple[str, dict[str, str]], how: str, redis_url: str) -> None:
     url, made = closed
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         "authorization": {"additional_headers": bearer(made["acme"])},
         "x-api-key": {"additional_headers": {"x-api-key": made["acme"]}},
         "subprotocol": {"subprotocols": ["penstock", made["acme"]]},
-    }[how]
-    with socket_to(url, **options) as socket:
+    }
+    with socket_to(url, **options[how]) as socket:
         assert socket.connection.subprotocol == ("penstock" if how == "subprotocol" else None)
         socket.submit("a", "hello")
         messages = socket.end_of("a")

@@ -127,7 +127,7 @@ def test_job_of_a_closed_socket_ends_unless_it_is_a_background_job(
         members = {"background": False} if path == "/v1/jobs" else {}
         socket.submit("lost", "a" * 200, path=path, body=members)
         socket.submit("kept", "b" * 100, path="/v1/jobs")
-        jobs = {}
+        jobs: dict[str, str] = {}
         while len(jobs) < 2:
             message = socket.receive()
             if message["type"] == "accepted":
@@ -172,7 +172,9 @@ def test_whole_stream_has_usage_on_request(socket: SocketClient) -> None:
 # Limits. ----------------------------------------------------------------------------------------
 
 
-def test_gateway_has_a_limit_of_websockets_and_a_closed_one_makes_room(stack: Stack, shared_engine: EchoEngine) -> None:
+def test_gateway_has_a_limit_of_websockets_and_a_closed_one_no_longer_counts(
+    stack: Stack, shared_engine: EchoEngine
+) -> None:
     url = stack.start_gateway(max_sockets=1)
     for _ in range(3):
         with socket_to(url):
