@@ -60,7 +60,7 @@ async def _send_error(started: Headers | None, scope: Scope, receive: Receive, s
         async with asyncio.timeout(SAY_TIMEOUT_S):
             if started is None:
                 await error_response(error, scope)(scope, receive, send)
-            elif started.get("content-type", "") == (framing := framing_of(scope)).content_type:
+            elif started.get("content-type", "").startswith((framing := framing_of(scope)).media_type):
                 body = framing.error(error, error_event(error, scope))
                 await send({"type": "http.response.body", "body": body, "more_body": False})
     except TimeoutError:

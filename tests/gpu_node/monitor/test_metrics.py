@@ -119,7 +119,7 @@ async def test_waiting_requests_under_the_name_of_vllm_include_the_queue(redis_u
         with serving_metrics(node, settings_of(redis_url)) as port:
             jobs = [await client.submit("hello", max_tokens=400, ignore_eos=True) for _ in range(5)]
             await anext(jobs[0].stream())
-            while node.ledger.counts.queue_share < 4 or not node.engine_stats.num_running:
+            while node.ledger.counts.queue_share < 4 or not (node.engine_stats and node.engine_stats.num_running):
                 await asyncio.sleep(0.01)
             found = await scrape(port)
             for job in jobs:
