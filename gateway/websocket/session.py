@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 
 from starlette.types import Receive, Scope, Send
 
@@ -19,14 +19,12 @@ from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.websocket.channel import Pace, SocketChannel
 from penstock.gateway.websocket.server_messages import error_message
 from penstock.gateway.websocket.stream import SocketStream
-from penstock.producer.client import AsyncClient
 
 MESSAGES_PER_S = 100.0
 BURST_MESSAGES = 200
 """A WebSocket's messages above this rate wait unread."""
 NOT_TEXT, RESTART = 1003, 1012
 """Close codes (RFC 6455, 7.4.1, and IANA's registry)."""
-_CREDENTIALS = (b"authorization", b"x-api-key")
 
 
 class SocketSession:
@@ -34,7 +32,6 @@ class SocketSession:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["app"].state
-        self._client: AsyncClient = state.client
         self._settings: GatewaySettings = state.settings
         self._metrics: GatewayMetrics = state.metrics
         self._parser: Parser = state.parser
@@ -46,7 +43,6 @@ class SocketSession:
         self._receive = receive
         self._channel = SocketChannel(send)
         self._pace = Pace(MESSAGES_PER_S, BURST_MESSAGES)
-        self._credentials = [header for header in scope["headers"] if header[0] in _CREDENTIALS]
         self._streams: dict[str, SocketStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_idle = asyncio.Event()
@@ -98,7 +94,6 @@ class SocketSession:
         except PenstockError as error:
             message = SocketMessage(error=error)
         finally:
-            del raw
             self._connection.release_message()
         try:
             if message.content is None:
@@ -119,7 +114,7 @@ class SocketSession:
             raise ConflictError(f"id: {tag!r} is an open stream of this WebSocket", code="id_in_use", param="id")
         if len(self._streams) >= (limit := self._settings.max_socket_streams):
             raise BusyError(f"a WebSocket may have {limit} open streams", retry_after_ms=1000, code="too_many_streams")
-        stream = SocketStream(tag, self._channel, self._scope, self._credentials)
+        stream = SocketStream(tag, self._channel, self._scope)
         work = (
             stream.submit(content, message.error or message.body)
             if isinstance(content, Submit)
@@ -144,8 +139,7 @@ class SocketSession:
         stream = self._streams.get(request.id)
         if stream is None:
             raise NotFoundError(f"id: {request.id!r} is not an open stream", code="stream_not_found", param="id")
-        with suppress(NotFoundError):
-            await stream.cancel(self._client, self._tenant)
+        await stream.cancel()
 
     async def _close_when_drained(self) -> None:
         await self._connection.draining.wait()
