@@ -58,7 +58,8 @@ class SocketStream:
         self._is_background = False
         self._is_canceled = False
         self._has_read = False
-        self._has_ended = False
+        self.has_ended = False
+        """Whether the last message about the stream was sent."""
         self._status = 0
         self._is_accepted = False
         self._is_stream = False
@@ -175,17 +176,17 @@ class SocketStream:
             await self._write(message("error", self._tag, {"status": self._status, "error": error}))
 
     async def _write(self, line: bytes) -> None:
-        if self._has_ended:
+        if self.has_ended:
             return
         await self._channel.write(line)
-        self._has_ended = self._framing.is_last(line)
+        self.has_ended = self._framing.is_last(line)
         self._num_sent += 1
         if self._num_sent % MESSAGES_PER_ROUND == 0:
             await asyncio.sleep(0)
 
     async def _end(self) -> None:
         """Send the end of a stream whose requests ended without one."""
-        if self._has_ended:
+        if self.has_ended:
             return
         error: PenstockError
         if self._is_canceled:

@@ -278,6 +278,12 @@ def test_open_id_is_refused_and_its_stream_goes_on(socket: SocketClient, engine:
     assert text_of(messages) == "a" * 20
 
 
+def test_id_is_free_as_soon_as_its_stream_has_ended(socket: SocketClient) -> None:
+    for number in range(20):
+        socket.submit("a", f"prompt {number}", path="/v1/jobs")
+        assert text_of(socket.end_of("a")) == f"prompt {number}"
+
+
 def test_cancel_of_no_open_stream_is_refused(socket: SocketClient) -> None:
     socket.send("cancel", "never")
     refused = socket.receive()
