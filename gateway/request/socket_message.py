@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError, from_json, to_json
 
 from penstock.contract.errors import PenstockError, RequestError
+from penstock.contract.job import is_job_id
 from penstock.contract.problems import request_error
 from penstock.gateway.request.parsed_body import (
     BODIES,
@@ -41,6 +42,12 @@ def _is_known(path: str) -> str:
     if path not in FORMS:
         raise PydanticCustomError("unsupported_value", f"must be one of {', '.join(FORMS)}")
     return path
+
+
+def _is_job(text: str) -> str:
+    if not is_job_id(text):
+        raise PydanticCustomError("wrong_job", "must be the id of a job")
+    return text
 
 
 def _position(value: Any) -> str | None:
@@ -76,7 +83,7 @@ class Attach(Wire):
 
     type: Literal["attach"]
     id: Tag
-    job: Annotated[str, Field(min_length=1, max_length=MAX_POSITION_CHARS)]
+    job: Annotated[str, AfterValidator(_is_job)]
     after: Position = None
 
 

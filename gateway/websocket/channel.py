@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
 from starlette.types import Send
+
+CLOSE_TIMEOUT_S = 1.0
+"""Seconds for sending the close frame."""
 
 
 class SocketChannel:
@@ -23,8 +27,10 @@ class SocketChannel:
             await self._pass_on({"type": "websocket.send", "text": message.decode()})
 
     async def close(self, code: int, reason: str) -> None:
-        """Close the WebSocket."""
-        await self._pass_on({"type": "websocket.close", "code": code, "reason": reason})
+        """Close the WebSocket. A client that reads nothing gets no reason."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._pass_on({"type": "websocket.close", "code": code, "reason": reason})
         self._is_open = False
 
     async def _pass_on(self, event: dict[str, object]) -> None:

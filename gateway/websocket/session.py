@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.api_keys import ApiKey
-from penstock.contract.errors import BusyError, ConflictError, NotFoundError, PenstockError, UnavailableError
+from penstock.contract.errors import (
+    BusyError,
+    ConflictError,
+    InvariantError,
+    NotFoundError,
+    PenstockError,
+    UnavailableError,
+)
 from penstock.gateway.http.socket_protocol import EXTENSION, BoundedSocket
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.request.body_parser import Parser
@@ -19,14 +25,12 @@ from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.websocket.channel import Pace, SocketChannel
 from penstock.gateway.websocket.server_messages import error_message
 from penstock.gateway.websocket.stream import SocketStream
-from penstock.producer.client import AsyncClient
 
 MESSAGES_PER_S = 100.0
 BURST_MESSAGES = 200
 """A WebSocket's messages above this rate wait unread."""
 NOT_TEXT, RESTART = 1003, 1012
 """Close codes (RFC 6455, 7.4.1, and IANA's registry)."""
-_CREDENTIALS = (b"authorization", b"x-api-key")
 
 
 class SocketSession:
@@ -34,7 +38,6 @@ class SocketSession:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["app"].state
-        self._client: AsyncClient = state.client
         self._settings: GatewaySettings = state.settings
         self._metrics: GatewayMetrics = state.metrics
         self._parser: Parser = state.parser
@@ -46,7 +49,6 @@ class SocketSession:
         self._receive = receive
         self._channel = SocketChannel(send)
         self._pace = Pace(MESSAGES_PER_S, BURST_MESSAGES)
-        self._credentials = [header for header in scope["headers"] if header[0] in _CREDENTIALS]
         self._streams: dict[str, SocketStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_idle = asyncio.Event()
@@ -98,11 +100,10 @@ class SocketSession:
         except PenstockError as error:
             message = SocketMessage(error=error)
         finally:
-            del raw
             self._connection.release_message()
         try:
             if message.content is None:
-                raise message.error or NotFoundError("the message is empty")
+                raise message.error or InvariantError("a message has neither content nor an error")
             if isinstance(message.content, Cancel):
                 await self._cancel(message.content)
             else:
@@ -115,11 +116,12 @@ class SocketSession:
         tag = content.id
         if self._connection.draining.is_set():
             raise UnavailableError("this gateway is stopping; connect to another one", code="gateway_stopped")
-        if tag in self._streams:
+        open_tags = self._open_tags()
+        if tag in open_tags:
             raise ConflictError(f"id: {tag!r} is an open stream of this WebSocket", code="id_in_use", param="id")
-        if len(self._streams) >= (limit := self._settings.max_socket_streams):
+        if len(open_tags) >= (limit := self._settings.max_socket_streams):
             raise BusyError(f"a WebSocket may have {limit} open streams", retry_after_ms=1000, code="too_many_streams")
-        stream = SocketStream(tag, self._channel, self._scope, self._credentials)
+        stream = SocketStream(tag, self._channel, self._scope)
         work = (
             stream.submit(content, message.error or message.body)
             if isinstance(content, Submit)
@@ -128,24 +130,24 @@ class SocketSession:
         self.num_streams += 1
         self._streams[tag] = stream
         self._is_idle.clear()
-        task = asyncio.create_task(self._run(tag, work))
+        task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
 
-    async def _run(self, tag: str, work: Coroutine[None, None, None]) -> None:
-        try:
-            await work
-        finally:
-            del self._streams[tag]
-            if not self._streams:
-                self._is_idle.set()
+    def _open_tags(self) -> set[str]:
+        """Return the ids of the open streams, and forget those that have ended. Their tasks may still tidy up."""
+        self._streams = {tag: stream for tag, stream in self._streams.items() if not stream.has_ended}
+        return set(self._streams)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._is_idle.set()
 
     async def _cancel(self, request: Cancel) -> None:
-        stream = self._streams.get(request.id)
-        if stream is None:
+        if request.id not in self._open_tags():
             raise NotFoundError(f"id: {request.id!r} is not an open stream", code="stream_not_found", param="id")
-        with suppress(NotFoundError):
-            await stream.cancel(self._client, self._tenant)
+        await self._streams[request.id].cancel()
 
     async def _close_when_drained(self) -> None:
         await self._connection.draining.wait()

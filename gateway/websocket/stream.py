@@ -10,14 +10,15 @@ import asyncio
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import Message, Scope
 
-from penstock.contract.errors import InvariantError, JobCancelledError, PenstockError, RequestError
+from penstock.contract.errors import InvariantError, JobCancelledError, NotFoundError, PenstockError, RequestError
 from penstock.gateway.openai.errors import ID_HEADER
 from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.request.parsing import AFTER, EVENT_IDS_HEADER, KEY_HEADER, PARSED_BODY
@@ -34,6 +35,7 @@ MESSAGES_PER_ROUND = 64
 """Messages that are sent before other tasks run. They take about a millisecond."""
 MAX_ERROR_BYTES = 64 << 10
 """Bytes of an answer that is not a stream. Only errors and the state of a submitted job are such answers."""
+_CREDENTIALS = (b"authorization", b"x-api-key")
 _NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
@@ -42,17 +44,22 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 class SocketStream:
     """The requests of one submit or attach, and their answers."""
 
-    def __init__(self, tag: str, channel: SocketChannel, socket_scope: Scope, credentials: RawHeaders) -> None:
+    def __init__(self, tag: str, channel: SocketChannel, socket_scope: Scope) -> None:
+        """`socket_scope` is the ASGI scope of the WebSocket."""
         self._tag = tag
         self._channel = channel
         self._socket_scope = socket_scope
-        self._app: ASGIApp = socket_scope["app"]
-        self._credentials = credentials
+        self._app: Any = socket_scope["app"]
+        self._client: AsyncClient = self._app.state.client
+        self._tenant: str = socket_scope["state"]["caller"].tenant
         self._framing = SocketFraming(tag)
         self._job_ids: list[str] = []
         self._is_left = asyncio.Event()
+        self._is_background = False
         self._is_canceled = False
-        self._has_ended = False
+        self._has_read = False
+        self.has_ended = False
+        """Whether the last message about the stream was sent."""
         self._status = 0
         self._is_accepted = False
         self._is_stream = False
@@ -63,7 +70,8 @@ class SocketStream:
         """Submit the jobs of a request and send their events, then the end."""
         headers = [(EVENT_IDS_HEADER.encode(), b"true" if request.event_ids else b"false")]
         if request.idempotency_key is not None:
-            headers.append((KEY_HEADER.encode(), request.idempotency_key.encode("latin-1", "replace")))
+            headers.append((KEY_HEADER.encode(), request.idempotency_key.encode()))
+        self._is_background = isinstance(body, ParsedBody) and bool(body.options.get("background"))
         await self._ask("POST", request.path, request.after, headers, body)
         if request.path == JOBS_PATH and self._status == HTTPStatus.ACCEPTED:
             await self._ask("GET", _stream_path(self._job_ids[0]), request.after)
@@ -71,6 +79,7 @@ class SocketStream:
 
     async def attach(self, request: Attach) -> None:
         """Send the chunks of a job, then the end."""
+        self._job_ids = [request.job]
         await self._ask("GET", _stream_path(request.job), request.after)
         await self._end()
 
@@ -78,13 +87,21 @@ class SocketStream:
         """End the stream as if the reader of an HTTP stream had left."""
         self._is_left.set()
 
-    async def cancel(self, client: AsyncClient, tenant: str) -> None:
-        """Cancel the jobs. The stream then ends by itself. Jobs that are not known yet end with their request."""
+    async def cancel(self) -> None:
+        """Cancel the jobs; the stream then ends by itself. Jobs that are not known yet are canceled once they are.
+
+        Without background jobs the stream ends at once, which cancels them too.
+        """
         self._is_canceled = True
-        if not self._job_ids:
+        if self._job_ids:
+            await self._cancel_jobs()
+        elif not self._is_background:
             self.leave()
+
+    async def _cancel_jobs(self) -> None:
         for job_id in self._job_ids:
-            await client.cancel(job_id, tenant=tenant)
+            with suppress(NotFoundError):
+                await self._client.cancel(job_id, tenant=self._tenant)
 
     async def _ask(
         self,
@@ -105,13 +122,12 @@ class SocketStream:
             "raw_path": quote(path).encode(),
             "query_string": b"" if after is None else urlencode({AFTER: after}).encode(),
             "root_path": "",
-            "headers": [*self._credentials, *headers],
+            "headers": [*(header for header in socket["headers"] if header[0] in _CREDENTIALS), *headers],
             "client": socket["client"],
             "server": socket["server"],
             "state": {},
             "extensions": {**framing_extension(self._framing), PARSED_BODY: body},
         }
-        # One call only: the answer to it says whether the caller is gone.
         self._has_read = False
         try:
             await self._app(scope, self._receive, self._send)
@@ -142,6 +158,8 @@ class SocketStream:
         self._is_stream = status == HTTPStatus.OK and headers.get("content-type") == self._framing.content_type
         if JOB_HEADER in headers:
             self._job_ids = headers[JOB_HEADER].split(", ")
+            if self._is_canceled:
+                await self._cancel_jobs()
         if status < HTTPStatus.BAD_REQUEST and not self._is_accepted:
             self._is_accepted = True
             members: dict[str, Any] = {"jobs": self._job_ids, "request_id": headers.get(ID_HEADER)}
@@ -158,17 +176,17 @@ class SocketStream:
             await self._write(message("error", self._tag, {"status": self._status, "error": error}))
 
     async def _write(self, line: bytes) -> None:
-        if self._has_ended:
+        if self.has_ended:
             return
         await self._channel.write(line)
-        self._has_ended = self._framing.is_last(line)
+        self.has_ended = self._framing.is_last(line)
         self._num_sent += 1
         if self._num_sent % MESSAGES_PER_ROUND == 0:
             await asyncio.sleep(0)
 
     async def _end(self) -> None:
         """Send the end of a stream whose requests ended without one."""
-        if self._has_ended:
+        if self.has_ended:
             return
         error: PenstockError
         if self._is_canceled:
@@ -183,4 +201,4 @@ class SocketStream:
 
 
 def _stream_path(job_id: str) -> str:
-    return f"{JOBS_PATH}/{quote(job_id, safe='')}/stream"
+    return f"{JOBS_PATH}/{job_id}/stream"
