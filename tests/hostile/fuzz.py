@@ -141,7 +141,7 @@ class Fuzzer:
         if (
             not param
             and code not in NAMES_NO_FIELD
-            and not (_NOT_JSON.match(str(error["message"])) or code == NAMELESS)
+            and not (_NOT_JSON.search(str(error["message"])) or code == NAMELESS)
         ):
             self.found.complain(case, f"an error that names no field: {error}")
         return code
