@@ -38,8 +38,7 @@ class DirectBody:
 
 def offer_direct_body(cycle: RequestResponseCycle) -> None:
     """Add the body of this answer to its scope."""
-    # ASGI's type of the extensions allows nothing but dictionaries.
-    extensions: dict[str, Any] = cycle.scope.setdefault("extensions", {})  # type: ignore[assignment]
+    extensions: dict[str, Any] = cycle.scope.setdefault("extensions", {})
     extensions[_EXTENSION] = DirectBody(cycle)
 
 

@@ -87,7 +87,7 @@ class _Medians:
         self._runs = runs
 
     def __call__(self, name: str) -> float:
-        return statistics.median(run[name] for run in self._runs)
+        return statistics.median(float(run[name]) for run in self._runs)
 
 
 def _grouped(runs: Sequence[Answer], *names: str) -> dict[tuple[object, ...], list[Answer]]:
