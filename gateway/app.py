@@ -40,7 +40,7 @@ from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
 from penstock.gateway.tokens import routes as tokens_routes
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
-from penstock.runtime.gc_freeze import freeze_gc
+from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
 from penstock.runtime.logging import configure_logging
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.settings import KeySettings
@@ -201,6 +201,7 @@ def run(settings: GatewaySettings) -> None:
     asyncio.run(_check_start(settings))
     server = make_server(settings)
     freeze_gc()
+    make_full_collections_rare()
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
 

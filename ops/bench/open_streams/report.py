@@ -45,10 +45,10 @@ def _of_loads(loads: Sequence[Answer]) -> list[str]:
         "0.5 ms. The gateway's CPU time gives the events per second of a whole core. With the script that nodes call, "
         "Redis also stores each chunk and checks each lease. PUBLISH sends the gateway the same messages without that.",
         "",
-        "| gateway | streams | published by | events/s asked | arrived | latency p50, p99, max (ms) "
+        "| gateway | streams | opened per s | published by | events/s asked | arrived | latency p50, p99, max (ms) "
         "| gateway: core, µs/event | events/s of a whole core | Redis, node, reader: core | RSS per stream (KiB) "
         "| foreign CPU |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key, runs in _grouped(loads, "gateway", "num_streams", "direct", "asked_per_s").items():
         gateway, num_streams, direct, asked = key
@@ -57,7 +57,7 @@ def _of_loads(loads: Sequence[Answer]) -> list[str]:
         way = "PUBLISH" if direct else "script"
         latency = f"{of('latency_p50_ms'):.1f}, {of('latency_p99_ms'):.1f}, {of('latency_max_ms'):.0f}"
         lines.append(
-            f"| {_short(gateway)} | {num_streams:,} | {way} | {asked:,.0f} | {of('events_per_s'):,.0f} | {latency} "
+            f"| {_short(gateway)} | {num_streams:,} | {of('opened_per_s'):,.0f} | {way} | {asked:,.0f} | {of('events_per_s'):,.0f} | {latency} "
             f"| {of('gateway_core_share'):.0%}, {of('gateway_us_per_event'):.1f} | {of('events_per_core_s'):,.0f} "
             f"| {others} | {of('kib_per_stream'):.0f} | {of('foreign_share'):.0%} |"
         )
