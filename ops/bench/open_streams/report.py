@@ -57,8 +57,8 @@ def _of_loads(loads: Sequence[Answer]) -> list[str]:
         way = "PUBLISH" if direct else "script"
         latency = f"{of('latency_p50_ms'):.1f}, {of('latency_p99_ms'):.1f}, {of('latency_max_ms'):.0f}"
         lines.append(
-            f"| {_short(gateway)} | {num_streams:,} | {of('opened_per_s'):,.0f} | {way} | {asked:,.0f} | {of('events_per_s'):,.0f} | {latency} "
-            f"| {of('gateway_core_share'):.0%}, {of('gateway_us_per_event'):.1f} | {of('events_per_core_s'):,.0f} "
+            f"| {_short(gateway)} | {num_streams:,} | {of('opened_per_s'):,.0f} | {way} | {asked:,.0f} "
+            f"| {of('events_per_s'):,.0f} | {latency} | {of('gateway_core_share'):.0%}, {of('gateway_us_per_event'):.1f} | {of('events_per_core_s'):,.0f} "
             f"| {others} | {of('kib_per_stream'):.0f} | {of('foreign_share'):.0%} |"
         )
     return lines
