@@ -56,10 +56,10 @@ def _of_loads(loads: Sequence[Answer]) -> list[str]:
         others = ", ".join(f"{of(f'{name}_core_share'):.0%}" for name in ("redis", "node", "reader"))
         way = "PUBLISH" if direct else "script"
         latency = f"{of('latency_p50_ms'):.1f}, {of('latency_p99_ms'):.1f}, {of('latency_max_ms'):.0f}"
+        of_core = f"{of('gateway_core_share'):.0%}, {of('gateway_us_per_event'):.1f} | {of('events_per_core_s'):,.0f}"
         lines.append(
             f"| {_short(gateway)} | {num_streams:,} | {of('opened_per_s'):,.0f} | {way} | {asked:,.0f} "
-            f"| {of('events_per_s'):,.0f} | {latency} | {of('gateway_core_share'):.0%}, {of('gateway_us_per_event'):.1f} | {of('events_per_core_s'):,.0f} "
-            f"| {others} | {of('kib_per_stream'):.0f} | {of('foreign_share'):.0%} |"
+            f"| {of('events_per_s'):,.0f} | {latency} | {of_core} | {others} | {of('kib_per_stream'):.0f} | {of('foreign_share'):.0%} |"
         )
     return lines
 
