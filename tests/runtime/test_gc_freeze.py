@@ -28,19 +28,19 @@ def test_the_collector_looks_only_at_what_came_later() -> None:
 
 
 def num_full_collections() -> int:
-    return gc.get_stats()[2]["collections"]
+    return int(gc.get_stats()[2]["collections"])
 
 
 def test_many_live_objects_cause_no_full_collection_where_those_are_rare() -> None:
     freeze_gc()
     before = num_full_collections()
-    as_by_default = [[] for _ in range(200_000)]
+    as_by_default: list[list[object]] = [[] for _ in range(200_000)]
     assert num_full_collections() > before
     del as_by_default
     freeze_gc()
     make_full_collections_rare()
     before = num_full_collections()
-    live = [[] for _ in range(1_000_000)]
+    live: list[list[object]] = [[] for _ in range(1_000_000)]
     assert num_full_collections() == before
     del live
 
