@@ -43,7 +43,7 @@ from penstock.gateway.websocket.handshake import SocketCounter, SubprotocolKey
 from penstock.gateway.websocket.routes import ADVICE_ROUTE, SOCKET_ROUTE
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
-from penstock.runtime.gc_freeze import freeze_gc
+from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
 from penstock.runtime.logging import configure_logging
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.settings import KeySettings
@@ -210,6 +210,7 @@ def run(settings: GatewaySettings) -> None:
     asyncio.run(_check_start(settings))
     server = make_server(settings)
     freeze_gc()
+    make_full_collections_rare()
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
 

@@ -6,6 +6,7 @@ look at the head of the answer. For a stream of tokens that way costs more than 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from starlette.types import Scope
@@ -39,10 +40,12 @@ class DirectBody:
 def offer_direct_body(cycle: RequestResponseCycle) -> None:
     """Add the body of this answer to its scope."""
     extensions: dict[str, Any] = cycle.scope.setdefault("extensions", {})
-    extensions[_EXTENSION] = DirectBody(cycle)
+    # A strong reference would be circular, and leave each answer to the garbage collector.
+    extensions[_EXTENSION] = weakref.ref(cycle)
 
 
 def direct_body_of(scope: Scope) -> DirectBody | None:
     """Return the body of the answer to this request, or None if the server offers none."""
-    body: DirectBody | None = scope.get("extensions", {}).get(_EXTENSION)
-    return body
+    offered: weakref.ref[RequestResponseCycle] | None = scope.get("extensions", {}).get(_EXTENSION)
+    cycle = None if offered is None else offered()
+    return None if cycle is None else DirectBody(cycle)

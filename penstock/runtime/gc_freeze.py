@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 
+MIDDLE_PER_FULL = 200
+"""Collections of the middle generation before a full one: 1.4 million objects more than at the last one. Circular
+garbage therefore takes some 100 MB at most. Python's default is 10."""
+
 
 def freeze_gc() -> None:
     """Exclude all objects that exist now from garbage collection.
@@ -13,3 +17,13 @@ def freeze_gc() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def make_full_collections_rare() -> None:
+    """Let full garbage collections wait until far more objects have come than a process usually holds.
+
+    A gateway with 5,000 streams holds a million objects. A full collection visits all of them, for 0.3 s and more, and
+    by default comes whenever their number has grown by a quarter. But ended streams leave no circular garbage.
+    """
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, MIDDLE_PER_FULL)

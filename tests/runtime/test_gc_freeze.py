@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.runtime.gc_freeze import freeze_gc
+from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
 
 
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
+    thresholds = gc.get_threshold()
     yield
     gc.unfreeze()
+    gc.set_threshold(*thresholds)
 
 
 def test_the_collector_looks_only_at_what_came_later() -> None:
@@ -23,3 +25,30 @@ def test_the_collector_looks_only_at_what_came_later() -> None:
     seen = {id(found) for found in gc.get_objects()}
     assert id(came_later) in seen
     assert id(loaded) not in seen
+
+
+def num_full_collections() -> int:
+    return int(gc.get_stats()[2]["collections"])
+
+
+def test_many_live_objects_cause_no_full_collection_where_those_are_rare() -> None:
+    freeze_gc()
+    before = num_full_collections()
+    as_by_default: list[list[object]] = [[] for _ in range(200_000)]
+    assert num_full_collections() > before
+    del as_by_default
+    freeze_gc()
+    make_full_collections_rare()
+    before = num_full_collections()
+    live: list[list[object]] = [[] for _ in range(1_000_000)]
+    assert num_full_collections() == before
+    del live
+
+
+def test_circular_garbage_is_still_collected_in_time() -> None:
+    freeze_gc()
+    make_full_collections_rare()
+    before, kept = num_full_collections(), list[list[object]]()
+    while num_full_collections() == before:
+        kept += [[] for _ in range(10_000)]
+        assert len(kept) < 3_000_000

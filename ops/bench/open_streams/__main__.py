@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> tuple[list[Answer], list[Answer]]:
     loads, stops = list[Answer](), list[Answer]()
     for turn in range(options.turns):
         for gateway in options.gateways:
-            of_run = {"gateway": gateway, "turn": turn}
+            of_run = {"gateway": name_of(gateway), "turn": turn}
             if options.rates or options.direct_rates:
                 found = measure_rates(gateway, options.streams, options.rates, options.direct_rates, setup)
                 loads += [{**of_run, **one} for one in found]
@@ -65,6 +65,11 @@ def run(options: argparse.Namespace) -> tuple[list[Answer], list[Answer]]:
                 stops.append({**of_run, **measure_stopped(gateway, *among, setup)})
                 print(json.dumps(stops[-1]), flush=True)
     return loads, stops
+
+
+def name_of(gateway: str) -> str:
+    """Return the name of a gateway's version: the folder that holds its virtual environment."""
+    return "this version" if gateway == sys.executable else gateway.split("/.venv/")[0].rpartition("/")[2]
 
 
 def main() -> None:

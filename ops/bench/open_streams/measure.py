@@ -37,17 +37,18 @@ def measure_rates(
     """Measure one gateway at several rates of events, over the same open streams. Direct ones leave no logs behind."""
     cores = setup.cores
     with stand(python, 0, cores) as running:
-        before_kib = resident_kib(running.gateway.pid)
+        before_kib, before_s = resident_kib(running.gateway.pid), time.monotonic()
         with running.reader(num_streams, cores) as reader:
-            opened_kib = resident_kib(running.gateway.pid)
+            opened_s, opened_kib = time.monotonic() - before_s, resident_kib(running.gateway.pid)
             found = [measure(running, reader, rate, setup) for rate in rates]
             found += [measure(running, reader, rate, setup, direct=True) for rate in direct_rates]
             after_kib = resident_kib(running.gateway.pid)
-    memory = {
+    opening = {
+        "opened_per_s": num_streams / opened_s,
         "open_kib_per_stream": (opened_kib - before_kib) / num_streams,
         "kib_per_stream": (after_kib - before_kib) / num_streams,
     }
-    return [{"num_streams": num_streams, **memory, **one} for one in found]
+    return [{"num_streams": num_streams, **opening, **one} for one in found]
 
 
 def measure_stopped(python: str, num_streams: int, num_stopped: int, rate: float, setup: Setup) -> Answer:

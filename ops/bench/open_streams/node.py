@@ -71,21 +71,21 @@ class StubNode:
         """Serve until stdin ends."""
         settings = NodeSettings.load(redis_url="unused", model=MODEL, pool=POOL)
         await self._broker.join(settings.pool_config, PoolRecord(POOL, MODEL, max_model_len=1 << 20))
-        await self._beat()
+        await self._heartbeat()
         print(json.dumps({"event": "ready"}), flush=True)
         async with asyncio.TaskGroup() as group:
-            loops = [group.create_task(self._take_forever()), group.create_task(self._beat_forever())]
+            loops = [group.create_task(self._take_forever()), group.create_task(self._heartbeat_forever())]
             while line := await asyncio.to_thread(sys.stdin.readline):
                 print(json.dumps(await self._publish(Load(**json.loads(line)))), flush=True)
             for loop in loops:
                 loop.cancel()
 
-    async def _beat_forever(self) -> None:
+    async def _heartbeat_forever(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            await self._beat()
+            await self._heartbeat()
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         pressure = NodePressure(NODE, max_num_seqs=SLOTS, kv_tokens_available=KV_TOKENS, revision="stub")
         await self._broker.heartbeat(pressure, free=KV_TOKENS, answered_call=self._num_takes, held=None)
         await self._broker.sweep()

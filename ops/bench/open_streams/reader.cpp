@@ -9,8 +9,8 @@
 //   measure FROM_NS UNTIL_NS   record the events published in this interval, until 1 s after it
 //   stop COUNT                 read no more from the first COUNT streams; their sockets stay open
 //
-// It looks for events every 0.5 ms, so that writing an event does not wake this process: over a network, the gateway
-// would not pay for the wake-up of its clients either. An arrival is noticed up to that much too late.
+// It looks for events every 0.5 ms, so an arrival may be noticed that much too late. If each event woke this process,
+// the gateway would pay for the wake-up, which it does not over a network.
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>

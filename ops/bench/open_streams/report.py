@@ -45,10 +45,10 @@ def _of_loads(loads: Sequence[Answer]) -> list[str]:
         "0.5 ms. The gateway's CPU time gives the events per second of a whole core. With the script that nodes call, "
         "Redis also stores each chunk and checks each lease. PUBLISH sends the gateway the same messages without that.",
         "",
-        "| gateway | streams | published by | events/s asked | arrived | latency p50, p99, max (ms) "
+        "| gateway | streams | opened per s | published by | events/s asked | arrived | latency p50, p99, max (ms) "
         "| gateway: core, µs/event | events/s of a whole core | Redis, node, reader: core | RSS per stream (KiB) "
         "| foreign CPU |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key, runs in _grouped(loads, "gateway", "num_streams", "direct", "asked_per_s").items():
         gateway, num_streams, direct, asked = key
@@ -56,10 +56,11 @@ def _of_loads(loads: Sequence[Answer]) -> list[str]:
         others = ", ".join(f"{of(f'{name}_core_share'):.0%}" for name in ("redis", "node", "reader"))
         way = "PUBLISH" if direct else "script"
         latency = f"{of('latency_p50_ms'):.1f}, {of('latency_p99_ms'):.1f}, {of('latency_max_ms'):.0f}"
+        of_core = f"{of('gateway_core_share'):.0%}, {of('gateway_us_per_event'):.1f} | {of('events_per_core_s'):,.0f}"
         lines.append(
-            f"| {_short(gateway)} | {num_streams:,} | {way} | {asked:,.0f} | {of('events_per_s'):,.0f} | {latency} "
-            f"| {of('gateway_core_share'):.0%}, {of('gateway_us_per_event'):.1f} | {of('events_per_core_s'):,.0f} "
-            f"| {others} | {of('kib_per_stream'):.0f} | {of('foreign_share'):.0%} |"
+            f"| {gateway} | {num_streams:,} | {of('opened_per_s'):,.0f} | {way} | {asked:,.0f} "
+            f"| {of('events_per_s'):,.0f} | {latency} | {of_core} | {others} "
+            f"| {of('kib_per_stream'):.0f} | {of('foreign_share'):.0%} |"
         )
     return lines
 
@@ -76,7 +77,7 @@ def _of_stops(stops: Sequence[Answer]) -> list[str]:
         gateway, num_streams, num_stopped = key
         quiet, stopped = _Medians([run["quiet"] for run in runs]), _Medians([run["stopped"] for run in runs])
         lines.append(
-            f"| {_short(gateway)} | {num_streams} | {num_stopped} | {quiet('asked_per_s'):,.0f} "
+            f"| {gateway} | {num_streams} | {num_stopped} | {quiet('asked_per_s'):,.0f} "
             f"| {quiet('gap_p99_ms'):.1f}, {stopped('gap_p99_ms'):.1f} | {_Medians(runs)('gap_p99_change'):+.1%} |"
         )
     return lines
@@ -87,7 +88,7 @@ class _Medians:
         self._runs = runs
 
     def __call__(self, name: str) -> float:
-        return statistics.median(run[name] for run in self._runs)
+        return statistics.median(float(run[name]) for run in self._runs)
 
 
 def _grouped(runs: Sequence[Answer], *names: str) -> dict[tuple[object, ...], list[Answer]]:
@@ -95,8 +96,3 @@ def _grouped(runs: Sequence[Answer], *names: str) -> dict[tuple[object, ...], li
     for run in runs:
         groups.setdefault(tuple(run[name] for name in names), []).append(run)
     return groups
-
-
-def _short(gateway: object) -> str:
-    """Return the folder that holds the interpreter's virtual environment."""
-    return str(gateway).split("/.venv/")[0].rpartition("/")[2]
