@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from penstock.contract.named import Named
+from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
 from penstock.producer.batch.request import ROWS
 from penstock.producer.openai.fields import NO_EFFECT, neutral_values_of
@@ -22,6 +23,11 @@ _TABLES: Mapping[str, Mapping[str, type[Named]]] = {
         "/v1/chat/completions": ChatRequest,
         "/v1/completions": CompletionRequest,
         **{f"batch: {url}": row for url, row in ROWS.items()},
+    },
+    "Fields of a body with texts to embed": {
+        "/v1/embeddings": EmbeddingRequest,
+        "/rerank": RerankRequest,
+        "/score": ScoreRequest,
     },
     "Fields of `stream_options`": {"`stream_options`": StreamOptions},
     "Fields of a message": {"`messages[]`": ChatMessage},

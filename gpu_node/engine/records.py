@@ -11,6 +11,7 @@ from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Usage
+from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.text.end_rule import EndReason
 
 
@@ -43,6 +44,8 @@ class EngineRequest:
     tenant: str = "default"
     weight: float = 1.0
     adapter: AdapterRef | None = None
+    embed: Embed | None = None
+    """Return the prompt's embedding instead of text. `params` are then those of `Embed.sampling`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ class StepOutput:
     """Log-probabilities of `token_ids`, where the request asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Log-probabilities of the whole prompt, once for a request, before or with its first token."""
+    embedding: bytes = b""
+    """The prompt's embedding, if the request asks for it: float32, little-endian. Its choice has no tokens."""
     error: PenstockError | None = None
     """Why the choice failed, where its request is the reason."""
 

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fakes.fake_embedding import packed_fake_embedding
+
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Usage
+from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.text.end_rule import EndReason
 
@@ -105,6 +108,7 @@ class _Live:
     tokens: list[int] = field(default_factory=list)
     said: str = ""
     released: int = 0
+    embed: Embed | None = None
 
     def append(self) -> int:
         """The next token: of the seed where the request samples, of what stands before it in any case."""
@@ -175,6 +179,7 @@ class ReferenceEngine:
             logged = request.resume[choice] if request.resume else ResumedChoice((), "", None)
             if logged.finish_reason is None:
                 live = _Live(request.request_id, choice, prompt, params, request.seed, list(logged.token_ids))
+                live.embed = request.embed
                 live.said, live.released = text_of(live.tokens), len(logged.text)
                 self._live.append(live)
 
@@ -210,6 +215,10 @@ class ReferenceEngine:
         return [self._advance(live) for live in batch]
 
     def _advance(self, live: _Live) -> StepOutput:
+        if live.embed is not None:
+            self._live.remove(live)
+            vector = packed_fake_embedding(live.prompt, live.embed)
+            return StepOutput(live.request_id, 0, 0, (), "", "stop", Usage(len(live.prompt), 0), embedding=vector)
         position = len(live.tokens)
         # One that a log left without its end has all its tokens.
         fresh = () if live.reason else (live.append(),)
