@@ -59,7 +59,7 @@ class EmbeddingRequest(_EmbeddingBody):
     )
 
     input: Annotated[
-        list[str | list[int]], PlainValidator(lambda value: prompts_of(value, MAX_INPUTS), json_schema_input_type=Any)
+        list[str | list[int]], PlainValidator(lambda value: prompts_of(value, MAX_INPUTS), json_schema_input_type=str | list[str] | list[int] | list[list[int]])
     ]
     """A text, a list of token ids, or a list of either."""
     encoding_format: Literal["float", "base64"] | None = None

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from fakes.fake_embedding import packed_fake_embedding
+from fakes.processes.reference_engine import packed_fake_embedding
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError, RequestError

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fakes.fake_embedding import FAKE_DIMENSIONS, fake_embedding
+from fakes.processes.reference_engine import FAKE_DIMENSIONS, fake_embedding
 
 from penstock import AsyncClient, Client, RequestError, UnsupportedKindError
 from penstock.contract.job import SamplingParams

@@ -6,16 +6,16 @@ It has the real engine's interface, and a delay per step and a limit on sequence
 from __future__ import annotations
 
 import hashlib
+import math
+import struct
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fakes.fake_embedding import packed_fake_embedding
-
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.errors import PromptTooLongError
+from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Usage
@@ -26,6 +26,8 @@ from penstock.gpu_node.engine.text.end_rule import EndReason
 VOCAB = 26
 BLOCK_SIZE = 16
 MAX_REMEMBERED = 4096
+FAKE_DIMENSIONS = 8
+"""Of an embedding."""
 
 
 def reference_token(seed: int, choice: int, position: int, previous: int) -> int:
@@ -94,6 +96,23 @@ class ReferenceTokenizer:
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Bytes."""
         return bytes(token_ids).decode(errors="replace")
+
+
+def fake_embedding(token_ids: Sequence[int], wanted: Embed) -> list[float]:
+    """Return a vector of length 1: how often each remainder of eight is among the pooled tokens, plus one."""
+    pooled = {"last": token_ids[-1:], "cls": token_ids[:1]}.get(wanted.pooling or "mean", token_ids)
+    counts = [1.0 + sum(token % FAKE_DIMENSIONS == one for token in pooled) for one in range(FAKE_DIMENSIONS)]
+    kept = counts[: wanted.dimensions]
+    return [count / math.hypot(*kept) for count in kept]
+
+
+def packed_fake_embedding(token_ids: Sequence[int], wanted: Embed) -> bytes:
+    """Return the vector as an engine's output holds it."""
+    if (wanted.dimensions or 0) > FAKE_DIMENSIONS:
+        message = f"dimensions is {wanted.dimensions}, but this model's embeddings have {FAKE_DIMENSIONS}"
+        raise RequestError(message, param="dimensions")
+    vector = fake_embedding(token_ids, wanted)
+    return struct.pack(f"<{len(vector)}f", *vector)
 
 
 @dataclass

@@ -148,10 +148,8 @@ def _note(found: dict[str, tuple[float, ...]], outputs: Sequence[StepOutput]) ->
 
 
 def test_text_beside_them_is_not_changed(model: Any, make_engine: Callable[..., Engine]) -> None:
-    engine, params = (
-        make_engine(max_num_batched_tokens=32, max_num_seqs=4),
-        SamplingParams(temperature=0.0, max_tokens=12),
-    )
+    engine = make_engine(max_num_batched_tokens=32, max_num_seqs=4)
+    params = SamplingParams(temperature=0.0, max_tokens=12)
     (wanted,) = engine.generate([[1, 2, 3]], params)
     prompt = list(range(50))
     engine.add(EngineRequest("text", [1, 2, 3], params, seed=0))
