@@ -129,14 +129,19 @@ class RerankEncoder(_Encoder):
             yield b'%b{"index":%d,' % (b"," if place else b"", at)
             if documents is not None:
                 yield b'"document":{"text":'
-                yield from json_parts(Text(lambda at=at: (documents[at],)))
+                yield from json_parts(_text_of(documents[at]))
                 yield b"},"
             yield b'"relevance_score":%b}' % to_json(self._scores[at])
 
 
 def similarity(first: array[float], second: array[float]) -> float:
     """Return the cosine similarity of two vectors of length 1, between -1 and 1."""
-    return max(-1.0, min(1.0, sum(map(mul, first, second))))
+    cosine: float = sum(map(mul, first, second))
+    return max(-1.0, min(1.0, cosine))
+
+
+def _text_of(document: str) -> Text:
+    return Text(lambda: (document,))
 
 
 def _list_parts(values: array[float]) -> Iterator[bytes]:

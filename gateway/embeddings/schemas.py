@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, field_validator
 from pydantic import ValidationInfo as Info
@@ -17,6 +17,7 @@ from penstock.producer.client.request import Prompt
 from penstock.producer.openai.bodies import prompts_of
 from penstock.producer.openai.fields import Hint, Whole, Wire, only
 
+_Input: TypeAlias = str | list[str] | list[int] | list[list[int]]
 MAX_INPUTS = 2048
 """Most texts of one request, as in OpenAI's API. Each text is a job."""
 
@@ -50,6 +51,10 @@ class _EmbeddingBody(TaskBody):
         return {"deadline_s": self.deadline_s}
 
 
+def _inputs_of(value: object) -> list[str | list[int]]:
+    return prompts_of(value, MAX_INPUTS)
+
+
 class EmbeddingRequest(_EmbeddingBody):
     """Body of `POST /v1/embeddings`."""
 
@@ -58,9 +63,7 @@ class EmbeddingRequest(_EmbeddingBody):
         use_attribute_docstrings=True,
     )
 
-    input: Annotated[
-        list[str | list[int]], PlainValidator(lambda value: prompts_of(value, MAX_INPUTS), json_schema_input_type=str | list[str] | list[int] | list[list[int]])
-    ]
+    input: Annotated[list[str | list[int]], PlainValidator(_inputs_of, json_schema_input_type=_Input)]
     """A text, a list of token ids, or a list of either."""
     encoding_format: Literal["float", "base64"] | None = None
     """`base64` stands for the bytes of the numbers: float32, little-endian. Default: `float`."""

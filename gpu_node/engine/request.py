@@ -11,7 +11,7 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Usage
 from penstock.gpu_node.engine.logprobs import prompt_records
-from penstock.gpu_node.engine.pooling import PooledPrompt
+from penstock.gpu_node.engine.pooled_prompt import PooledPrompt
 from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.request_limits import RequestLimits, max_tokens_with_logprobs

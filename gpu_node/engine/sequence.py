@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
+from penstock.gpu_node.engine.pooled_prompt import PooledPrompt
 from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter
 
 if TYPE_CHECKING:
     from penstock.contract.job import SamplingParams
-    from penstock.gpu_node.engine.pooling import PooledPrompt
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 

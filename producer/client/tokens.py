@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, cast
@@ -27,6 +26,7 @@ from penstock.contract.tasks import (
 from penstock.contract.terms import Terms
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt, SubmitOptions
+from penstock.runtime.gather import try_all
 
 AnyOutput = TypeVar("AnyOutput", bound=TaskOutput)
 
@@ -141,5 +141,5 @@ class TaskCalls(ABC):
                 jobs.append(await self.submit(prompt, **wanted))
             return [output_of(await job.result(), Embedding) for job in jobs]
         except BaseException:
-            await asyncio.gather(*(job.cancel() for job in jobs), return_exceptions=True)
+            await try_all([job.cancel for job in jobs])
             raise
