@@ -103,8 +103,12 @@ async def _read(job: AsyncJob, queue: asyncio.Queue[Batch | Exception]) -> None:
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]] | Sequence[asyncio.Task[Ended]]) -> None:
-    for start in range(0, len(tasks), CALLS_AT_ONCE):
-        group = tasks[start : start + CALLS_AT_ONCE]
-        for task in group:
+    try:
+        for start in range(0, len(tasks), CALLS_AT_ONCE):
+            group = tasks[start : start + CALLS_AT_ONCE]
+            for task in group:
+                task.cancel()
+            await asyncio.gather(*group, return_exceptions=True)
+    finally:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*group, return_exceptions=True)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-
 CALLS_AT_ONCE = 64
 """Calls or tasks that may start or end in one round of the event loop. More would hold it for several milliseconds."""
 

@@ -119,14 +119,14 @@ def test_the_same_bits_through_failed_steps(make_engine: Callable[..., Engine], 
     """Also with steps that are planned before the steps ahead of them are done."""
     settings, prompts = RUNNERS["native"][0], _prompts(30, seed=7)
     wanted = _values(make_engine(**settings).embed(prompts))
-    engine = make_engine(**settings, max_num_batched_tokens=24, max_num_seqs=12, num_kv_blocks=24)
+    engine: Any = make_engine(**settings, max_num_batched_tokens=24, max_num_seqs=12, num_kv_blocks=24)
     # Far enough apart that no request is blamed for two of them, and never a request that runs alone.
     errors = cycle([*[None] * 9, MemoryError(), *[None] * 9, RuntimeError()])
 
     def fault(at: str, plan: StepPlan) -> Exception | None:
         return next(errors) if at == "forward" and len(plan.context_lens) > 1 else None
 
-    faulty = FaultyRunner(engine._runner, fault)
+    faulty: Any = FaultyRunner(engine._runner, fault)
     engine._runner = AheadRunner(faulty) if is_ahead else faulty
     for number, prompt in enumerate(prompts):
         engine.add(EngineRequest(str(number), prompt, PARAMS, seed=0, embed=Embed()))
