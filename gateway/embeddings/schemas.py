@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AliasChoices, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, field_validator
-from pydantic import ValidationInfo as Info
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.priority import ClassName
@@ -81,9 +89,7 @@ class EmbeddingRequest(_EmbeddingBody):
 
     def task(self) -> Task:
         """Return the task."""
-        return Embed(
-            pooling=self.pooling, dimensions=self.dimensions, truncate_prompt_tokens=self.truncate_prompt_tokens
-        )
+        return super().task().model_copy(update={"dimensions": self.dimensions})
 
     def options(self) -> dict[str, Any]:
         """Return the deadline of the jobs and the encoding of the answer."""
@@ -155,7 +161,7 @@ class ScoreRequest(_EmbeddingBody):
 
     @field_validator("text_2")
     @classmethod
-    def _pairs(cls, value: list[str], info: Info) -> list[str]:
+    def _pairs(cls, value: list[str], info: ValidationInfo) -> list[str]:
         num_first = len(info.data.get("text_1", ()))
         num_texts = len(value) + (len(value) if num_first > 1 else 1)
         if num_first > 1 and num_first != len(value):
