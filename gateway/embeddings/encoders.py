@@ -6,6 +6,7 @@ import base64
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from operator import mul
 
 from pydantic_core import to_json
@@ -13,8 +14,11 @@ from pydantic_core import to_json
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import pool_of
 from penstock.contract.output import Usage
+from penstock.contract.packed_prompt import PackedPrompt
 from penstock.gateway.stream.dialect import AnswerHead, WholeEncoder
+from penstock.producer.client.request import Prompt
 from penstock.producer.openai.json_parts import Text, json_parts
+from penstock.queue.msgpack_codec import unpack_all
 from penstock.queue.packed_result import PackedResult
 from penstock.queue.task_output import PackedOutput
 
@@ -33,6 +37,11 @@ class _Encoder(WholeEncoder):
         if result.output is None:
             raise InvariantError(f"the result of job {result.job_id} has no output")
         return self._parts(index, result.output)
+
+    def tail(self, usages: Sequence[Usage | None]) -> bytes:
+        """Return the end of the list, and the usage of all jobs."""
+        num_tokens = sum(usage.prompt_tokens for usage in usages if usage is not None)
+        return b'],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens)
 
     @property
     def _model(self) -> bytes:
@@ -54,10 +63,6 @@ class EmbeddingEncoder(_Encoder):
     def head(self) -> bytes:
         """Return the part before the embeddings."""
         return b'{"object":"list","model":%b,"data":[' % self._model
-
-    def tail(self, usages: Sequence[Usage | None]) -> bytes:
-        """Return the part after the embeddings."""
-        return b'],"usage":%b}' % _usage(usages)
 
     def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
         yield b'%b{"object":"embedding","index":%d,"embedding":' % (b"," if index else b"", index)
@@ -84,10 +89,6 @@ class ScoreEncoder(_Encoder):
             self._model,
         )
 
-    def tail(self, usages: Sequence[Usage | None]) -> bytes:
-        """Return the part after the scores."""
-        return b'],"usage":%b}' % _usage(usages)
-
     def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
         is_first = index % 2 == 0 if self._head.options["pairs"] else index == 0
         if is_first:
@@ -110,10 +111,6 @@ class RerankEncoder(_Encoder):
         """Return the part before the documents."""
         return b'{"id":%b,"model":%b,"results":[' % (self._id, self._model)
 
-    def tail(self, usages: Sequence[Usage | None]) -> bytes:
-        """Return the part after the documents."""
-        return b'],"usage":%b}' % _usage(usages)
-
     def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
         if index == 0:
             self._query = output.floats()
@@ -123,14 +120,14 @@ class RerankEncoder(_Encoder):
             yield from self._results()
 
     def _results(self) -> Iterator[bytes]:
-        documents: Sequence[str] | None = self._head.options["documents"]
         order = sorted(range(len(self._scores)), key=lambda at: -self._scores[at])
         for place, at in enumerate(order[: self._head.options["top_n"]]):
             yield b'%b{"index":%d,' % (b"," if place else b"", at)
-            if documents is not None:
-                yield b'"document":{"text":'
-                yield from json_parts(_text_of(documents[at]))
-                yield b"},"
+            if self._head.options["has_documents"]:
+                document = _text_of(self._head.prompts[1 + at])
+                yield b'"document":'
+                yield from json_parts({"text": Text(partial(_alone, document))})
+                yield b","
             yield b'"relevance_score":%b}' % to_json(self._scores[at])
 
 
@@ -140,8 +137,18 @@ def similarity(first: array[float], second: array[float]) -> float:
     return max(-1.0, min(1.0, cosine))
 
 
-def _text_of(document: str) -> Text:
-    return Text(lambda: (document,))
+def _alone(text: str) -> tuple[str]:
+    return (text,)
+
+
+def _text_of(prompt: Prompt) -> str:
+    """Return the text of a prompt, which the parser process may have packed."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, PackedPrompt):
+        raise InvariantError("a document is not a text")
+    (text,) = unpack_all(prompt.data)
+    return str(text)
 
 
 def _list_parts(values: array[float]) -> Iterator[bytes]:
@@ -150,8 +157,3 @@ def _list_parts(values: array[float]) -> Iterator[bytes]:
         part = b",".join([b"%.9g" % value for value in values[start : start + NUMBERS_PER_PART]])
         yield (b"," if start else b"[") + part
     yield b"]"
-
-
-def _usage(usages: Sequence[Usage | None]) -> bytes:
-    num_tokens = sum(usage.prompt_tokens for usage in usages if usage is not None)
-    return b'{"prompt_tokens":%d,"total_tokens":%d}' % (num_tokens, num_tokens)

@@ -135,15 +135,12 @@ class RerankRequest(_EmbeddingBody):
 
     def prompts(self) -> list[Prompt]:
         """Return the query, then the documents."""
-        return [self.query, *self._texts()]
+        return [self.query, *(one if isinstance(one, str) else one.text for one in self.documents)]
 
     def options(self) -> dict[str, Any]:
         """Return the deadline of the jobs and the options of the answer."""
-        texts = None if self.return_documents is False else self._texts()
-        return super().options() | {"top_n": self.top_n or len(self.documents), "documents": texts}
-
-    def _texts(self) -> list[str]:
-        return [one if isinstance(one, str) else one.text for one in self.documents]
+        has_documents = self.return_documents is not False
+        return super().options() | {"top_n": self.top_n or len(self.documents), "has_documents": has_documents}
 
 
 class ScoreRequest(_EmbeddingBody):

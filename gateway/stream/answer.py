@@ -112,6 +112,7 @@ class Answer(Response):
             generation.cut_at,
             generation.replay_from_start,
             generation.event_ids,
+            content.prompts,
         )
 
     def _response_headers(self, jobs: Sequence[AsyncJob]) -> dict[str, str]:

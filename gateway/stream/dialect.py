@@ -11,6 +11,7 @@ from penstock.contract.errors import PenstockError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Chunk, Usage
 from penstock.gateway.stream.generation_request import StreamPosition
+from penstock.producer.client.request import Prompt
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.packed_result import PackedResult
 
@@ -36,6 +37,8 @@ class AnswerHead:
     """Whether a resumed stream is read from its start."""
     event_ids: bool = False
     """Whether the events of a stream have ids."""
+    prompts: Sequence[Prompt] = ()
+    """The prompts of the request. Not known of a resumed stream."""
 
     @property
     def indices(self) -> dict[str, int]:

@@ -189,6 +189,15 @@ def test_best_documents_come_alone_and_without_text_if_asked_for(http: httpx.Cli
     assert found == {"index": 1, "relevance_score": pytest.approx(1, abs=1e-6)}
 
 
+def test_large_documents_come_back_whole(http: httpx.Client) -> None:
+    """The parser process reads a body of this size."""
+    documents = [f"{number} " + 'é"\n' * 60_000 for number in range(12)]
+    body = {"model": MODEL, "query": "x", "documents": documents, "truncate_prompt_tokens": 9}
+    found = http.post("/rerank", json=body).json()["results"]
+    assert sorted(one["index"] for one in found) == list(range(12))
+    assert all(one["document"]["text"] == documents[one["index"]] for one in found)
+
+
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
 @pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")])
 def test_texts_are_scored_in_vllms_shape(http: httpx.Client, path: str, names: tuple[str, str]) -> None:
