@@ -248,7 +248,7 @@ def test_a_deterministic_runner_cuts_a_context_the_same_in_any_company(
         runner = _runner(tiny_model, "gpu", deterministic=deterministic)
         cuts: set[int] = set()
         monkeypatch.setattr(
-            runner._decoder, "logits", lambda *given, cuts=cuts: cuts.add(given[3]) or torch.zeros(1, 1)
+            runner._decoder, "hidden", lambda *given, cuts=cuts: cuts.add(given[3]) or torch.zeros(1, 64)
         )
         for company in ([], [other] * 20):
             runner.logits(plan_of([(track, 1) for track in (one, *company)]))
