@@ -22,6 +22,7 @@ from penstock.gateway.api_docs.routes import ApiDocs
 from penstock.gateway.api_docs.routes import router as api_docs_router
 from penstock.gateway.authentication import Entry, warn_if_open
 from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
+from penstock.gateway.embeddings import routes as embedding_routes
 from penstock.gateway.errors import install_error_handlers
 from penstock.gateway.http.access_log import AccessLog
 from penstock.gateway.http.head_requests import HeadRequests
@@ -58,6 +59,7 @@ ROUTES = (
     *response_routes.ROUTES,
     *job_routes.ROUTES,
     *tokens_routes.ROUTES,
+    *embedding_routes.ROUTES,
 )
 """The routes that take a body. They are plain Starlette routes, not FastAPI's."""
 ROUTERS = (

@@ -21,6 +21,7 @@ from penstock.queue.broker.node import Emission, Taken, UsedTokens
 from penstock.queue.inbox_message import encode_progress
 from penstock.queue.msgpack_codec import Pack
 from penstock.queue.packed_logprobs import joined
+from penstock.queue.task_output import encode_embedding
 
 
 class HeldJob:
@@ -128,6 +129,8 @@ class HeldJob:
     @property
     def ended_lengths(self) -> list[int]:
         """Output lengths of the choices that ended by themselves, in tokens."""
+        if self.output:
+            return []
         return [len(c.token_ids) for c in self._choices if c.finish_reason in ("stop", "length")]
 
     @property
@@ -169,7 +172,10 @@ class HeldJob:
         if output.position != len(c.token_ids):
             problem = f"token {output.position} after {len(c.token_ids)} tokens"
             raise InvariantError(f"{self.job_id} choice {output.choice}: {problem}")
-        c.extend(output, is_fresh=True)
+        if output.embedding:
+            # It goes into the result alone. Without a chunk, another node that takes over computes it again.
+            self.output = encode_embedding(output.embedding, self.num_prompt_tokens)
+        c.extend(output, is_fresh=not output.embedding)
         self.error = self.error or output.error
         self.report_prompt(output.prompt_logprobs)
         if len(c.fresh_logprobs) >= PROMPT_TOKENS_PER_CHUNK:
@@ -223,7 +229,7 @@ class HeldJob:
         """Return the packed result so far; empty if this node has not read what earlier nodes logged."""
         if not self._has_whole_log:
             return b""
-        if self.is_task:
+        if self.is_task or self.output:
             return results.encode_result((), self._usage(), [], output=self.output)
         choices = tuple(
             Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason) for i, c in enumerate(self._choices)

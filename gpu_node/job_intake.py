@@ -14,8 +14,9 @@ from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk, Outcome
+from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
-from penstock.gpu_node.engine.request import truncated
+from penstock.gpu_node.engine.request_limits import truncated
 from penstock.gpu_node.engine.text.tasks import run_task
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine_worker import EngineWorker
@@ -107,7 +108,7 @@ class JobIntake:
                 # The job was canceled between take and read. Redis answers the finish call accordingly.
                 self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
                 return
-            if request.task is not None:
+            if request.task is not None and not request.task.num_sequences:
                 await self._answer(job, request)
                 return
             prepared = await self._prepare(request, job.taken.tenant)
@@ -212,6 +213,7 @@ class JobIntake:
                 weight=taken.weight,
                 adapter=request.adapter,
                 reports_prefill=request.return_progress and not taken.num_chunks,
+                embed=request.task if isinstance(request.task, Embed) else None,
             )
         )
         # Not awaited: the engine answers between two steps, and the next job need not wait for that.

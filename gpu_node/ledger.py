@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.contract.job import MAX_TOKENS_LIMIT
+from penstock.contract.output import Outcome
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.held_job import HeldJob
@@ -86,6 +87,13 @@ class Ledger:
             prompt, predicted = job.num_prompt_tokens, min(job.max_tokens, job.predicted_tokens)
             self._predictor.ended(job.taken.tenant, prompt, job.max_tokens, length, predicted)
         self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_token_ms, job.taken.cost)
+
+    def count_finished(self, job: HeldJob, outcome: Outcome, at_s: float) -> None:
+        """Count a job whose end Redis has stored. `at_s`: on this process's monotonic clock."""
+        self.counts.finished += 1
+        self.counts.finished_cost += job.taken.cost
+        if not job.is_task:
+            self.counts.jobs.ended(job.taken.priority, job.times, job.ended(outcome), at_s)
 
     @property
     def num_tasks(self) -> int:

@@ -281,11 +281,7 @@ class Outbox:
             log.error("finish failed", extra={"job_id": job.job_id, "reason": error.message})
             answer = "GONE"
         if not self._handle_loss(job, answer):
-            self._ledger.counts.finished_cost += job.taken.cost
-            self._ledger.counts.finished += 1
-            if not job.is_task:
-                ended = job.ended(outcome)
-                self._ledger.counts.jobs.ended(job.taken.priority, job.times, ended, time.monotonic())
+            self._ledger.count_finished(job, outcome, time.monotonic())
             self._remove(job)
 
     def _send_again(self, job: HeldJob, index: int) -> None:

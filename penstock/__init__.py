@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.contract.output import Choice, Chunk, Outcome, Result, Usage
     from penstock.contract.sampling_options import SamplingOptions
     from penstock.contract.structured import StructuredOutputs
-    from penstock.contract.tasks import Detokenize, Detokenized, Tokenize, Tokenized
+    from penstock.contract.tasks import Detokenize, Detokenized, Embed, Embedding, Tokenize, Tokenized
     from penstock.contract.terms import Terms
     from penstock.contract.waiting import PrefillProgress, QueuePosition
     from penstock.gateway.settings import GatewaySettings
@@ -74,7 +74,7 @@ _HOMES = {
     "penstock.contract.sampling_options": ("SamplingOptions",),
     "penstock.runtime.settings": ("KeySettings", "RedisSettings"),
     "penstock.contract.structured": ("StructuredOutputs",),
-    "penstock.contract.tasks": ("Detokenize", "Detokenized", "Tokenize", "Tokenized"),
+    "penstock.contract.tasks": ("Detokenize", "Detokenized", "Embed", "Embedding", "Tokenize", "Tokenized"),
     "penstock.contract.terms": ("Terms",),
     "penstock.contract.waiting": ("PrefillProgress", "QueuePosition"),
     "penstock.gateway.settings": ("GatewaySettings",),
@@ -103,6 +103,8 @@ __all__ = [
     "ConflictError",
     "Detokenize",
     "Detokenized",
+    "Embed",
+    "Embedding",
     "Engine",
     "EngineConfig",
     "EngineStats",

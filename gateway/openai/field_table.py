@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from penstock.contract.named import Named
+from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
 from penstock.gateway.responses.body import ResponseBody
 from penstock.gateway.responses.body import StreamOptions as ResponseStreamOptions
@@ -25,6 +26,11 @@ _TABLES: Mapping[str, Mapping[str, type[Named]]] = {
         "/v1/completions": CompletionRequest,
         "/v1/responses": ResponseBody,
         **{f"batch: {url}": row for url, row in ROWS.items()},
+    },
+    "Fields of a body with texts to embed": {
+        "/v1/embeddings": EmbeddingRequest,
+        "/rerank": RerankRequest,
+        "/score": ScoreRequest,
     },
     "Fields of `stream_options`": {"chats and completions": StreamOptions, "/v1/responses": ResponseStreamOptions},
     "Fields of a message": {"`messages[]`": ChatMessage},

@@ -18,7 +18,7 @@ _CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactiv
 """OpenAI's service tiers that ask for a class. The other tiers ask for the caller's usual class."""
 
 
-def _class_of(value: object) -> object:
+def class_of(value: object) -> object:
     """Return the class for vLLM's integer priority, of which a lower one is more urgent and 0 is the default."""
     is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if not isinstance(value, int | float) or isinstance(value, bool) or not is_whole:
@@ -52,7 +52,7 @@ class _HttpFields(GenerationBody):
     model: Annotated[str, Field(min_length=1, max_length=256)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[ClassName | None, BeforeValidator(_class_of)] = None
+    priority: Annotated[ClassName | None, BeforeValidator(class_of)] = None
     deadline_s: float | None = None
     not_before_s: float | None = None
     return_progress: bool | None = None

@@ -16,6 +16,7 @@ from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.tasks import Task
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
+from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.responses.body import ResponseBody
@@ -34,6 +35,9 @@ RequestBody = (
     | ResponseBody
     | TokenizeRequest
     | DetokenizeRequest
+    | EmbeddingRequest
+    | RerankRequest
+    | ScoreRequest
 )
 BODIES: dict[str, type[RequestBody]] = {
     "chat": ChatRequest,
@@ -44,10 +48,13 @@ BODIES: dict[str, type[RequestBody]] = {
     "response": ResponseBody,
     "tokenize": TokenizeRequest,
     "detokenize": DetokenizeRequest,
+    "embedding": EmbeddingRequest,
+    "rerank": RerankRequest,
+    "score": ScoreRequest,
 }
 """The schema of each form of body."""
 MAX_CHOICES_OF_REQUEST = 256
-"""Most choices of one HTTP request, over all its prompts."""
+"""Most choices of one HTTP request for text, over all its prompts."""
 MAX_IGNORED_SHOWN = 32
 """Most ignored fields of a body that its answer lists."""
 
@@ -81,13 +88,13 @@ def parse(form: str, raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody
     except ValidationError as error:
         raise request_error(error, body.names()) from None
     prompts = body.prompts()
-    if len(prompts) * params.n > MAX_CHOICES_OF_REQUEST:
+    task = body.task() if isinstance(body, TaskBody) else None
+    if task is None and len(prompts) * params.n > MAX_CHOICES_OF_REQUEST:
         message = (
             f"n: {len(prompts)} prompts × {params.n} choices exceed the limit of {MAX_CHOICES_OF_REQUEST} "
             "choices per request"
         )
         raise RequestError(message, param="n")
-    task = body.task() if isinstance(body, TaskBody) else None
     content = RequestContent(
         body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes, body.template_kwargs, task
     )

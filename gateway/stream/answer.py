@@ -46,6 +46,8 @@ from penstock.queue.packed_result import PackedResult
 from penstock.runtime.cooperative import LoopYielder
 
 JOB_HEADER = "X-Penstock-Job"
+MAX_JOBS_SHOWN = 64
+"""Most job ids in JOB_HEADER. A longer line is too long for common HTTP clients."""
 IGNORED_HEADER = "X-Penstock-Ignored-Fields"
 """Response header with the unknown fields that the gateway ignored. Names are percent-encoded like parts of a URL."""
 
@@ -115,10 +117,11 @@ class Answer(Response):
             generation.cut_at,
             generation.replay_from_start,
             generation.event_ids,
+            content.prompts,
         )
 
     def _response_headers(self, jobs: Sequence[AsyncJob]) -> dict[str, str]:
-        headers = {JOB_HEADER: ", ".join(job.id for job in jobs)}
+        headers = {JOB_HEADER: ", ".join(job.id for job in jobs[:MAX_JOBS_SHOWN])}
         return headers | {IGNORED_HEADER: ", ".join(map(quote, self._ignored))} if self._ignored else headers
 
 

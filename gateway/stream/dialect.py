@@ -13,6 +13,7 @@ from penstock.contract.output import Chunk, Usage
 from penstock.contract.waiting import WaitUpdate, members_of
 from penstock.gateway.stream.generation_request import StreamPosition
 from penstock.gateway.stream.sse import event
+from penstock.producer.client.request import Prompt
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.packed_result import PackedResult
 
@@ -38,6 +39,8 @@ class AnswerHead:
     """Whether a resumed stream is read from its start."""
     event_ids: bool = False
     """Whether the events of a stream have ids."""
+    prompts: Sequence[Prompt] = ()
+    """The prompts of the request. Not known of a resumed stream."""
 
     @property
     def indices(self) -> dict[str, int]:

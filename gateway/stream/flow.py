@@ -12,6 +12,7 @@ from penstock.contract.waiting import WaitUpdate
 from penstock.producer.client import AsyncJob
 from penstock.producer.client.stream import ChunkSink
 from penstock.queue.packed_result import PackedResult
+from penstock.runtime.gather import CALLS_AT_ONCE
 
 MAX_BATCHES = 64
 """Batches that the merged flow buffers. Beyond that, the client's bounded mailboxes fill; beyond those, chunks are read
@@ -100,8 +101,12 @@ async def ends_of(jobs: Sequence[AsyncJob]) -> list[Ended]:
         num_kept += result.num_bytes
         return Ended(result.num_bytes, result)
 
-    waiting = [asyncio.create_task(end_of(job)) for job in jobs]
+    waiting: list[asyncio.Task[Ended]] = []
     try:
+        for job in jobs:
+            waiting.append(asyncio.create_task(end_of(job)))
+            if len(waiting) % CALLS_AT_ONCE == 0:
+                await asyncio.sleep(0)
         return await asyncio.gather(*waiting)
     finally:
         await _cancel(waiting)
@@ -124,6 +129,12 @@ async def _read(job: AsyncJob, queue: asyncio.Queue[Batch | Waiting | Exception]
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]] | Sequence[asyncio.Task[Ended]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    try:
+        for start in range(0, len(tasks), CALLS_AT_ONCE):
+            group = tasks[start : start + CALLS_AT_ONCE]
+            for task in group:
+                task.cancel()
+            await asyncio.gather(*group, return_exceptions=True)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -16,6 +16,7 @@ from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt, SubmitOptions
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
+from penstock.runtime.gather import try_all
 
 LEAVE_TIMEOUT_S = 5.0
 """Seconds for canceling the jobs of a caller that is gone. If Redis is away, the queue ends unread jobs later."""
@@ -158,5 +159,4 @@ async def _submit(client: AsyncClient, generation: GenerationRequest, index: int
 async def _release(jobs: Sequence[AsyncJob], *, may_resume: bool) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LEAVE_TIMEOUT_S):
-            calls = [job.detach() if may_resume else job.cancel() for job in jobs]
-            await asyncio.gather(*calls, return_exceptions=True)
+            await try_all([job.detach if may_resume else job.cancel for job in jobs])

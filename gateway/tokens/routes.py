@@ -6,7 +6,8 @@ from starlette.routing import Route
 
 from penstock.gateway.generate import Generate
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
-from penstock.gateway.tokens.dialects import DetokenizeDialect, TokenizeDialect
+from penstock.gateway.tokens.encoders import DetokenizeEncoder, TokenizeEncoder
+from penstock.gateway.tokens.task_dialect import TaskDialect
 
 _TOKENIZED = object_of(
     count=NUMBER, max_model_len=NUMBER, tokens=list_of(NUMBER), token_strs={"anyOf": [list_of(TEXT), {"type": "null"}]}
@@ -15,6 +16,6 @@ _TOKENIZE = RouteDoc("Return the tokens of a text or a chat.", _TOKENIZED)
 _DETOKENIZE = RouteDoc("Return the text of tokens, special tokens included.", object_of(prompt=TEXT))
 
 ROUTES = (
-    Route("/tokenize", Generate("tokenize", TokenizeDialect(), _TOKENIZE), methods=["POST"]),
-    Route("/detokenize", Generate("detokenize", DetokenizeDialect(), _DETOKENIZE), methods=["POST"]),
+    Route("/tokenize", Generate("tokenize", TaskDialect(TokenizeEncoder), _TOKENIZE), methods=["POST"]),
+    Route("/detokenize", Generate("detokenize", TaskDialect(DetokenizeEncoder), _DETOKENIZE), methods=["POST"]),
 )

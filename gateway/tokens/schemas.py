@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field, ValidationInf
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES, SamplingParams, TokenId
+from penstock.contract.priority import ClassName
 from penstock.contract.tasks import MAX_TASK_TOKENS, Detokenize, Task, Tokenize
 from penstock.contract.tools import MAX_TOOLS
 from penstock.gateway.route_doc import EXAMPLE_MODEL
@@ -21,7 +22,6 @@ from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool
 class TaskBody(Wire):
     """The base of bodies that ask for a task."""
 
-    asked_class: ClassVar[None] = None
     template_kwargs: ClassVar[None] = None
     stream: ClassVar[bool] = False
     echoes: ClassVar[bool] = False
@@ -29,13 +29,18 @@ class TaskBody(Wire):
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """The served model. It may be omitted if only one model is served."""
 
+    @property
+    def asked_class(self) -> ClassName | None:
+        """The class that the body asks for."""
+        return None
+
     @abstractmethod
     def task(self) -> Task:
         """Return what the job does with the prompt."""
 
     @abstractmethod
     def prompts(self) -> list[Prompt]:
-        """Return a list with the request's only prompt."""
+        """Return the request's prompts. Each becomes one job."""
 
     @abstractmethod
     def names(self) -> dict[str, str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError, RequestError
+from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Usage
 from penstock.gpu_node.engine.config import EngineConfig, ModelOrConfig
@@ -15,12 +15,14 @@ from penstock.gpu_node.engine.in_flight import InFlightSteps, StepTimings
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.logprobs import logprobs_of, make_records, note_scores, scored_tokens
-from penstock.gpu_node.engine.offline import Adapters, Params, Prompt, gather, run, spread
+from penstock.gpu_node.engine.offline import OfflineCalls
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots
 from penstock.gpu_node.engine.policy.by_policy import new_scheduling_policy, note_held
+from penstock.gpu_node.engine.pooling import note_hidden, pooled_tokens
 from penstock.gpu_node.engine.prefill_reports import PrefillReports
-from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generation, StepOutput
-from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request
+from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
+from penstock.gpu_node.engine.request import LiveChoice, LiveRequest
+from penstock.gpu_node.engine.request_limits import check_request
 from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrace
@@ -42,7 +44,7 @@ MAX_SHARE_OF_STALL_WITH_PREFILL = 0.5
 """The same for a step with prompt tokens, which may take long on a slow machine."""
 
 
-class Engine(ServedModel):
+class Engine(ServedModel, OfflineCalls):
     """Continuous batching over one model. One thread owns it; other threads may use `stats` and the tokenizer."""
 
     def __init__(
@@ -109,6 +111,11 @@ class Engine(ServedModel):
         """Declare that the calling thread only steps the engine, so that the runner may pin it to a core."""
         self._runner.bind_thread()
 
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._requests)
+
     def has_work(self) -> bool:
         """Return whether `step` has anything to do."""
         return bool(self._requests) or len(self._in_flight) > 0
@@ -151,18 +158,6 @@ class Engine(ServedModel):
     def memory_trail(self) -> list[str]:
         """Return the latest memory records as text, one line each, the oldest first."""
         return self._memory_trace.lines()
-
-    def generate(
-        self, prompts: Sequence[Prompt], params: Params = None, *, adapters: Adapters = None
-    ) -> list[Generation]:
-        """Run prompts (texts, token ids or chats) to their end as one batch; results have the order of the prompts.
-
-        `params` and `adapters` are one for all or one for each. Raises RequestError beside other requests.
-        """
-        if self._requests:
-            raise RequestError("generate needs an engine without other requests")
-        batch = spread(prompts, params, adapters, self._tokenizer)
-        return gather(batch, run(self, batch))
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless scheduler and memory are consistent. O(blocks), for tests and idle times."""
@@ -211,6 +206,7 @@ class Engine(ServedModel):
         self._logprobs = result.logprobs
         self._prefill_reports.note_completed(completed)
         note_scores(completed.step, completed.plan, result.scores)
+        note_hidden(completed.step, completed.plan, result.hidden)
         self._timings.note_completed(completed, result, len(outcome.token_ids))
         num_scored = 0 if completed.plan.scored is None else len(completed.plan.scored.tokens)
         whole_ms = self._timings.schedule.last + completed.age_ms
@@ -250,8 +246,8 @@ class Engine(ServedModel):
         self._adapter_slots.load_pending(self._runner)
         plan = self._scheduler.plan(step)
         self._guides.write(plan.sampling.masks)
-        scored = scored_tokens(step, plan)
-        return plan if scored is None else replace(plan, scored=scored)
+        scored, pooled = scored_tokens(step, plan), pooled_tokens(step, plan)
+        return plan if scored is None and pooled is None else replace(plan, scored=scored, pooled=pooled)
 
     def _outputs_of(self, outcome: StepOutcome | None) -> list[StepOutput]:
         """Return the outputs of a step; choices that were aborted since its launch get none."""
@@ -268,11 +264,9 @@ class Engine(ServedModel):
         return outputs
 
     def _advance(self, choice: LiveChoice, token: int, row: int, *, has_left: bool) -> StepOutput:
-        if token == FAILED_TOKEN:
-            choice.output.fail()
+        choice.push(token)
+        if token == FAILED_TOKEN or choice.request.pooled is not None:
             return self._output(choice, ())
-        choice.output.push(token)
-        choice.request.completion_tokens += 1
         if choice.output.finish_reason is not None and not has_left:
             self._scheduler.remove(choice.seq)  # a stop string ends it, and only the text shows that
         return self._output(choice, (token,), logprobs_of(choice.seq, self._logprobs, row, self._tokenizer))

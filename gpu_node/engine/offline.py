@@ -1,18 +1,23 @@
-"""Offline generation: a batch of prompts in, one result for each prompt out."""
+"""Offline use of an engine: a batch of prompts in, one result for each prompt out."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias, cast
+from dataclasses import replace
+from typing import TypeAlias, cast
+
+import numpy as np
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.errors import RequestError
+from penstock.contract.errors import JobFailedError, RequestError
 from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Usage
+from penstock.contract.tasks import Embed, Embedding, Pooling
 from penstock.gpu_node.engine.interrupts import held_interrupts
 from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutput
-from penstock.gpu_node.engine.request import truncated
+from penstock.gpu_node.engine.request_limits import truncated
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -42,37 +47,88 @@ def spread(prompts: Sequence[Prompt], params: Params, adapters: Adapters, tokeni
     return batch
 
 
-class Steps(Protocol):
-    """The methods of an engine that a batch uses."""
+class OfflineCalls(ABC):
+    """The calls of an engine that run a whole batch to its end."""
 
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+
+    @property
+    @abstractmethod
+    def num_requests(self) -> int:
+        """Number of requests that have not ended."""
+
+    @abstractmethod
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
 
+    @abstractmethod
     def abort(self, request_id: str) -> None:
         """Drop a request."""
 
+    @abstractmethod
     def has_work(self) -> bool:
         """Return whether a step has anything to do."""
 
+    @abstractmethod
     def step(self) -> list[StepOutput]:
         """Run one step and return its outputs."""
 
+    def generate(
+        self, prompts: Sequence[Prompt], params: Params = None, *, adapters: Adapters = None
+    ) -> list[Generation]:
+        """Run prompts (texts, token ids or chats) to their end as one batch; results have the order of the prompts.
 
-def run(engine: Steps, batch: list[EngineRequest]) -> list[StepOutput]:
-    """Run a batch and return all outputs. After an error or interrupt no request of the batch stays in the engine."""
-    outputs: list[StepOutput] = []
-    with held_interrupts() as let_through:
-        try:
-            for request in batch:
-                engine.add(request)
-            while engine.has_work():
-                outputs += engine.step()
-                let_through()
-        except BaseException:
-            for request in batch:
-                engine.abort(request.request_id)
-            raise
-    return outputs
+        `params` and `adapters` are one for all or one for each. Raises RequestError beside other requests.
+        """
+        batch = spread(prompts, params, adapters, self.tokenizer)
+        return gather(batch, self._run(batch, "generate"))
+
+    def embed(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        adapters: Adapters = None,
+    ) -> list[Embedding]:
+        """Return the embeddings of prompts (texts, token ids or chats), computed as one batch; see `Embed`.
+
+        Raises RequestError beside other requests, JobFailedError if the model computes NaN or infinity for a prompt.
+        """
+        wanted = Embed(pooling=pooling, dimensions=dimensions, truncate_prompt_tokens=truncate_prompt_tokens)
+        batch = spread(prompts, SamplingParams(**wanted.sampling()), adapters, self.tokenizer)
+        batch = [replace(request, embed=wanted) for request in batch]
+        vectors = {output.request_id: output.embedding for output in self._run(batch, "embed")}
+        return [_embedding(request, vectors[request.request_id]) for request in batch]
+
+    def _run(self, batch: list[EngineRequest], name: str) -> list[StepOutput]:
+        """Run a batch and return all outputs. After an error or interrupt no request of it stays in the engine."""
+        if self.num_requests:
+            raise RequestError(f"{name} needs an engine without other requests")
+        outputs: list[StepOutput] = []
+        with held_interrupts() as let_through:
+            try:
+                for request in batch:
+                    self.add(request)
+                while self.has_work():
+                    outputs += self.step()
+                    let_through()
+            except BaseException:
+                for request in batch:
+                    self.abort(request.request_id)
+                raise
+        return outputs
+
+
+def _embedding(request: EngineRequest, vector: bytes) -> Embedding:
+    if not vector:
+        message = f"the model computed NaN, infinity or zeros for prompt {request.request_id}"
+        raise JobFailedError(message, code="model_error")
+    return Embedding(tuple(np.frombuffer(vector, "<f4").tolist()), len(request.prompt_token_ids))
 
 
 def gather(batch: list[EngineRequest], outputs: Sequence[StepOutput]) -> list[Generation]:

@@ -11,6 +11,7 @@ from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Usage
+from penstock.contract.tasks import Embed
 from penstock.contract.waiting import PrefillProgress
 from penstock.gpu_node.engine.text.end_rule import EndReason
 from penstock.runtime.histogram import Histogram
@@ -47,6 +48,8 @@ class EngineRequest:
     adapter: AdapterRef | None = None
     reports_prefill: bool = False
     """Whether outputs without tokens report how far the prompt is computed."""
+    embed: Embed | None = None
+    """Return the prompt's embedding instead of text. `params` are then those of `Embed.sampling`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class StepOutput:
     """Log-probabilities of `token_ids`, where the request asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Log-probabilities of the whole prompt, once for a request, before or with its first token."""
+    embedding: bytes = b""
+    """The prompt's embedding, if the request asks for it: float32, little-endian. Its choice has no tokens."""
     error: PenstockError | None = None
     """Why the choice failed, where its request is the reason."""
     prefill: PrefillProgress | None = None

@@ -1,38 +1,27 @@
-"""A request inside the engine: validation, its choices and its usage."""
+"""A request inside the engine: its choices, its usage, and what it reports of its prompt."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.contract.errors import PromptTooLongError, RequestError
-from penstock.contract.job import MAX_TOKENS_LIMIT, Priority, SamplingParams
-from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB, TokenLogprobs
+from penstock.contract.errors import RequestError
+from penstock.contract.job import SamplingParams
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Usage
 from penstock.gpu_node.engine.logprobs import prompt_records
+from penstock.gpu_node.engine.pooled_prompt import PooledPrompt
 from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice, StepOutput
+from penstock.gpu_node.engine.request_limits import RequestLimits, max_tokens_with_logprobs
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.choice_output import ChoiceOutput
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.gpu_node.model.protocol import Adapter, LoadedModel
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """The limits that requests are checked against."""
-
-    vocab_size: int
-    max_model_len: int
-    bound_by: str
-    """Explanation of `max_model_len` for error messages."""
-    eos_token_ids: frozenset[int]
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, Adapter
 
 
 @dataclass(slots=True)
@@ -45,6 +34,17 @@ class LiveChoice:
     guide: Guide | None = None
     """Constrains its output to a grammar."""
     unlogged_text: str = ""
+
+    def push(self, token_id: int) -> None:
+        """Add a sampled token. If the prompt is embedded, the choice ends without it."""
+        pooled = self.request.pooled
+        if token_id == FAILED_TOKEN or (pooled is not None and pooled.vector() is None):
+            self.output.fail()
+        elif pooled is not None:
+            self.output.finish_reason = "stop"
+        else:
+            self.output.push(token_id)
+            self.request.completion_tokens += 1
 
     def step_output(
         self,
@@ -67,6 +67,7 @@ class LiveChoice:
             kv_token_ms=self.seq.kv_token_ms,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            embedding=self.request.embedding() if self.output.finish_reason == "stop" else b"",
             error=self.guide.failure if is_failed and self.guide is not None else None,
         )
 
@@ -85,6 +86,8 @@ class LiveRequest:
     """The choice that computes the prompt for the others; its prefix hits are the request's."""
     prompt_scores: PromptScores | None = None
     """Log-probabilities of the prompt, until they are output."""
+    pooled: PooledPrompt | None = None
+    """The prompt's embedding."""
 
     def open(self, limits: RequestLimits, tokenizer: Tokenizer, guides: GrammarCompiler) -> None:
         """Create the choices that are not finished yet.
@@ -96,6 +99,9 @@ class LiveRequest:
         # A log has them before all tokens, so logged tokens prove that they were output.
         if num_logprobs is not None and not any(choice.token_ids for choice in resume):
             self.prompt_scores = PromptScores(self.asked.prompt_token_ids, num_logprobs)
+        if self.asked.embed is not None:
+            num_tokens = len(self.asked.prompt_token_ids)
+            self.pooled = PooledPrompt(num_tokens, self.asked.embed, limits.default_pooling)
         bad_words = _bad_words(params, limits, tokenizer)
         for choice in range(params.n):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
@@ -113,110 +119,15 @@ class LiveRequest:
         scores, self.prompt_scores = self.prompt_scores, None
         return prompt_records(self.asked.prompt_token_ids, scores, tokenizer)
 
+    def embedding(self) -> bytes:
+        """Return the prompt's embedding, or nothing if the request asks for none."""
+        vector = None if self.pooled is None else self.pooled.vector()
+        return b"" if vector is None else vector.tobytes()
+
     def usage(self) -> Usage:
         """Return the token usage so far, over all choices; the prompt counts once."""
         cached_tokens = self.first.cached_tokens if self.first is not None else None
         return Usage(len(self.asked.prompt_token_ids), self.completion_tokens, cached_tokens or 0)
-
-
-def request_limits(model: LoadedModel, eos_token_ids: frozenset[int], block_size: int) -> RequestLimits:
-    """Return the limits of a loaded model; `eos_token_ids` are the tokenizer's."""
-    sizes = model.runner.cache_sizes
-    num_kv_tokens, num_swap_tokens = sizes.num_device_blocks * block_size, sizes.num_host_blocks * block_size
-    bound_by = "the model's context"
-    # A sequence that both pools together cannot hold alone could never finish.
-    if num_kv_tokens + num_swap_tokens < model.max_model_len:
-        bound_by = f"the KV cache holds {num_kv_tokens} tokens, the swap space {num_swap_tokens}"
-    return RequestLimits(
-        vocab_size=model.vocab_size,
-        max_model_len=min(model.max_model_len, num_kv_tokens + num_swap_tokens),
-        bound_by=bound_by,
-        # Model files may list end tokens for which the model has no logit.
-        eos_token_ids=frozenset(one for one in model.eos_token_ids | eos_token_ids if 0 <= one < model.vocab_size),
-    )
-
-
-def check_request(request: EngineRequest, limits: RequestLimits) -> None:
-    """Refuse a request that the engine cannot run; the error names field and limit.
-
-    Raises PromptTooLongError if the prompt, or prompt and `max_tokens`, exceed the context; RequestError for the rest.
-    """
-    _check_prompt(request.prompt_token_ids, request.params, limits)
-    _check_logprobs(request.prompt_token_ids, request.params)
-    _check_tokens(request.prompt_token_ids, request.params, limits)
-    _check_resume(request.resume, request.params, limits)
-    if request.priority not in set(Priority):
-        raise RequestError(f"priority is {request.priority}, but must be 0, 1 or 2", param="priority")
-    if not 0 < request.weight < math.inf:
-        raise RequestError(f"weight is {request.weight}, but must be finite and above 0", param="weight")
-
-
-def truncated(token_ids: list[int], params: SamplingParams) -> list[int]:
-    """Return the tokens of a prompt that the request keeps: the last `truncate_prompt_tokens`, or all."""
-    limit = params.truncate_prompt_tokens
-    return token_ids if limit is None else token_ids[-limit:]
-
-
-def _check_prompt(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
-    """Refuse a request longer than the context."""
-    if not prompt:
-        raise RequestError("prompt must have at least one token", param="prompt")
-    if len(prompt) + 1 > limits.max_model_len:
-        raise PromptTooLongError(
-            f"This model's maximum context length is {limits.max_model_len} tokens, with at least one to generate; "
-            f"the prompt has {len(prompt)} tokens. Limit: {limits.bound_by}",
-            param="prompt",
-        )
-    if params.max_tokens is not None and len(prompt) + params.max_tokens > limits.max_model_len:
-        raise PromptTooLongError(
-            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt ({len(prompt)} tokens) "
-            f"and max_tokens ({params.max_tokens}) exceed it together. Limit: {limits.bound_by}",
-            param="max_tokens",
-        )
-    if len(prompt) + params.min_tokens > limits.max_model_len:
-        raise PromptTooLongError(
-            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt ({len(prompt)} tokens) "
-            f"and min_tokens ({params.min_tokens}) exceed it together. Limit: {limits.bound_by}",
-            param="min_tokens",
-        )
-
-
-def _check_tokens(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
-    """Refuse token ids outside the vocabulary."""
-    fields = (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias))
-    for name, token_ids in fields:
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
-            raise RequestError(f"{name} has a token id outside the vocabulary of {limits.vocab_size}", param=name)
-
-
-def _check_logprobs(prompt: Items[int], params: SamplingParams) -> None:
-    """Refuse more log-probabilities than a result can hold."""
-    limit = _max_tokens_with_logprobs(prompt, params)
-    name = "prompt_logprobs" if params.logprobs is None else "logprobs"
-    if limit < (params.max_tokens or max(1, params.min_tokens)):
-        raise RequestError(
-            f"{name}: at most {MAX_LOGPROBS_OF_JOB} values in all, those of the prompt and of the tokens themselves "
-            f"included, allow {max(0, limit)} tokens for each choice",
-            param=name,
-        )
-
-
-def _max_tokens_with_logprobs(prompt: Items[int], params: SamplingParams) -> int:
-    """Return how many tokens each choice may have before the log-probabilities exceed the size of a result."""
-    of_prompt = 0 if params.prompt_logprobs is None else len(prompt) * (1 + params.prompt_logprobs)
-    left = MAX_LOGPROBS_OF_JOB - of_prompt
-    if params.logprobs is None:
-        return MAX_TOKENS_LIMIT if left >= 0 else 0
-    return left // (params.n * (1 + params.logprobs))
-
-
-def _check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: RequestLimits) -> None:
-    """Refuse a log that this model cannot have written for this request."""
-    if len(resume) > params.n:
-        raise RequestError(f"resume has {len(resume)} choices, but n is {params.n}", param="resume")
-    for choice in resume:
-        if any(not 0 <= token_id < limits.vocab_size for token_id in choice.token_ids):
-            raise RequestError("a logged token id is outside the vocabulary", param="resume")
 
 
 def _guide_of(asked: EngineRequest, resumed: ResumedChoice, guides: GrammarCompiler) -> Guide | None:
@@ -246,9 +157,9 @@ def open_choice(
     """
     asked, params = request.asked, request.asked.params
     end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
-    limit = min(
-        limits.max_model_len - len(asked.prompt_token_ids), _max_tokens_with_logprobs(asked.prompt_token_ids, params)
-    )
+    # A prompt that is embedded may fill the context; the one token after it is dropped.
+    num_left = max(1, limits.max_model_len - len(asked.prompt_token_ids))
+    limit = min(num_left, max_tokens_with_logprobs(asked.prompt_token_ids, params))
     max_tokens = limit if params.max_tokens is None else min(limit, params.max_tokens)
     rule = EndRule(end_ids, params.min_tokens, max_tokens)
     includes_stop = params.include_stop_str_in_output
@@ -275,5 +186,6 @@ def open_choice(
         urgency=asked.priority,
         adapter=request.adapter,
         prompt_scores=request.prompt_scores,
+        pooled=request.pooled,
     )
     return LiveChoice(request, seq, output, unlogged_text=text[len(resumed.text) :])

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
+from penstock.gpu_node.engine.pooled_prompt import PooledPrompt
 from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter
@@ -39,6 +40,8 @@ class Sequence:
     """The runner's slot that holds its adapter while it runs."""
     prompt_scores: PromptScores | None = None
     """The log-probabilities of the prompt that its request asks for."""
+    pooled: PooledPrompt | None = None
+    """The embedding that its request asks for."""
     root_hash: bytes = ROOT_HASH
     """Parent of its first block's hash."""
     blocks: list[int] = field(default_factory=list)
@@ -108,11 +111,13 @@ class Sequence:
         """Leading tokens that need not be computed where the prefix cache has them.
 
         The last token is always computed, because the next one is sampled from its logits. Prompt tokens are computed
-        too while their log-probabilities are still missing.
+        too while their log-probabilities, or their part of an embedding, are still missing.
         """
         num_reusable = len(self.token_ids) - 1
         if self.prompt_scores is not None and self.is_scoring:
             return min(num_reusable, self.prompt_scores.num_scored)
+        if self.pooled is not None and not self.pooled.is_complete:
+            return min(num_reusable, self.pooled.next_token)
         return num_reusable
 
     @property

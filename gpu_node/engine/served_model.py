@@ -8,7 +8,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.loading import load
-from penstock.gpu_node.engine.request import request_limits
+from penstock.gpu_node.engine.request_limits import request_limits
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import Adapter

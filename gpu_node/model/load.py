@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
+from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.checkpoint.gguf_rope import with_rope_scaling
+from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.methods import reader_of
 from penstock.gpu_node.model.checkpoint.revision import revision_of
@@ -21,6 +23,12 @@ from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner
 
 _log = logging.getLogger(__name__)
+
+_POOLINGS: dict[str, Pooling] = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_cls_token": "cls",
+}
 
 
 def load_model(model: str, options: RunnerOptions, progress: Progress, *, revision: str | None = None) -> LoadedModel:
@@ -42,9 +50,11 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
         runner=runner,
         folder=source.folder,
         vocab_size=described.spec.vocab_size,
+        hidden_size=described.spec.hidden_size,
         max_model_len=described.max_model_len,
         eos_token_ids=_eos_token_ids(source.folder, config),
         adapters=adapters,
+        pooling=_pooling_of(source.folder),
         arithmetic=arithmetic,
         revision=revision_of(source, arithmetic),
     )
@@ -110,6 +120,13 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
         max_model_len=options.max_model_len or spec.max_position,
         read_scaled=reader_of(config),
     )
+
+
+def _pooling_of(folder: Path) -> Pooling:
+    """Return the pooling that a file in sentence-transformers' format names, or `mean`."""
+    path = folder / POOLING_FILE
+    config = read_object(path) if path.is_file() else {}
+    return next((pooling for name, pooling in _POOLINGS.items() if config.get(name) is True), "mean")
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:

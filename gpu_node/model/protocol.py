@@ -15,6 +15,7 @@ from penstock.gpu_node.model.lora.low_rank import LowRank
 
 if TYPE_CHECKING:
     from penstock.contract.adapters import AdapterRef
+    from penstock.contract.tasks import Pooling
 
 NULL_BLOCK = 0
 """The block id that pads block tables. No sequence writes to this block, so its values stay finite."""
@@ -106,6 +107,16 @@ class ScoredTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledTokens:
+    """Prompt tokens of a step whose hidden state after the final norm is wanted."""
+
+    tokens: NDArray[np.int32]
+    """[num_pooled]: indices into the step's tokens, ascending."""
+    seqs: NDArray[np.int32]
+    """[num_pooled]: the sequence of each one; only the caller uses it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Logprobs:
     """The log-softmax of some rows' logits before biases, penalties, bans and masks.
 
@@ -145,6 +156,7 @@ class StepPlan:
     adapters: NDArray[np.int32] | None = None
     """[num_seqs]: the adapter slot of each sequence, or NO_ADAPTER; None where no sequence has an adapter."""
     scored: ScoredTokens | None = None
+    pooled: PooledTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +172,8 @@ class StepResult:
     """Logprobs of the sampling rows; None where no row wants any. Those of a failed row are undefined."""
     scores: Logprobs | None = None
     """Logprobs of the plan's scored tokens."""
+    hidden: NDArray[np.float32] | None = None
+    """[num_pooled, hidden_size]: hidden states of the plan's pooled tokens after the final norm."""
 
 
 class Adapter(Protocol):
@@ -251,9 +265,12 @@ class LoadedModel:
     folder: Path
     """The folder with the tokenizer's files."""
     vocab_size: int
+    hidden_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
     adapters: AdapterSource
+    pooling: Pooling
+    """How the model's files say that prompts are embedded, or else `mean`."""
     arithmetic: str
     """Names the runner, its kernels and number formats: all that tokens depend on besides the model's files."""
     revision: str

@@ -78,6 +78,7 @@ class Vector(IntEnum):
     COS = 8
     SIN = 9
     POSITION_BIASES = 10
+    FINAL_GAINS = 11
 
 
 class Activation(IntEnum):
@@ -118,7 +119,8 @@ class NativePlan(c.Structure):
         *((name, c.c_int32) for name in ("logprobs_width", "num_scored")),
         *((name, c.c_void_p) for name in ("scored_tokens", "score_targets", "num_score_logprobs")),
         *((name, c.c_void_p) for name in ("score_ids", "scores")),
-        ("scores_width", c.c_int32),
+        *((name, c.c_int32) for name in ("scores_width", "num_pooled")),
+        *((name, c.c_void_p) for name in ("pooled_tokens", "hidden")),
     ]
 
 

@@ -14,7 +14,7 @@ from penstock.contract.named import CheckedInput
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
 from penstock.contract.structured import StructuredOutputs
-from penstock.contract.tasks import GENERATE, Detokenize, Task
+from penstock.contract.tasks import GENERATE, Detokenize, Embed, Task
 from penstock.contract.template_kwargs import TemplateKwargs
 from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT, CallId, ToolCall, Tools, few_calls
 
@@ -205,8 +205,12 @@ class Job(CheckedInput):
     def _task_fits(self) -> Self:
         if self.task is None:
             return self
-        if self.params != SamplingParams() or self.adapter is not None:
-            raise ValueError(f"a job of kind {self.kind} has no sampling parameters and no adapter")
+        if self.params != SamplingParams():
+            raise ValueError(f"a job of kind {self.kind} has no sampling parameters")
+        if self.adapter is not None and not self.num_sequences:
+            raise ValueError(f"a job of kind {self.kind} has no adapter")
+        if isinstance(self.task, Embed):
+            return self
         packed = self.packed_prompt
         has_ids = self.prompt_token_ids is not None or (packed is not None and packed.form == "tokens")
         if has_ids != isinstance(self.task, Detokenize):
@@ -229,6 +233,11 @@ class Job(CheckedInput):
     def num_sequences(self) -> int:
         """The sequences that the job occupies in an engine; 0 for a task that needs no engine."""
         return self.params.n if self.task is None else self.task.num_sequences
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters of the job's sequences: the caller's, or those of its task."""
+        return self.params if self.task is None else SamplingParams(**self.task.sampling())
 
     @property
     def pool(self) -> str:

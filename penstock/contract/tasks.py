@@ -7,7 +7,7 @@ request, and a pool's record lists the kinds that its nodes know.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
@@ -20,9 +20,25 @@ MAX_TASK_BYTES = 8 << 20
 """Bytes of a task's text."""
 MAX_OUTPUT_BYTES = 15 << 20
 """Bytes of a task's packed output. A result has at most 16 MiB."""
+MAX_DIMENSIONS = 1 << 16
+"""Dimensions of an embedding that a request may ask for. The model's hidden size is the limit that matters."""
+
+Pooling: TypeAlias = Literal["mean", "last", "cls"]
+"""How the hidden states of a prompt become one vector: their mean, that of the last token, or that of the first."""
 
 
-class Tokenize(CheckedInput):
+class TaskOptions(CheckedInput):
+    """Base of tasks."""
+
+    num_sequences: ClassVar[int] = 0
+    """Sequences that the job occupies in an engine. A job without sequences needs no KV cache."""
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters of the job's sequences, where they are not the defaults."""
+        return {}
+
+
+class Tokenize(TaskOptions):
     """Return the tokens of a text or a chat.
 
     - `add_special_tokens`: add the special tokens that the model expects around a text. None: do so for a text, but not
@@ -32,9 +48,6 @@ class Tokenize(CheckedInput):
     - `return_token_strs`: also return the tokens as the vocabulary spells them.
     """
 
-    num_sequences: ClassVar[int] = 0
-    """Sequences that the job occupies in an engine. A job without sequences needs no KV cache."""
-
     kind: Literal["tokenize"] = "tokenize"
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
@@ -42,15 +55,33 @@ class Tokenize(CheckedInput):
     return_token_strs: bool = False
 
 
-class Detokenize(CheckedInput):
+class Detokenize(TaskOptions):
     """Return the text of tokens, special tokens included."""
-
-    num_sequences: ClassVar[int] = 0
 
     kind: Literal["detokenize"] = "detokenize"
 
 
-Task: TypeAlias = Annotated[Tokenize | Detokenize, Field(discriminator="kind")]
+class Embed(TaskOptions):
+    """Return the embedding of a prompt: the model's final hidden states, pooled to one vector of length 1.
+
+    - `pooling`: how the hidden states become one vector. None: as the model's files say, or else `mean`.
+    - `dimensions`: keep only the first dimensions of the vector and normalize it again.
+    - `truncate_prompt_tokens`: keep only that many of the prompt's last tokens.
+    """
+
+    num_sequences: ClassVar[int] = 1
+
+    kind: Literal["embed"] = "embed"
+    pooling: Pooling | None = None
+    dimensions: int | None = Field(default=None, ge=1, le=MAX_DIMENSIONS)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=1, le=MAX_TASK_TOKENS)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the parameters of a sequence that ends with its prompt."""
+        return {"temperature": 0.0, "max_tokens": 1, "truncate_prompt_tokens": self.truncate_prompt_tokens}
+
+
+Task: TypeAlias = Annotated[Tokenize | Detokenize | Embed, Field(discriminator="kind")]
 KINDS: tuple[str, ...] = (GENERATE, *(one.model_fields["kind"].default for one in get_args(get_args(Task)[0])))
 """The kinds of jobs that nodes of this release know."""
 
@@ -72,4 +103,12 @@ class Detokenized:
     text: str
 
 
-TaskOutput = Tokenized | Detokenized
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The output of `Embed`: a vector of length 1, and the number of tokens that it represents."""
+
+    values: tuple[float, ...]
+    num_tokens: int
+
+
+TaskOutput = Tokenized | Detokenized | Embedding

@@ -27,6 +27,8 @@ TASK_BYTES_PER_COST = 1_024
 BYTES_PER_ID = 4
 TASK_RESULT_BYTES = 4
 """Assumed bytes of a task's result per byte of its request: token ids, and the tokens' strings."""
+EMBEDDING_BYTES = 16 << 10
+"""Assumed bytes of an embedding: that of a hidden state with 4096 numbers."""
 MAX_WAIT_MS = 60_000
 """A job with a longer expected wait is refused, and its caller told when to retry."""
 MIN_RETRY_AFTER_MS = 1_000
@@ -88,15 +90,16 @@ def estimate_cost(job: Job, record: PoolRecord, nodes: Sequence[NodePressure] = 
         size = prompt_bytes(job)
         prompt = math.ceil((size + tool_bytes(job)) / REQUEST_BYTES_PER_TOKEN)
         min_prompt_tokens = math.ceil(size / record.max_token_bytes) if record.max_token_bytes else 0
-    params = job.params
+    params = job.sampling
     if params.truncate_prompt_tokens is not None:
         prompt = min(prompt, params.truncate_prompt_tokens)
         min_prompt_tokens = min(min_prompt_tokens, params.truncate_prompt_tokens)
-    if record.max_model_len and min_prompt_tokens >= record.max_model_len:
+    # Only generated text needs space for a token after the prompt.
+    if record.max_model_len and min_prompt_tokens + (job.task is None) > record.max_model_len:
         counted = f"{min_prompt_tokens}" if num_ids is not None else f"at least {min_prompt_tokens}"
         raise PromptTooLongError(
-            f"This model's maximum context length is {record.max_model_len} tokens, with at least one to generate; "
-            f"the prompt has {counted} tokens",
+            f"This model's maximum context length is {record.max_model_len} tokens"
+            f"{', with at least one to generate' if job.task is None else ''}; the prompt has {counted} tokens",
             param="prompt",
         )
     cost = prompt + params.n * predict_output(nodes, prompt, params.max_tokens or MAX_TOKENS_LIMIT)
@@ -107,6 +110,8 @@ def estimate_bytes(job: Job, request_bytes: int) -> int:
     """Return the bytes that a job may occupy in Redis: its request, its record, and a log of its maximum length."""
     if job.num_sequences == 0:
         return request_bytes * (1 + TASK_RESULT_BYTES) + JOB_BYTES
+    if job.task is not None:
+        return request_bytes + JOB_BYTES + EMBEDDING_BYTES
     params = job.params
     output = params.max_tokens if params.max_tokens is not None else PREDICTED_OUTPUT_TOKENS
     token_bytes = LOG_BYTES_PER_TOKEN + _logprob_bytes(params.logprobs)

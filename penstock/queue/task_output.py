@@ -1,7 +1,7 @@
 """msgpack encoding of a task's output inside a job's result, and access to its parts.
 
-Texts and lists are byte strings: texts in UTF-8, tokens as int32, token strings as one text and the positions where
-they end. So a reader takes a part of a million tokens without copying or decoding the others.
+Texts and lists are byte strings: texts in UTF-8, tokens as int32, vectors as float32, token strings as one text and the
+positions where they end. So a reader takes a part of a million tokens without copying or decoding the others.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from penstock.contract.tasks import Detokenized, TaskOutput, Tokenized
+from penstock.contract.tasks import Detokenized, Embedding, TaskOutput, Tokenized
 from penstock.queue.msgpack_codec import WireError, pack
 
 _INT: Final = "i"
 _INT_BYTES = 4
+_FLOAT: Final = "f"
+_FLOAT_BYTES = 4
 _WINDOW_BYTES = 16 << 10
+Number = TypeVar("Number", int, float)
 
 
 class PackedOutput:
@@ -34,6 +37,8 @@ class PackedOutput:
         self._ids = _ints(fields, "tokens")
         self._ends = _ints(fields, "ends")
         self._strs = _view(fields, "strs")
+        self.vector: memoryview[int] = _view(fields, "vector")
+        """The bytes of an embedding: float32, little-endian."""
 
     def text_parts(self) -> Iterator[str]:
         """Yield the text in parts."""
@@ -53,10 +58,20 @@ class PackedOutput:
             yield str(self._strs[start:end], "utf-8", "replace")
             start = end
 
+    def floats(self) -> array[float]:
+        """Return the numbers of an embedding."""
+        if len(self.vector) % _FLOAT_BYTES:
+            raise WireError(f"a vector has {len(self.vector)} bytes, not a multiple of {_FLOAT_BYTES}")
+        values = array(_FLOAT)
+        values.frombytes(self.vector)
+        return _little_endian(values)
+
     def whole(self) -> TaskOutput:
         """Return the decoded output. Raises WireError for an unknown kind."""
         if self.kind == "detokenize":
             return Detokenized("".join(self.text_parts()))
+        if self.kind == "embed":
+            return Embedding(tuple(self.floats()), self.num_tokens)
         if self.kind != "tokenize":
             raise WireError(f"unknown kind of output {self.kind[:64]!r}")
         strs = tuple(self.token_strs()) if self.has_strs else None
@@ -81,11 +96,16 @@ def encode_detokenized(text: str) -> bytes:
     return pack({"kind": "detokenize", "text": text.encode()})
 
 
+def encode_embedding(vector: bytes, num_tokens: int) -> bytes:
+    """Encode the output of `Embed`. `vector`: float32, little-endian."""
+    return pack({"kind": "embed", "num": num_tokens, "vector": vector})
+
+
 def _packed_ints(values: Sequence[int]) -> bytes:
     return _little_endian(array(_INT, values)).tobytes()
 
 
-def _little_endian(values: array[int]) -> array[int]:
+def _little_endian(values: array[Number]) -> array[Number]:
     if sys.byteorder == "big":
         values.byteswap()
     return values

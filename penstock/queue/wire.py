@@ -197,6 +197,7 @@ def decode_chunks(data: bytes) -> list[Chunk]:
 # Requests ---------------------------------------------------------------------------------------
 
 _request_adapter = TypeAdapter(Request)
+_task_adapter: TypeAdapter[Task] = TypeAdapter(Task)
 
 
 def encode_request(job: Job) -> bytes:
@@ -255,7 +256,8 @@ def decode_request(data: bytes) -> Request:
         given = {name: m.get(name) for name in ("params", "tools", "adapter", "chat_template_kwargs")}
         given["return_progress"] = m.get("return_progress", False)
         if kind != GENERATE:
-            given |= {"params": {}, "task": {**checked_map(m.get("options")), "kind": kind}}
+            task = _task_adapter.validate_python({**checked_map(m.get("options")), "kind": kind})
+            given |= {"params": task.sampling(), "task": task}
         return _request_adapter.validate_python(given | prompts)
     except ValidationError as error:
         raise WireError(f"not a request: {problem_of(error)}") from error

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
+
+CALLS_AT_ONCE = 64
+"""Calls or tasks that may start or end in one round of the event loop. More would hold it for several milliseconds."""
+
+
+async def try_all(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
+    """Make all calls, a group at a time, and ignore their errors."""
+    for start in range(0, len(calls), CALLS_AT_ONCE):
+        await asyncio.gather(*(call() for call in calls[start : start + CALLS_AT_ONCE]), return_exceptions=True)
 
 
 async def gather_all(*calls: Coroutine[Any, Any, None]) -> None:

@@ -28,7 +28,7 @@ from penstock.producer.client.responses import StoredResponses
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
-from penstock.producer.client.tokens import TokenCalls
+from penstock.producer.client.tokens import TaskCalls
 from penstock.producer.client.waiting import QueueWatch
 from penstock.queue.admission import estimate_cost
 from penstock.queue.broker.connection import connect
@@ -50,7 +50,7 @@ from penstock.runtime.settings import RedisSettings, without_password
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
 
 
-class AsyncClient(TokenCalls):
+class AsyncClient(TaskCalls):
     """Submit jobs and stream their chunks.
 
         async with AsyncClient("redis://localhost") as client:

@@ -10,7 +10,7 @@ from typing import Self, TypeVar, Unpack
 
 from penstock.contract.errors import UnavailableError, error_of
 from penstock.contract.output import Chunk, Outcome, Result
-from penstock.contract.tasks import Tokenized
+from penstock.contract.tasks import Embedding, Tokenized
 from penstock.contract.waiting import WaitUpdate
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob
@@ -19,7 +19,7 @@ from penstock.producer.client.request import Prompt, SubmitOptions
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
-from penstock.producer.client.tokens import CountOptions, TaskOptions, TokenizeOptions
+from penstock.producer.client.tokens import CountOptions, EmbedOptions, TaskOptions, TokenizeOptions
 from penstock.queue.broker.job_lists import JobPage
 from penstock.queue.broker.producer import JobStatus, ServedPool
 
@@ -102,6 +102,13 @@ class Client:
     def detokenize(self, token_ids: Sequence[int], **options: Unpack[TaskOptions]) -> str:
         """Return the text of tokens, special tokens included. Raises what `tokenize` raises."""
         return self._loop.call(self._client.detokenize(token_ids, **options))
+
+    def embed(self, prompts: Sequence[Prompt], **options: Unpack[EmbedOptions]) -> list[Embedding]:
+        """Return the embeddings of prompts (texts, token ids or chats) in their order. Each prompt becomes a job.
+
+        `EmbedOptions` lists the options. Raises what `tokenize` raises. If one job fails, the others are canceled.
+        """
+        return self._loop.call(self._client.embed(prompts, **options))
 
     def attach(self, job_id: str, *, after: int = -1, tenant: str | None = None) -> Job:
         """Return a handle on a job that any process submitted, for reading the chunks after index `after`.

@@ -1,4 +1,4 @@
-"""Jobs that ask for tokens instead of text: their arguments, and the outputs that callers get."""
+"""Jobs that ask for tokens or embeddings instead of text: their arguments, and the outputs that callers get."""
 
 from __future__ import annotations
 
@@ -6,13 +6,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
-from penstock.contract.errors import InvariantError
+from pydantic import ValidationError
+
+from penstock.contract.errors import InvariantError, RequestError
 from penstock.contract.output import Result
 from penstock.contract.priority import Priority
-from penstock.contract.tasks import Detokenize, Detokenized, Task, TaskOutput, Tokenize, Tokenized
+from penstock.contract.problems import request_error
+from penstock.contract.tasks import (
+    Detokenize,
+    Detokenized,
+    Embed,
+    Embedding,
+    Pooling,
+    Task,
+    TaskOutput,
+    Tokenize,
+    Tokenized,
+)
 from penstock.contract.terms import Terms
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt, SubmitOptions
+from penstock.runtime.gather import try_all
 
 AnyOutput = TypeVar("AnyOutput", bound=TaskOutput)
 
@@ -41,16 +55,39 @@ class TokenizeOptions(CountOptions, total=False):
     return_token_strs: bool
 
 
+class EmbedOptions(TaskOptions, total=False):
+    """Keyword arguments of `embed`. `Embed` describes the first three, `SubmitOptions` the last one."""
+
+    pooling: Pooling | None
+    dimensions: int | None
+    truncate_prompt_tokens: int | None
+    adapter: str | None
+
+
 def submit_tokenize(options: TokenizeOptions | CountOptions, *, return_tokens: bool) -> SubmitOptions:
     """Return the options with which to submit a `Tokenize` job."""
-    of_task = {name: value for name, value in options.items() if name in Tokenize.model_fields}
-    others = {name: value for name, value in options.items() if name not in Tokenize.model_fields}
+    of_task, others = _divided(options, Tokenize)
     return _of_task(Tokenize.model_validate({"return_tokens": return_tokens, **of_task}), others)
 
 
 def submit_detokenize(options: TaskOptions) -> SubmitOptions:
     """Return the options with which to submit a `Detokenize` job."""
     return _of_task(Detokenize(), options)
+
+
+def submit_embed(options: EmbedOptions) -> SubmitOptions:
+    """Return the options with which to submit an `Embed` job. Raises RequestError."""
+    of_task, others = _divided(options, Embed)
+    try:
+        return _of_task(Embed.model_validate(of_task), others)
+    except ValidationError as error:
+        raise request_error(error) from error
+
+
+def _divided(options: Mapping[str, Any], task: type[Tokenize | Embed]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of a task, and the others."""
+    of_task = {name: value for name, value in options.items() if name in task.model_fields}
+    return of_task, {name: value for name, value in options.items() if name not in of_task}
 
 
 def _of_task(task: Task, options: Mapping[str, Any]) -> SubmitOptions:
@@ -65,8 +102,8 @@ def output_of(result: Result, kind: type[AnyOutput]) -> AnyOutput:
     return result.output
 
 
-class TokenCalls(ABC):
-    """The calls of `AsyncClient` that a node's tokenizer answers."""
+class TaskCalls(ABC):
+    """The calls of `AsyncClient` whose jobs have a task."""
 
     @abstractmethod
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
@@ -90,3 +127,19 @@ class TokenCalls(ABC):
         """Return the text of tokens, special tokens included. Raises what `tokenize` raises."""
         job = await self.submit(token_ids, **submit_detokenize(options))
         return output_of(await job.result(), Detokenized).text
+
+    async def embed(self, prompts: Sequence[Prompt], **options: Unpack[EmbedOptions]) -> list[Embedding]:
+        """Return the embeddings of prompts (texts, token ids or chats) in their order. Each prompt becomes a job.
+
+        `EmbedOptions` lists the options. Raises what `tokenize` raises. If one job fails, the others are canceled.
+        """
+        if isinstance(prompts, str):
+            raise RequestError("prompts must be a list of texts, token ids or chats", param="prompts")
+        wanted, jobs = submit_embed(options), list[AsyncJob]()
+        try:
+            for prompt in prompts:
+                jobs.append(await self.submit(prompt, **wanted))
+            return [output_of(await job.result(), Embedding) for job in jobs]
+        except BaseException:
+            await try_all([job.cancel for job in jobs])
+            raise

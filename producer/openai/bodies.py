@@ -161,30 +161,31 @@ class ChatBody(GenerationBody):
         return SamplingParams(**given)
 
 
-def _prompts_of(value: object) -> list[str | list[int]]:
+def prompts_of(value: object, max_prompts: int = MAX_PROMPTS) -> list[str | list[int]]:
+    """Return the prompts of a field that holds one text, one list of token ids, or several of either."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise _wrong_prompt()
-    if isinstance(value[0], int):
-        return [_token_ids_of(value)]
-    if len(value) > MAX_PROMPTS:
-        raise _wrong_prompt()
-    return [p if isinstance(p, str) else _token_ids_of(p) for p in value]
-
-
-def _token_ids_of(value: object) -> list[int]:
+        raise _wrong_prompt(max_prompts)
     try:
-        return _TOKEN_IDS.validate_python(value)
+        if isinstance(value[0], int):
+            return [_TOKEN_IDS.validate_python(value)]
+        if len(value) > max_prompts:
+            raise _wrong_prompt(max_prompts)
+        return [p if isinstance(p, str) else _TOKEN_IDS.validate_python(p) for p in value]
     except ValidationError:
-        raise _wrong_prompt() from None
+        raise _wrong_prompt(max_prompts) from None
 
 
-def _wrong_prompt() -> PydanticCustomError:
+def _prompts_of_completion(value: object) -> list[str | list[int]]:
+    return prompts_of(value)
+
+
+def _wrong_prompt(max_prompts: int) -> PydanticCustomError:
     return PydanticCustomError(
         "prompt_type",
         "must be a string, a non-empty list of token ids (0 to 2147483647), or a list of 1 to {max} of either",
-        {"max": MAX_PROMPTS},
+        {"max": max_prompts},
     )
 
 
@@ -193,7 +194,7 @@ class CompletionBody(GenerationBody):
 
     prompt_field: ClassVar[str] = "prompt"
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts_of)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts_of_completion)]
 
     logprobs: Whole | None = None
     prompt_logprobs: Whole | None = None

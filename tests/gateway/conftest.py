@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from fakes.processes.reference_engine import packed_fake_embedding
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError, RequestError
@@ -102,13 +103,18 @@ class EchoEngine:
         self.last_params: SamplingParams | None = None
         self.last_adapter: AdapterRef | None = None
         self._live: list[_Live] = []
+        self._embeddings: list[tuple[str, int, bytes]] = []
+        """Of each request for one: its id, the number of its tokens, and the vector."""
         self._num_steps = 0
 
     def add(self, request: EngineRequest) -> None:
         prompt, params = request.prompt_token_ids, request.params
-        if len(prompt) >= self.max_model_len:
+        if len(prompt) >= self.max_model_len + (request.embed is not None):
             raise PromptTooLongError(f"maximum context length, {len(prompt)} tokens are too many", param="prompt")
         self.last_params, self.last_adapter = params, request.adapter
+        if request.embed is not None:
+            self._embeddings.append((request.request_id, len(prompt), packed_fake_embedding(prompt, request.embed)))
+            return
         self._live += [_Live(request.request_id, choice, prompt, params) for choice in range(params.n)]
 
     def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default") -> None:
@@ -119,9 +125,10 @@ class EchoEngine:
 
     def abort(self, request_id: str) -> None:
         self._live = [live for live in self._live if live.request_id != request_id]
+        self._embeddings = [one for one in self._embeddings if one[0] != request_id]
 
     def has_work(self) -> bool:
-        return bool(self._live)
+        return bool(self._live or self._embeddings)
 
     def bind_thread(self) -> None:
         """Any core will do."""
@@ -139,7 +146,12 @@ class EchoEngine:
     def step(self) -> list[StepOutput]:
         time.sleep(self.step_s)
         self._num_steps += 1
-        return [self._advance(live) for live in list(self._live)]
+        embeddings, self._embeddings = self._embeddings, []
+        outputs = [
+            StepOutput(request_id, 0, 0, (), "", "stop", Usage(num_tokens, 0), embedding=vector)
+            for request_id, num_tokens, vector in embeddings
+        ]
+        return outputs + [self._advance(live) for live in list(self._live)]
 
     def _advance(self, live: _Live) -> StepOutput:
         at = live.num_said

@@ -25,6 +25,9 @@ BODIES = {
     "/v1/completions": "CompletionRequest",
     "/tokenize": "TokenizeRequest",
     "/detokenize": "DetokenizeRequest",
+    "/v1/embeddings": "EmbeddingRequest",
+    "/v1/rerank": "RerankRequest",
+    "/score": "ScoreRequest",
 }
 
 

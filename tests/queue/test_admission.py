@@ -15,6 +15,7 @@ from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableE
 from penstock.contract.job import MAX_TOKENS_LIMIT, Message, Priority, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk
+from penstock.contract.tasks import Embed
 from penstock.contract.tools import ToolCall
 from penstock.queue.admission import (
     MAX_WAIT_MS,
@@ -47,6 +48,16 @@ def retry_after_ms(
 
 
 # Cost
+
+
+def test_prompt_to_embed_may_fill_the_context_and_costs_its_tokens() -> None:
+    assert estimate_cost(new_job(prompt_token_ids=(1,) * 100, task=Embed()), RECORD) == 101
+    assert estimate_cost(new_job(prompt_token_ids=(1,) * 1000, task=Embed()), RECORD) == 1000
+    with pytest.raises(PromptTooLongError, match=r"length is 1000 tokens; the prompt has 1001 tokens"):
+        estimate_cost(new_job(prompt_token_ids=(1,) * 1001, task=Embed()), RECORD)
+    cut = new_job(prompt_token_ids=(1,) * 2000, task=Embed(truncate_prompt_tokens=10))
+    assert estimate_cost(cut, RECORD) == 11
+    assert estimate_bytes(cut, 100) > 100 + 4 * 4096
 
 
 @pytest.mark.parametrize(("size", "fits"), [(7992, True), (7993, False), (10**6, False)])

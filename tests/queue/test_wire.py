@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import fields, replace
 from typing import Any, get_args
 
@@ -11,6 +12,7 @@ import pytest
 from fakes.queue.harness import new_job
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import InvariantError
@@ -19,11 +21,12 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Chunk, Outcome, Result, Usage
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.structured import StructuredOutputs
-from penstock.contract.tasks import Detokenize, Detokenized, Task, Tokenize, Tokenized
+from penstock.contract.tasks import Detokenize, Detokenized, Embed, Embedding, Task, Tokenize, Tokenized
 from penstock.contract.tools import CallFormName, ReasoningParserName, ToolCall, WantedCalls, WantedFunction
 from penstock.queue import results, wire
+from penstock.queue.msgpack_codec import WireError
 from penstock.queue.packed_result import PackedResult
-from penstock.queue.task_output import encode_detokenized, encode_tokenized
+from penstock.queue.task_output import encode_detokenized, encode_embedding, encode_tokenized
 from penstock.queue.wire import NodePressure, PoolRecord, Request
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
@@ -99,12 +102,30 @@ def test_request_bytes(prompt: dict[str, Any], golden: bytes) -> None:
             b"\xa8tokenize\xa6prompt\xa2hi\xa7options\x82\xb2add_special_tokens\xc2\xb1return_token_strs\xc3",
         ),
         ({"prompt_token_ids": (1, 2)}, Detokenize(), b"\xaadetokenize\xa6tokens\x92\x01\x02\xa7options\x80"),
+        ({"prompt_token_ids": (1, 2)}, Embed(), b"\xa5embed\xa6tokens\x92\x01\x02\xa7options\x80"),
+        (
+            {"prompt": "hi"},
+            Embed(pooling="last", dimensions=2),
+            b"\xa5embed\xa6prompt\xa2hi\xa7options\x82\xa7pooling\xa4last\xaadimensions\x02",
+        ),
     ],
 )
 def test_request_bytes_of_a_task(prompt: dict[str, Any], task: Task, golden: bytes) -> None:
     data = wire.encode_request(new_job(**prompt, task=task))
     assert data == b"\x84\xa1v\x02\xa4kind" + golden
-    assert wire.decode_request(data) == Request(SamplingParams(), **prompt, task=task)
+    assert wire.decode_request(data) == Request(SamplingParams(**task.sampling()), **prompt, task=task)
+
+
+def test_embedding_takes_one_greedy_token_and_may_have_an_adapter() -> None:
+    adapter = AdapterRef(name="sql", digest="0" * 32)
+    job = new_job(prompt="hi", task=Embed(truncate_prompt_tokens=3), adapter=adapter)
+    request = wire.decode_request(wire.encode_request(job))
+    assert request.params == job.sampling == SamplingParams(temperature=0.0, max_tokens=1, truncate_prompt_tokens=3)
+    assert request.adapter == adapter
+    with pytest.raises(ValidationError, match="has no sampling parameters"):
+        new_job(prompt="hi", task=Embed(), params=SamplingParams(max_tokens=2))
+    with pytest.raises(ValidationError, match="has no adapter"):
+        new_job(prompt="hi", task=Tokenize(), adapter=adapter)
 
 
 def test_packed_prompt_of_a_task_gives_the_same_bytes() -> None:
@@ -120,6 +141,19 @@ def test_result_bytes_of_a_task() -> None:
         b"\xa7max_len\x09\xa6tokens\xc4\x08\x01\x00\x00\x00\x70\x11\x01\x00"
         b"\xa4strs\xc4\x03a\xc3\xa9\xa4ends\xc4\x08\x01\x00\x00\x00\x03\x00\x00\x00"
     )
+
+
+def test_result_bytes_of_an_embedding() -> None:
+    vector = struct.pack("<2f", 1.0, -0.5)
+    data = results.encode_result((), Usage(3, 0), [], output=encode_embedding(vector, 3))
+    assert data == (
+        b"\x85\xa1v\x02\xa7choices\x90\xa1u\x93\x03\x00\x00\xa4cuts\x90\xa1o\x83\xa4kind\xa5embed\xa3num\x03"
+        b"\xa6vector\xc4\x08\x00\x00\x80\x3f\x00\x00\x00\xbf"
+    )
+    assert results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4)).output == Embedding((1.0, -0.5), 3)
+    torn = results.encode_result((), Usage(3, 0), [], output=encode_embedding(vector[:-1], 3))
+    with pytest.raises(WireError, match="7 bytes"):
+        results.decode_result(torn, JOB_ID, Outcome("done"), (1, 2, 3, 4))
 
 
 def test_options_stand_in_a_request_in_their_order_and_only_where_they_ask_for_something() -> None:

@@ -65,7 +65,8 @@ class InputBatch:
         )
         self._num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
         # Memory pages that no sequence is long enough to reach are never touched, so they cost nothing.
-        self._tokens = np.zeros((max_rows, max_model_len), dtype=np.int32)
+        # A prompt that is embedded may fill the context. The token sampled after it is written too, but never computed.
+        self._tokens = np.zeros((max_rows, max_model_len + 1), dtype=np.int32)
         self._block_tables = np.full((max_rows, -(-max_model_len // block_size)), NULL_BLOCK, dtype=np.int32)
         self._adapters = np.full(max_rows, NO_ADAPTER, dtype=np.int32)
         self._settings = {name: np.zeros(max_rows, dtype) for name, dtype in _SETTINGS.items()}

@@ -17,6 +17,8 @@ from penstock.gpu_node.model.checkpoint.shards import shards_of
 
 _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 _FOLDERS = ["*/*"]
+POOLING_FILE = "1_Pooling/config.json"
+"""How a model in sentence-transformers' format embeds a text."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _BYTES_WRITTEN = "huggingface_hub.snapshot_download"
 """The name of huggingface_hub's progress bar for the bytes of all files that are written to disk."""
@@ -67,7 +69,7 @@ def downloaded(model: HubModel, progress: Progress) -> Path:
         sizes = _sizes(model, folder)
         wanted = _weight_names(model, folder, sizes)
         missing = sum(sizes[name] for name in wanted if name in sizes and not (folder / name).is_file())
-        _snapshot(model, wanted, commit=folder.name, bar_class=_bar_class(missing, progress))
+        _snapshot(model, [*wanted, POOLING_FILE], commit=folder.name, bar_class=_bar_class(missing, progress))
         progress(1.0)
         return folder
 

@@ -38,7 +38,11 @@ class GpuDecoder:
         """The dtype of activations and logits."""
         return self._weights.dtype
 
-    def logits(
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states, [len(hidden), vocab]."""
+        return self._weights.head(hidden)
+
+    def hidden(
         self,
         step: StepInputs[Tensor],
         ids: Tensor,
@@ -46,7 +50,7 @@ class GpuDecoder:
         splits: int,
         adapted: AdaptedRows = NOT_ADAPTED,
     ) -> Tensor:
-        """Store the step's keys and values and return the logits of its sampling tokens, [num_samples, vocab].
+        """Store the step's keys and values and return the hidden states of its sampling tokens after the final norm.
 
         ids: [num_tokens], the token ids with all earlier samples filled in; splits: the number of parts that each
         context of a decoding sequence is split into.
@@ -59,12 +63,12 @@ class GpuDecoder:
             qkv = adapted.add(i, "qkv", normed, layer.qkv(normed))
             attended = self._attend(step, qkv, cache, layer, spec.windows[i], splits).flatten(1)
             if i == spec.num_layers - 1:
-                # After the last attention, only tokens whose logits are wanted need the rest of the layer.
+                # After the last attention, only the wanted tokens need the rest of the layer.
                 residual, attended, normed = (x[step.sampling] for x in (residual, attended, normed))
                 adapted = adapted.at_samples()
             added = adapted.add(i, "out", attended, layer.out(attended))
             delta = self._after_attention(residual, normed, added, i, layer, adapted)
-        return weights.head(_add_norm(residual, delta, weights.final_norm))
+        return _add_norm(residual, delta, weights.final_norm)
 
     def _attend(
         self,

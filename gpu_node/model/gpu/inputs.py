@@ -35,7 +35,8 @@ class StepInputs(Generic[Array]):
     tiles: Array
     """[num_tiles, 2]: query tiles of all other sequences, from `prefill_tiles`."""
     sampling: Array
-    """Tokens whose logits are wanted: [num_samples] tokens to sample after, then tokens that are only scored."""
+    """Tokens that the last layer computes: [num_samples] tokens to sample after, then tokens that are only scored, then
+    tokens of which only the hidden state is wanted."""
     rules: Array
     """[num_samples, len(RULE_COLUMNS)]: sampling rules, none of which refers to a row of marks."""
     adapter_tiles: Array
@@ -56,7 +57,8 @@ def pack_step(plan: StepPlan, block_size: int) -> StepInputs[Ints]:
     counts = np.diff(plan.query_starts)
     seqs = np.repeat(np.arange(len(counts)), counts)
     blocks = plan.block_tables[seqs, plan.positions // block_size]
-    sampling = plan.sample_tokens if plan.scored is None else np.concatenate((plan.sample_tokens, plan.scored.tokens))
+    others = (some.tokens for some in (plan.scored, plan.pooled) if some is not None)
+    sampling = np.concatenate((plan.sample_tokens, *others))
     tiles = sampled_tiles = _NO_ADAPTER_TILES
     if plan.adapters is not None:
         slots = plan.adapters[seqs]

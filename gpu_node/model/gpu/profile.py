@@ -41,7 +41,7 @@ def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_sam
         block_tables=tables,
     )
     step.rules[:, -1] = -1
-    logits = decoder.logits(step, step.token_ids, pool.layers, 1)
+    logits = decoder.logits(decoder.hidden(step, step.token_ids, pool.layers, 1))
     sample(logits, step.rules, Marks.empty(1, logits.shape[1], device))
 
 

@@ -18,7 +18,7 @@ from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, PooledTokens, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
@@ -103,7 +103,7 @@ class GpuRunner:
         if self._pool.has_host_block(plan.block_tables):
             self._pool.wait_for_swap_out()
         mark_rows, in_flight = mark_rows_of(plan.sampling), _InFlightStep(started, copied)
-        logits = self._run(staging, pack_step(plan, self._limits.block_size))
+        logits, hidden = self._run(staging, pack_step(plan, self._limits.block_size), plan.pooled)
 
         @torch.inference_mode()
         def choose() -> None:
@@ -111,6 +111,7 @@ class GpuRunner:
                 rules = self._row_marks.write(plan.sampling, mark_rows)
                 self._tokens[: len(rules)] = sample(logits[: len(rules)], rules, self._row_marks.marks)
             in_flight.note_logprobs(*self._logprobs(plan, logits))
+            in_flight.hidden = None if hidden is None else self._to_host_async(hidden.float())
             in_flight.set_tokens(staging.copy_back(self._tokens[: len(plan.sample_tokens)]), staging.copied)
 
         if plan.sampling.masks is not None:
@@ -129,7 +130,8 @@ class GpuRunner:
         step = pack_step(plan, self._limits.block_size)
         everywhere = np.arange(len(plan.token_ids), dtype=np.int32)
         step = replace(step, sampling=everywhere, sampled_adapter_tiles=step.adapter_tiles)
-        logits: NDArray[np.float32] = self._logits(self._on_device(staging, step)).float().cpu().numpy()
+        hidden = self._hidden(self._on_device(staging, step))
+        logits: NDArray[np.float32] = self._decoder.logits(hidden).float().cpu().numpy()
         return logits
 
     @torch.inference_mode()
@@ -144,15 +146,26 @@ class GpuRunner:
         """Load an adapter into a slot, after the steps that were already submitted."""
         self._adapters.set(adapter_slot, adapter)
 
-    def _run(self, staging: _StagingBuffer, step: StepInputs[Ints]) -> Tensor:
-        if not self._graphs.can_run(step):
-            return self._compute(self._on_device(staging, step))
-        step = self._graphs.padded(step)
-        return self._graphs.run(staging.packed(step), step)
+    def _run(
+        self, staging: _StagingBuffer, step: StepInputs[Ints], pooled: PooledTokens | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of a step, and the hidden states of its pooled tokens if there are any."""
+        if self._graphs.can_run(step):
+            step = self._graphs.padded(step)
+            return self._graphs.run(staging.packed(step), step), None
+        on_device = self._on_device(staging, step)
+        hidden = self._hidden(on_device)
+        if pooled is None:
+            return self._sampled(on_device, hidden), None
+        num_logits = len(hidden) - len(pooled.tokens)
+        return self._sampled(on_device, hidden[:num_logits]), hidden[num_logits:]
 
     def _compute(self, step: StepInputs[Tensor]) -> Tensor:
-        """Compute the logits, and sample the rows that depend only on their logits."""
-        logits = self._logits(step)
+        return self._sampled(step, self._hidden(step))
+
+    def _sampled(self, step: StepInputs[Tensor], hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states, and sample the rows that depend only on their logits."""
+        logits = self._decoder.logits(hidden)
         if len(step.rules):
             rows = len(step.rules)
             self._tokens[:rows] = sample(logits[:rows], step.rules, self._no_marks)
@@ -163,19 +176,20 @@ class GpuRunner:
         rows, wanted, scored = len(plan.sample_tokens), plan.sampling.num_logprobs, plan.scored
         logprobs = scores = None
         if wanted is not None:
-            logprobs = self._to_host_async(*logprobs_of(logits[:rows], self._tokens[:rows], wanted))
+            logprobs = self._logprobs_to_host(*logprobs_of(logits[:rows], self._tokens[:rows], wanted))
         if scored is not None:
             targets = to_device_async(scored.targets, self._device.torch)
-            scores = self._to_host_async(*logprobs_of(logits[rows:], targets, scored.num_logprobs))
+            scores = self._logprobs_to_host(*logprobs_of(logits[rows:], targets, scored.num_logprobs))
         return logprobs, scores
 
-    def _to_host_async(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy logprobs to pinned memory within the step; a later copy would wait for the next step."""
-        arrays = ids.to(torch.int32), values
-        first, second = (self._device.pinned(*x.shape, dtype=x.dtype).copy_(x, non_blocking=True) for x in arrays)
-        return first, second
+    def _logprobs_to_host(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self._to_host_async(ids.to(torch.int32)), self._to_host_async(values)
 
-    def _logits(self, step: StepInputs[Tensor]) -> Tensor:
+    def _to_host_async(self, x: Tensor) -> Tensor:
+        """Copy a tensor to pinned memory within the step; a later copy would wait for the next step."""
+        return self._device.pinned(*x.shape, dtype=x.dtype).copy_(x, non_blocking=True)
+
+    def _hidden(self, step: StepInputs[Tensor]) -> Tensor:
         given = step.token_ids
         earlier = self._tokens[(-1 - given).clamp(min=0)]
         # A failed row has -1 for a token; the result of its next step is discarded.
@@ -183,7 +197,7 @@ class GpuRunner:
         splits = FIXED_SPLITS
         if not self._limits.deterministic and len(step.decoding):
             splits = num_splits(len(step.decoding), self._decoder.spec.num_kv_heads, self._device.torch)
-        return self._decoder.logits(step, ids, self._pool.layers, splits, self._adapters.rows_of(step))
+        return self._decoder.hidden(step, ids, self._pool.layers, splits, self._adapters.rows_of(step))
 
     def _on_device(self, staging: _StagingBuffer, step: StepInputs[Ints]) -> StepInputs[Tensor]:
         arrival = torch.empty(size_of(step), dtype=torch.int32, device=self._device.torch)
@@ -231,6 +245,8 @@ class _InFlightStep:
         self.deferred: Callable[[], None] | None = None
         """Work that is still to be submitted to the device."""
         self._logprobs: tuple[_OnHost, _OnHost] = None, None
+        self.hidden: Tensor | None = None
+        """The hidden states of the pooled tokens in pinned memory."""
 
     def set_tokens(self, tokens: Tensor, done: DeviceEvent) -> None:
         """Set the pinned tensor that holds the tokens once the event `done` is reached."""
@@ -254,4 +270,5 @@ class _InFlightStep:
         forward_ms, copy_ms = self._done.ms_since(self._copied), self._copied.ms_since(self._started)
         logprobs, scores = (None if tensors is None else to_numpy(*tensors) for tensors in self._logprobs)
         tokens = self._tokens.numpy().copy()
-        return StepResult(tokens, forward_ms, sample_ms=0.0, copy_ms=copy_ms, logprobs=logprobs, scores=scores)
+        hidden = None if self.hidden is None else self.hidden.numpy()
+        return StepResult(tokens, forward_ms, 0.0, copy_ms, logprobs, scores, hidden)

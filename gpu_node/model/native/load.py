@@ -70,7 +70,9 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     _log.info("native runner", extra=facts)
     adapters = NativeAdapters(model, described, rotated=rotated)
-    runner = NativeRunner(model, adapters, sizes, vocab_size=spec.vocab_size, num_threads=threads)
+    runner = NativeRunner(
+        model, adapters, sizes, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, num_threads=threads
+    )
     return runner, arithmetic
 
 

@@ -56,6 +56,8 @@ class Packer:
             self._pack_layer(layer)
             self._progress("load", (layer + 1) / (spec.num_layers + 1))
         gains = self._set_norm(Vector.FINAL_NORM, 0, tensors.final_norm())
+        if gains is not None:
+            self._set_vector(Vector.FINAL_GAINS, 0, gains)
         self._pack_table(Slot.HEAD, tensors.head(), gains)
         # A tied embedding equals the head only if the final norm is not folded into the head.
         if not spec.tied_head or gains is not None:

@@ -30,12 +30,20 @@ class NativeRunner:
     max_in_flight = 1
 
     def __init__(
-        self, model: NativeModel, adapters: NativeAdapters, sizes: CacheSizes, *, vocab_size: int, num_threads: int
+        self,
+        model: NativeModel,
+        adapters: NativeAdapters,
+        sizes: CacheSizes,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        num_threads: int,
     ) -> None:
         self._model = model
         self._adapters = adapters
         self._sizes = sizes
         self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
         self._num_threads = num_threads
         self._is_warned = False
         self.num_threads_in_use = num_threads
@@ -59,7 +67,7 @@ class NativeRunner:
         """Start a step."""
         tokens, times_ms = np.empty(len(plan.sample_tokens), dtype=np.int32), np.zeros(3, dtype=np.float32)
         ragged = _ragged(plan.sampling)
-        outputs = _Outputs(tokens, *self._logprobs(plan), times_ms)
+        outputs = _Outputs(tokens, *self._logprobs(plan), times_ms, self._hidden(plan))
         self._model.start(
             NativePlan(
                 *_step(plan),
@@ -67,6 +75,7 @@ class NativeRunner:
                 len(plan.copies),
                 *_addresses(plan.copies, tokens, None, times_ms),
                 **_wanted_logprobs(plan, outputs),
+                **_wanted_hidden(plan, outputs),
             )
         )
         return _InFlightStep(self._wait, outputs, plan, ragged)
@@ -94,6 +103,10 @@ class NativeRunner:
             scored, self._vocab_size
         )
 
+    def _hidden(self, plan: StepPlan) -> NDArray[np.float32] | None:
+        """Allocate the hidden states of the pooled tokens; None where there are none."""
+        return None if plan.pooled is None else np.empty((len(plan.pooled.tokens), self._hidden_size), np.float32)
+
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Wait for the step in flight, then load an adapter into a slot."""
         self._model.wait()
@@ -111,6 +124,7 @@ class _Outputs(NamedTuple):
     logprobs: Logprobs | None
     scores: Logprobs | None
     times_ms: NDArray[np.float32]
+    hidden: NDArray[np.float32] | None
 
 
 class _InFlightStep:
@@ -128,9 +142,9 @@ class _InFlightStep:
 
     def result(self) -> StepResult:
         self._complete()
-        tokens, logprobs, scores, times_ms = self._outputs
+        tokens, logprobs, scores, times_ms, hidden = self._outputs
         forward_ms, sample_ms, copy_ms = times_ms.tolist()
-        return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores)
+        return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores, hidden)
 
     def _complete(self) -> None:
         if not self._is_complete:
@@ -172,6 +186,14 @@ def _wanted_logprobs(plan: StepPlan, outputs: _Outputs) -> dict[str, int | None]
         fields |= zip(names, _addresses(*wanted, buffers.token_ids, buffers.values), strict=True)
         fields |= {"num_scored": len(scored.tokens), "scores_width": buffers.values.shape[1]}
     return fields
+
+
+def _wanted_hidden(plan: StepPlan, outputs: _Outputs) -> dict[str, int | None]:
+    """Return the fields of a NativePlan for hidden states."""
+    if plan.pooled is None:
+        return {}
+    tokens, hidden = _addresses(plan.pooled.tokens, outputs.hidden)
+    return {"num_pooled": len(plan.pooled.tokens), "pooled_tokens": tokens, "hidden": hidden}
 
 
 _Table: TypeAlias = NDArray[Any] | None

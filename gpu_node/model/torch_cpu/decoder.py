@@ -38,8 +38,12 @@ class Decoder:
                 for table in rope_angles(spec.rope, num_positions)
             )
 
-    def logits(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor:
-        """Store the step's keys and values and return the logits after `tokens`, [len(tokens), vocab] in float32.
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states, [len(hidden), vocab] in float32."""
+        return self._weights.head(hidden).float()
+
+    def hidden(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor:
+        """Store the step's keys and values and return the hidden states of `tokens` after the final norm.
 
         tokens: indices of the step's tokens.
         """
@@ -56,11 +60,11 @@ class Decoder:
             cache.store(k, v, slots)
             attended = attention.attend(q, cache, groups, self._spec.windows[i])
             if i == self._spec.num_layers - 1:
-                # After the last attention, only tokens whose logits are wanted need the rest of the layer.
+                # After the last attention, only the wanted tokens need the rest of the layer.
                 x, attended, adapted = x[tokens], attended[tokens], adapted.at(tokens)
             attended = attended.flatten(1)
             x = self._after_attention(x, adapted.add(i, "out", attended, layer.out(attended)), i, layer, adapted)
-        return self._weights.head(self._weights.final_norm(x)).float()
+        return self._weights.final_norm(x)
 
     def _qkv(
         self, x: Tensor, at: int, layer: LayerWeights, angles: tuple[Tensor, ...] | None, adapted: AdaptedRows

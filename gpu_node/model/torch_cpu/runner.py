@@ -63,15 +63,16 @@ class TorchRunner:
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
-        return self._thread.submit(self._logits, plan, torch.arange(len(plan.token_ids))).result().numpy()
+        return self._thread.submit(self._logits, plan).result().numpy()
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, after the steps that were already submitted."""
         self._thread.submit(self._decoder.adapters.set, adapter_slot, adapter).result()
 
     @torch.inference_mode()
-    def _logits(self, plan: StepPlan, tokens: Tensor) -> Tensor:
-        return self._decoder.logits(plan, self._caches, self._attention, tokens)
+    def _logits(self, plan: StepPlan) -> Tensor:
+        everywhere = torch.arange(len(plan.token_ids))
+        return self._decoder.logits(self._decoder.hidden(plan, self._caches, self._attention, everywhere))
 
     @translate_out_of_memory()
     @torch.inference_mode()
@@ -80,9 +81,11 @@ class TorchRunner:
         if len(plan.copies):
             self._copy(plan.copies)
         started_s = time.perf_counter()
-        num_samples, scored = len(plan.sample_tokens), plan.scored
-        wanted = plan.sample_tokens if scored is None else np.concatenate((plan.sample_tokens, scored.tokens))
-        logits = self._logits(plan, torch.from_numpy(wanted))
+        num_samples, scored, pooled = len(plan.sample_tokens), plan.scored, plan.pooled
+        parts = plan.sample_tokens, *(some.tokens for some in (scored, pooled) if some is not None)
+        hidden = self._decoder.hidden(plan, self._caches, self._attention, torch.from_numpy(np.concatenate(parts)))
+        num_pooled = 0 if pooled is None else len(pooled.tokens)
+        logits = self._decoder.logits(hidden[: len(hidden) - num_pooled])
         computed_s = time.perf_counter()
         tokens, logprobs = _sample(logits[:num_samples], plan.sampling)
         scores = None
@@ -92,7 +95,8 @@ class TorchRunner:
         sampled_s = time.perf_counter()
         spans_s = computed_s - started_s, sampled_s - computed_s, started_s - copied_s
         forward_ms, sample_ms, copy_ms = (span_s * 1e3 for span_s in spans_s)
-        return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores)
+        states = None if pooled is None else hidden[len(hidden) - num_pooled :].float().numpy()
+        return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores, states)
 
     def _copy(self, copies: NDArray[np.int32]) -> None:
         """Apply all copies at once.

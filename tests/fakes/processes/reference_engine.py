@@ -6,6 +6,8 @@ It has the real engine's interface, and a delay per step and a limit on sequence
 from __future__ import annotations
 
 import hashlib
+import math
+import struct
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,16 +15,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.errors import PromptTooLongError
+from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Usage
+from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.text.end_rule import EndReason
 
 VOCAB = 26
 BLOCK_SIZE = 16
 MAX_REMEMBERED = 4096
+FAKE_DIMENSIONS = 8
+"""Of an embedding."""
 
 
 def reference_token(seed: int, choice: int, position: int, previous: int) -> int:
@@ -93,6 +98,23 @@ class ReferenceTokenizer:
         return bytes(token_ids).decode(errors="replace")
 
 
+def fake_embedding(token_ids: Sequence[int], wanted: Embed) -> list[float]:
+    """Return a vector of length 1: how often each remainder of eight is among the pooled tokens, plus one."""
+    pooled = {"last": token_ids[-1:], "cls": token_ids[:1]}.get(wanted.pooling or "mean", token_ids)
+    counts = [1.0 + sum(token % FAKE_DIMENSIONS == one for token in pooled) for one in range(FAKE_DIMENSIONS)]
+    kept = counts[: wanted.dimensions]
+    return [count / math.hypot(*kept) for count in kept]
+
+
+def packed_fake_embedding(token_ids: Sequence[int], wanted: Embed) -> bytes:
+    """Return the vector as an engine's output holds it."""
+    if (wanted.dimensions or 0) > FAKE_DIMENSIONS:
+        message = f"dimensions is {wanted.dimensions}, but this model's embeddings have {FAKE_DIMENSIONS}"
+        raise RequestError(message, param="dimensions")
+    vector = fake_embedding(token_ids, wanted)
+    return struct.pack(f"<{len(vector)}f", *vector)
+
+
 @dataclass
 class _Live:
     """A choice under way. `said`: the text of all tokens; `released`: how many of its characters were let out."""
@@ -105,6 +127,7 @@ class _Live:
     tokens: list[int] = field(default_factory=list)
     said: str = ""
     released: int = 0
+    embed: Embed | None = None
 
     def append(self) -> int:
         """The next token: of the seed where the request samples, of what stands before it in any case."""
@@ -175,6 +198,7 @@ class ReferenceEngine:
             logged = request.resume[choice] if request.resume else ResumedChoice((), "", None)
             if logged.finish_reason is None:
                 live = _Live(request.request_id, choice, prompt, params, request.seed, list(logged.token_ids))
+                live.embed = request.embed
                 live.said, live.released = text_of(live.tokens), len(logged.text)
                 self._live.append(live)
 
@@ -210,6 +234,10 @@ class ReferenceEngine:
         return [self._advance(live) for live in batch]
 
     def _advance(self, live: _Live) -> StepOutput:
+        if live.embed is not None:
+            self._live.remove(live)
+            vector = packed_fake_embedding(live.prompt, live.embed)
+            return StepOutput(live.request_id, 0, 0, (), "", "stop", Usage(len(live.prompt), 0), embedding=vector)
         position = len(live.tokens)
         # One that a log left without its end has all its tokens.
         fresh = () if live.reason else (live.append(),)

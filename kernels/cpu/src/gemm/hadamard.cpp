@@ -61,15 +61,27 @@ struct Lane<Floats> {
 }  // namespace
 
 HadamardRotation::HadamardRotation(int count)
-    : count_(count), run_(count & -count), num_runs_(count / run_), mix_(num_runs_ * num_runs_) {
+    : count_(count), run_(count & -count), num_runs_(count / run_), mix_(num_runs_ * num_runs_), unmix_(mix_.size()) {
   const double pi = std::acos(-1.0);
   for (int i = 0; i < num_runs_; ++i) {
     const double length = std::sqrt((i == 0 ? 1.0 : 2.0) / count_);
-    for (int j = 0; j < num_runs_; ++j) mix_[i * num_runs_ + j] = length * std::cos(pi * i * (j + 0.5) / num_runs_);
+    for (int j = 0; j < num_runs_; ++j) {
+      mix_[i * num_runs_ + j] = unmix_[j * num_runs_ + i] = length * std::cos(pi * i * (j + 0.5) / num_runs_);
+    }
   }
 }
 
 void HadamardRotation::apply(const float* row, float* out) const {
+  transform_runs(row, out);
+  mix_runs(out, mix_);
+}
+
+void HadamardRotation::invert(float* row) const {
+  mix_runs(row, unmix_);
+  transform_runs(row, row);
+}
+
+void HadamardRotation::transform_runs(const float* row, float* out) const {
   int apart = kLanes;
   if (run_ % (kFirst * kLanes) == 0) {
     for (int begin = 0; begin < count_; begin += kFirst * kLanes) {
@@ -84,18 +96,21 @@ void HadamardRotation::apply(const float* row, float* out) const {
   }
   for (; 2 * apart < run_; apart *= 4) combine_all<4>(out, count_, apart);
   if (apart < run_) combine_all<2>(out, count_, apart);
+}
+
+void HadamardRotation::mix_runs(float* row, const std::vector<float>& matrix) const {
   if (run_ % (4 * kLanes) == 0) {
-    mix_runs<Floats, 4>(out);
+    mix_runs_by<Floats, 4>(row, matrix.data());
   } else if (run_ % kLanes == 0) {
-    mix_runs<Floats, 1>(out);
+    mix_runs_by<Floats, 1>(row, matrix.data());
   } else {
-    mix_runs<float, 1>(out);
+    mix_runs_by<float, 1>(row, matrix.data());
   }
 }
 
-// Applies the cosine transform to N numbers, or N vectors, of each run at a time.
+// Applies the cosine transform, or its inverse, to N numbers, or N vectors, of each run at a time.
 template <class Number, int N>
-void HadamardRotation::mix_runs(float* row) const {
+void HadamardRotation::mix_runs_by(float* row, const float* matrix) const {
   constexpr int kWidth = sizeof(Number) / sizeof(float);
   thread_local std::vector<std::array<Number, N>> of_runs;
   of_runs.resize(num_runs_);
@@ -103,7 +118,7 @@ void HadamardRotation::mix_runs(float* row) const {
   for (float* x = row; x < row + run_; x += N * kWidth) {
     for (int j = 0; j < num_runs_; ++j)
       for (int k = 0; k < N; ++k) before[j][k] = Lane<Number>::read(x + j * run_ + k * kWidth);
-    const float* mix = mix_.data();
+    const float* mix = matrix;
     for (int i = 0; i < num_runs_; ++i, mix += num_runs_) {
       Number sum[N];
       for (int k = 0; k < N; ++k) sum[k] = before[0][k] * Lane<Number>::spread(mix[0]);

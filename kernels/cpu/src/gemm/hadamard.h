@@ -16,13 +16,19 @@ class HadamardRotation {
 
   // Rotates a row. `out` may be `row`. Both have padding to a multiple of 16, which is zero and stays zero.
   void apply(const float* row, float* out) const;
+  // Undoes `apply`, in place.
+  void invert(float* row) const;
 
  private:
+  // Applies the Hadamard matrix to each run. It is its own inverse, but for the factor run_.
+  void transform_runs(const float* row, float* out) const;
+  void mix_runs(float* row, const std::vector<float>& matrix) const;
   template <class Number, int N>
-  void mix_runs(float* row) const;
+  void mix_runs_by(float* row, const float* matrix) const;
 
   int count_, run_, num_runs_;
-  std::vector<float> mix_;  // [num_runs, num_runs], divided by the square root of run_
+  std::vector<float> mix_;    // [num_runs, num_runs], divided by the square root of run_
+  std::vector<float> unmix_;  // its transpose
 };
 
 }  // namespace penstock

@@ -35,6 +35,7 @@ enum Vector {
   kCos = 8,
   kSin = 9,
   kPositionBiases = 10,
+  kFinalGains = 11,
 };
 
 Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
@@ -59,6 +60,8 @@ Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
       return weights.positions.cos;
     case kSin:
       return weights.positions.sin;
+    case kFinalGains:
+      return weights.final_gains;
     default:
       return weights.positions.biases;
   }

@@ -18,7 +18,8 @@ Model::Model(const Spec& spec, int num_threads, const int32_t* cores)
       attention_(spec_, weights_.positions, cache_, step_, buffers_),
       mlp_(spec_, weights_.gated_rotation(), buffers_),
       head_(spec.vocab, weights_.final_norm, weights_.head, step_, buffers_),
-      scores_(spec.vocab, weights_.final_norm, weights_.head, step_, buffers_) {}
+      scores_(spec.vocab, weights_.final_norm, weights_.head, step_, buffers_),
+      states_(spec.hidden, weights_, step_, buffers_) {}
 
 void Model::set_adapter(int adapter_slot, int layer, Slot matrix, const LowRankPart* parts, int num_parts,
                         const float* gains) {
@@ -64,6 +65,7 @@ void Model::run(Worker& worker) {
   const auto projected = std::chrono::steady_clock::now();
   head_.choose(worker);
   scores_.run(worker);
+  states_.run(worker);
   if (worker.leads()) {
     const auto milliseconds = [](auto span) { return std::chrono::duration<float, std::milli>(span).count(); };
     plan.times_ms[0] = milliseconds(projected - began);

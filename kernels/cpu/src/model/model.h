@@ -5,6 +5,7 @@
 #include "model/attention_stage.h"
 #include "weights/decoder_weights.h"
 #include "model/head_stage.h"
+#include "model/hidden_stage.h"
 #include "model/layer_products.h"
 #include "model/mlp_stage.h"
 #include "model/score_stage.h"
@@ -59,6 +60,7 @@ class Model {
   MlpStage mlp_;
   HeadStage head_;
   ScoreStage scores_;
+  HiddenStage states_;
 };
 
 }  // namespace penstock

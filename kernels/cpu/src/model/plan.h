@@ -36,6 +36,9 @@ struct Plan {
   int32_t* score_ids;                                                 // out: [num_scored, scores_width]
   float* scores;
   int32_t scores_width;
+  int32_t num_pooled;
+  const int32_t* pooled_tokens;  // [num_pooled]: tokens whose hidden state after the final norm is wanted
+  float* hidden;                 // out: [num_pooled, hidden]
 };
 
 }  // namespace penstock

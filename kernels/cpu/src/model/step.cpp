@@ -1,6 +1,7 @@
 #include "model/step.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 
 namespace penstock {
@@ -20,6 +21,11 @@ void Step::begin(const Plan& next) {
   }
   num_chosen = (int)head_tokens.size();
   head_tokens.insert(head_tokens.end(), plan.scored_tokens, plan.scored_tokens + plan.num_scored);
+  if (plan.num_pooled == 0) return;
+  std::vector<char> is_listed(plan.num_tokens, 0);
+  for (const int token : head_tokens) is_listed[token] = 1;
+  std::copy_if(plan.pooled_tokens, plan.pooled_tokens + plan.num_pooled, std::back_inserter(head_tokens),
+               [&](int token) { return !is_listed[token]; });
 }
 
 }  // namespace penstock

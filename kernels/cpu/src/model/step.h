@@ -11,8 +11,10 @@ struct Step {
   Plan plan{};
   std::vector<int> seq_of_token;
   std::vector<int> all_tokens;
-  std::vector<int> head_tokens;  // tokens whose logits are needed; those that are only scored come last
-  int num_chosen = 0;            // head tokens that are sampled or return their logits
+  // Tokens that the last layer computes: those that are sampled, then those that are only scored, then those of which
+  // only the hidden state is wanted. Each is listed once.
+  std::vector<int> head_tokens;
+  int num_chosen = 0;  // head tokens that are sampled or return their logits
 
   void begin(const Plan& next);
   // The adapter slot of a token's sequence; -1 if it has none.

@@ -1,5 +1,7 @@
 #include "weights/decoder_weights.h"
 
+#include <algorithm>
+
 #include "weights/norm.h"
 
 namespace penstock {
@@ -25,6 +27,7 @@ NormedRow Norm::apply(const float* row) const {
 DecoderWeights::DecoderWeights(const Spec& spec)
     : final_norm(spec),
       is_rotated_(spec.hadamard_rotation),
+      hidden_(spec.hidden),
       hidden_rotation_(is_rotated_ ? spec.hidden : 1),
       gated_rotation_(is_rotated_ ? spec.intermediate : 1) {
   const size_t num_angles = (size_t)spec.max_position * spec.rotary_dim / 2;
@@ -55,6 +58,17 @@ void DecoderWeights::set_bias(Slot slot, int layer, RowLayout layout, int first,
   for (int i = 0; i < count; ++i) target.bias[packed_row(layout, first, i)] = values[i];
   const HadamardRotation* rotation = transform_of(slot, nullptr).outputs;
   if (rotation) rotation->apply(target.bias.data(), target.bias.data());
+}
+
+void DecoderWeights::write_final(const float* normed, float* out) const {
+  if (!is_rotated_) {
+    std::copy_n(normed, hidden_, out);
+    return;
+  }
+  thread_local std::vector<float> restored;
+  restored.assign(normed, normed + round_up(hidden_, kPanel));
+  hidden_rotation_.invert(restored.data());
+  for (int i = 0; i < hidden_; ++i) out[i] = restored[i] * final_gains[i];
 }
 
 WeightTransform DecoderWeights::transform_of(Slot slot, const float* gains) const {

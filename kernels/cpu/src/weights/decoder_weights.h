@@ -72,17 +72,21 @@ class DecoderWeights {
   void set_bias(Slot slot, int layer, RowLayout layout, int first, const float* values, int count);
   // How the checkpoint's rows of a matrix are transformed. `gains`: as for `fill`.
   WeightTransform transform_of(Slot slot, const float* gains) const;
+  // Writes a hidden state after the final norm as the checkpoint's model has it. normed: padded; out: [hidden].
+  void write_final(const float* normed, float* out) const;
   // The rotation of the gated products; null if the model is not rotated.
   const HadamardRotation* gated_rotation() const { return is_rotated_ ? &gated_rotation_ : nullptr; }
 
   std::vector<Layer> layers;
   Norm final_norm;
+  Buffer<float> final_gains;  // [hidden]: the final norm's weights if the model is rotated; the head contains them too
   PositionTables positions;
   Matrix head;
   Matrix embedding;  // no rows if the head's matrix serves as embedding (tied weights)
 
  private:
   const bool is_rotated_;
+  const int hidden_;
   const HadamardRotation hidden_rotation_, gated_rotation_;
 };
 

@@ -110,13 +110,13 @@ def test_the_largest_step_is_of_contexts_that_the_model_may_have(
     """Biases end where those do: the address behind them on a GPU need not be memory."""
     device, layout, decoder = _parts(make_family_model(tmp_path, "falcon rw", num_hidden_layers=1))
     contexts: list[list[int]] = []
-    compute = decoder.logits
+    compute = decoder.hidden
 
     def watched(step: Any, *given: Any) -> torch.Tensor:
         contexts.append(step.context_lens.tolist())
         return compute(step, *given)
 
-    monkeypatch.setattr(decoder, "logits", watched)
+    monkeypatch.setattr(decoder, "hidden", watched)
     run_largest_step(decoder, KvPool(layout, 1, 0, device), num_tokens=70, num_samples=2)
     assert contexts == [[64, 6]]
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.protocol import NO_LOGPROBS, ScoredTokens, TokenMasks
+from penstock.gpu_node.model.protocol import NO_LOGPROBS, PooledTokens, ScoredTokens, TokenMasks
 
 WINDOWED = ("mistral", "qwen2 with windows")
 FEATURES = ("llama", *WINDOWED, "qwen3", "falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential")
@@ -164,6 +164,25 @@ def test_logprobs_are_the_torch_runners(tiny_model: Path) -> None:
                 np.testing.assert_allclose(theirs.values[row, :width], mine.values[row, :width], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "falcon 7b"])
+def test_hidden_states_are_the_torch_runners(name: str, tmp_path: Path) -> None:
+    """Of a prompt's tokens, beside a sequence that decodes and tokens that are scored."""
+    folder = make_family_model(tmp_path, name)
+    track, other = Track([5, 6, 7, 8], [1, 2]), Track([9, 9, 7], [3])
+    tokens, seqs = (np.array(ints, np.int32) for ints in ([0, 1, 3, 6], [0, 0, 0, 1]))
+    scored = ScoredTokens(*(np.array(ints, np.int32) for ints in ([4], [9], [1], [1])))
+    plan = plan_of([(track, 4), (other, 3)], rows_of(2, temperature=0.0))
+    plan = replace(plan, scored=scored, pooled=PooledTokens(tokens, seqs))
+    want, got = (_runner(folder, runner).submit(plan).result() for runner in ("torch", "gpu"))
+    assert want.hidden is not None
+    assert got.hidden is not None
+    np.testing.assert_allclose(got.hidden, want.hidden, rtol=0, atol=1e-4)
+    assert got.tokens.tolist() == want.tokens.tolist()
+    assert want.scores is not None
+    assert got.scores is not None
+    np.testing.assert_allclose(got.scores.values, want.scores.values, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -229,7 +248,7 @@ def test_a_deterministic_runner_cuts_a_context_the_same_in_any_company(
         runner = _runner(tiny_model, "gpu", deterministic=deterministic)
         cuts: set[int] = set()
         monkeypatch.setattr(
-            runner._decoder, "logits", lambda *given, cuts=cuts: cuts.add(given[3]) or torch.zeros(1, 1)
+            runner._decoder, "hidden", lambda *given, cuts=cuts: cuts.add(given[3]) or torch.zeros(1, 64)
         )
         for company in ([], [other] * 20):
             runner.logits(plan_of([(track, 1) for track in (one, *company)]))

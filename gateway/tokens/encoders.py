@@ -8,11 +8,9 @@ from itertools import islice
 
 from pydantic_core import to_json
 
-from penstock.contract.errors import InvariantError, PenstockError
+from penstock.contract.errors import InvariantError
 from penstock.contract.output import Usage
-from penstock.gateway.openai.errors import error_body
-from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
-from penstock.gateway.stream.sse import event
+from penstock.gateway.stream.dialect import AnswerHead, WholeEncoder
 from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.queue.packed_result import PackedResult
 from penstock.queue.task_output import PackedOutput
@@ -23,6 +21,9 @@ VALUES_PER_PART = 512
 
 class _TaskEncoder(WholeEncoder):
     """Encodes the output of a request's only job."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        pass
 
     def head(self) -> bytes:
         """Return nothing: the output is the whole answer."""
@@ -43,7 +44,9 @@ class _TaskEncoder(WholeEncoder):
         """Yield the parts of the answer."""
 
 
-class _TokenizeEncoder(_TaskEncoder):
+class TokenizeEncoder(_TaskEncoder):
+    """The answer of `/tokenize`."""
+
     def _parts(self, output: PackedOutput) -> Iterator[bytes]:
         yield b'{"count":%d,"max_model_len":%d,"tokens":' % (output.num_tokens, output.max_model_len)
         yield from _list_parts(output.token_ids())
@@ -55,7 +58,9 @@ class _TokenizeEncoder(_TaskEncoder):
         yield b"}"
 
 
-class _DetokenizeEncoder(_TaskEncoder):
+class DetokenizeEncoder(_TaskEncoder):
+    """The answer of `/detokenize`."""
+
     def _parts(self, output: PackedOutput) -> Iterator[bytes]:
         return json_parts({"prompt": Text(output.text_parts)})
 
@@ -68,32 +73,3 @@ def _list_parts(values: Iterator[int] | Iterator[str]) -> Iterator[bytes]:
         yield (b"" if is_first else b",") + to_json(batch)[1:-1]
         is_first = False
     yield b"]"
-
-
-class _TaskDialect(Dialect):
-    parses_text = False
-    encoder: type[_TaskEncoder]
-
-    def stream(self, head: AnswerHead) -> StreamEncoder:
-        """Raise InvariantError, because no body of these routes asks for a stream."""
-        raise InvariantError("a task has no stream")
-
-    def whole(self, head: AnswerHead) -> WholeEncoder:
-        """Return the encoder of the answer."""
-        return self.encoder()
-
-    def error_event(self, error: PenstockError) -> bytes:
-        """Return the error as an event."""
-        return event(error_body(error))
-
-
-class TokenizeDialect(_TaskDialect):
-    """Answers of `/tokenize`."""
-
-    encoder = _TokenizeEncoder
-
-
-class DetokenizeDialect(_TaskDialect):
-    """Answers of `/detokenize`."""
-
-    encoder = _DetokenizeEncoder

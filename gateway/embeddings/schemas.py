@@ -1,0 +1,182 @@
+"""Bodies of `/v1/embeddings`, `/rerank` and `/score`, in the shapes of OpenAI, Jina, Cohere and vLLM."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from penstock.contract.priority import ClassName
+from penstock.contract.tasks import MAX_DIMENSIONS, MAX_TASK_TOKENS, Embed, Pooling, Task
+from penstock.gateway.openai.schemas import class_of
+from penstock.gateway.route_doc import EXAMPLE_MODEL
+from penstock.gateway.tokens.schemas import TaskBody
+from penstock.producer.client.request import Prompt
+from penstock.producer.openai.bodies import prompts_of
+from penstock.producer.openai.fields import Hint, Whole, Wire, only
+
+_Input: TypeAlias = str | list[str] | list[int] | list[list[int]]
+MAX_INPUTS = 2048
+"""Most texts of one request, as in OpenAI's API. Each text is a job."""
+
+
+class _EmbeddingBody(TaskBody):
+    """The fields that all bodies with texts to embed share."""
+
+    pooling: Pooling | None = None
+    """How the hidden states of a text become one vector: `mean` of all tokens, `last` token or `cls` (first token).
+    Default: what the model's files say, or else `mean`."""
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=1, le=MAX_TASK_TOKENS)] | None = None
+    """Keep only that many of a text's last tokens. Default: a text longer than the model's context is refused."""
+    priority: Annotated[ClassName | None, BeforeValidator(class_of)] = None
+    deadline_s: float | None = None
+    user: Hint = None
+    truncation_side: Annotated[Any, only(None, "left")] = None
+    add_special_tokens: Annotated[Any, only(None, True)] = None
+    mm_processor_kwargs: Annotated[Any, only(None, {})] = None
+
+    @property
+    def asked_class(self) -> ClassName | None:
+        """The class that the body asks for."""
+        return self.priority
+
+    def task(self) -> Task:
+        """Return the task."""
+        return Embed(pooling=self.pooling, truncate_prompt_tokens=self.truncate_prompt_tokens)
+
+    def options(self) -> dict[str, Any]:
+        """Return the deadline of the jobs."""
+        return {"deadline_s": self.deadline_s}
+
+
+def _inputs_of(value: object) -> list[str | list[int]]:
+    return prompts_of(value, MAX_INPUTS)
+
+
+class EmbeddingRequest(_EmbeddingBody):
+    """Body of `POST /v1/embeddings`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": EXAMPLE_MODEL, "input": ["Once upon a time", "Long ago"]}]},
+        use_attribute_docstrings=True,
+    )
+
+    input: Annotated[list[str | list[int]], PlainValidator(_inputs_of, json_schema_input_type=_Input)]
+    """A text, a list of token ids, or a list of either."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """`base64` stands for the bytes of the numbers: float32, little-endian. Default: `float`."""
+    dimensions: Annotated[Whole, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
+    """Keep only the first dimensions, and normalize again. Useful only if the model was trained for it."""
+    normalize: Annotated[Any, only(None, True)] = None
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {"prompt": "input"}
+
+    def prompts(self) -> list[Prompt]:
+        """Return the texts. Each becomes one job."""
+        return [*self.input]
+
+    def task(self) -> Task:
+        """Return the task."""
+        return super().task().model_copy(update={"dimensions": self.dimensions})
+
+    def options(self) -> dict[str, Any]:
+        """Return the deadline of the jobs and the encoding of the answer."""
+        return super().options() | {"base64": self.encoding_format == "base64"}
+
+
+class RerankDocument(Wire):
+    """A document given as an object."""
+
+    text: str
+
+
+def _texts_of(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], FailFast(), Field(min_length=1, max_length=MAX_INPUTS), BeforeValidator(_texts_of)]
+
+
+class RerankRequest(_EmbeddingBody):
+    """Body of `POST /rerank`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"model": EXAMPLE_MODEL, "query": "A story", "documents": ["Long ago", "One, two, three"]}]
+        },
+        use_attribute_docstrings=True,
+    )
+
+    query: str
+    documents: Annotated[list[str | RerankDocument], FailFast(), Field(min_length=1, max_length=MAX_INPUTS - 1)]
+    top_n: Annotated[Whole, Field(ge=0)] | None = None
+    """Return only that many of the best documents. Default, and 0: all."""
+    return_documents: bool | None = None
+    """Return the documents' texts too. Default: true."""
+    rank_fields: Annotated[Any, only(None)] = None
+    max_chunks_per_doc: Annotated[Any, only(None)] = None
+    max_tokens_per_doc: Annotated[Any, only(None)] = None
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {"prompt": "documents"}
+
+    def prompts(self) -> list[Prompt]:
+        """Return the query, then the documents."""
+        return [self.query, *(one if isinstance(one, str) else one.text for one in self.documents)]
+
+    def options(self) -> dict[str, Any]:
+        """Return the deadline of the jobs and the options of the answer."""
+        has_documents = self.return_documents is not False
+        return super().options() | {"top_n": self.top_n or len(self.documents), "has_documents": has_documents}
+
+
+class ScoreRequest(_EmbeddingBody):
+    """Body of `POST /score`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": EXAMPLE_MODEL, "text_1": "A story", "text_2": ["Long ago", "42"]}]},
+        use_attribute_docstrings=True,
+        populate_by_name=True,
+    )
+
+    text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]
+    """One text, which is compared with each of the others, or as many texts as `text_2` has."""
+    text_2: Annotated[Texts, Field(validation_alias=AliasChoices("text_2", "documents", "data_2"))]
+
+    @field_validator("text_2")
+    @classmethod
+    def _pairs(cls, value: list[str], info: ValidationInfo) -> list[str]:
+        num_first = len(info.data.get("text_1", ()))
+        num_texts = len(value) + (len(value) if num_first > 1 else 1)
+        if num_first > 1 and num_first != len(value):
+            raise PydanticCustomError("pairs", "must have as many texts as text_1, or text_1 must be one text")
+        if num_texts > MAX_INPUTS:
+            raise PydanticCustomError("too_many", "the texts must be at most {limit} in all", {"limit": MAX_INPUTS})
+        return value
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {"prompt": "text_2"}
+
+    def prompts(self) -> list[Prompt]:
+        """Return the text that all others are compared with and these, or one pair after another."""
+        if len(self.text_1) == 1:
+            return [*self.text_1, *self.text_2]
+        return [text for pair in zip(self.text_1, self.text_2, strict=True) for text in pair]
+
+    def options(self) -> dict[str, Any]:
+        """Return the deadline of the jobs and whether the texts come in pairs."""
+        return super().options() | {"pairs": len(self.text_1) > 1}

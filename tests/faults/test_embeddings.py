@@ -1,0 +1,43 @@
+"""An embedding whose node is killed is computed by another node, and its caller gets one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from fakes.processes.node_process import NodeProcess
+from fakes.processes.reference_engine import fake_embedding
+from redis.asyncio import Redis
+
+from penstock import AsyncClient
+from penstock.contract.tasks import Embed, Embedding
+from penstock.producer.client import AsyncJob
+from penstock.queue.audit import audit
+from penstock.queue.broker.admin import AdminBroker
+
+
+async def until_taken(job: AsyncJob) -> None:
+    until_s = time.monotonic() + 30
+    while (await job.status()).state != "running":
+        assert time.monotonic() < until_s
+        await asyncio.sleep(0.02)
+
+
+async def test_embedding_of_a_killed_node_is_computed_by_another(redis: Redis, redis_url: str) -> None:
+    async with AsyncClient(redis_url) as client:
+        with NodeProcess(redis_url, pool="moved", name="first", lease_ms=3000, step_s=5.0) as node:
+            job = await client.submit("Hello", model="moved", task=Embed())
+            await until_taken(job)
+            await asyncio.to_thread(node.kill)
+        with NodeProcess(redis_url, pool="moved", name="second", lease_ms=3000):
+            result = await asyncio.wait_for(job.result(), 60)
+        assert result.output == (await client.result(job.id)).output
+        assert isinstance(result.output, Embedding)
+        assert result.output.values == pytest.approx(fake_embedding(b"Hello", Embed()), abs=1e-6)
+        assert result.usage is not None
+        assert result.usage.prompt_tokens == 5
+        status = await job.status()
+        assert (status.state, status.num_chunks) == ("done", 1)
+        assert (status.losses, status.preemptions) == (1, 0)
+    assert await audit(AdminBroker(redis), "moved") == []
