@@ -40,8 +40,9 @@ def _install_python(client: Client, folder: Path) -> list[str]:
     if not _is_current(folder, requirements):
         _run(sys.executable, "-m", "venv", "--clear", folder)
         # uv installs in a fraction of the time; pip is always there.
-        installer = ["uv", "pip", "--python", python] if shutil.which("uv") else [python, "-m", "pip"]
-        _run(*installer, "install", "--quiet", "--requirement", requirements)
+        uv = shutil.which("uv")
+        installer = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
+        _run(*installer, "--quiet", "--requirement", requirements)
         _mark_current(folder, requirements)
     return [str(python), "-m", f"clients.python.{Path(client.script).stem}"]
 

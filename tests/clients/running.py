@@ -12,10 +12,9 @@ from typing import Any
 
 from clients.catalog import Client
 from clients.environments import FOLDER, InstallationError, install
-from clients.server import MODEL, Server
+from clients.server import LOGS, MODEL, Server
 
 TESTS = Path(__file__).resolve().parents[1]
-LOGS = FOLDER / "logs"
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "TERM")
 """Others could change a client's behavior: keys, addresses, settings of the tools."""
 
@@ -49,7 +48,6 @@ def run_client(client: Client, server: Server) -> Report:
     except InstallationError as error:
         return Report(client, problems={"installation": str(error)})
     started = time.monotonic()
-    LOGS.mkdir(parents=True, exist_ok=True)
     with (LOGS / f"{client.name}.log").open("w") as log:
         output, problem = _output_of(command, client, server, log)
     return _report_of(client, output, problem, time.monotonic() - started)

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from clients.environments import FOLDER
 from fakes.served_model import TOOL_TEMPLATE, served
 from fixtures.dequantized import dequantised
 
 from penstock.cli.demo_model import demo_model
 
 MODEL = "smollm2"
+LOGS = FOLDER / "logs"
 
 
 @dataclass(frozen=True)
@@ -35,5 +37,6 @@ def running_server() -> Iterator[Server]:
         template = folder / "chat_template.jinja"
         template.unlink(missing_ok=True)
         template.write_text(TOOL_TEMPLATE)
-        with served(folder) as url:
+        LOGS.mkdir(parents=True, exist_ok=True)
+        with (LOGS / "server.log").open("w") as log, served(folder, log) as url:
             yield Server(url, folder)

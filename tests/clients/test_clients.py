@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
 from clients.catalog import CLIENTS, Client
 from clients.running import run_client
 from clients.server import Server, running_server

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from clients import page
 from clients.catalog import CLIENTS
 from clients.running import Report

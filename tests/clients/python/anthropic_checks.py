@@ -58,7 +58,9 @@ def tokens_are_counted_as_the_usage_has_them() -> None:
 @check
 def forced_call_is_answered_in_a_second_request() -> None:
     asked = {**GREEDY, "max_tokens": 200, "tools": [TOOL]}
-    first = client.messages.create(messages=user(ASK_LENGTH), tool_choice={"type": "any"}, **asked)
+    first = client.messages.create(
+        messages=user(ASK_LENGTH), tool_choice={"type": "any", "disable_parallel_tool_use": True}, **asked
+    )
     (call,) = first.content
     assert (first.stop_reason, call.name) == ("tool_use", "length_of")
     result = {"type": "tool_result", "tool_use_id": call.id, "content": length_of(**call.input)}

@@ -44,6 +44,7 @@ def client(*, model: str = MODEL, max_tokens: int = 200) -> Any:
         temperature=0,
         max_tokens=max_tokens,
         max_retries=0,
+        parallel_tool_calls=False,
         model_info=CAPABILITIES,
     )
 
@@ -118,7 +119,7 @@ async def canceled_call_cancels_its_job() -> None:
         await asyncio.sleep(0.05)
     token.cancel()
     await asyncio.wait([call])
-    wait_until_newest_job_is_cancelled()
+    await asyncio.to_thread(wait_until_newest_job_is_cancelled)
 
 
 if __name__ == "__main__":

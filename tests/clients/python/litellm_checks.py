@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from typing import Any
@@ -52,7 +53,7 @@ def streamed_completion_has_the_text_of_the_whole_one() -> None:
 
 @check
 def dumped_history_with_a_call_is_sent_back() -> None:
-    asked = {"tools": [LENGTH_TOOL], "max_tokens": 200}
+    asked = {"tools": [LENGTH_TOOL], "max_tokens": 200, "parallel_tool_calls": False}
     first = complete(messages=user(ASK_LENGTH), tool_choice="required", **asked).choices[0].message
     (call,) = first.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "name": "length_of"}
@@ -106,7 +107,7 @@ def fallback_for_a_long_context_is_used() -> None:
 @check
 def errors_are_those_of_the_client() -> None:
     error_of(litellm.NotFoundError, lambda: complete(messages=user("x"), model="openai/absent"))
-    error_of(litellm.BadRequestError, lambda: complete(messages=user("x"), temperature=9))
+    error_of(litellm.BadRequestError, lambda: complete(messages=user("x"), top_p=9))
 
 
 @check
@@ -115,7 +116,7 @@ async def closed_stream_cancels_its_job() -> None:
     stream: Any = await litellm.acompletion(messages=user(STORY), stream=True, **asked)
     await anext(aiter(stream))
     await stream.aclose()
-    wait_until_newest_job_is_cancelled()
+    await asyncio.to_thread(wait_until_newest_job_is_cancelled)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def completions_answer_and_stream_the_same_text() -> None:
 
 @check
 def forced_call_is_answered_in_a_second_request() -> None:
-    asked = {**GREEDY, "max_tokens": 200, "tools": [LENGTH_TOOL]}
+    asked = {**GREEDY, "max_tokens": 200, "tools": [LENGTH_TOOL], "parallel_tool_calls": False}
     first = client.chat.completions.create(messages=user(ASK_LENGTH), tool_choice="required", **asked)
     message = first.choices[0].message
     (call,) = message.tool_calls
@@ -136,20 +136,22 @@ def responses_answer_with_text_and_usage() -> None:
 
 @check
 def response_stream_numbers_its_events_and_can_be_read_again() -> None:
-    asked = {"model": MODEL, "input": QUESTION, "temperature": 0, "max_output_tokens": 24}
-    with client.responses.stream(background=True, **asked) as stream:
+    asked = {"model": MODEL, "input": ASK_RIVER, "temperature": 0, "max_output_tokens": 200}
+    with client.responses.stream(background=True, text_format=River, **asked) as stream:
         events = list(stream)
         final = stream.get_final_response()
     assert [event.sequence_number for event in events] == [*range(len(events))]
     again = list(client.responses.retrieve(final.id, stream=True, starting_after=3))
     assert [event.sequence_number for event in again] == [*range(4, len(events))]
-    assert client.responses.retrieve(final.id).output_text == final.output_text != ""
+    assert client.responses.retrieve(final.id).output_text == final.output_text
+    assert isinstance(final.output_parsed, River)
 
 
 @check
 def forced_call_of_a_response_is_answered_in_the_next_one() -> None:
     function = {"type": "function", **LENGTH_TOOL["function"], "strict": True}  # type: ignore[dict-item]
     asked = {"model": MODEL, "temperature": 0, "max_output_tokens": 200, "tools": [function]}
+    asked["parallel_tool_calls"] = False
     first = client.responses.create(input=ASK_LENGTH, tool_choice="required", **asked)
     (call,) = first.output
     result = {"type": "function_call_output", "call_id": call.call_id}
@@ -185,7 +187,7 @@ def errors_are_those_of_the_client() -> None:
         return error_of(kind, lambda: client.chat.completions.create(**{"messages": user("x"), **GREEDY, **wrong}))
 
     assert refusal(openai.NotFoundError, model="absent").code == "model_not_found"
-    assert refusal(openai.BadRequestError, temperature=9).param == "temperature"
+    assert refusal(openai.BadRequestError, top_p=9).param == "top_p"
     assert "max_tokens" in refusal(openai.BadRequestError, extra_body={"max_token": 3}).message
     too_long = refusal(openai.BadRequestError, messages=user(TOO_LONG))
     assert (too_long.code, bool(too_long.request_id)) == ("context_length_exceeded", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from clients.python.checks import (
@@ -94,7 +95,7 @@ async def left_stream_cancels_its_job() -> None:
     async with agent.run_stream(STORY) as stream:
         await anext(stream.stream_text(delta=True))
         await stream.cancel()
-    wait_until_newest_job_is_cancelled()
+    await asyncio.to_thread(wait_until_newest_job_is_cancelled)
 
 
 if __name__ == "__main__":
