@@ -112,7 +112,8 @@ def schema_of_pydantic_is_followed() -> None:
     named["maxProperties"] = 2
     described = {"enum": ["x"], "type": "string", "format": "color"}
     properties = {"colors": colors, "named": named, "described": described}
-    record = record_of({"type": "object", "properties": properties, "required": [*properties]})
+    closed = {"additionalProperties": False, "required": [*properties]}
+    record = record_of({"type": "object", "properties": properties, **closed})
     assert set(record) == set(properties)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
 from typing import Any, Literal
 
 import instructor
@@ -15,6 +15,7 @@ from clients.python.checks import (
     check,
     error_of,
     main,
+    newest_job,
     user,
     wait_until_newest_job_is_cancelled,
 )
@@ -87,14 +88,16 @@ def errors_are_those_of_the_client() -> None:
 
 
 @check
-def closed_stream_cancels_its_job() -> None:
-    asked = {**GREEDY, "max_tokens": 6000}
-    records: Iterator[Any] = patched(instructor.Mode.JSON_SCHEMA).chat.completions.create_partial(
-        response_model=Stations, messages=user("Which stations are open?"), **asked
-    )
-    next(records)
-    records.close()  # type: ignore[attr-defined]
-    wait_until_newest_job_is_cancelled()
+async def canceled_call_cancels_its_job() -> None:
+    client = instructor.from_openai(openai.AsyncOpenAI(base_url=API, api_key=KEY), mode=instructor.Mode.JSON_SCHEMA)
+    before = newest_job()["id"]
+    asked = {"response_model": Stations, "messages": user("Which are open?"), **GREEDY, "max_tokens": 6000}
+    call = asyncio.ensure_future(client.chat.completions.create(**asked))
+    while newest_job()["id"] == before:
+        await asyncio.sleep(0.1)
+    call.cancel()
+    await asyncio.wait([call])
+    await asyncio.to_thread(wait_until_newest_job_is_cancelled)
 
 
 if __name__ == "__main__":

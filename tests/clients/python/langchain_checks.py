@@ -60,7 +60,8 @@ def forced_call_over_the_responses_api_is_answered_in_a_second_request() -> None
 
 def calls_then_text(llm: Any) -> None:
     messages = [HumanMessage(ASK_LENGTH)]
-    first = llm.bind_tools([length_tool], tool_choice="required", parallel_tool_calls=False).invoke(messages)
+    forced = llm.bind_tools([length_tool], tool_choice="required", strict=True, parallel_tool_calls=False)
+    first = forced.invoke(messages)
     (call,) = first.tool_calls
     second = llm.bind_tools([length_tool], tool_choice="none").invoke([*messages, first, length_tool.invoke(call)])
     assert second.text

@@ -38,7 +38,7 @@ set_tracing_disabled(True)
 def agents(
     *, max_tokens: int = 200, model: str = MODEL, tool_choice: str | None = None, **options: Any
 ) -> Iterator[Any]:
-    """Yield the same agent over each API."""
+    """Yield the same agent over each API. It does not accept an answer that `max_tokens` ended."""
     client = openai.AsyncOpenAI(base_url=API, api_key=KEY, max_retries=0)
     settings = ModelSettings(temperature=0, max_tokens=max_tokens, store=True, tool_choice=tool_choice)
     for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
@@ -47,15 +47,15 @@ def agents(
 
 @check
 async def agent_answers_with_text_and_usage() -> None:
-    for agent in agents(max_tokens=24):
+    for agent in agents():
         result = await Runner.run(agent, QUESTION)
         assert result.final_output
-        assert result.context_wrapper.usage.output_tokens == 24
+        assert result.context_wrapper.usage.output_tokens > 0
 
 
 @check
 async def stream_has_the_text_of_the_whole_answer() -> None:
-    for agent in agents(max_tokens=24):
+    for agent in agents():
         stream = Runner.run_streamed(agent, QUESTION)
         events = [event.data async for event in stream.stream_events() if event.type == "raw_response_event"]
         text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -64,18 +64,18 @@ async def stream_has_the_text_of_the_whole_answer() -> None:
 
 @check
 async def history_is_sent_back() -> None:
-    for agent in agents(max_tokens=24, instructions="Be short."):
+    for agent in agents(instructions="Be short.", output_type=River):
         first = await Runner.run(agent, ASK_RIVER)
         again = [*first.to_input_list(), {"role": "user", "content": "Another one."}]
-        assert (await Runner.run(agent, again)).final_output
+        assert isinstance((await Runner.run(agent, again)).final_output, River)
 
 
 @check
 async def stored_response_is_continued() -> None:
-    agent = next(agents(max_tokens=24))
+    agent = next(agents(output_type=River))
     first = await Runner.run(agent, ASK_RIVER)
     second = await Runner.run(agent, "Another one.", previous_response_id=first.last_response_id)
-    assert second.final_output
+    assert isinstance(second.final_output, River)
 
 
 @check
