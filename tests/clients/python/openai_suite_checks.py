@@ -6,17 +6,20 @@ They come from the package's source distribution. The plugin beside this file fi
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
-from clients.python.checks import say_versions
+from clients.python.checks import API, say_versions
 from clients.python.openai_suite_plugin import SuitePlugin
 
 FILES = ("chat/test_completions.py", "test_completions.py", "test_models.py", "test_responses.py")
 INPUT_ITEMS = "responses/test_input_items.py"
+OVERRIDDEN = ("addopts=", "filterwarnings=")
+"""Their settings need plugins and a version of pytest that are not pinned here."""
 
 
 def source_folder() -> Path:
@@ -35,18 +38,11 @@ def main() -> None:
     folder = source_folder()
     say_versions("openai")
     files = [str(folder / "tests" / "api_resources" / file) for file in (*FILES, INPUT_ITEMS)]
-    settings = [
-        "--rootdir",
-        str(folder),
-        "-c",
-        str(folder / "pyproject.toml"),
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-    ]
+    config = ["--rootdir", str(folder), "-c", str(folder / "pyproject.toml"), "-p", "no:cacheprovider", "-p", "no:terminal"]
+    overridden = [text for setting in OVERRIDDEN for text in ("-o", setting)]
     sys.path.insert(0, str(folder))
-    sys.exit(pytest.main([*settings, "-q", *files], plugins=[SuitePlugin()]))
+    os.environ["TEST_API_BASE_URL"] = API
+    sys.exit(pytest.main([*config, *overridden, *files], plugins=[SuitePlugin()]))
 
 
 if __name__ == "__main__":
