@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from clients.python.load_tool import (
     only_file,
     run,
 )
+
+# With it, aiperf takes the name of a local folder for one of the hub.
+os.environ.pop("HF_HUB_OFFLINE", None)
 
 
 @check
