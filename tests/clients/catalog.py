@@ -17,6 +17,8 @@ class Client:
     covers: str
     installs_in_seconds: bool = True
     """Whether `make check-full` runs it too."""
+    python: str = ""
+    """The interpreter that it needs, if it does not run with ours."""
     timeout_s: float = 600.0
 
     @property
@@ -69,7 +71,14 @@ CLIENTS = (
     ),
     Client("guidellm", "guidellm", "guidellm_checks.py", _LOAD, installs_in_seconds=False),
     Client("aiperf", "aiperf", "aiperf_checks.py", _LOAD, installs_in_seconds=False),
-    Client("inference-perf", "inference-perf", "inference_perf_checks.py", _LOAD, installs_in_seconds=False),
+    Client(
+        "inference-perf",
+        "inference-perf",
+        "inference_perf_checks.py",
+        _LOAD,
+        installs_in_seconds=False,
+        python="python3.12",
+    ),
     Client("vllm-bench", "vLLM's `vllm bench serve`", "vllm_bench_checks.py", _LOAD, installs_in_seconds=False),
 )
 BY_NAME = {client.name: client for client in CLIENTS}

@@ -38,11 +38,11 @@ def _install_python(client: Client, folder: Path) -> list[str]:
     requirements = HERE / "requirements" / f"{client.environment}.txt"
     python = folder / "bin" / "python"
     if not _is_current(folder, requirements):
-        _run(sys.executable, "-m", "venv", "--clear", folder)
+        _run(client.python or sys.executable, "-m", "venv", "--clear", folder)
         # uv installs in a fraction of the time; pip is always there.
         uv = shutil.which("uv")
-        installer = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
-        _run(*installer, "--quiet", "--requirement", requirements)
+        pip = (uv, "pip", "install", "--python", python) if uv else (python, "-m", "pip", "install")
+        _run(*pip, "--quiet", "--requirement", requirements)
         _mark_current(folder, requirements)
     return [str(python), "-m", f"clients.python.{Path(client.script).stem}"]
 

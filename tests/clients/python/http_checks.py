@@ -108,8 +108,8 @@ def long_prompt_is_refused_in_the_words_that_clients_look_for() -> None:
 @check
 def schema_of_pydantic_is_followed() -> None:
     colors = {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2, "uniqueItems": False}
-    named = {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "boolean"}}
-    named["maxProperties"] = 2
+    flags = {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "boolean"}, "maxProperties": 2}
+    named = {"type": "object", **flags}
     described = {"enum": ["x"], "type": "string", "format": "color"}
     properties = {"colors": colors, "named": named, "described": described}
     closed = {"additionalProperties": False, "required": [*properties]}

@@ -38,7 +38,16 @@ def main() -> None:
     folder = source_folder()
     say_versions("openai")
     files = [str(folder / "tests" / "api_resources" / file) for file in (*FILES, INPUT_ITEMS)]
-    config = ["--rootdir", str(folder), "-c", str(folder / "pyproject.toml"), "-p", "no:cacheprovider", "-p", "no:terminal"]
+    config = [
+        "--rootdir",
+        str(folder),
+        "-c",
+        str(folder / "pyproject.toml"),
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:terminal",
+    ]
     overridden = [text for setting in OVERRIDDEN for text in ("-o", setting)]
     sys.path.insert(0, str(folder))
     os.environ["TEST_API_BASE_URL"] = API
