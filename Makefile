@@ -9,6 +9,7 @@
 #   make check-full  all of it, slow tests included
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
+#   make clients     run official clients and load tools against `penstock serve` (minutes); CLIENT="litellm openai"
 #   make hostile     attacks of one tenant on another, each measured (minutes); HOSTILE="grammar choice --rounds 2"
 #   make mutants     take away one guard of the queue after the other: the tests must notice (minutes)
 #   make bench       measure this machine; BENCH="--engines penstock --workloads mix" chooses
@@ -39,7 +40,7 @@ STAMP := $(VENV)/.penstock-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full faults soak hostile mutants bench bench-peers bench-gpu lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak hostile mutants bench bench-peers bench-gpu lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -72,6 +73,9 @@ language: $(STAMP)
 
 check-full: check
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --timeout 900
+
+clients: $(STAMP)
+	PYTHONPATH=tests:ops $(BIN)/python -m clients $(CLIENT)
 
 faults: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.campaigns $(FAULTS)

@@ -58,7 +58,7 @@ def _usage(usage: Usage, reasoning_share: float) -> dict[str, Any]:
     # Tokens are not counted by kind, so those of the reasoning are estimated by its share of the text.
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": round(usage.completion_tokens * reasoning_share)},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

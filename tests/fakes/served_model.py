@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 TOOL_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -31,12 +32,12 @@ You call functions. These are there, one in a line:
 
 
 @contextmanager
-def served(model: Path, **settings: object) -> Iterator[str]:
-    """The gateway's URL; settings of the node by their field names."""
+def served(model: Path, log: IO[str] | None = None, **settings: object) -> Iterator[str]:
+    """The gateway's URL; settings of the node by their field names. The log goes to stderr or to a file."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_NODE_")}
     command = [sys.executable, "-m", "penstock", "serve", str(model), "--port", "0"]
     env = clean | {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True) as process:
         assert process.stdout is not None
         try:
             lines = iter(process.stdout)

@@ -83,7 +83,7 @@ def check(response: dict[str, Any]) -> None:
         assert {"type", "name", "description", "parameters", "strict"} <= tool.keys()
     usage = response["usage"]
     assert usage.keys() >= {"input_tokens", "output_tokens", "total_tokens"}
-    assert "cached_tokens" in usage["input_tokens_details"]
+    assert set(usage["input_tokens_details"]) == {"cached_tokens", "cache_write_tokens"}
     assert "reasoning_tokens" in usage["output_tokens_details"]
 
 

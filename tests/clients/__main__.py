@@ -1,0 +1,44 @@
+"""`python -m clients [NAME…]`: run official clients and load tools against `penstock serve`.
+
+It prints a table, and exits with the number of clients that failed. `--page` writes the results into CLIENTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from clients import page
+from clients.catalog import BY_NAME, CLIENTS
+from clients.running import Report, run_client
+from clients.server import running_server
+
+
+def main() -> int:
+    """Run the named clients, or all of them. Return how many failed."""
+    parser = argparse.ArgumentParser(prog="make clients", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(BY_NAME)}")
+    parser.add_argument("--page", action="store_true", help="write the results into CLIENTS.md")
+    given = parser.parse_args()
+    if unknown := [name for name in given.names if name not in BY_NAME]:
+        parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(BY_NAME)}")
+    chosen = [BY_NAME[name] for name in given.names] or CLIENTS
+    print(f"{'client':16}{'version':12}{'checks':>8}{'seconds':>9}")
+    with running_server() as server:
+        reports = [_shown(run_client(client, server)) for client in chosen]
+    if given.page:
+        page.write(reports)
+    return sum(not report.passed for report in reports)
+
+
+def _shown(report: Report) -> Report:
+    version = next(iter(report.versions.values()), "")
+    checks = f"{report.num_passed}/{report.num_checks}"
+    print(f"{report.client.name:16}{version:12}{checks:>8}{report.seconds:9.1f}", flush=True)
+    for check, problem in report.problems.items():
+        print(f"  FAILED: {check}\n{problem}", file=sys.stderr, flush=True)
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

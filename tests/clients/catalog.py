@@ -1,0 +1,84 @@
+"""The clients and load tools that `make clients` runs, and what the script of each one checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client or load tool."""
+
+    name: str
+    title: str
+    """Its name on the page of results."""
+    script: str
+    """A file in `python/` or `node/`."""
+    covers: str
+    installs_in_seconds: bool = True
+    """Whether `make check-full` runs it too."""
+    python: str = ""
+    """The interpreter that it needs, if it does not run with ours."""
+    timeout_s: float = 600.0
+
+    @property
+    def is_node(self) -> bool:
+        """Whether its script is JavaScript."""
+        return self.script.endswith(".mjs")
+
+    @property
+    def environment(self) -> str:
+        """Its requirements file and its folder under build/clients/. All Node clients share one."""
+        return "node" if self.is_node else self.name
+
+
+_ALL = "answer, stream, tool call and second request, structured output, usage, errors, cancellation"
+_LOAD = "a short load; every request succeeds, and the report has its latencies and token counts"
+CLIENTS = (
+    Client("openai", "openai (Python)", "openai_checks.py", f"chat, completions, responses, models: {_ALL}"),
+    Client(
+        "openai-suite",
+        "openai (Python), its own tests",
+        "openai_suite_checks.py",
+        "the package's tests of chat, completions, responses and models, with strict validation of answers",
+    ),
+    Client("openai-node", "openai (Node)", "openai_checks.mjs", f"chat, completions, responses, models: {_ALL}"),
+    Client(
+        "ai-sdk", "Vercel AI SDK (Node)", "ai_sdk_checks.mjs", f"default model class (responses) and `.chat()`: {_ALL}"
+    ),
+    Client("anthropic", "anthropic (Python)", "anthropic_checks.py", f"messages and count_tokens: {_ALL}"),
+    Client("langchain", "LangChain", "langchain_checks.py", f"`ChatOpenAI` over chat and responses: {_ALL}"),
+    Client("pydantic-ai", "pydantic-ai", "pydantic_ai_checks.py", f"agents over chat and responses: {_ALL}"),
+    Client("openai-agents", "openai-agents", "openai_agents_checks.py", f"agents over responses and chat: {_ALL}"),
+    Client("autogen", "AutoGen", "autogen_checks.py", f"model client and `AssistantAgent`: {_ALL}"),
+    Client(
+        "litellm",
+        "litellm",
+        "litellm_checks.py",
+        f"its OpenAI and Anthropic providers, the bridge to responses, context fallbacks: {_ALL}",
+    ),
+    Client(
+        "instructor",
+        "instructor",
+        "instructor_checks.py",
+        "records in each mode, partial streams, errors, cancellation",
+    ),
+    Client(
+        "http",
+        "plain HTTP",
+        "http_checks.py",
+        "lines of events, event ids, HTTP/1.0, HEAD, request ids, limits, refusals, JSON schemas",
+    ),
+    Client("guidellm", "guidellm", "guidellm_checks.py", _LOAD, installs_in_seconds=False),
+    Client("aiperf", "aiperf", "aiperf_checks.py", _LOAD, installs_in_seconds=False),
+    Client(
+        "inference-perf",
+        "inference-perf",
+        "inference_perf_checks.py",
+        _LOAD,
+        installs_in_seconds=False,
+        python="python3.12",
+    ),
+    Client("vllm-bench", "vLLM's `vllm bench serve`", "vllm_bench_checks.py", _LOAD, installs_in_seconds=False),
+)
+BY_NAME = {client.name: client for client in CLIENTS}

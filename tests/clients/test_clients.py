@@ -1,0 +1,26 @@
+"""Official clients against `penstock serve`: those that install in seconds. `make clients` runs all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from clients.catalog import CLIENTS, Client
+from clients.running import run_client
+from clients.server import Server, running_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.process, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server() as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "client", [client for client in CLIENTS if client.installs_in_seconds], ids=lambda client: client.name
+)
+def test_every_check_of_the_client_passes(server: Server, client: Client) -> None:
+    report = run_client(client, server)
+    assert report.passed, "\n".join(f"{check}: {problem}" for check, problem in report.problems.items())
