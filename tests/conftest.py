@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import redis as sync_redis
+from fakes.processes.child_process import ChildProcess
+from fakes.processes.forked_process import ForkServer
 from hypothesis import settings
 from redis.asyncio import Redis
 
@@ -67,6 +69,18 @@ def _own_weight_cache() -> Iterator[None]:
             (Path(folder) / name).symlink_to(kept / name)
         patched.setenv("PENSTOCK_CACHE", folder)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes of the product start as forks of one that has imported it. Its commands have tests of their own."""
+    server = ForkServer()
+    if any(item.get_closest_marker("process") for item in request.session.items):
+        server.open()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ChildProcess, "fork_server", server)
+        yield
+    server.close()
 
 
 @pytest.fixture(scope="session")
