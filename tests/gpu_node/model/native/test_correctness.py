@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes.cover import pairwise
+from fakes.native import ISAS
 from fakes.prompts import TEXT, mixed_prompts
 from fakes.ties import num_departures
 from fakes.transformers_logits import Logits, bfloat16_model, error_of, logits_of
@@ -92,8 +94,9 @@ def _round(
     weight.copy_(torch.from_numpy(outputs.T @ kept(rounded, outputs @ values @ columns.T) @ columns))
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("isa", "name", "block_size"), pairwise(ISAS, SHAPES, [16, 32]), indirect=["isa"], scope="session"
+)
 def test_logits_err_no_more_than_transformers_bfloat16(
     llama: Llama, load_native: LoadNative, name: str, block_size: int
 ) -> None:
@@ -117,9 +120,12 @@ def test_what_another_model_left_on_the_thread_does_not_count(llama: Llama, load
     np.testing.assert_array_equal(*said)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("quantization", QUANTISED)
-@pytest.mark.parametrize("name", ["groups of 3", "sizes that fill no panel", "tied head"])
+@pytest.mark.parametrize(
+    ("isa", "name", "quantization", "kv_cache_dtype"),
+    pairwise(ISAS, ["groups of 3", "sizes that fill no panel", "tied head"], QUANTISED, ["bfloat16", "int8"]),
+    indirect=["isa"],
+    scope="session",
+)
 def test_quantised_weights_mean_what_the_references_say(
     llama: Llama, load_native: LoadNative, name: str, quantization: str, kv_cache_dtype: str
 ) -> None:
@@ -150,8 +156,12 @@ def test_every_family_errs_no_more_than_transformers_bfloat16(
     assert error_of(got, want) <= error_of(theirs, want)
 
 
-@pytest.mark.parametrize("quantization", QUANTISED)
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "falcon 7b", "falcon rw", "gpt-neox"])
+@pytest.mark.parametrize(
+    ("isa", "name", "quantization"),
+    pairwise(ISAS, ["llama", "mistral", "qwen2", "qwen3", "falcon 7b", "falcon rw", "gpt-neox"], QUANTISED),
+    indirect=["isa"],
+    scope="session",
+)
 def test_quantised_weights_of_every_family_mean_what_the_references_say(
     family: Family, load_native: LoadNative, name: str, quantization: str
 ) -> None:
