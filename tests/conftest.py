@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import redis as sync_redis
+from fakes.cover import examples
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.forked_process import ForkServer
 from hypothesis import settings
@@ -35,8 +38,8 @@ if not Path("/dev/nvidiactl").exists():
 
 
 # A machine with other work may hold up any example.
-settings.register_profile("without deadline", settings(deadline=None))
-settings.load_profile("without deadline")
+settings.register_profile("penstock", settings(deadline=None, max_examples=examples(100)))
+settings.load_profile("penstock")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,6 +84,14 @@ def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
         patched.setattr(ChildProcess, "fork_server", server)
         yield
     server.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_tls_context() -> Iterator[None]:
+    """HTTP clients of tests share a context: each would read a machine's certificates anew, for 20 ms of CPU time."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
@@ -9,7 +10,16 @@ from typing import Any
 
 import pytest
 
+FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
+"""Whether `make check-full` runs."""
+EXAMPLES_EACH_RUN = 0.4
+
 Pair = tuple[tuple[int, int], ...]
+
+
+def examples(count: int) -> int:
+    """Return the number of a property's examples in this run; `count` is that of `make check-full`."""
+    return count if FULL else round(count * EXAMPLES_EACH_RUN)
 
 
 def pairwise(*axes: Iterable[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from fakes.cover import pairwise
+from fakes.cover import examples, pairwise
 from fakes.single_kernels import MAX_QUERY_ROWS, Floats, Single, SingleCache
 from fixtures.matrices import random_floats
 from hypothesis import given, settings
@@ -187,7 +187,7 @@ def test_attention_is_the_references_at_every_head_size(new_cache: NewCache, kep
             _assert_close(filled, random_floats(rows, head_dim, seed=rows), [context] * rows, 1)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     kept=st.sampled_from(KvFormat),
     head_dim=st.sampled_from(HEAD_DIMS),

@@ -227,7 +227,7 @@ def test_every_familys_tokens_survive_preemption_and_leave_transformers_path_at_
         {"num_kv_blocks": 1000, "enable_prefix_caching": False},
     ):
         engine = Engine(EngineConfig(**plain | limits))
-        prompts = [prompt[:200] for prompt in mixed_prompts(engine, 50)]
+        prompts = [prompt[:200] for prompt in mixed_prompts(engine, 30)]
         said = [generation.choices[0].token_ids for generation in engine.generate(prompts, greedy)]
         tokens.append(said)
         stats, tight = engine.stats(), "preemption" in limits
