@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from functools import cache
 
 import pytest
 from typer.main import get_command
@@ -17,7 +18,11 @@ from penstock.queue.pool_stats import EVENTS
 from tests.source_tree import ROOT, modules
 
 TEXT = (ROOT / "ops/RUNBOOK.md").read_text()
-SOURCES = "".join(module.path.read_text() for module in modules().values())
+
+
+@cache
+def sources() -> str:
+    return "".join(module.path.read_text() for module in modules().values())
 
 
 def known_metrics() -> set[str]:
@@ -32,7 +37,7 @@ def known_metrics() -> set[str]:
             f"penstock_{prefix}_{name.removeprefix('num_')}"
             for name in re.findall(r'^    "(\w+)"', block[1], re.MULTILINE)
         }
-    return names | set(re.findall(r'"(penstock_\w+)"', SOURCES))
+    return names | set(re.findall(r'"(penstock_\w+)"', sources()))
 
 
 def test_its_metrics_are_told_by_a_gateway_or_a_node() -> None:
@@ -44,12 +49,12 @@ def test_its_metrics_are_told_by_a_gateway_or_a_node() -> None:
 def test_its_log_lines_are_written_somewhere() -> None:
     lines = re.findall(r'`"([^"`]+)"`', TEXT)
     assert len(lines) > 5
-    assert [line for line in lines if f'"{line}"' not in SOURCES and line != "insufficient_scope"] == []
+    assert [line for line in lines if f'"{line}"' not in sources() and line != "insufficient_scope"] == []
 
 
 def test_it_knows_every_line_that_warns_of_a_running_system() -> None:
     """What is said once at a start, of the settings, explains itself."""
-    said = set(re.findall(r'\b_?(?:log|LOG|logger)\.(?:warning|error)\(\s*"([^"]+)"', SOURCES))
+    said = set(re.findall(r'\b_?(?:log|LOG|logger)\.(?:warning|error)\(\s*"([^"]+)"', sources()))
     of_settings = {
         line for line in said if re.search("there are no API keys|cannot verify drafts|this runner computes", line)
     }
@@ -75,4 +80,4 @@ def test_its_commands_are_commands(line: str) -> None:
 def test_its_codes_are_codes_of_ours() -> None:
     codes = set(re.findall(r"\| \d{3} `(\w+)`", TEXT)) | {"unread", "stream_diverged", "invalid_api_key"}
     scripts = "".join(path.read_text() for path in (ROOT / "penstock/queue/scripts").glob("*.lua"))
-    assert [code for code in codes if f'"{code}"' not in SOURCES and f"'{code}'" not in scripts] == []
+    assert [code for code in codes if f'"{code}"' not in sources() and f"'{code}'" not in scripts] == []

@@ -288,5 +288,5 @@ def test_the_demo_models_own_blocks_say_what_its_dequantised_weights_say(
 def test_the_demo_models_greedy_tokens_leave_transformers_path_only_at_ties(
     demo_model: Path, best_library: Path
 ) -> None:
-    pairs = _greedy(demo_model, 12, runner="native", quantization="none", max_num_seqs=8)
-    assert num_departures(bfloat16_model(demo_model, torch.float32), pairs, max_gap=0.2) <= 4
+    pairs = _greedy(demo_model, 6, runner="native", quantization="none", max_num_seqs=4)
+    assert num_departures(bfloat16_model(demo_model, torch.float32), pairs, max_gap=0.2) <= 2
