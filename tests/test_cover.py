@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 from fakes.cover import each_value, pairwise
@@ -11,7 +13,9 @@ AXES = ("abcdefgh", (1, 2), ("x", "y"), (None, 5, 7))
 
 
 @pytest.mark.parametrize(("cover", "strength"), [(pairwise, 2), (each_value, 1)])
-def test_all_combinations_are_there_and_each_choice_of_values_is_tested_in_every_run(cover, strength) -> None:
+def test_all_combinations_are_there_and_each_choice_of_values_is_tested_in_every_run(
+    cover: Callable[..., list[Any]], strength: int
+) -> None:
     params = cover(*AXES)
     assert [param.values for param in params] == list(product(*AXES))
     quick = [param.values for param in params if not param.marks]

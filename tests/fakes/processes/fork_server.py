@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from armed import arm, end_with_parent, run
+from armed import arm, end_with_parent, run  # type: ignore[import-not-found]
 
 MAX_REQUEST_BYTES = 1 << 20
 STREAMS = 3
@@ -27,7 +27,7 @@ PRELOADED = (
     *("penstock.cli.main", "penstock.cli.gateway", "penstock.cli.node", "penstock.gateway.app"),
     *("penstock.gpu_node.process", "penstock.producer.client", "reference_engine"),
 )
-"""Services without torch: the models of real nodes are loaded by processes of their own."""
+"""Services, without torch: only nodes with a real model need it."""
 
 Request = dict[str, Any]
 
@@ -48,6 +48,9 @@ def serve(control: socket.socket) -> Request | None:
                 *streams, status = fds
                 pid = os.fork()
                 if pid == 0:
+                    # Objects that a child still held would later close descriptors of its own.
+                    selector.close()
+                    control.close()
                     _take_streams(streams)
                     request: Request = json.loads(message)
                     return request
@@ -71,8 +74,8 @@ def _take_streams(streams: list[int]) -> None:
         os.dup2(stream, own)
     os.closerange(STREAMS, max(map(int, os.listdir("/proc/self/fd"))) + 1)
     # The server's own objects remember whether its descriptors can seek.
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115  open as long as the process
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  open as long as the process
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def become(request: Request) -> None:

@@ -91,9 +91,16 @@ class ForkedProcess:
         self.send_signal(signal.SIGTERM)
 
     def _ended_within(self, timeout_s: float | None) -> int | None:
-        if self._status is not None and select.select([self._status], [], [], timeout_s)[0]:
+        if self._status is not None and _is_readable(self._status, timeout_s):
             status = array.array("i", os.read(self._status, 64))
             self.returncode = status[0] if status else -signal.SIGKILL  # The server ended, and its children with it.
             os.close(self._status)
             self._status = None
         return self.returncode
+
+
+def _is_readable(fd: int, timeout_s: float | None) -> bool:
+    """Wait for data or the end of a pipe. Descriptors may be too many for `select`."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
