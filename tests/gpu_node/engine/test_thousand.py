@@ -142,7 +142,7 @@ def test_many_requests_end_as_each_would_alone(
     together = _run_together(engine, requests)
     check_idle(engine)
     stats = engine.stats()
-    assert stats.num_preemptions > 50
+    assert stats.num_preemptions > len(requests) / 20
     assert (stats.num_swaps > 0) == ("num_swap_blocks" in settings)
     _check(together, alone, requests)
 
