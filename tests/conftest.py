@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import ssl
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import redis as sync_redis
+from fakes.cover import examples
+from fakes.processes.child_process import ChildProcess
+from fakes.processes.forked_process import ForkServer
 from hypothesis import settings
 from redis.asyncio import Redis
 
@@ -33,8 +39,8 @@ if not Path("/dev/nvidiactl").exists():
 
 
 # A machine with other work may hold up any example.
-settings.register_profile("without deadline", settings(deadline=None))
-settings.load_profile("without deadline")
+settings.register_profile("penstock", settings(deadline=None, max_examples=examples(100)))
+settings.load_profile("penstock")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +63,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if kinds.is_quick(item)]
 
 
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays. The collector need not look at a million objects whenever a test calls it."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_weight_cache() -> Iterator[None]:
     """Packed weights of tests' models go when the session ends; kernels and the demo model stay a machine's."""
@@ -66,6 +77,26 @@ def _own_weight_cache() -> Iterator[None]:
             (kept / name).mkdir(parents=True, exist_ok=True)
             (Path(folder) / name).symlink_to(kept / name)
         patched.setenv("PENSTOCK_CACHE", folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes of the product start as forks of one that has imported it. Its commands have tests of their own."""
+    server = ForkServer()
+    if any(item.get_closest_marker("process") for item in request.session.items):
+        server.open()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ChildProcess, "fork_server", server)
+        yield
+    server.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_tls_context() -> Iterator[None]:
+    """HTTP clients of tests share a context: each would read a machine's certificates anew, for 20 ms of CPU time."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
@@ -62,7 +63,12 @@ class Import:
     line: int
 
 
-def imports_of(module: Module) -> Iterator[Import]:
+@cache
+def imports_of(module: Module) -> tuple[Import, ...]:
+    return tuple(_imports_in(module))
+
+
+def _imports_in(module: Module) -> Iterator[Import]:
     late = {
         id(node)
         for function in ast.walk(module.tree)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from penstock.kernels.cpu.probe import Isa, usable_cores
@@ -94,6 +95,7 @@ def _compiler() -> str:
     raise BuildError(f"no C++ compiler: looked for {wanted or ', '.join(_COMPILERS)}")
 
 
+@cache
 def _version(compiler: str) -> str:
     return _run([compiler, "--version"])
 

@@ -14,8 +14,8 @@ from penstock.runtime.settings import redis_url_of
 QUEUE = "penstock-batch"
 KEY_PREFIX = "penstock:celery:"
 """Prefix of all of Celery's Redis keys. Keys of the job queue have braces after `penstock:`, so none collide."""
-_RESTORE_CHECK_S = 5
-"""Seconds between two checks for unacknowledged tasks past their visibility timeout."""
+_MAX_RESTORE_CHECK_S = 5
+"""Most seconds between two checks for unacknowledged tasks past their visibility timeout."""
 
 
 def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
@@ -58,7 +58,7 @@ def _options(settings: CelerySettings) -> dict[str, Any]:
         "broker_transport_options": {
             "visibility_timeout": settings.visibility_timeout_s,
             "global_keyprefix": KEY_PREFIX,
-            "unacked_restore_interval": _RESTORE_CHECK_S,
+            "unacked_restore_interval": min(_MAX_RESTORE_CHECK_S, settings.visibility_timeout_s),
             "unacked_restore_throttle": 1,
         },
         "result_backend_transport_options": {"global_keyprefix": KEY_PREFIX},

@@ -145,7 +145,7 @@ async def kill_a_client(redis: Redis, url: str, point: str, *, has_returned: boo
         await check_all(redis, works)
 
 
-@pytest.mark.parametrize("point", mostly_slow(CLIENT_POINTS, quick="before dispatch 40"))
+@pytest.mark.parametrize("point", mostly_slow(CLIENT_POINTS, quick="before dispatch 5"))
 async def test_a_client_may_die_at_any_moment(redis: Redis, redis_url: str, point: str) -> None:
     await kill_a_client(redis, redis_url, point)
 

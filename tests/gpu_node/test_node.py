@@ -417,7 +417,7 @@ async def test_an_engine_that_hangs_ends_the_node_and_its_jobs_move(redis_url: s
         async with running(redis_url, HangingEngine(step_s=0.005), stall_after_s=0.5) as node:
             await broker.submit(Submission(job, 50))
             await until(broker, job, lambda status: status.num_chunks >= 2)
-            await asyncio.sleep(3)
+            await asyncio.sleep(1.5)
             assert node.ledger.job_ids == [job.id]
     assert caught.group_contains(InvariantError, match="has made no step")
     release.set()
@@ -444,7 +444,7 @@ async def test_a_hang_counts_as_a_loss_of_the_jobs_in_the_hung_step_alone(
             await broker.submit(Submission(hung, 50))
             await until(broker, hung, lambda status: status.num_chunks >= 1)
             await broker.submit(Submission(bystander, 50))
-            await asyncio.sleep(3)
+            await asyncio.sleep(1.5)
             assert set(node.ledger.job_ids) == {hung.id, bystander.id}
     release.set()
     assert (await broker.status(bystander.id, "default")).state == "queued"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from functools import cache
 
 import pytest
 from typer.main import get_command
@@ -30,7 +31,11 @@ SIZES = Histogram((1, 2))
 STATS = EngineStats(
     steps=0, prefill_tokens=0, decode_tokens=0, step_seconds=SIZES, batch_sequences=SIZES, batch_tokens=SIZES
 )
-SOURCES = "".join(module.path.read_text() for module in modules().values())
+
+
+@cache
+def sources() -> str:
+    return "".join(module.path.read_text() for module in modules().values())
 
 
 def known_metrics() -> set[str]:
@@ -40,7 +45,7 @@ def known_metrics() -> set[str]:
     names |= {metric.name for metric in engine_metrics(STATS)}
     names |= {metric.name for metric in job_metrics(JobMetrics(), "model")}
     names |= {f"penstock_node_{name}" for name in COUNTED}
-    return names | set(re.findall(r'"(penstock_\w+)"', SOURCES))
+    return names | set(re.findall(r'"(penstock_\w+)"', sources()))
 
 
 def test_its_metrics_are_told_by_a_gateway_or_a_node() -> None:
@@ -69,12 +74,12 @@ def test_the_page_of_metrics_names_vllms_metrics() -> None:
 def test_its_log_lines_are_written_somewhere() -> None:
     lines = re.findall(r'`"([^"`]+)"`', TEXT)
     assert len(lines) > 5
-    assert [line for line in lines if f'"{line}"' not in SOURCES and line != "insufficient_scope"] == []
+    assert [line for line in lines if f'"{line}"' not in sources() and line != "insufficient_scope"] == []
 
 
 def test_it_knows_every_line_that_warns_of_a_running_system() -> None:
     """What is said once at a start, of the settings, explains itself."""
-    said = set(re.findall(r'\b_?(?:log|LOG|logger)\.(?:warning|error)\(\s*"([^"]+)"', SOURCES))
+    said = set(re.findall(r'\b_?(?:log|LOG|logger)\.(?:warning|error)\(\s*"([^"]+)"', sources()))
     of_settings = {
         line for line in said if re.search("there are no API keys|cannot verify drafts|this runner computes", line)
     }
@@ -100,4 +105,4 @@ def test_its_commands_are_commands(line: str) -> None:
 def test_its_codes_are_codes_of_ours() -> None:
     codes = set(re.findall(r"\| \d{3} `(\w+)`", TEXT)) | {"unread", "stream_diverged", "invalid_api_key"}
     scripts = "".join(path.read_text() for path in (ROOT / "penstock/queue/scripts").glob("*.lua"))
-    assert [code for code in codes if f'"{code}"' not in SOURCES and f"'{code}'" not in scripts] == []
+    assert [code for code in codes if f'"{code}"' not in sources() and f"'{code}'" not in scripts] == []

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from fakes.cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,7 +69,7 @@ def share_of(tenant: str, served: list[tuple[float, str, int]], from_ms: float, 
 attackers = st.lists(st.sampled_from(([0], [0, 1], [1])), min_size=1, max_size=4)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(attackers=attackers, arrivals=st.lists(st.integers(0, 4000), min_size=5, max_size=5), seed=st.integers(0, 99))
 def test_nobody_is_held_below_half_of_its_share_for_longer_than_the_bound(
     attackers: list[list[int]], arrivals: list[int], seed: int

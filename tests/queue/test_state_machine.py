@@ -425,7 +425,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(1800 if FULL else 120)
 def test_scripts_do_what_the_model_does(redis_url: str) -> None:
-    examples, steps = (2000, 60) if FULL else (70, 40)
+    examples, steps = (2000, 60) if FULL else (40, 40)
     stateful.run_state_machine_as_test(
         type("Machine", (QueueMachine,), {"url": redis_url}),
         settings=settings(max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck)),

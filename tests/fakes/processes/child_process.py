@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from fakes.processes.forked_process import ForkedProcess, ForkServer
+
 ARMED = str(Path(__file__).parent / "armed.py")
 
 
@@ -21,15 +23,18 @@ class ChildProcess:
 
     runner = ARMED
     """The script that runs the command."""
+    fork_server: ForkServer | None = None
+    """Starts the commands of armed.py, where a test session has one; else each is a new interpreter."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, dies: str = "") -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by __exit__
-        self._process = subprocess.Popen(
-            [sys.executable, self.runner, *command],
-            env=os.environ | env | {"FAULT_AT": dies},
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
+        self._process = self._start(command, os.environ | env | {"FAULT_AT": dies})
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes] | ForkedProcess:
+        if self.fork_server is not None and self.runner == ARMED:
+            return self.fork_server.start(command, env, self._log.fileno())
+        words = [sys.executable, self.runner, *command]
+        return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=self._log)
 
     def next_event(self) -> dict[str, Any] | None:
         """The next line, None behind the last one."""

@@ -78,7 +78,7 @@ def test_greedy_tokens_are_transformers_beside_each_other(family_folder: Folder,
             max_num_seqs=50,
         )
     )
-    prompts = [prompt[:MAX_PROMPT] for prompt in mixed_prompts(engine, 50)]
+    prompts = [prompt[:MAX_PROMPT] for prompt in mixed_prompts(engine, 30)]
     generations = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
     stats = engine.stats()
     assert min(stats.num_swaps, stats.prefix_hit_tokens) > 0

@@ -19,7 +19,7 @@ from penstock.gpu_node.engine.records import EngineRequest
 from penstock.kernels.reference.sampler import SamplingRow, sample_row
 
 PROMPT = "the gate opens by pressure and the turbine never starves"
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 
 
 def _said(engine: Engine, **options: Any) -> list[int]:

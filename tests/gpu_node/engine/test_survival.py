@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.cover import pairwise
 from fakes.engine_runs import check_idle, tokens_of
 from fakes.poison import poisoned
 from fakes.runners.faulty_runner import FaultyRunner, Place
@@ -147,10 +148,10 @@ def test_steps_grow_again_once_there_is_memory(make_engine: MakeEngine, want: An
     assert engine.stats().max_step_tokens == 512
 
 
-@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-@pytest.mark.parametrize("policy", ["fcfs", "fair"])
-@pytest.mark.parametrize("guilty", [0, 3, 7])
-@pytest.mark.parametrize("position", [2, 50])
+@pytest.mark.parametrize(
+    ("guilty", "position", "policy", "error"),
+    pairwise([0, 3, 7], [2, 50], ["fcfs", "fair"], [RuntimeError, MemoryError]),
+)
 def test_one_that_fails_wherever_it_runs_ends_alone(
     make_engine: MakeEngine, want: Answers, guilty: int, position: int, policy: str, error: type[Exception]
 ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from fakes.cover import examples, pairwise
 from fakes.single_kernels import MAX_QUERY_ROWS, Floats, Single, SingleCache
 from fixtures.matrices import random_floats
 from hypothesis import given, settings
@@ -186,7 +187,7 @@ def test_attention_is_the_references_at_every_head_size(new_cache: NewCache, kep
             _assert_close(filled, random_floats(rows, head_dim, seed=rows), [context] * rows, 1)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     kept=st.sampled_from(KvFormat),
     head_dim=st.sampled_from(HEAD_DIMS),
@@ -210,10 +211,15 @@ def test_each_row_sees_its_own_share_of_the_context(
     made[0].close()
 
 
-@pytest.mark.parametrize("by_span", [False, True])
-@pytest.mark.parametrize("kept", KvFormat)
-@pytest.mark.parametrize("limits", [[1, 40, 64, 65], [130, 100, 90, 200], [1030, 600, 513, 1029], [700, 699]])
-@pytest.mark.parametrize("window", [1, 32, 90, 520])
+@pytest.mark.parametrize(
+    ("kept", "limits", "window", "by_span"),
+    pairwise(
+        KvFormat,
+        [[1, 40, 64, 65], [130, 100, 90, 200], [1030, 600, 513, 1029], [700, 699]],
+        [1, 32, 90, 520],
+        [False, True],
+    ),
+)
 def test_windows_and_biases_are_the_references(
     new_cache: NewCache, kept: KvFormat, limits: list[int], window: int, by_span: bool
 ) -> None:

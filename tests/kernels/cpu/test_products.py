@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fakes.cover import examples
 from fakes.single_kernels import Floats, Single
 from fixtures.matrices import padded, quantised, random_floats, stored
 from hypothesis import given, settings
@@ -45,7 +46,7 @@ def test_products_are_the_references(kernels: Single, weights: Format, rows: int
         _assert_is_reference(_product(kernels, weights, x, matrix), weights, x, matrix)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     weights=st.sampled_from(Format),
     rows=st.integers(1, 120),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fakes.cover import examples
 from fakes.single_kernels import Floats, Single
 from fixtures.sampling import SamplingCase, level_draws, row_of, rows_of, sampling_cases
 from hypothesis import given, settings
@@ -28,7 +29,7 @@ def _tokens(kernels: Single, case: SamplingCase) -> NDArray[np.int32]:
     return np.array(chosen, np.int32)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(sampling_cases())
 def test_tokens_are_the_references(kernels: Single, case: SamplingCase) -> None:
     assert case.disagreements(_tokens(kernels, case)) == []

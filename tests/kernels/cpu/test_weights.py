@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fakes.cover import examples, pairwise
 from fakes.single_kernels import Single
 from fixtures.matrices import BLOCKS, K_BLOCKS, kept, random_floats, stored, values_of
 from gguf import GGMLQuantizationType, quantize
@@ -20,9 +21,7 @@ LOSSLESS = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 31, 32, 33, 70])
-@pytest.mark.parametrize("source", Source)
-@pytest.mark.parametrize("weights", Format)
+@pytest.mark.parametrize(("weights", "source", "rows"), pairwise(Format, Source, [1, 31, 32, 33, 70]))
 def test_packed_rows_are_the_references(kernels: Single, weights: Format, source: Source, rows: int) -> None:
     for columns in (256, 768) if source in K_BLOCKS else (32, 96, 160) if source in BLOCKS else (1, 31, 32, 50, 160):
         data = stored(source, random_floats(rows, columns, seed=rows))
@@ -32,7 +31,7 @@ def test_packed_rows_are_the_references(kernels: Single, weights: Format, source
 
 
 @pytest.mark.parametrize("weights", Format)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 1 << 32),
     size=st.sampled_from([0.0, 1e-6, 1e-3, 1.0, 300.0]),

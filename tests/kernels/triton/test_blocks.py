@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from fakes.cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from penstock.kernels.triton.blocks import copy_blocks
 NUM_BLOCKS, NUM_NEAR, NUM_BYTES = 7, 4, 20
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(copies=st.lists(st.tuples(st.integers(0, NUM_BLOCKS - 1), st.integers(0, NUM_BLOCKS - 1)), max_size=8))
 def test_a_later_copy_sees_an_earlier_one_in_either_memory(copies: list[tuple[int, int]], device: torch.device) -> None:
     pool = torch.randint(0, 256, (NUM_BLOCKS, NUM_BYTES), dtype=torch.uint8)

@@ -34,6 +34,7 @@ ABSENT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_dry_run_gets_through_all_stages(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'ops'}:{ROOT / 'tests'}", "TRITON_INTERPRET": "1"}

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -14,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.processes.node_process import NodeProcess
 
 from penstock.runtime.embedded_redis import EmbeddedRedis
-
-REFERENCE_NODE = Path(__file__).parents[2] / "fakes/processes/reference_node.py"
 
 Row = dict[str, Any]
 WriteInput = Callable[..., Path]
@@ -45,25 +43,9 @@ def kill_group(running: subprocess.Popen[str]) -> None:
         running.stdout.close()
 
 
-@contextmanager
-def reference_node(url: str, *, pool: str = "ref", step_s: float = 0.002, **settings: str) -> Iterator[None]:
-    """A node around the reference engine, ready when the block begins."""
-    env = {
-        "PENSTOCK_REDIS_URL": url,
-        "PENSTOCK_NODE_POOL": pool,
-        "PENSTOCK_NODE_LEASE_MS": "5000",
-        "PENSTOCK_NODE_PROGRESS": "json",
-        "REFERENCE_STEP_S": str(step_s),
-        **settings,
-    }
-    with process(sys.executable, str(REFERENCE_NODE), **env) as node:
-        assert node.stdout is not None
-        for line in node.stdout:
-            if '"ready"' in line:
-                break
-        else:
-            pytest.fail("the node ended before it was ready")
-        yield
+def reference_node(url: str, *, pool: str = "ref", step_s: float = 0.002, **settings: Any) -> NodeProcess:
+    """A node around the reference engine, ready when its block begins."""
+    return NodeProcess(url, pool=pool, step_s=step_s, lease_ms=5000, **settings)
 
 
 @pytest.fixture(scope="package")

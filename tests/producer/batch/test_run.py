@@ -189,7 +189,7 @@ async def test_a_full_pool_is_waited_for(served_url: str, tmp_path: Path, monkey
     monkeypatch.setattr("penstock.producer.batch.runner.random", SimpleNamespace(uniform=lambda *_: 0.05))
     seen: list[str] = []
     rows = [chat_row(f"row-{i}", model="small") for i in range(12)]
-    with reference_node(served_url, pool="small", step_s=0.02, PENSTOCK_NODE_MAX_OPEN_JOBS="8"):
+    with reference_node(served_url, pool="small", step_s=0.02, max_open_jobs=8):
         done = await run_batch(served_url, batch_of(tmp_path, rows), lambda progress: seen.append(progress.waiting))
     with sync_redis.Redis.from_url(served_url) as client:
         client.hdel("penstock:pools", "small")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import redis as sync_redis
+from fakes.processes.node_process import NodeProcess
 
-from penstock.producer.client import AsyncClient
 from penstock.queue import keys
 
-NODE = Path(__file__).parents[2] / "fakes" / "processes" / "reference_node.py"
 NUM_PROCESSES, NUM_CLIENTS, NUM_SUBMITS = 4, 5, 5
 ASKER = """
 import asyncio, json, sys
@@ -42,20 +38,8 @@ asyncio.run(ask_often(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
 
 @pytest.fixture
 def served(redis_url: str) -> Iterator[str]:
-    env = {**os.environ, "PENSTOCK_REDIS_URL": redis_url, "REFERENCE_STEP_S": "0.01"}
-    node = subprocess.Popen([sys.executable, NODE], env=env, stderr=subprocess.DEVNULL)
-    try:
-        asyncio.run(until_served(redis_url))
+    with NodeProcess(redis_url, step_s=0.01):
         yield redis_url
-    finally:
-        node.kill()
-        node.wait()
-
-
-async def until_served(redis_url: str) -> None:
-    async with AsyncClient(redis_url) as client:
-        while not any(pool.is_alive for pool in (await client.pools()).values()):
-            await asyncio.sleep(0.05)
 
 
 def test_hundred_submits_from_four_processes_are_one_generation(served: str) -> None:

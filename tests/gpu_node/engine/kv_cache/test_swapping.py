@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.cover import pairwise
 from fakes.engine_runs import check_idle, drain, tokens_of
 from fixtures.tiny_model import make_tiny_model
 
@@ -20,9 +21,17 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, seed=3)
 
 MakeEngine = Callable[..., Engine]
+RUNNERS = ("native", "torch")
+PREEMPTIONS: list[dict[str, Any]] = [
+    {"preemption": "recompute"},
+    {"preemption": "swap", "num_swap_blocks": 60},
+    {"preemption": "swap", "num_swap_blocks": 60, "enable_prefix_caching": False},
+    {"preemption": "swap", "num_swap_blocks": 7, "prefix_eviction": "lfu", "max_num_batched_tokens": 24},
+    {"preemption": "auto", "num_swap_blocks": 30, "prefix_eviction": "length"},
+]
 
 
-@pytest.fixture(scope="module", params=["native", "torch"])
+@pytest.fixture(scope="module", params=RUNNERS)
 def make(request: pytest.FixtureRequest, make_engine: MakeEngine) -> MakeEngine:
     """Makes engines whose tokens are the same bits however they are batched: torch in float32 on this small a model."""
 
@@ -55,17 +64,11 @@ def tokens_alone(make: MakeEngine) -> dict[tuple[bool, int], list[tuple[tuple[in
     }
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"preemption": "recompute"},
-        {"preemption": "swap", "num_swap_blocks": 60},
-        {"preemption": "swap", "num_swap_blocks": 60, "enable_prefix_caching": False},
-        {"preemption": "swap", "num_swap_blocks": 7, "prefix_eviction": "lfu", "max_num_batched_tokens": 24},
-        {"preemption": "auto", "num_swap_blocks": 30, "prefix_eviction": "length"},
-    ],
+    ("make", "settings", "n", "drawn"),
+    pairwise(RUNNERS, PREEMPTIONS, [1, 3], [False, True]),
+    indirect=["make"],
+    scope="module",
 )
 def test_tokens_with_swap_are_those_with_recompute_and_those_alone(
     make: MakeEngine, tokens_alone: dict[Any, Any], settings: dict[str, Any], n: int, drawn: bool

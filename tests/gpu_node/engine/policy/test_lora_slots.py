@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.cover import examples
 from fakes.engine_runs import drain, tokens_of
 from fakes.prompts import mixed_prompts
 from fakes.schedules import BLOCK_SIZE, check_plan, new_scheduler, new_sequence
@@ -107,7 +108,7 @@ class _Table:
         self.places[place] = adapter.digest
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     wearers=st.lists(st.sampled_from(("", "a", "b", "c", "d")), min_size=1, max_size=24),
     num_places=st.integers(1, 3),

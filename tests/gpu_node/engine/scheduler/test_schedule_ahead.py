@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes.cover import examples
 from fakes.engine_runs import check_idle, drain, tokens_of
 from fakes.poison import poisoned
 from fakes.runners.ahead_runner import AheadRunner
@@ -217,7 +218,7 @@ def _ends(outputs: list[StepOutput]) -> dict[tuple[str, int], Any]:
     return {(o.request_id, o.choice): (o.finish_reason, o.usage) for o in outputs if o.finish_reason is not None}
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(batch=st.lists(requests(), min_size=1, max_size=8), which=st.integers(0, len(CONFIGS) - 1))
 def test_the_same_is_said_with_steps_planned_ahead(
     alone: Engine, engines: list[Engine], batch: list[Any], which: int

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes.cover import examples
 from fakes.engine_runs import check_idle, drain
 from fakes.oracle import Oracle
 from hypothesis import HealthCheck, given, settings
@@ -121,7 +122,7 @@ def _run(engine: Engine) -> ParsedText:
     return _said(outputs)
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(wanted=requests, luck=st.integers(0, 1000))
 def test_every_answer_is_what_it_is_without_drafts(
     plain: Engine, drafting: Engine, oracle: Oracle, wanted: list[tuple[list[int], int, dict[str, Any]]], luck: int

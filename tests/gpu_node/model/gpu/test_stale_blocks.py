@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fakes.cover import each_value
 from fakes.runners.runner_options import runner_options
 from fakes.runners.stale_blocks import NUM_BLOCKS, logits_over
 
@@ -26,11 +27,11 @@ def _runner(folder: Path, kept: str) -> GpuRunner:
     return runner
 
 
-@pytest.mark.parametrize(("length", "chunk"), [(1, 1), (7, 3), (8, 8), (9, 9)])
-@pytest.mark.parametrize("kept", ["auto", "fp8"])
+@pytest.mark.parametrize(("cut", "kept"), each_value([(1, 1), (7, 3), (8, 8), (9, 9)], ["auto", "fp8"]))
 def test_what_is_not_finite_in_stale_blocks_reaches_no_other_sequence(
-    tiny_model: Path, kept: str, length: int, chunk: int
+    tiny_model: Path, cut: tuple[int, int], kept: str
 ) -> None:
+    length, chunk = cut
     runner, given = _runner(tiny_model, kept), {"block_size": BLOCK_SIZE, "length": length, "chunk": chunk}
 
     def fill_bytes(blocks: Sequence[int], byte: int) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes.cover import pairwise
+from fakes.native import ISAS
 from fixtures.plans import Track, logits_alone, logits_of_step, tokens_of_step
 from fixtures.sampling import SamplingCase, rows_of
 from hypothesis import given, settings
@@ -22,7 +24,7 @@ QUANTIZATIONS = ("none", "int8", "int8_group", "int4")
 KV_CACHE_DTYPES = ("bfloat16", "int8")
 VOCAB = 131
 NUM_BLOCKS = 160
-ARITHMETICS = [(quantization, kept) for quantization in QUANTIZATIONS for kept in KV_CACHE_DTYPES]
+ARITHMETICS = pairwise(ISAS, QUANTIZATIONS, KV_CACHE_DTYPES)
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
@@ -48,7 +50,7 @@ def _logits_in_company(runner: NativeRunner, rng: random.Random, tracks: list[Tr
     return np.concatenate(parts)
 
 
-@pytest.mark.parametrize(("quantization", "kept"), ARITHMETICS)
+@pytest.mark.parametrize(("isa", "quantization", "kept"), ARITHMETICS, indirect=["isa"], scope="session")
 @settings(max_examples=10)
 @given(
     seed=st.integers(0, 1 << 32),
@@ -77,7 +79,7 @@ def test_logits_do_not_depend_on_company_chunks_blocks_or_threads(
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(("quantization", "kept"), ARITHMETICS)
+@pytest.mark.parametrize(("isa", "quantization", "kept"), ARITHMETICS, indirect=["isa"], scope="session")
 def test_long_contexts_give_the_same_bits_when_spans_are_shared_out(
     llama: Llama, load_native: LoadNative, quantization: str, kept: str
 ) -> None:
@@ -97,8 +99,12 @@ def test_long_contexts_give_the_same_bits_when_spans_are_shared_out(
             np.testing.assert_array_equal(got, want[position : position + 1])
 
 
-@pytest.mark.parametrize("kept", KV_CACHE_DTYPES)
-@pytest.mark.parametrize("name", ["mistral", "qwen3", "falcon 40b", "falcon rw", "gpt-neox"])
+@pytest.mark.parametrize(
+    ("isa", "name", "kept"),
+    pairwise(ISAS, ["mistral", "qwen3", "falcon 40b", "falcon rw", "gpt-neox"], KV_CACHE_DTYPES),
+    indirect=["isa"],
+    scope="session",
+)
 def test_every_familys_logits_do_not_depend_on_company_chunks_blocks_or_threads(
     family: Callable[..., Path], load_native: LoadNative, name: str, kept: str
 ) -> None:
@@ -129,7 +135,7 @@ def test_a_prefix_that_is_there_already_gives_the_same_bits(
     np.testing.assert_array_equal(logits_of_step(runner, [(tracks[1], 10)])[0], want[84:])
 
 
-@pytest.mark.parametrize(("quantization", "kept"), ARITHMETICS)
+@pytest.mark.parametrize(("isa", "quantization", "kept"), ARITHMETICS, indirect=["isa"], scope="session")
 def test_a_sequence_that_was_preempted_goes_on_with_the_same_bits(
     llama: Llama, load_native: LoadNative, quantization: str, kept: str
 ) -> None:
@@ -147,8 +153,12 @@ def test_a_sequence_that_was_preempted_goes_on_with_the_same_bits(
     np.testing.assert_array_equal(np.concatenate(got), want)
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("isa", "quantization", "num_threads"),
+    pairwise(ISAS, QUANTIZATIONS, [1, 2, 3, 5]),
+    indirect=["isa"],
+    scope="session",
+)
 def test_tokens_are_the_samplers_of_the_logits_alone_and_together(
     llama: Llama, load_native: LoadNative, quantization: str, num_threads: int
 ) -> None:

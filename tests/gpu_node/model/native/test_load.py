@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.native import SANITIZE, built
+from fakes.cover import pairwise
+from fakes.native import ISAS, SANITIZE, built
 from fakes.runners.runner_options import runner_options
 from fakes.runners.stale_blocks import logits_over
 from fixtures.plans import Track, logits_alone, plan_of, tokens_of_step
@@ -163,10 +164,12 @@ def test_a_poisoned_row_fails_alone_and_its_blocks_can_be_used_again(
         np.testing.assert_array_equal(logits_alone(runner, healthy), want)
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 40, 75])
-@pytest.mark.parametrize("kept", ["bfloat16", "int8"])
-@pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("odd", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("isa", "kept", "length", "block_size", "odd"),
+    pairwise(ISAS, ["bfloat16", "int8"], [1, 2, 15, 16, 17, 32, 40, 75], [16, 32], [np.nan, np.inf]),
+    indirect=["isa"],
+    scope="session",
+)
 def test_what_is_not_finite_in_stale_blocks_reaches_no_other_sequence(
     llama: Llama, load_native: Callable[..., NativeRunner], kept: str, length: int, block_size: int, odd: float
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes.cover import each_value
 from fakes.runners.runner_options import runner_options
 from fakes.runners.stale_blocks import NUM_BLOCKS, logits_over
 
@@ -15,8 +16,7 @@ from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("block_size", "dtype"), each_value([8, 16, 32], ["float32", "bfloat16"]))
 def test_what_is_not_finite_in_stale_blocks_reaches_no_other_sequence(
     tiny_model: Path, block_size: int, dtype: str
 ) -> None:
