@@ -1,7 +1,7 @@
 """The short way from a streamed answer to its connection, offered as an extension of the ASGI scope.
 
 On the usual way, each part of a body passes through a coroutine of every middleware and of the server. All of them only
-look at the head of the answer. For a stream of tokens that way costs more than everything else except the write itself.
+look at the head of the answer. For a stream of tokens, that way costs more than encoding the event.
 """
 
 from __future__ import annotations

@@ -120,12 +120,11 @@ public:
         } while (count == kMaxReady);
     }
 
-    bool wait_for_command() {
+    void wait_for_command() {
         has_command_ = false;
         watch(STDIN_FILENO, kStdin);
         while (!has_command_) poll(1000);
         epoll_ctl(epoll_, EPOLL_CTL_DEL, STDIN_FILENO, nullptr);
-        return true;
     }
 
 private:
@@ -236,7 +235,9 @@ int main(int argc, char** argv) {
     static Reader* reader = new Reader(address, request, std::strtoull(argv[4], nullptr, 10));
     reader->open_all(std::strtoull(argv[5], nullptr, 10));
     char line[256];
-    while (reader->wait_for_command() && std::fgets(line, sizeof line, stdin)) {
+    while (true) {
+        reader->wait_for_command();
+        if (!std::fgets(line, sizeof line, stdin)) return 0;
         long long from_ns = 0, until_ns = 0;
         size_t count = 0;
         if (std::sscanf(line, "measure %lld %lld", &from_ns, &until_ns) == 2)
@@ -246,5 +247,4 @@ int main(int argc, char** argv) {
         else
             fail("an unknown command");
     }
-    return 0;
 }
