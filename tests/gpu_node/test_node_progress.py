@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from penstock.contract.job import Job, SamplingParams
 from penstock.contract.output import Chunk
 from penstock.contract.waiting import PrefillProgress
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
+from penstock.gpu_node.node import Node
 from penstock.queue import keys
 from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker
@@ -45,6 +47,10 @@ class ReportingEngine(ReferenceEngine):
         return [*reports, *super().step()]
 
 
+def running(url: str, engine: Any, **settings: Any) -> AbstractAsyncContextManager[Node]:
+    return running_node(url, engine, pool=POOL, **settings)
+
+
 async def received(redis: Redis, job: Job, inbox: str) -> tuple[asyncio.Task[list[bytes]], asyncio.Event]:
     """Collect the messages of an inbox until the job's last chunk."""
     pubsub, ready = redis.pubsub(), asyncio.Event()
@@ -56,7 +62,7 @@ async def received(redis: Redis, job: Job, inbox: str) -> tuple[asyncio.Task[lis
         while not messages or not any(chunk.outcome for chunk in decode_message(messages[-1])[0]):
             message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=PATIENCE_S)
             messages += [message["data"]] if message else []
-        await pubsub.aclose()
+        await pubsub.aclose()  # type: ignore[no-untyped-call]
         return messages
 
     return asyncio.create_task(collect()), ready
@@ -72,11 +78,11 @@ async def test_progress_is_published_once_across_a_takeover_and_the_tokens_stay_
     await ready.wait()
     first, second = ReportingEngine(step_s=0.005), ReportingEngine()
     async with asyncio.timeout(PATIENCE_S):
-        async with running_node(redis_url, first, pool=POOL, drain_s=0.05):
+        async with running(redis_url, first, drain_s=0.05):
             await broker.submit(Submission(job, 50), "me")
             while (await broker.status(job.id, "default")).num_chunks <= 10:
                 await asyncio.sleep(0.005)
-        async with running_node(redis_url, second, pool=POOL):
+        async with running(redis_url, second):
             messages = await collecting
     assert [engine.added[0].reports_prefill for engine in (first, second)] == [asks, False]
     found = [decode_message(message) for message in messages]
@@ -100,7 +106,7 @@ async def test_a_job_that_ends_with_its_first_token_still_has_its_progress(
     job = Job(id=f"{POOL}.{uuid7()}", prompt=PROMPT, params=SamplingParams(max_tokens=1), return_progress=True)
     collecting, ready = await received(redis, job, "me")
     await ready.wait()
-    async with asyncio.timeout(PATIENCE_S), running_node(redis_url, ReportingEngine(), pool=POOL):
+    async with asyncio.timeout(PATIENCE_S), running(redis_url, ReportingEngine()):
         await broker.submit(Submission(job, 50), "me")
         messages = await collecting
     progress = [one.progress for message in messages for one in decode_message(message)[1]]
