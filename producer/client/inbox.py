@@ -265,9 +265,7 @@ class ClientInbox:
         """
         now_s = asyncio.get_running_loop().time()
         async for feed in in_rounds(self._feeds.values()):
-            for box in feed.boxes:
-                if not box.is_waited_for:
-                    continue
+            for box in (one for one in feed.boxes if one.is_waited_for):
                 if box.seen_waiting_s is None:
                     box.seen_waiting_s = now_s
                 elif now_s - box.seen_waiting_s >= self._settings.silent_after_s:
