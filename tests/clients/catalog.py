@@ -79,6 +79,5 @@ CLIENTS = (
         installs_in_seconds=False,
         python="python3.12",
     ),
-    Client("vllm-bench", "vLLM's `vllm bench serve`", "vllm_bench_checks.py", _LOAD, installs_in_seconds=False),
 )
 BY_NAME = {client.name: client for client in CLIENTS}

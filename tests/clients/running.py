@@ -68,7 +68,7 @@ def _output_of(command: list[str], client: Client, server: Server, log: Any) -> 
     except subprocess.TimeoutExpired as error:
         printed = error.stdout or b""
         return printed.decode(errors="replace"), f"it ran longer than {client.timeout_s:.0f} s"
-    return done.stdout, None if done.returncode in (0, 1) else f"it ended with the status {done.returncode}"
+    return done.stdout, f"it ended with the status {done.returncode}" if done.returncode else None
 
 
 def _environment_of(server: Server) -> dict[str, str]:
@@ -82,7 +82,7 @@ def _report_of(client: Client, output: str, problem: str | None, seconds: float)
     versions: dict[str, str] = next((line["versions"] for line in lines if "versions" in line), {})
     checks = [line for line in lines if "check" in line]
     problems = {line["check"]: line["problem"] for line in checks if line["problem"]}
-    if problem or not checks:
-        problems["the script"] = problem or f"it made no check; see {LOGS / client.name}.log"
+    if not problems and (problem or not checks):
+        problems["the script"] = f"{problem or 'it made no check'}; see {LOGS / client.name}.log"
     num_passed = sum(not line["problem"] for line in checks)
     return Report(client, seconds, versions, num_passed, problems)

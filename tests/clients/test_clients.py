@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -22,5 +23,7 @@ def server() -> Iterator[Server]:
     "client", [client for client in CLIENTS if client.installs_in_seconds], ids=lambda client: client.name
 )
 def test_every_check_of_the_client_passes(server: Server, client: Client) -> None:
+    if client.is_node and shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
     report = run_client(client, server)
     assert report.passed, "\n".join(f"{check}: {problem}" for check, problem in report.problems.items())

@@ -36,16 +36,11 @@ def every_request_succeeds(kind: str) -> None:
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    def lengths(num_tokens: int) -> dict[str, int]:
-        return {"min": num_tokens, "max": num_tokens, "mean": num_tokens, "std_dev": 0, "total_count": NUM_REQUESTS}
-
+    prompts = {"num_groups": 2, "num_prompts_per_group": NUM_REQUESTS // 2, "system_prompt_len": PROMPT_TOKENS}
+    lengths = {"question_len": PROMPT_TOKENS, "output_len": OUTPUT_TOKENS}
     return {
         "api": {"type": kind, "streaming": True},
-        "data": {
-            "type": "random",
-            "input_distribution": lengths(PROMPT_TOKENS),
-            "output_distribution": lengths(OUTPUT_TOKENS),
-        },
+        "data": {"type": "shared_prefix", "shared_prefix": prompts | lengths},
         "load": {"type": "constant", "stages": [{"rate": RATE, "duration": STAGE_S}], "num_workers": 1},
         "server": {"type": "vllm", "model_name": MODEL, "base_url": URL, "ignore_eos": True},
         "tokenizer": {"pretrained_model_name_or_path": MODEL_FOLDER},

@@ -26,9 +26,8 @@ from pydantic import create_model
 MODES = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)
 GREEDY: Any = {"model": MODEL, "temperature": 0, "max_tokens": 200, "max_retries": 0}
 NUM_STATIONS = 400
-Stations: Any = create_model(
-    "Stations", **{f"station_{n}": (Literal["open", "shut"], ...) for n in range(NUM_STATIONS)}
-)
+_stations: Any = {f"station_{n}": (Literal["open", "shut"], ...) for n in range(NUM_STATIONS)}
+Stations: Any = create_model("Stations", **_stations)
 """A record whose JSON is long enough to be canceled."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import openai
@@ -104,9 +105,9 @@ async def output_is_a_record() -> None:
 @check
 def errors_are_those_of_the_client() -> None:
     for agent in agents(model="absent"):
-        error_of(openai.NotFoundError, lambda agent=agent: Runner.run_sync(agent, "x"))
+        error_of(openai.NotFoundError, partial(Runner.run_sync, agent, "x"))
     for agent in agents():
-        too_long = error_of(openai.BadRequestError, lambda agent=agent: Runner.run_sync(agent, TOO_LONG))
+        too_long = error_of(openai.BadRequestError, partial(Runner.run_sync, agent, TOO_LONG))
         assert too_long.code == "context_length_exceeded"
 
 

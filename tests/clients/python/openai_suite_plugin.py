@@ -16,7 +16,7 @@ import pytest
 from clients.python.checks import API, MODEL, STORY, say_check
 
 MAX_TOKENS = 16
-LIMITS = {
+LIMITS: dict[str, dict[str, Any]] = {
     "/chat/completions": {"max_tokens": MAX_TOKENS},
     "/completions": {"max_tokens": MAX_TOKENS},
     "/responses": {"max_output_tokens": MAX_TOKENS, "input": "string"},
