@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.contract.errors import UnavailableError
 from penstock.gateway.errors import error_event, error_response
+from penstock.gateway.stream.framing import framing_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,9 @@ async def _send_error(started: Headers | None, scope: Scope, receive: Receive, s
         async with asyncio.timeout(SAY_TIMEOUT_S):
             if started is None:
                 await error_response(error, scope)(scope, receive, send)
-            elif started.get("content-type", "").startswith("text/event-stream"):
-                await send({"type": "http.response.body", "body": error_event(error, scope), "more_body": False})
+            elif started.get("content-type", "") == (framing := framing_of(scope)).content_type:
+                body = framing.error(error, error_event(error, scope))
+                await send({"type": "http.response.body", "body": body, "more_body": False})
     except TimeoutError:
         logger.info("a client did not receive the shutdown error", extra={"path": scope["path"]})
 

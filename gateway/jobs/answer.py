@@ -1,4 +1,4 @@
-"""The HTTP responses of the jobs API: a job with its result, and a job's chunks as server-sent events."""
+"""The HTTP responses of the jobs API: a job with its result, and a job's chunks as a stream of events."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import is_large
+from penstock.gateway.stream.framing import framing_of
 from penstock.gateway.stream.sse import EventWriter, event
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.job_objects import job_object
@@ -83,7 +84,7 @@ async def _parts_of(answer: dict[str, Any]) -> AsyncGenerator[bytes, None]:
 
 
 class JobStream(Response):
-    """The chunks of a job as server-sent events. A caller that leaves ends no background job."""
+    """The chunks of a job as events. A caller that leaves ends no background job."""
 
     def __init__(self, request: Request, job_id: str, start: StreamStart) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class JobStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the job's chunks until its end."""
-        writer, settings = EventWriter(send), self._settings
+        writer, settings = EventWriter(send, framing_of(scope)), self._settings
         watch = writer.watch(
             first_wait_s=settings.first_chunk_wait_s,
             interval_s=settings.keep_alive_s,
@@ -118,7 +119,7 @@ class JobStream(Response):
             if not writer.started:
                 raise
             self._metrics.refused(error)
-            await writer.write(event(error_body(error)))
+            await writer.fail(error, event(error_body(error)))
         await writer.end()
 
     async def _write(self, encoder: JobEncoder, batch: list[Chunk], writer: EventWriter) -> None:

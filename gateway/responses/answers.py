@@ -82,7 +82,7 @@ class ResponseStream(_ResponseAnswer, StreamAnswer):
             if not writer.started:
                 raise
             self._metrics.refused(error)
-            await writer.write(DIALECT.error_event(error) if encoder is None else encoder.error(error))
+            await writer.fail(error, DIALECT.error_event(error) if encoder is None else encoder.error(error))
         await writer.end()
 
     async def _relay_events(self, job: AsyncJob, encoder: ResponseEncoder, writer: EventWriter) -> None:

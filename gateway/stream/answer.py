@@ -1,4 +1,4 @@
-"""The HTTP responses of the generation routes: one JSON object, or a stream of server-sent events.
+"""The HTTP responses of the generation routes: one JSON object, or a stream of events.
 
 A response sends nothing until the queue delivers the first chunk or a refusal, so that a refusal gets a real HTTP
 status. A stream waits at most `first_chunk_wait_s`; after that it sends status 200 and reports errors as events.
@@ -28,6 +28,7 @@ from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of, is_large
+from penstock.gateway.stream.framing import framing_of
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
 from penstock.gateway.stream.limits import check_logprobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, EventWriter
@@ -166,12 +167,13 @@ class WholeAnswer(Answer):
 
 
 class StreamAnswer(Answer):
-    """A response of server-sent events, one for each token chunk."""
+    """A response of events, one for each token chunk. The request says how they are framed."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the jobs and send their events."""
         keep_alive = KEEP_ALIVE_BETWEEN_IDS if self._generation.event_ids else KEEP_ALIVE
-        writer, settings = EventWriter(send, keep_alive=self._dialect.keep_alive or keep_alive), self._settings
+        keep_alive, settings = self._dialect.keep_alive or keep_alive, self._settings
+        writer = EventWriter(send, framing_of(scope), keep_alive=keep_alive)
         watch = writer.watch(
             first_wait_s=settings.first_chunk_wait_s,
             interval_s=settings.keep_alive_s,
@@ -197,7 +199,7 @@ class StreamAnswer(Answer):
             if not writer.started:
                 raise
             self._metrics.refused(error)
-            await writer.write(self._dialect.error_event(error))
+            await writer.fail(error, self._dialect.error_event(error))
         await writer.end()
 
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:

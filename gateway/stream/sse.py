@@ -1,4 +1,4 @@
-"""Server-sent events: their framing, and a writer that keeps silent streams alive."""
+"""Server-sent events, and a writer of streams that keeps silent ones alive."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pydantic_core import to_json
 from starlette.datastructures import MutableHeaders
 from starlette.types import Send
 
+from penstock.contract.errors import PenstockError
+from penstock.gateway.stream.framing import SSE, Framing
 from penstock.runtime import crash_points
 
 DONE = b"data: [DONE]\n\n"
@@ -20,7 +22,6 @@ KEEP_ALIVE_BETWEEN_IDS = b": waiting\n"
 """A comment without a blank line: after an `id`, some readers, such as OpenAI's, parse that as an empty event."""
 
 _HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # nginx would hold tokens back
 }
@@ -33,11 +34,12 @@ def event(payload: Mapping[str, Any], event_id: str = "") -> bytes:
 
 
 class EventWriter:
-    """Sends one response of server-sent events. Status 200 goes out with the first bytes."""
+    """Sends one response of events. Status 200 goes out with the first bytes."""
 
     def __init__(
         self,
         send: Send,
+        framing: Framing = SSE,
         *,
         keep_alive: bytes = KEEP_ALIVE,
         clock: Callable[[], float] = time.monotonic,
@@ -45,16 +47,30 @@ class EventWriter:
     ) -> None:
         """`watch` sends `keep_alive`. `clock` and `sleep`, both in seconds, are its time source."""
         self.started = False
-        self.headers = MutableHeaders(headers=_HEADERS)
+        self.headers = MutableHeaders(headers={"content-type": framing.content_type, **_HEADERS})
         self._send = send
-        self._keep_alive = keep_alive
+        self._framing = framing
+        self._keep_alive = framing.keep_alive(keep_alive)
+        self._has_failed = False
         self._silent = True
         self._sending_since_s: float | None = None
         self._clock = clock
         self._sleep = sleep
 
-    async def write(self, data: bytes, *, more: bool = True) -> None:
+    async def write(self, events: bytes) -> None:
         """Send one or more whole events. Waits while the client reads too slowly."""
+        await self._write(self._framing.events(events))
+
+    async def fail(self, error: PenstockError, event: bytes) -> None:
+        """Send the end of a stream that fails. `event` is the error in the API's shape."""
+        self._has_failed = True
+        await self._write(self._framing.error(error, event))
+
+    async def end(self) -> None:
+        """Complete the response."""
+        await self._write(b"" if self._has_failed else self._framing.end(), more=False)
+
+    async def _write(self, data: bytes, *, more: bool = True) -> None:
         self._silent = False
         self._sending_since_s = self._clock()
         if not self.started:
@@ -63,10 +79,6 @@ class EventWriter:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         crash_points.point("after", "event")
         self._sending_since_s = None
-
-    async def end(self) -> None:
-        """Complete the response."""
-        await self.write(b"", more=False)
 
     async def watch(self, *, first_wait_s: float, interval_s: float, send_timeout_s: float) -> None:
         """Send `keep_alive` after each silent interval, and return when the client has stopped reading.
@@ -79,7 +91,7 @@ class EventWriter:
         while self._sending_since_s is None or self._clock() - self._sending_since_s < send_timeout_s:
             if self._silent:
                 async with asyncio.timeout(send_timeout_s):
-                    await self.write(self._keep_alive)
+                    await self._write(self._keep_alive)
             self._silent = self._sending_since_s is None
             slept_since_s = self._clock()
             await self._sleep(interval_s)
