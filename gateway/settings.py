@@ -38,6 +38,12 @@ class GatewaySettings(Settings):
     """Seconds for which a stored response of `/v1/responses`, with its output, is kept after its end."""
     send_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds after which a client that reads nothing is disconnected."""
+    max_sockets: int = Field(default=5000, ge=0)
+    """Most WebSockets that this gateway keeps open."""
+    max_key_sockets: int = Field(default=500, ge=1)
+    """Most WebSockets that one API key may have open at this gateway."""
+    max_socket_streams: int = Field(default=64, ge=1)
+    """Most streams that one WebSocket may have open."""
     drain_s: int = Field(default=30, ge=0)
     """Seconds that open answers may continue after SIGTERM."""
     require_keys: bool = False

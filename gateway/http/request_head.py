@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import struct
 from http import HTTPStatus
 from typing import Any
 
@@ -18,25 +16,23 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
+from penstock.gateway.http.reader_watch import ReaderWatch
 from penstock.gateway.openai.errors import error_body
 
+SOCKET_PATH = b"/v1/stream"
+"""The path of WebSockets."""
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 60.0
 """Seconds that a connection may take to send a whole head. Each open connection uses a file descriptor."""
-TAKE_TIMEOUT_S = 60.0
-"""Seconds after which a connection is closed if its client reads none of the bytes that wait for it."""
-MAX_LATE_S = 1.0
-"""If the check itself runs later than this many seconds, the process was too busy, and the client may be fine."""
 _WITHOUT_CHUNKS = ("0.9", "1.0")
-_NO_LINGER = struct.pack("ii", 1, 0)
-"""Value of SO_LINGER that resets the connection and discards its unsent bytes."""
 
 
 class BoundedHead(HttpToolsProtocol):
     """uvicorn's HTTP protocol with bounds on the request head, on slow clients and on unread answers.
 
     It answers 431 and closes the connection when the head, a chunk header or the trailers exceed MAX_HEAD_BYTES. It
-    closes a connection that does not send a head in time. It ignores `Upgrade`, as RFC 9110 (7.8) allows.
+    closes a connection that does not send a head in time. It ignores `Upgrade`, as RFC 9110 (7.8) allows, except that
+    of a WebSocket at SOCKET_PATH.
 
     Invalid bytes behind a whole request end the connection after the answer to that request. Otherwise it answers 400.
     """
@@ -46,10 +42,8 @@ class BoundedHead(HttpToolsProtocol):
     _is_head_too_large = False
     _head_timer: asyncio.TimerHandle | None = None
     """Closes the connection if no whole head arrives. Set while no request is being answered."""
-    _reader_timer: asyncio.TimerHandle | None = None
-    """Checks that the client reads. Set while unsent bytes wait and the answer adds no more."""
-    _reader_due_s = 0.0
-    """Event-loop time at which `_reader_timer` should fire."""
+    _reader_watch: ReaderWatch
+    """Checks that the client reads, while unsent bytes wait and the answer adds no more."""
     _running: RequestResponseCycle | None = None
     """The request that is being answered, or was answered last. `cycle` is the newest one, which may wait behind it."""
     _is_over = False
@@ -58,6 +52,7 @@ class BoundedHead(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Handle a new connection: start the timer for its first head."""
         super().connection_made(transport)
+        self._reader_watch = ReaderWatch(self.loop, transport)
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -73,21 +68,17 @@ class BoundedHead(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Handle a full send buffer: the answer pauses, and the client is watched."""
         super().pause_writing()
-        if self._reader_timer is None:
-            self._watch_reader()
+        self._reader_watch.start()
 
     def resume_writing(self) -> None:
         """Handle a drained send buffer: the answer continues."""
         super().resume_writing()
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
-            self._reader_timer = None
+        self._reader_watch.stop()
 
     def on_response_complete(self) -> None:
         """Handle a complete answer. Its last bytes may still wait for the client, so the client is watched."""
         super().on_response_complete()
-        if self._reader_timer is None:
-            self._watch_reader()
+        self._reader_watch.start()
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, and refuse the request if they are not HTTP or the head is too large."""
@@ -98,7 +89,11 @@ class BoundedHead(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._reparse_without_upgrade(data[upgrade.args[0] :])
+            rest = data[upgrade.args[0] :]
+            if self._opens_socket():
+                self._hand_over(rest)
+                return
+            self._reparse_without_upgrade(rest)
         except httptools.HttpParserError:
             if not self._is_head_too_large:
                 error = RequestError("the request is not valid HTTP/1.1", code="invalid_http")
@@ -144,6 +139,18 @@ class BoundedHead(HttpToolsProtocol):
         """
         return any(name == b"upgrade" for name, _ in self.headers)
 
+    def _opens_socket(self) -> bool:
+        """Return whether the head opens a WebSocket, and no answer is due before it."""
+        is_first = self._running is None or self._running.response_complete
+        return is_first and self.url.partition(b"?")[0] == SOCKET_PATH and self._get_upgrade() == b"websocket"
+
+    def _hand_over(self, rest: bytes) -> None:
+        """Let the protocol of WebSockets continue with the head and the bytes behind it."""
+        self._reader_watch.stop()
+        self.handle_websocket_upgrade()
+        protocol: Any = self.transport.get_protocol()
+        protocol.data_received(rest)
+
     def _reparse_without_upgrade(self, rest: bytes) -> None:
         """Parse the head again without `Upgrade`, because httptools reads no body after an upgrade offer."""
         kept = (b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
@@ -158,25 +165,6 @@ class BoundedHead(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-
-    def _watch_reader(self, num_before: int = 0) -> None:
-        """Abort the connection if the client has read nothing since the last check; otherwise check again later.
-
-        `num_before` is the number of unsent bytes at the last check. The check also covers a closed transport, which
-        still waits for its client to read the last byte.
-        """
-        num_waiting = self.transport.get_write_buffer_size()
-        # If this process was busy or had no core, it has not written bytes that the client would have read.
-        is_late = self.loop.time() - self._reader_due_s > MAX_LATE_S
-        if num_waiting and num_waiting == num_before and not is_late:
-            # Otherwise the kernel would keep megabytes for a client that may never read them.
-            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-            self.transport.abort()
-        elif num_waiting:
-            self._reader_due_s = self.loop.time() + TAKE_TIMEOUT_S
-            self._reader_timer = self.loop.call_at(self._reader_due_s, self._watch_reader, num_waiting)
-        else:
-            self._reader_timer = None
 
     def _refuse(self, error: PenstockError, status: HTTPStatus) -> None:
         """Answer an error and close the connection. Where an answer is due or has begun, close behind it instead."""

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from penstock.gateway.app import make_server
-from penstock.gateway.http import request_head
+from penstock.gateway.http import reader_watch, request_head
 from penstock.gateway.settings import GatewaySettings
 
 BODY = json.dumps({"model": "acme/echo", "prompt": "hi"}).encode()
@@ -282,7 +282,7 @@ def ask_for_much(url: str, *, stream: bool, takes: int = 4096, version: bytes = 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reader_that_takes_nothing_is_hung_up_on(stack, shared_engine, monkeypatch, stream):
-    monkeypatch.setattr(request_head, "TAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(reader_watch, "TAKE_TIMEOUT_S", 0.2)
     with ask_for_much(stack.start_gateway(send_timeout_s=0.2), stream=stream) as connection:
         ended = select.poll()
         ended.register(connection, 0)
@@ -290,7 +290,7 @@ def test_a_reader_that_takes_nothing_is_hung_up_on(stack, shared_engine, monkeyp
 
 
 def test_a_reader_that_takes_little_gets_it_all(url, engine, monkeypatch):
-    monkeypatch.setattr(request_head, "TAKE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(reader_watch, "TAKE_TIMEOUT_S", 1.0)
     answer = b""
     with ask_for_much(url, stream=False, takes=1 << 16) as connection:
         while part := connection.recv(1 << 16):
