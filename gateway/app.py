@@ -26,6 +26,7 @@ from penstock.gateway.errors import install_error_handlers
 from penstock.gateway.http.access_log import AccessLog
 from penstock.gateway.http.head_requests import HeadRequests
 from penstock.gateway.http.request_head import BoundedHead
+from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
 from penstock.gateway.jobs import routes as job_routes
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import models
@@ -38,6 +39,8 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
 from penstock.gateway.tokens import routes as tokens_routes
+from penstock.gateway.websocket.handshake import SocketCounter, SubprotocolKey
+from penstock.gateway.websocket.routes import ADVICE_ROUTE, SOCKET_ROUTE
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gc_freeze import freeze_gc
@@ -78,6 +81,7 @@ def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
     app.state.loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
     app.state.yielder = LoopYielder()
+    app.state.sockets = SocketCounter(settings.max_sockets, settings.max_key_sockets)
     app.state.result_budget = SharedBudget(MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT)
 
 
@@ -106,7 +110,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 def _add_routes(app: FastAPI) -> None:
-    app.router.routes.extend(ROUTES)
+    app.router.routes.extend((*ROUTES, SOCKET_ROUTE, ADVICE_ROUTE))
     for router in ROUTERS:
         app.include_router(router)
     app.state.api_docs = ApiDocs(_all_routes())
@@ -121,6 +125,7 @@ def _add_middleware(app: FastAPI, settings: GatewaySettings) -> None:
         is_closed=settings.require_keys,
         open_highest_class=settings.open_highest_class,
     )
+    app.add_middleware(SubprotocolKey)
     app.add_middleware(Drain)
     if settings.cors_origins:
         app.add_middleware(
@@ -182,6 +187,10 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         host=settings.host,
         port=settings.port,
         http=BoundedHead,
+        ws=BoundedSocket,
+        ws_max_size=settings.max_body_bytes,
+        ws_ping_interval=PING_INTERVAL_S,
+        ws_ping_timeout=PING_TIMEOUT_S,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -36,7 +36,7 @@ _KEY_HEADER = "x-api-key"
 
 
 class Entry:
-    """ASGI middleware that attaches the caller to a request, or answers 401 or 403.
+    """ASGI middleware that attaches the caller to a request or a WebSocket, or answers 401 or 403.
 
     Once this process has seen any API key, it requires one from then on, even if all keys are removed.
     """
@@ -58,7 +58,7 @@ class Entry:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Authenticate one request and pass it on, or send the refusal."""
-        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
+        if scope["type"] == "websocket" or (scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS):
             try:
                 client, needed = scope["app"].state.client, _SCOPES.get(scope["path"], "infer")
                 known = await client.api_keys(patience_s=ADMIN_PATIENCE_S if needed == "admin" else None)

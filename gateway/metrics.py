@@ -60,6 +60,7 @@ class GatewayMetrics:
         )
         self._refusals = Counter("penstock_http_refusals", "Errors by OpenAI error code.", ("code",), registry=registry)
         self.open_streams = Gauge("penstock_http_open_streams", "Streams that are open.", registry=registry)
+        self._open_sockets = Gauge("penstock_http_open_sockets", "WebSockets that are open.", registry=registry)
         self.first_token_s = Histogram(
             "penstock_time_to_first_token_seconds",
             "Seconds from the body of a streaming request to its first token.",
@@ -81,6 +82,15 @@ class GatewayMetrics:
         self._refusals.labels(error.code).inc()
         if error.status == HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, JobFailedError):
             _LOG.error("a request failed", exc_info=error)
+
+    @contextmanager
+    def socket(self) -> Iterator[None]:
+        """Count a WebSocket as open for the duration of the block."""
+        self._open_sockets.inc()
+        try:
+            yield
+        finally:
+            self._open_sockets.dec()
 
     @contextmanager
     def stream(self) -> Iterator[StreamMeter]:

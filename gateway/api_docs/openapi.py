@@ -20,6 +20,7 @@ from starlette.routing import Route
 from penstock.gateway.authentication import PUBLIC_PATHS
 from penstock.gateway.request.parsed_body import BODIES
 from penstock.gateway.route_doc import TEXT, RouteDoc, object_of
+from penstock.gateway.stream.framing import EVENT_STREAM, NDJSON
 
 VERSION = version("penstock")
 """The release of this gateway."""
@@ -31,7 +32,7 @@ _ERROR_ANSWER = {
 }
 _INTRODUCTION = (
     "The HTTP API of a penstock gateway. If the gateway has API keys, send one as `Authorization: Bearer <key>`. "
-    "Unknown fields are refused by name."
+    "Unknown fields are refused by name. `/v1/stream` is a WebSocket for many streams on one connection."
 )
 _KEY_HEADER = {
     "name": "Idempotency-Key",
@@ -99,7 +100,8 @@ def _operations_of(route: Route, refs: dict[str, Any], bodies: dict[str, Any]) -
         operation["parameters"].append(_KEY_HEADER)
         if "stream" in bodies[refs[form]["$ref"].rpartition("/")[2]].get("properties", {}):
             operation["parameters"].append(_AFTER)
-            content["text/event-stream"] = {"schema": dict(doc.event or {"type": "object"})}
+            for framing in (EVENT_STREAM, NDJSON):
+                content[framing] = {"schema": dict(doc.event or {"type": "object"})}
     operation["responses"] = {"200": {"description": "The answer.", "content": content}}
     return {method.lower(): dict(operation) for method in sorted(route.methods or ())}
 

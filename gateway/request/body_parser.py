@@ -11,8 +11,10 @@ import sys
 from contextlib import suppress
 
 from penstock.contract.errors import RequestError, UnavailableError
+from penstock.gateway.request import socket_message
 from penstock.gateway.request.parsed_body import ParsedBody, decode_parsed_body, parse
 from penstock.gateway.request.parser_process import FORMS, HEAD
+from penstock.gateway.request.socket_message import SocketMessage, decode_socket_message, parse_socket_message
 from penstock.gateway.settings import UnknownFields
 from penstock.gateway.shared_budget import SharedBudget
 
@@ -59,6 +61,13 @@ class Parser:
             return parse(form, raw, ignores_unknown=self._unknown_fields == "ignore")
         async with self._parsing.taken(owner, 1):
             return decode_parsed_body(await self._ask(form, raw))
+
+    async def parse_message(self, raw: bytes, owner: str) -> SocketMessage:
+        """Return the parsed message of a WebSocket. Raises what `parse` raises where no message was parsed."""
+        if not is_heavy(raw):
+            return parse_socket_message(raw, ignores_unknown=self._unknown_fields == "ignore")
+        async with self._parsing.taken(owner, 1):
+            return decode_socket_message(await self._ask(socket_message.FORM, raw))
 
     async def close(self) -> None:
         """Kill the parser process. A body that it is parsing is refused with UnavailableError."""

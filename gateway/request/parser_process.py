@@ -1,6 +1,7 @@
-"""The process that parses large bodies: `python -m penstock.gateway.request.parser_process FD UNKNOWN_FIELDS`.
+"""The process that parses large bodies, and large messages of WebSockets.
 
-The second argument is the gateway's setting `unknown_fields`.
+Its command is `python -m penstock.gateway.request.parser_process FD UNKNOWN_FIELDS`. The second argument is the
+gateway's setting `unknown_fields`.
 
 Parsing holds Python's global interpreter lock, so a thread would still block the gateway's event loop. This process
 reads bodies one by one from an inherited socket and ends with the gateway. Its memory is limited: a body that needs
@@ -20,12 +21,13 @@ from collections.abc import Iterator
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
 from penstock.gateway.request.parsed_body import BODIES, encode_parsed_body, encode_refusal, parse, with_packed_prompts
+from penstock.gateway.request.socket_message import FORM, SocketMessage, encode_socket_message, parse_socket_message
 from penstock.queue.msgpack_codec import MAX_BYTES
 
 HEAD = struct.Struct(">BI")
 """Header of a message on the socket. Body: the index of its form in FORMS, then its length in bytes.
 Answer: 0, then its length in bytes."""
-FORMS = tuple(BODIES)
+FORMS = (*BODIES, FORM)
 MAX_PARSED_BYTES = 128 << 20
 """Limit in bytes on the memory of a body's parsed values, estimated with the values below."""
 BYTES_PER_VALUE = 72
@@ -57,18 +59,28 @@ def main() -> None:
 
 
 def answer_to(form: str, raw: bytes, *, ignores_unknown: bool = False) -> bytes:
-    """Parse a body and return the encoded result or the encoded refusal."""
+    """Parse a body, or a message if `form` says so. Return the encoded result or the encoded refusal."""
     try:
         check_structure(raw)
-        encoded = encode_parsed_body(with_packed_prompts(parse(form, raw, ignores_unknown=ignores_unknown)))
+        encoded = _encoded(form, raw, ignores_unknown=ignores_unknown)
         if len(encoded) > MAX_BYTES:
             # A body whose input is also stored, as a response's is, takes up to twice its bytes.
             raise TooLargeError(f"the checked body has more than {MAX_BYTES} bytes", code="body_too_large")
         return encoded
     except PenstockError as error:
-        return encode_refusal(error)
+        return _encoded_refusal(form, error)
     except (MemoryError, RecursionError):
-        return encode_refusal(RequestError("the body is too complex to parse", code="body_too_complex"))
+        return _encoded_refusal(form, RequestError("the body is too complex to parse", code="body_too_complex"))
+
+
+def _encoded(form: str, raw: bytes, *, ignores_unknown: bool) -> bytes:
+    if form == FORM:
+        return encode_socket_message(parse_socket_message(raw, ignores_unknown=ignores_unknown, packs=True))
+    return encode_parsed_body(with_packed_prompts(parse(form, raw, ignores_unknown=ignores_unknown)))
+
+
+def _encoded_refusal(form: str, error: PenstockError) -> bytes:
+    return encode_socket_message(SocketMessage(error=error)) if form == FORM else encode_refusal(error)
 
 
 def check_structure(raw: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Request
 
 from penstock.contract.api_keys import ApiKey
-from penstock.contract.errors import RequestError
+from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import is_job_id
 from penstock.contract.rights import allowed_class
 from penstock.gateway.authentication import caller_of
@@ -27,11 +27,21 @@ MAX_NUMBER_DIGITS = 9
 EVENT_IDS_HEADER = "x-penstock-event-ids"
 """Request header that asks for event ids: "true" or "false". `stream_options.include_event_ids` precedes it."""
 EVENT_IDS_OPTION = "include_event_ids"
+PARSED_BODY = "penstock.parsed_body"
+"""ASGI extension with the body of a WebSocket's request: a ParsedBody, or the error to raise."""
 _TRUTH = {"true": True, "false": False}
 
 
 async def read_body(request: Request, form: str) -> ParsedBody:
-    """Read and check the request's body. `form` is a key of `parsed_body.BODIES`."""
+    """Read and check the request's body. `form` is a key of `parsed_body.BODIES`.
+
+    The body of a message has been parsed with the message.
+    """
+    parsed: ParsedBody | PenstockError | None = request.scope.get("extensions", {}).get(PARSED_BODY)
+    if isinstance(parsed, PenstockError):
+        raise parsed
+    if parsed is not None:
+        return parsed
     state, owner = request.app.state, caller_of(request).tenant
     settings: GatewaySettings = state.settings
     budget: SharedBudget = state.body_budget

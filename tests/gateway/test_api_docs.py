@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 
 from penstock import __version__
 from penstock.gateway.app import create_app
@@ -35,11 +35,12 @@ def document(http: httpx.Client) -> dict[str, Any]:
 
 
 def routes_of(routes: Any) -> Iterator[Route]:
-    """The routes of an app, also those of the routers that it includes."""
+    """The routes that OpenAPI can describe, also those of the routers that an app includes. WebSockets are none."""
     for route in routes:
         if isinstance(route, Route):
-            yield route
-        else:
+            if route.include_in_schema:
+                yield route
+        elif not isinstance(route, WebSocketRoute):
             yield from routes_of(getattr(route, "original_router", route).routes)
 
 
@@ -81,7 +82,9 @@ def test_operations_have_ids_of_their_own_and_summaries(document: dict[str, Any]
 
 def test_streaming_routes_describe_events_and_how_to_resume(document: dict[str, Any]) -> None:
     chat = document["paths"]["/v1/chat/completions"]["post"]
-    assert {"application/json", "text/event-stream"} == chat["responses"]["200"]["content"].keys()
+    assert {"application/json", "text/event-stream", "application/x-ndjson"} == chat["responses"]["200"][
+        "content"
+    ].keys()
     assert {"Idempotency-Key", "after"} == {one["name"] for one in chat["parameters"]}
     assert [*document["paths"]["/tokenize"]["post"]["responses"]["200"]["content"]] == ["application/json"]
 

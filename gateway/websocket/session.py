@@ -1,0 +1,155 @@
+"""One WebSocket from its acceptance to its end: it handles the client's messages in order, and owns the streams."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+
+from starlette.types import Receive, Scope, Send
+
+from penstock.contract.api_keys import ApiKey
+from penstock.contract.errors import (
+    BusyError,
+    ConflictError,
+    InvariantError,
+    NotFoundError,
+    PenstockError,
+    UnavailableError,
+)
+from penstock.gateway.http.socket_protocol import EXTENSION, BoundedSocket
+from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.request.body_parser import Parser
+from penstock.gateway.request.socket_message import Attach, Cancel, SocketMessage, Submit
+from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.shared_budget import SharedBudget
+from penstock.gateway.websocket.channel import Pace, SocketChannel
+from penstock.gateway.websocket.server_messages import error_message
+from penstock.gateway.websocket.stream import SocketStream
+
+MESSAGES_PER_S = 100.0
+BURST_MESSAGES = 200
+"""A WebSocket's messages above this rate wait unread."""
+NOT_TEXT, RESTART = 1003, 1012
+"""Close codes (RFC 6455, 7.4.1, and IANA's registry)."""
+
+
+class SocketSession:
+    """The state of one accepted WebSocket."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope["app"].state
+        self._settings: GatewaySettings = state.settings
+        self._metrics: GatewayMetrics = state.metrics
+        self._parser: Parser = state.parser
+        self._body_budget: SharedBudget = state.body_budget
+        caller: ApiKey = scope["state"]["caller"]
+        self._tenant = caller.tenant
+        self._connection: BoundedSocket = scope["extensions"][EXTENSION]
+        self._scope = scope
+        self._receive = receive
+        self._channel = SocketChannel(send)
+        self._pace = Pace(MESSAGES_PER_S, BURST_MESSAGES)
+        self._streams: dict[str, SocketStream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self.num_streams = 0
+        """Streams that the client began."""
+
+    async def run(self) -> None:
+        """Handle messages until the client leaves or the gateway stops. The streams end with the session."""
+        self._connection.memory.set_budget(self._memory_of_message, self._settings.body_timeout_s)
+        closing = asyncio.create_task(self._close_when_drained())
+        try:
+            while (raw := await self._next()) is not None:
+                await self._handle(raw)
+        except asyncio.CancelledError:
+            # The end of the drain: each stream ends with an error that says so.
+            for task in self._tasks:
+                task.cancel()
+            await self._wait_for_streams()
+            await self._channel.close(RESTART, "this gateway was stopped")
+        finally:
+            closing.cancel()
+            for stream in self._streams.values():
+                stream.leave()
+            await self._wait_for_streams()
+
+    async def _wait_for_streams(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _memory_of_message(self) -> AbstractAsyncContextManager[None]:
+        return self._body_budget.taken(self._tenant, self._settings.max_body_bytes)
+
+    async def _next(self) -> bytes | None:
+        """Return the next message, or None at the end of the connection."""
+        event = await self._receive()
+        if event["type"] == "websocket.connect":
+            event = await self._receive()
+        if event["type"] != "websocket.receive":
+            return None
+        text: bytes | None = event.get("utf8")
+        if text is None:
+            await self._channel.close(NOT_TEXT, "messages must be text")
+        return text
+
+    async def _handle(self, raw: bytes) -> None:
+        await self._pace.wait()
+        try:
+            message = await self._parser.parse_message(raw, self._tenant)
+        except PenstockError as error:
+            message = SocketMessage(error=error)
+        finally:
+            self._connection.release_message()
+        try:
+            if message.content is None:
+                raise message.error or InvariantError("a message has neither content nor an error")
+            if isinstance(message.content, Cancel):
+                await self._cancel(message.content)
+            else:
+                self._begin(message, message.content)
+        except PenstockError as error:
+            self._metrics.refused(error)
+            await self._channel.write(error_message("refused", message.tag, error))
+
+    def _begin(self, message: SocketMessage, content: Submit | Attach) -> None:
+        tag = content.id
+        if self._connection.draining.is_set():
+            raise UnavailableError("this gateway is stopping; connect to another one", code="gateway_stopped")
+        open_tags = self._open_tags()
+        if tag in open_tags:
+            raise ConflictError(f"id: {tag!r} is an open stream of this WebSocket", code="id_in_use", param="id")
+        if len(open_tags) >= (limit := self._settings.max_socket_streams):
+            raise BusyError(f"a WebSocket may have {limit} open streams", retry_after_ms=1000, code="too_many_streams")
+        stream = SocketStream(tag, self._channel, self._scope)
+        work = (
+            stream.submit(content, message.error or message.body)
+            if isinstance(content, Submit)
+            else stream.attach(content)
+        )
+        self.num_streams += 1
+        self._streams[tag] = stream
+        self._is_idle.clear()
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+
+    def _open_tags(self) -> set[str]:
+        """Return the ids of the open streams, and forget those that have ended. Their tasks may still tidy up."""
+        self._streams = {tag: stream for tag, stream in self._streams.items() if not stream.has_ended}
+        return set(self._streams)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._is_idle.set()
+
+    async def _cancel(self, request: Cancel) -> None:
+        if request.id not in self._open_tags():
+            raise NotFoundError(f"id: {request.id!r} is not an open stream", code="stream_not_found", param="id")
+        await self._streams[request.id].cancel()
+
+    async def _close_when_drained(self) -> None:
+        await self._connection.draining.wait()
+        await self._is_idle.wait()
+        await self._channel.close(RESTART, "this gateway is stopping")

@@ -1,0 +1,204 @@
+"""One stream of a WebSocket: requests to the routes of this gateway, whose answers become messages.
+
+A stream takes the way of an HTTP request through the whole app. So the API key is checked again, and rights, limits,
+metering, the access log and the end of a drain are those of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Scope
+
+from penstock.contract.errors import InvariantError, JobCancelledError, NotFoundError, PenstockError, RequestError
+from penstock.gateway.openai.errors import ID_HEADER
+from penstock.gateway.request.parsed_body import ParsedBody
+from penstock.gateway.request.parsing import AFTER, EVENT_IDS_HEADER, KEY_HEADER, PARSED_BODY
+from penstock.gateway.request.socket_message import JOBS_PATH, Attach, Submit
+from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
+from penstock.gateway.stream.framing import framing_extension
+from penstock.gateway.websocket.channel import SocketChannel
+from penstock.gateway.websocket.server_messages import SocketFraming, error_message, message
+from penstock.producer.client import AsyncClient
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_ROUND = 64
+"""Messages that are sent before other tasks run. They take about a millisecond."""
+MAX_ERROR_BYTES = 64 << 10
+"""Bytes of an answer that is not a stream. Only errors and the state of a submitted job are such answers."""
+_CREDENTIALS = (b"authorization", b"x-api-key")
+_NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+
+class SocketStream:
+    """The requests of one submit or attach, and their answers."""
+
+    def __init__(self, tag: str, channel: SocketChannel, socket_scope: Scope) -> None:
+        """`socket_scope` is the ASGI scope of the WebSocket."""
+        self._tag = tag
+        self._channel = channel
+        self._socket_scope = socket_scope
+        self._app: Any = socket_scope["app"]
+        self._client: AsyncClient = self._app.state.client
+        self._tenant: str = socket_scope["state"]["caller"].tenant
+        self._framing = SocketFraming(tag)
+        self._job_ids: list[str] = []
+        self._is_left = asyncio.Event()
+        self._is_background = False
+        self._is_canceled = False
+        self._has_read = False
+        self.has_ended = False
+        """Whether the last message about the stream was sent."""
+        self._status = 0
+        self._is_accepted = False
+        self._is_stream = False
+        self._body = b""
+        self._num_sent = 0
+
+    async def submit(self, request: Submit, body: ParsedBody | PenstockError | None) -> None:
+        """Submit the jobs of a request and send their events, then the end."""
+        headers = [(EVENT_IDS_HEADER.encode(), b"true" if request.event_ids else b"false")]
+        if request.idempotency_key is not None:
+            headers.append((KEY_HEADER.encode(), request.idempotency_key.encode()))
+        self._is_background = isinstance(body, ParsedBody) and bool(body.options.get("background"))
+        await self._ask("POST", request.path, request.after, headers, body)
+        if request.path == JOBS_PATH and self._status == HTTPStatus.ACCEPTED:
+            await self._ask("GET", _stream_path(self._job_ids[0]), request.after)
+        await self._end()
+
+    async def attach(self, request: Attach) -> None:
+        """Send the chunks of a job, then the end."""
+        self._job_ids = [request.job]
+        await self._ask("GET", _stream_path(request.job), request.after)
+        await self._end()
+
+    def leave(self) -> None:
+        """End the stream as if the reader of an HTTP stream had left."""
+        self._is_left.set()
+
+    async def cancel(self) -> None:
+        """Cancel the jobs; the stream then ends by itself. Jobs that are not known yet are canceled once they are.
+
+        Without background jobs the stream ends at once, which cancels them too.
+        """
+        self._is_canceled = True
+        if self._job_ids:
+            await self._cancel_jobs()
+        elif not self._is_background:
+            self.leave()
+
+    async def _cancel_jobs(self) -> None:
+        for job_id in self._job_ids:
+            with suppress(NotFoundError):
+                await self._client.cancel(job_id, tenant=self._tenant)
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        after: str | None,
+        headers: RawHeaders = (),
+        body: ParsedBody | PenstockError | None = None,
+    ) -> None:
+        socket = self._socket_scope
+        scope = {
+            "type": "http",
+            "asgi": socket["asgi"],
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": quote(path).encode(),
+            "query_string": b"" if after is None else urlencode({AFTER: after}).encode(),
+            "root_path": "",
+            "headers": [*(header for header in socket["headers"] if header[0] in _CREDENTIALS), *headers],
+            "client": socket["client"],
+            "server": socket["server"],
+            "state": {},
+            "extensions": {**framing_extension(self._framing), PARSED_BODY: body},
+        }
+        self._has_read = False
+        try:
+            await self._app(scope, self._receive, self._send)
+        except Exception:
+            # The app has answered what it could, as for an HTTP request.
+            log.exception("a request of a WebSocket failed", extra={"path": path})
+
+    async def _receive(self) -> Message:
+        if not self._has_read:
+            self._has_read = True
+            return _NOTHING
+        await self._is_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, part: Message) -> None:
+        if part["type"] == "http.response.start":
+            await self._note_start(part["status"], Headers(raw=part["headers"]))
+        elif self._is_stream:
+            for line in part["body"].splitlines():
+                await self._write(line)
+        else:
+            self._body = (self._body + part["body"])[:MAX_ERROR_BYTES]
+            if not part.get("more_body", False):
+                await self._note_body()
+
+    async def _note_start(self, status: int, headers: Headers) -> None:
+        self._status, self._body = status, b""
+        self._is_stream = status == HTTPStatus.OK and headers.get("content-type") == self._framing.content_type
+        if JOB_HEADER in headers:
+            self._job_ids = headers[JOB_HEADER].split(", ")
+            if self._is_canceled:
+                await self._cancel_jobs()
+        if status < HTTPStatus.BAD_REQUEST and not self._is_accepted:
+            self._is_accepted = True
+            members: dict[str, Any] = {"jobs": self._job_ids, "request_id": headers.get(ID_HEADER)}
+            if IGNORED_HEADER in headers:
+                members["ignored_fields"] = headers[IGNORED_HEADER].split(", ")
+            await self._channel.write(message("accepted", self._tag, members))
+
+    async def _note_body(self) -> None:
+        """Handle a whole answer: an error, the state of a submitted job, or nothing after the last chunk of a job."""
+        if self._status == HTTPStatus.NO_CONTENT:
+            await self._write(self._framing.end().rstrip())
+        elif self._status >= HTTPStatus.BAD_REQUEST:
+            error = json.loads(self._body)["error"]
+            await self._write(message("error", self._tag, {"status": self._status, "error": error}))
+
+    async def _write(self, line: bytes) -> None:
+        if self.has_ended:
+            return
+        await self._channel.write(line)
+        self.has_ended = self._framing.is_last(line)
+        self._num_sent += 1
+        if self._num_sent % MESSAGES_PER_ROUND == 0:
+            await asyncio.sleep(0)
+
+    async def _end(self) -> None:
+        """Send the end of a stream whose requests ended without one."""
+        if self.has_ended:
+            return
+        error: PenstockError
+        if self._is_canceled:
+            error = JobCancelledError("the stream was canceled before its jobs were known")
+        elif self._is_left.is_set():
+            return
+        elif self._is_stream:
+            error = RequestError("this WebSocket was read too slowly", code="slow_reader")
+        else:
+            error = InvariantError("internal error")
+        await self._write(error_message("error", self._tag, error))
+
+
+def _stream_path(job_id: str) -> str:
+    return f"{JOBS_PATH}/{job_id}/stream"
