@@ -20,6 +20,8 @@ SCRIPTS = {
     if path.name.endswith(".lua") and path.name not in ("audit.lua", "forget.lua")
 }
 SHARED = SCRIPTS.pop("prelude") + SCRIPTS.pop("queue")
+WRITERS_OF_ARGUMENTS = set(re.findall(r"local function (\w+)\(key, ", SHARED))
+"""Functions that write the key that their caller names."""
 KEY_FUNCTIONS = dict(re.findall(r"local function (\w+_key)\(\w+\) return P \.\. ':(\w+)", SHARED))
 
 
@@ -58,12 +60,16 @@ def _writes(text: str) -> set[str]:
         key, *values = _split(rest)
         if not READS.fullmatch(command) and command not in OTHER_READS and values != ["''"]:
             written.add(_key(key, variables) or key)
+    for name, rest in re.findall(r"^ +(\w+)\((?=(.+))", text, flags=re.MULTILINE):
+        if name in WRITERS_OF_ARGUMENTS:
+            written.add(_key(_split(rest)[0], variables) or rest)
     return written
 
 
 def _functions() -> dict[str, str]:
     parts = re.split(r"^local function (\w+)", SHARED, flags=re.MULTILINE)
     bodies = {name: body.split("\nend\n")[0] for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+    bodies = {name: body for name, body in bodies.items() if name not in WRITERS_OF_ARGUMENTS}
     return {name: body.split("\n")[0] if re.match(r".* end\n", body) else body for name, body in bodies.items()}
 
 

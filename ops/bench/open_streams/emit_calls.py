@@ -38,7 +38,7 @@ class EmitCall:
         self.next_index = next_index
         self.num_jobs = len(jobs)
         self._jobs = [
-            _Job(array_header(4) + packed(job_id) + packed(lease), _chunk_head(job_id)) for job_id, lease in jobs
+            _Job(array_header(5) + packed(job_id) + packed(lease), _chunk_head(job_id)) for job_id, lease in jobs
         ]
         if len({len(job.chunk_head) for job in self._jobs}) != 1:
             raise ValueError("the ids of the jobs differ in length")
@@ -54,9 +54,9 @@ class EmitCall:
         index, chunk_tail = self.next_index, self._chunk_tail(at_ns, num_chars)
         size = len(self._jobs[0].chunk_head) + len(chunk_tail)
         middle = pack(index) + array_header(1) + _string_header(size)
-        parts = [array_header(self.num_jobs)]
+        parts, no_progress = [array_header(self.num_jobs)], packed("")
         for job in self._jobs:
-            parts += (job.head, middle, job.chunk_head, chunk_tail)
+            parts += (job.head, middle, job.chunk_head, chunk_tail, no_progress)
         self.next_index += 1
         return b"".join(parts)
 
