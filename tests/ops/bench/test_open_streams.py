@@ -29,7 +29,7 @@ def test_calls_have_the_bytes_that_a_node_sends(num_jobs: int, num_chars: int) -
     for index in (1, 2, 3):
         text = text_of(5, index, num_chars)
         chunks = [encode_chunk(Chunk(job, index, 0, index, (FIRST_TOKEN + index,), text)) for job, _ in jobs]
-        rows = [(job, lease, index, (chunk,)) for (job, lease), chunk in zip(jobs, chunks, strict=True)]
+        rows = [(job, lease, index, (chunk,), "") for (job, lease), chunk in zip(jobs, chunks, strict=True)]
         if index < 3:
             assert call.rows(5, num_chars) == scripts.packed(rows)
         else:
