@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
@@ -35,6 +35,8 @@ MESSAGES_PER_ROUND = 64
 """Messages that are sent before other tasks run. They take about a millisecond."""
 MAX_ERROR_BYTES = 64 << 10
 """Bytes of an answer that is not a stream. Only errors and the state of a submitted job are such answers."""
+RETURN_PROGRESS = "return_progress"
+"""The field of a job, and the query parameter of its stream."""
 _CREDENTIALS = (b"authorization", b"x-api-key")
 _NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
 
@@ -72,15 +74,18 @@ class SocketStream:
         if request.idempotency_key is not None:
             headers.append((KEY_HEADER.encode(), request.idempotency_key.encode()))
         self._is_background = isinstance(body, ParsedBody) and bool(body.options.get("background"))
-        await self._ask("POST", request.path, request.after, headers, body)
+        query = _position(request.after)
+        await self._ask("POST", request.path, query, headers, body)
         if request.path == JOBS_PATH and self._status == HTTPStatus.ACCEPTED:
-            await self._ask("GET", _stream_path(self._job_ids[0]), request.after)
+            if isinstance(body, ParsedBody) and body.options.get(RETURN_PROGRESS):
+                query[RETURN_PROGRESS] = "true"
+            await self._ask("GET", _stream_path(self._job_ids[0]), query)
         await self._end()
 
     async def attach(self, request: Attach) -> None:
         """Send the chunks of a job, then the end."""
         self._job_ids = [request.job]
-        await self._ask("GET", _stream_path(request.job), request.after)
+        await self._ask("GET", _stream_path(request.job), _position(request.after))
         await self._end()
 
     def leave(self) -> None:
@@ -107,7 +112,7 @@ class SocketStream:
         self,
         method: str,
         path: str,
-        after: str | None,
+        query: Mapping[str, str],
         headers: RawHeaders = (),
         body: ParsedBody | PenstockError | None = None,
     ) -> None:
@@ -120,7 +125,7 @@ class SocketStream:
             "scheme": "http",
             "path": path,
             "raw_path": quote(path).encode(),
-            "query_string": b"" if after is None else urlencode({AFTER: after}).encode(),
+            "query_string": urlencode(query).encode(),
             "root_path": "",
             "headers": [*(header for header in socket["headers"] if header[0] in _CREDENTIALS), *headers],
             "client": socket["client"],
@@ -198,6 +203,10 @@ class SocketStream:
         else:
             error = InvariantError("internal error")
         await self._write(error_message("error", self._tag, error))
+
+
+def _position(after: str | None) -> dict[str, str]:
+    return {} if after is None else {AFTER: after}
 
 
 def _stream_path(job_id: str) -> str:

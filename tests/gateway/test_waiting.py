@@ -21,6 +21,7 @@ from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.producer.client import AsyncClient
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.test_streams import wait_until
+from tests.gateway.websocket.socket_client import data_of, socket_to
 
 JOB = "x-penstock-job"
 PROMPT_TOKENS = 8
@@ -94,6 +95,18 @@ def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         if line.startswith("data: {"):
             yield json.loads(line.removeprefix("data: "))
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/completions"])
+def test_stream_of_a_websocket_says_where_its_job_is(stack: Stack, url: str, jobs_ahead: list[Any], path: str) -> None:
+    with socket_to(url) as socket:
+        socket.submit("a", "abcdefgh", path=path, body={"model": "acme/queue", "return_progress": True})
+        first = socket.until(lambda message: "queue_progress" in message.get("data", {}))
+        for job in jobs_ahead:
+            stack.call(job.cancel())
+        events = data_of(socket.end_of("a"))
+    assert first[-1]["data"]["queue_progress"]["position"] == 4
+    check_rising([event["prompt_progress"]["processed"] for event in events if "prompt_progress" in event])
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
