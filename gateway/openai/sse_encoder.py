@@ -164,7 +164,11 @@ class ParsedSseEncoder(_OpenAIEncoder):
             piece = self._renderer.prompt_piece(index, chunk.prompt_logprobs) if self._shows_prompt else None
         if chunk.text or chunk.finish_reason or chunk.logprobs or (self._reports_ids and chunk.token_ids):
             piece = self._piece_of(chunk, index)
-        return self._encoded(piece, chunk) if piece and is_new else b""
+        if not piece or not is_new:
+            return b""
+        # With event ids, both events would need the same id, and a resumed stream could repeat the first one.
+        pieces = [piece] if self._has_ids else _with_end_apart(piece)
+        return b"".join(self._encoded(one, chunk) for one in pieces)
 
     def _piece_of(self, chunk: Chunk, index: int) -> dict[str, Any] | None:
         key = chunk.job_id, chunk.choice
@@ -187,6 +191,19 @@ class ParsedSseEncoder(_OpenAIEncoder):
             return TokenIds(chunk.token_ids)
         self._have_begun.add(key)
         return TokenIds(chunk.token_ids, self._prompt_ids.get(chunk.job_id, []))
+
+
+def _with_end_apart(piece: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the piece, or two pieces if it has both a part of a tool call and the finish reason.
+
+    OpenAI's API never sends both in one event, and its Python client does not report the end of such a call.
+    """
+    # An echoed prompt begins several choices in one piece, without tool calls.
+    choice = piece["choices"][0]
+    if choice["finish_reason"] is None or "tool_calls" not in choice.get("delta", ()):
+        return [piece]
+    end = {"index": choice["index"], "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+    return [piece | {"choices": [choice | {"finish_reason": None}]}, piece | {"choices": [end]}]
 
 
 class OpenAIWholeEncoder(WholeEncoder):

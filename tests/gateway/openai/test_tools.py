@@ -140,6 +140,7 @@ def test_the_clients_own_helpers_parse_the_calls_of_strict_tools(calling):
     answer = calling.chat.completions.parse(model=MODEL, messages=user(said), tools=tools)
     assert answer.choices[0].message.tool_calls[0].function.parsed_arguments == Add(a=1, b=2)
     with calling.chat.completions.stream(model=MODEL, messages=user(said), tools=tools) as stream:
+        assert "tool_calls.function.arguments.done" in [event.type for event in stream]
         message = stream.get_final_completion().choices[0].message
     assert message.content == "Well. "
     assert message.tool_calls[0].function.parsed_arguments == Add(a=1, b=2)
