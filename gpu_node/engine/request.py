@@ -148,6 +148,17 @@ def _bad_words(params: SamplingParams, limits: RequestLimits, tokenizer: Tokeniz
     return tuple(sequence for sequence in sequences if max(sequence) < limits.vocab_size)
 
 
+def _end_rule(asked: EngineRequest, limits: RequestLimits) -> EndRule:
+    """Return the tokens that end a choice of the request, and the number of tokens that it may have."""
+    params = asked.params
+    end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
+    # A prompt that is embedded may fill the context; the one token after it is dropped.
+    num_left = max(1, limits.max_model_len - len(asked.prompt_token_ids))
+    limit = min(num_left, max_tokens_with_logprobs(asked.prompt_token_ids, params))
+    max_tokens = limit if params.max_tokens is None else min(limit, params.max_tokens)
+    return EndRule(end_ids, params.min_tokens, max_tokens)
+
+
 def open_choice(
     request: LiveRequest, choice: int, resumed: ResumedChoice, limits: RequestLimits, tokenizer: Tokenizer
 ) -> LiveChoice:
@@ -156,12 +167,7 @@ def open_choice(
     Raises RequestError when the logged text does not match the logged tokens.
     """
     asked, params = request.asked, request.asked.params
-    end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
-    # A prompt that is embedded may fill the context; the one token after it is dropped.
-    num_left = max(1, limits.max_model_len - len(asked.prompt_token_ids))
-    limit = min(num_left, max_tokens_with_logprobs(asked.prompt_token_ids, params))
-    max_tokens = limit if params.max_tokens is None else min(limit, params.max_tokens)
-    rule = EndRule(end_ids, params.min_tokens, max_tokens)
+    rule = _end_rule(asked, limits)
     includes_stop = params.include_stop_str_in_output
     output = ChoiceOutput(rule, params.stop, tokenizer.new_detokenizer(), includes_stop=includes_stop)
     for token_id in resumed.token_ids:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.contract.output import FinishReason, Outcome, Usage
@@ -122,8 +121,3 @@ class JobMetrics:
         if num_later > 0:
             last_s = max(times.last_token_s.values())
             metrics.output_token_s.note((last_s - times.first_token_s) / num_later)
-
-
-def all_classes(classes: Sequence[ClassMetrics], name: str) -> Sequence[Histogram]:
-    """Return the histogram `name` of each class."""
-    return [getattr(one, name) for one in classes]
