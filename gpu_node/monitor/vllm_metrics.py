@@ -1,8 +1,9 @@
 """A node's metrics under vLLM's names, which dashboards and autoscalers query.
 
-Each name has the meaning that vLLM gives it, with one addition: `vllm:num_requests_waiting` includes this node's part
-of the pool's queue, because jobs wait there and not inside an engine. Each live node reports an equal part, so the sum
-over the nodes is the number of all waiting requests.
+Each name has the meaning that vLLM gives it, with three differences. `vllm:num_requests_waiting` includes this node's
+part of the pool's queue, because jobs wait there and not inside an engine. Each live node reports an equal part, so the
+sum over the nodes is the number of all waiting requests. The prefill time begins when the node takes a job, so it
+includes tokenization and waiting inside the engine. The maximum of generated tokens is the sum over a job's choices.
 """
 
 from __future__ import annotations
