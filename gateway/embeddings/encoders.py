@@ -118,6 +118,8 @@ class RerankEncoder(_Encoder):
         self._scores.append(similarity(self._query, output.floats()))
         if index + 1 == len(self._head.job_ids):
             yield from self._results()
+        else:
+            yield b""  # Between two parts, the writer lets other tasks run.
 
     def _results(self) -> Iterator[bytes]:
         order = sorted(range(len(self._scores)), key=lambda at: -self._scores[at])
