@@ -71,5 +71,5 @@ async def listen(redis: Redis, channel: str, bell: Bell, on_cancelled: Callable[
                 bell.is_heard = False
                 line.close()
         except (RedisError, OSError) as error:
-            log.warning("doorbell is cut", extra={"reason": str(error)})
+            log.warning("the doorbell is cut off", extra={"reason": str(error)})
         await asyncio.sleep(next(patience))

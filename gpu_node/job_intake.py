@@ -231,7 +231,7 @@ class JobIntake:
                 log.error("job cannot be run", extra={"job_id": job.job_id}, exc_info=error)
             self._outbox.end(job, Outcome("failed", error.code, error.message, error.param or ""))
         else:
-            log.error("the engine failed at a job", extra={"job_id": job.job_id}, exc_info=error)
+            log.error("the engine failed on a job", extra={"job_id": job.job_id}, exc_info=error)
             self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
 
 

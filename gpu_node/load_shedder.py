@@ -76,7 +76,7 @@ class LoadShedder:
             self._outbox.forget(job)
         self._ledger.counts.gave_back(why, len(given))
         if given and why != "drain":
-            log.info("gave jobs back", extra={"num_jobs": len(given), "why": why})
+            log.info("returned jobs to the queue", extra={"num_jobs": len(given), "why": why})
         return kept
 
     def _surplus(self) -> list[HeldJob]:

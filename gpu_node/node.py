@@ -156,7 +156,7 @@ class Node:
 
     async def _rejoin(self) -> None:
         """Drop all jobs and join again: the pool declared this node dead and gave its jobs to other nodes."""
-        log.error("this node was swept; it drops all its jobs", extra={"node_id": self.node_id})
+        log.error("this node was declared dead; it drops all its jobs", extra={"node_id": self.node_id})
         for job in self.ledger:
             self._outbox.drop(job)
         await patiently(self._join, math.inf)
@@ -208,7 +208,7 @@ class Node:
         if died.done():
             # The engine's memory trace names jobs by their leases, so the log line maps leases to job ids.
             held = {job.taken.lease: job.job_id for job in self.ledger}
-            log.error("the engine died with jobs", extra={"jobs": held})
+            log.error("the engine died while it held jobs", extra={"jobs": held})
             died.result()
 
     async def _drain(self) -> None:
@@ -232,7 +232,10 @@ class Node:
         try:
             num_kept = await patiently(self._broker.leave, LEAVE_PATIENCE_S)
         except UnavailableError as error:
-            log.warning("left without telling the pool", extra={"node_id": self.node_id, "reason": error.message})
+            log.warning(
+                "the node could not tell the pool that it stops",
+                extra={"node_id": self.node_id, "reason": error.message},
+            )
         else:
             facts = {"num_given_back": self.ledger.counts.given_back_drain, "num_kept": num_kept}
             log.info("left", extra={"node_id": self.node_id, **facts})

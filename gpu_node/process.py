@@ -67,7 +67,7 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
     except BaseExceptionGroup as group:
         error = _only_error_of(group)
         is_known = isinstance(error, EngineStalledError)
-        log.error("the node ends", extra={"reason": str(error)}, exc_info=None if is_known else error)
+        log.error("the node stops", extra={"reason": str(error)}, exc_info=None if is_known else error)
         raise error from None
     finally:
         watch.stop()

@@ -103,7 +103,7 @@ class MemoryTrace:
         self._record(f"step failed: {error!r}")
         if isinstance(error, MemoryError) and now_s - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now_s
-            _log.error("a step found no memory", extra={"reason": repr(error), "trail": self.lines()[-_NUM_LOGGED:]})
+            _log.error("a step ran out of memory", extra={"reason": repr(error), "trail": self.lines()[-_NUM_LOGGED:]})
 
     def _record(self, event: str) -> None:
         scheduler, queues = self._scheduler, self._scheduler.queues

@@ -193,7 +193,7 @@ def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     kinds = {step["type"] for step in steps}
     if "ByteLevel" not in kinds and not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-        raise ConfigError(f"tokenizer decoder {sorted(kinds)} is not supported: want ByteLevel or ByteFallback")
+        raise ConfigError(f"tokenizer decoder {sorted(kinds)} is not supported; supported: ByteLevel or ByteFallback")
     return steps
 
 

@@ -47,7 +47,7 @@ class HubModel:
         if named and revision not in (None, named):
             raise ConfigError(f"model {name} contradicts revision {revision}: give only one revision")
         if file and not file.endswith(".gguf"):
-            raise ConfigError(f"model {name}: want a .gguf file of {repo_id} after the colon, not {file}")
+            raise ConfigError(f"model {name}: the part after the colon must be a .gguf file of {repo_id}, not {file}")
         return cls(repo_id, file or None, named or revision or None)
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ def _weight_names(model: HubModel, folder: Path, sizes: Mapping[str, int]) -> li
         files = _listed(names, ".gguf")
         raise ConfigError(f"model {model} has no .safetensors; name one of its files as {model.repo_id}:FILE: {files}")
     if any(name.endswith(_PICKLES) for name in names):
-        raise ConfigError(f"model {model} has only pickled weights, which can run code; want .safetensors or .gguf")
+        raise ConfigError(f"model {model} has only pickled weights, which can run code; use .safetensors or .gguf")
     raise ConfigError(f"model {model} has no .safetensors weights")
 
 

@@ -85,7 +85,7 @@ def _device() -> torch.device:
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if capability < MIN_COMPUTE_CAPABILITY:
             has, wanted = (".".join(map(str, pair)) for pair in (capability, MIN_COMPUTE_CAPABILITY))
-            raise ConfigError(f"runner gpu: {name} has compute capability {has}, want at least {wanted}")
+            raise ConfigError(f"runner gpu: {name} has compute capability {has}; at least {wanted} is needed")
         return device
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
@@ -97,7 +97,9 @@ def _device() -> torch.device:
 def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
     quantization = options.quantization
     if quantization not in ("auto", "none", "int4", *SCALED):
-        raise ConfigError(f"quantization {quantization} is not supported on a GPU: want auto, none, int8, int4 or fp8")
+        raise ConfigError(
+            f"quantization {quantization} is not supported on a GPU; supported: auto, none, int8, int4 or fp8"
+        )
     if quantization == "int4" and not can_pack_int4(
         spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     ):

@@ -94,7 +94,7 @@ class NativeRunner:
         if 0 < self.num_threads_in_use < self._num_threads and not self._is_warned:
             self._is_warned = True
             extra = {"num_threads": self._num_threads, "num_in_use": self.num_threads_in_use}
-            _log.warning("cores are taken", extra=extra)
+            _log.warning("other processes use the cores", extra=extra)
 
     def _logprobs(self, plan: StepPlan) -> tuple[Logprobs | None, Logprobs | None]:
         """Allocate the logprobs of the sampling rows and of the scored tokens; None where they are not wanted."""

@@ -110,7 +110,7 @@ def _require_free_space(folder: Path, num_bytes: int) -> None:
     """Raise OSError if the disk has less than `num_bytes` free, rather than fill it up for other programs."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
-        raise OSError(f"{folder} has {free >> 20} MiB free, want {num_bytes >> 20}")
+        raise OSError(f"{folder} has {free >> 20} MiB free; {num_bytes >> 20} are needed")
 
 
 def _sweep(folder: Path, before_s: float) -> None:

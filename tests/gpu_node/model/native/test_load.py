@@ -277,7 +277,7 @@ def test_a_thread_whose_core_is_taken_is_left_out_until_it_is_free_again(
         taken.kill()
         taken.wait()
     step_until_it_uses(len(cores))
-    assert caplog.text.count("cores are taken") == 1
+    assert caplog.text.count("other processes use the cores") == 1
 
 
 @pytest.mark.parametrize("closes", [False, True])
