@@ -19,7 +19,8 @@ from penstock.gpu_node.model.native.weight_cache import packed_once
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.kernels.cpu.abi import AbiError, KernelError
 from penstock.kernels.cpu.build import BuildError, library_path
-from penstock.kernels.cpu.library import Activation, Format, KvFormat, NativeModel, NativeSpec
+from penstock.kernels.cpu.formats import Format, KvFormat
+from penstock.kernels.cpu.library import Activation, NativeModel, NativeSpec
 from penstock.kernels.cpu.probe import Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 from penstock.runtime.cache_folders import private_folder
 

@@ -18,7 +18,7 @@ from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.files import weight_files
 from penstock.gpu_node.model.checkpoint.revision import revision_of
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter
-from penstock.kernels.cpu.library import Format
+from penstock.kernels.cpu.formats import Format
 
 _log = logging.getLogger(__name__)
 _UNUSED_S = 7 * 24 * 60 * 60

@@ -33,7 +33,8 @@ from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import LoadedModel
-from penstock.kernels.cpu.library import Format, Slot, Vector
+from penstock.kernels.cpu.formats import Format
+from penstock.kernels.cpu.library import Slot, Vector
 from penstock.kernels.cpu.probe import Isa
 
 Llama = Callable[..., Path]
@@ -307,7 +308,7 @@ def test_lack_of_memory_is_known_as_such(llama: Llama, this_isa: Isa) -> None:
     runner = _load(llama()).runner
     assert isinstance(runner, NativeRunner)
     with pytest.raises(MemoryError):
-        runner._model.allocate(Slot.HEAD, 0, Format.BF16, 1 << 30, 1 << 20)
+        runner._model.allocate(Slot.HEAD, 0, [(Format.BF16, 1 << 30)], 1 << 20)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.kernels.cpu.library import Format
+from penstock.kernels.cpu.formats import Format
 from penstock.kernels.cpu.probe import Isa
 
 Load: TypeAlias = Callable[..., NativeRunner]
