@@ -167,7 +167,130 @@ struct Q6_KKernel {
   }
 };
 
+// An unpacked panel has per 32 columns two arrays of 32 floats, then the weights as bytes, [8][32 rows][4]. The arrays
+// are the scales and minima of q4_k and q5_k, or the scales of the two halves in q6_k.
+constexpr int kUnpackedBytes = kPanel * kGroup;
+constexpr int kUnpackedScales = 2 * kPanel * sizeof(float);
+constexpr int kUnpackedGroup = kUnpackedScales + kUnpackedBytes;
+
+// Returns word `word` of 16 rows: four columns. `extra`: the bytes before the nibbles, `w`: the nibbles, of these rows.
+template <class Panel, int Word>
+PENSTOCK_INLINE Bytes word_of(const uint8_t* extra, const uint8_t* w) {
+  const Bytes pairs = load_bytes(w + Word / 2 * 2 * kLine);
+  const Bytes nibbles = Word % 2 ? high_nibbles(pairs) : low_nibbles(pairs);
+  if constexpr (Panel::kExtraBytes == Q5_KPanel::kExtraBytes) {
+    return with_bits<4 - Word>(nibbles, load_bytes(extra), 0x10);
+  } else if constexpr (Panel::kExtraBytes == Q6_KPanel::kExtraBytes) {
+    return with_bits<4 - 2 * (Word % 4)>(nibbles, load_bytes(extra + Word / 4 * 2 * kLine), 0x30);
+  } else {
+    return nibbles;
+  }
+}
+
+template <class Panel, int... Word>
+PENSTOCK_INLINE void unpack_words(const uint8_t* group, uint8_t* out, std::integer_sequence<int, Word...>) {
+  for (int half = 0; half < 2; ++half) {
+    const uint8_t *extra = group + half * kLine, *w = group + Panel::kExtraBytes + half * kLine;
+    (store_bytes(out + (2 * Word + half) * kLine, word_of<Panel, Word>(extra, w)), ...);
+  }
+}
+
+template <class Panel>
+void unpack(const uint8_t* panel, int columns, uint8_t* out) {
+  for (int g = 0; g < columns / kGroup; ++g, out += kUnpackedGroup) {
+    const int in_block = g % kKGroups;
+    const uint8_t* super = panel + g / kKGroups * Panel::kBytes;
+    float* scales = reinterpret_cast<float*>(out);
+    for (int row = 0; row < kPanel; row += kLanes) {
+      if constexpr (Panel::kExtraBytes == Q6_KPanel::kExtraBytes) {
+        const Floats factor = load_f16(reinterpret_cast<const f16*>(super) + row);
+        const uint8_t* own = super + Q6_KPanel::kScales + in_block * 2 * kPanel + row;
+        store(scales + row, factor * to_floats(widen_s8(own)));
+        store(scales + kPanel + row, factor * to_floats(widen_s8(own + kPanel)));
+      } else {
+        const auto [scale, minimum] =
+            in_block < 4 ? scales_of<false>(super, in_block, row) : scales_of<true>(super, in_block, row);
+        store(scales + row, scale);
+        store(scales + kPanel + row, minimum);
+      }
+    }
+    unpack_words<Panel>(super + Panel::kFirstGroup + in_block * Panel::kGroupBytes, out + kUnpackedScales,
+                        std::make_integer_sequence<int, kRun>());
+  }
+}
+
+// The products of an unpacked panel with R rows: the same sums as those of the packed one.
+template <int R, Fetch F, bool kHasMinima>
+struct UnpackedKernel {
+  static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
+    constexpr int kParts = kHasMinima ? 1 : 2;  // runs of columns with a scale of their own
+    const uint32_t* x = tile.words;
+    Prefetcher<F> ahead(tile);
+    Floats total[R][kHalves];
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < kHalves; ++h) total[r][h] = zeros();
+    for (int g = 0; g < columns / kGroup; ++g, panel += kUnpackedGroup) {
+      const float* scales = reinterpret_cast<const float*>(panel) + half * kLanes;
+      const uint8_t* w = panel + kUnpackedScales + half * kLine;
+#pragma GCC unroll 2
+      for (int part = 0; part < kParts; ++part) {
+        Ints acc[R][kHalves];
+        for (int r = 0; r < R; ++r) {
+          const int32_t bias = kHasMinima ? 0 : tile.half_biases[(2 * g + part) * R + r];
+          for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(bias);
+        }
+#pragma GCC unroll 8
+        for (int k = 0; k < kRun / kParts; ++k, w += 2 * kLine, ++x) {
+          if (k % 2 == 0) Prefetcher<F>::step(ahead, w);
+          Bytes wk[kHalves];
+          for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            const Bytes xk = broadcast_word(x[r * kRun]);
+            for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8s8(acc[r][h], wk[h], xk);
+          }
+        }
+        for (int h = 0; h < kHalves; ++h) {
+          const Floats scale = load(scales + part * kPanel + h * kLanes);
+          for (int r = 0; r < R; ++r) {
+            total[r][h] = fma(to_floats(acc[r][h]), scale * broadcast(tile.scales[g * R + r]), total[r][h]);
+            if constexpr (kHasMinima) {
+              total[r][h] = fma(load(scales + kPanel + h * kLanes), broadcast(-tile.offsets[g * R + r]), total[r][h]);
+            }
+          }
+        }
+      }
+      x += (R - 1) * kRun;
+    }
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < kHalves; ++h) store(out + r * kPanel + (half + h) * kLanes, total[r][h]);
+  }
+};
+
+template <int R, Fetch F>
+using UnpackedWithMinima = UnpackedKernel<R, F, true>;
+template <int R, Fetch F>
+using UnpackedWithHalves = UnpackedKernel<R, F, false>;
+
 }  // namespace
+
+size_t unpacked_bytes(int columns) { return (size_t)columns / kGroup * kUnpackedGroup; }
+
+void unpack_k_quant(Format format, const uint8_t* panel, int columns, uint8_t* out) {
+  switch (format) {
+    case Format::kQ4_K:
+      return unpack<Q4_KPanel>(panel, columns, out);
+    case Format::kQ5_K:
+      return unpack<Q5_KPanel>(panel, columns, out);
+    default:
+      return unpack<Q6_KPanel>(panel, columns, out);
+  }
+}
+
+TileKernel unpacked_kernel(Format format, const Tile& tile) {
+  return format == Format::kQ6_K ? kernel_of<UnpackedWithHalves, Format::kQ6_K>(tile)
+                                 : kernel_of<UnpackedWithMinima, Format::kQ4_K>(tile);
+}
 
 TileKernel k_quant_kernel(Format format, const Tile& tile) {
   switch (format) {

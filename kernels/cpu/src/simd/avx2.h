@@ -154,6 +154,10 @@ PENSTOCK_INLINE void store_u8(uint8_t* p, Ints x) {
 PENSTOCK_INLINE Bytes load_bytes(const void* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
 }
+PENSTOCK_INLINE void store_bytes(void* p, Bytes x) {
+  _mm256_storeu_si256((__m256i*)p, x.a);
+  _mm256_storeu_si256((__m256i*)p + 1, x.b);
+}
 PENSTOCK_INLINE Bytes broadcast_word(uint32_t x) { return {_mm256_set1_epi32((int)x), _mm256_set1_epi32((int)x)}; }
 PENSTOCK_INLINE Bytes low_nibbles(Bytes x) {
   const __m256i mask = _mm256_set1_epi8(15);

@@ -80,6 +80,7 @@ PENSTOCK_INLINE void store_s8(int8_t* p, Ints a) { _mm_storeu_si128((__m128i*)p,
 PENSTOCK_INLINE void store_u8(uint8_t* p, Ints a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtusepi32_epi8(a.v)); }
 
 PENSTOCK_INLINE Bytes load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
+PENSTOCK_INLINE void store_bytes(void* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
 PENSTOCK_INLINE Bytes broadcast_word(uint32_t x) { return {_mm512_set1_epi32((int)x)}; }
 PENSTOCK_INLINE Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 PENSTOCK_INLINE Bytes high_nibbles(Bytes a) {

@@ -137,8 +137,7 @@ void put_int8(uint8_t* panel, int lane, const float* w, int padded) {
 // Returns the bytes of a panel with that many columns.
 size_t bytes_of_panel(Format format, int columns) {
   const size_t padded = round_up(columns, kGroup);
-  const bool is_k_quant = format == Format::kQ4_K || format == Format::kQ5_K || format == Format::kQ6_K;
-  if (is_k_quant && columns % kKBlock) throw std::invalid_argument("a k-quant needs a multiple of 256 columns");
+  if (is_k_quant(format) && columns % kKBlock) throw std::invalid_argument("a k-quant needs a multiple of 256 columns");
   switch (format) {
     case Format::kBf16:
       return padded * kPanel * sizeof(bf16);

@@ -24,6 +24,8 @@ constexpr int kGroup = 32;
 
 enum class Format : int { kBf16 = 0, kInt8 = 1, kInt8Group = 2, kInt4Group = 3, kQ4_K = 4, kQ5_K = 5, kQ6_K = 6 };
 
+constexpr bool is_k_quant(Format format) { return format >= Format::kQ4_K; }
+
 // How the other side of a product is encoded: bf16; bytes with one scale per row; bytes with a scale per 32 columns.
 enum class Encoding : int { kBf16 = 0, kByRow = 1, kByGroup = 2 };
 constexpr int kNumEncodings = 3;
