@@ -61,8 +61,7 @@ struct KernelWithMinima {
     for (int h = 0; h < kHalves; ++h) {
       const auto [scale, minimum] = scales_of<kIsLate>(super, in_block, (half + h) * kLanes);
       for (int r = 0; r < R; ++r) {
-        const Floats product =
-            fma(to_floats(acc[r][h]), scale * broadcast(it.tile.scales[g + r]), it.total[r][h]);
+        const Floats product = fma(to_floats(acc[r][h]), scale * broadcast(it.tile.scales[g + r]), it.total[r][h]);
         it.total[r][h] = fma(minimum, broadcast(-it.tile.offsets[g + r]), product);
       }
     }

@@ -21,8 +21,8 @@
 namespace penstock {
 
 constexpr int kKBlock = 256;
-constexpr int kKGroups = 8;   // groups of 32 columns in a block
-constexpr int kKPanel = 32;   // rows of a panel
+constexpr int kKGroups = 8;  // groups of 32 columns in a block
+constexpr int kKPanel = 32;  // rows of a panel
 constexpr int kNibbleBytes = kKPanel * 16;
 
 // Group scales and minima of q4_k and q5_k, 6 bits each.
