@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.audit import audit_pools
+from penstock.cli.admin.audit import audit_pools
 from penstock.cli.demo_model import demo_model
 from penstock.cli.processes import Supervisor, run_until_stopped
 from penstock.cli.serve import start_all

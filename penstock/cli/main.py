@@ -10,7 +10,9 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli import audit, batch, dead, demo, doctor, gateway, jobs, node, pools, serve, submit
+from penstock.cli import demo, gateway, node, serve
+from penstock.cli.admin import audit, dead, doctor, jobs, pools
+from penstock.cli.ask import batch, submit
 from penstock.cli.exit_codes import exit_code_of as exit_code_of
 from penstock.cli.keys import commands as keys
 from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError

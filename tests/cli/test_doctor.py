@@ -11,7 +11,7 @@ import redis
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 
-from penstock.cli.doctor import (
+from penstock.cli.admin.doctor import (
     check_demo_model,
     check_extras,
     check_kernels,
@@ -90,7 +90,7 @@ def test_card_without_a_matching_torch_is_warned_about() -> None:
 def test_missing_model_and_extras_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.files", lambda _: None)
     assert "pip install" in check_demo_model().advice
-    monkeypatch.setattr("penstock.cli.doctor._version_of", lambda _: None)
+    monkeypatch.setattr("penstock.cli.admin.doctor._version_of", lambda _: None)
     assert {check.level for check in check_extras()} == {"warn"}
 
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from penstock.cli.admin.gpus import list_gpus
 from penstock.cli.demo_model import demo_model
-from penstock.cli.gpus import list_gpus
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.kernels.cpu.build import BuildError, origin_of
 from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores
