@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.admin.audit import audit_pools
+from penstock.cli.admin.audit import audit_lines, audit_pools
 from penstock.cli.demo_model import demo_model
 from penstock.cli.processes import Supervisor, run_until_stopped
 from penstock.cli.serve import start_all
@@ -86,8 +86,10 @@ async def _demo(redis_url: str, model: str, question: str, options: dict[str, ob
             f"\n\n{speed.num_tokens} tokens: the first after {speed.ttft_s * 1000:.0f} ms, "
             f"the rest at {speed.tokens_per_s:.1f} tokens/s"
         )
-        if await audit_pools(redis_url, [node["pool"]]):
-            raise PenstockError("the audit found keys in Redis that do not match the jobs")
+        async for audited in audit_pools(redis_url, [node["pool"]]):
+            print("\n".join(audit_lines(audited, repair=False)))
+            if audited.left:
+                raise PenstockError("the audit found keys in Redis that do not match the jobs")
 
 
 async def _show(events: AsyncIterator[dict[str, Any]]) -> Speed:

@@ -16,6 +16,9 @@ def gateway(**given: Any) -> None:
 
     Each option can also be set with the environment variable PENSTOCK_GATEWAY_<NAME>, and the Redis with
     PENSTOCK_REDIS_URL.
+
+    Examples:
+        penstock gateway --redis-url redis://localhost --host 0.0.0.0 --port 8000
     """
     try:
         from penstock.gateway.app import run

@@ -57,6 +57,11 @@ def serve(
 
     All other settings of `penstock node` and `penstock gateway` can be set with the environment variables
     PENSTOCK_NODE_<NAME> and PENSTOCK_GATEWAY_<NAME>.
+
+    Examples:
+        penstock serve
+        penstock serve ORG/MODEL:FILE.gguf --port 8080
+        penstock serve model.gguf --kv-cache-dtype int8 --quantization int8
     """
     of_node, of_gateway = (words_of({name: given[name] for name in names}) for names in (_OF_NODE, _OF_GATEWAY))
     with find_or_start_redis(redis_url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as (url, server):

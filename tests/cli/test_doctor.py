@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +116,12 @@ def test_command_without_redis_names_the_one_it_would_start() -> None:
     done = run_command("doctor")
     assert done.returncode == 0, done.stdout
     assert "started on demand" in done.stdout
+
+
+def test_report_as_json_has_every_check() -> None:
+    checks = json.loads(run_command("doctor", "--json").stdout)
+    assert {"Redis", "processor", "GPU", "model", "extra"} <= {check["subject"] for check in checks}
+    assert all(set(check) == {"level", "subject", "finding", "advice"} for check in checks)
 
 
 def test_command_says_when_redis_is_away(tmp_path: Path) -> None:

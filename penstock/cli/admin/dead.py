@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from penstock.cli.command_line.commands import App
+from penstock.cli.output import AsJson, JsonArray, print_object, time_in_words
 from penstock.contract.errors import RequestError
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
     from penstock.producer.client import AsyncClient
+    from penstock.queue.broker.dead_letters import DeadLetter
     from penstock.queue.wire import Request
 
 T = TypeVar("T")
 RedisUrl = Annotated[str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")]
 JobIds = Annotated[list[str], typer.Argument(help="Job ids as printed by `list`.")]
 
-app = typer.Typer(no_args_is_help=True)
+app = App()
 
 
 @app.callback()
@@ -39,6 +40,7 @@ def list_letters(
         list[str] | None, typer.Option(help="Pool to list. Repeat it for several. Default: all pools.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Most dead letters per pool, newest first.")] = 100,
+    as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
     """Print one line per dead letter: job id, time of death, tenant, number of chunks, and the lost nodes."""
@@ -47,30 +49,45 @@ def list_letters(
         pools = pool or sorted(await client.pools())
         return [letter for name in pools for letter in await client.dead.newest(name, limit)]
 
-    for letter in _run(redis_url, find):
+    letters = _run(redis_url, find)
+    if as_json:
+        with JsonArray() as array:
+            array.add(*map(_letter_object, letters))
+        return
+    for letter in letters:
         nodes = ",".join(loss.node_id for loss in letter.losses)
-        print(letter.job_id, _time(letter.died_ms), letter.tenant, f"{letter.num_chunks} chunks", nodes)
+        print(letter.job_id, time_in_words(letter.died_ms), letter.tenant, f"{letter.num_chunks} chunks", nodes)
 
 
 @app.command()
 def show(
     job_id: Annotated[str, typer.Argument(help="Job id as printed by `list`.")],
     prompt: Annotated[bool, typer.Option("--prompt", help="Include the prompt itself, not only its length.")] = False,
+    as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Print a dead letter and its request as JSON."""
+    """Print a dead letter and its request.
+
+    Examples:
+        penstock dead show JOB_ID
+        penstock dead show JOB_ID --prompt --json
+    """
 
     async def find(client: AsyncClient) -> dict[str, Any]:
         letter, request = await client.dead.get(job_id), await client.dead.request(job_id)
         shown = _request_as_json(request, with_texts=prompt)
-        return asdict(letter) | {"priority": letter.priority.name.lower(), "request": shown}
+        return _letter_object(letter) | {"request": shown}
 
-    print(json.dumps(_run(redis_url, find), indent=2, ensure_ascii=False))
+    print_object(_run(redis_url, find), as_json=as_json)
 
 
 @app.command()
 def retry(job_ids: JobIds, redis_url: RedisUrl = None) -> None:
-    """Submit dead letters again. Prints the old and the new id of each job."""
+    """Submit dead letters again. Prints the old and the new id of each job.
+
+    Examples:
+        penstock dead retry JOB_ID
+    """
 
     async def again(client: AsyncClient) -> None:
         for job_id in job_ids:
@@ -85,7 +102,12 @@ def purge(
     all_of: Annotated[str | None, typer.Option("--all", help="Delete all dead letters of this pool.")] = None,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Delete dead letters and their requests."""
+    """Delete dead letters and their requests.
+
+    Examples:
+        penstock dead purge JOB_ID
+        penstock dead purge --all POOL
+    """
     if bool(job_ids) == bool(all_of):
         raise RequestError("give either job ids or --all POOL", param="job_ids")
 
@@ -115,8 +137,8 @@ def _request_as_json(request: Request, *, with_texts: bool) -> dict[str, Any]:
     return {"params": request.params.model_dump(exclude_defaults=True)} | task | adapter | texts
 
 
-def _time(unix_ms: int) -> str:
-    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="seconds")
+def _letter_object(letter: DeadLetter) -> dict[str, Any]:
+    return asdict(letter) | {"priority": letter.priority.name.lower()}
 
 
 def _run(redis_url: str | None, work: Callable[[AsyncClient], Awaitable[T]]) -> T:

@@ -8,13 +8,14 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import typer
 
 from penstock.cli.admin.gpus import list_gpus
 from penstock.cli.demo_model import demo_model
+from penstock.cli.output import AsJson, JsonArray
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.kernels.cpu.build import BuildError, origin_of
 from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores
@@ -41,27 +42,36 @@ def doctor(
     redis_url: Annotated[
         str | None, typer.Option(help="URL of the Redis to check. Default: $PENSTOCK_REDIS_URL.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check Redis, nodes, CPU, GPU, model files and optional packages. Exit code 1 if something must be repaired."""
-    from rich.console import Console
-
     from penstock.runtime.settings import RedisSettings
 
-    console = Console(soft_wrap=True, highlight=False)
     url = RedisSettings.load(redis_url=redis_url).redis_url
     checks = asyncio.run(check_redis(url))
     if url and all(check.level != "fail" for check in checks):
         checks += asyncio.run(check_nodes(url))
     checks += check_machine()
     checks += [check_demo_model(), *check_extras()]
+    if as_json:
+        with JsonArray() as array:
+            array.add(*map(asdict, checks))
+    else:
+        _print(checks)
+    if any(check.level == "fail" for check in checks):
+        raise typer.Exit(1)
+
+
+def _print(checks: list[Check]) -> None:
+    from rich.console import Console
+
+    console = Console(soft_wrap=True, highlight=False)
     for check in checks:
         style = _STYLES[check.level]
         console.print(f"[{style}]{check.level:4}[/{style}]  {check.subject:10} ", end="")
         console.print(check.finding, markup=False)
         if check.advice:
             console.print(f"{'':18}{check.advice}", markup=False, style="dim")
-    if any(check.level == "fail" for check in checks):
-        raise typer.Exit(1)
 
 
 async def check_redis(url: str | None) -> list[Check]:

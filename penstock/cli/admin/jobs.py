@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
+from penstock.cli.command_line.commands import App
+from penstock.cli.output import AsJson, JsonArray, print_object, time_in_words
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ RedisUrl = Annotated[str | None, typer.Option(help="URL of the pools' Redis. Def
 JobId = Annotated[str, typer.Argument(help="Job id as printed by `list`.")]
 StateName = Literal["queued", "running", "done", "failed", "cancelled", "expired"]
 
-app = typer.Typer(no_args_is_help=True)
+app = App()
 
 
 @app.callback()
@@ -37,11 +37,13 @@ def list_jobs(
     tenant: Annotated[str | None, typer.Option(help="Tenant to list. Default: all tenants.")] = None,
     state: Annotated[StateName | None, typer.Option(help="State of the jobs. Default: all states.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Most jobs, newest first.")] = 20,
+    as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
     """Print one line per job, newest first: id, state, class, tenant, time of queueing, duration and tokens."""
+    from penstock.producer.client.job_objects import job_object
 
-    async def find() -> None:
+    async def find(show: Callable[[JobStatus], None]) -> None:
         from penstock.queue.broker.connection import connect
         from penstock.queue.broker.job_lists import MAX_PAGE_JOBS, JobLists
 
@@ -52,21 +54,31 @@ def list_jobs(
                     tenant, pool=pool, state=state, after=after, limit=min(num_left, MAX_PAGE_JOBS)
                 )
                 for status in page.jobs:
-                    print(line_of(status))
+                    show(status)
                 num_left, after = num_left - len(page.jobs), page.next_after
                 if after is None:
                     return
 
-    asyncio.run(find())
+    if as_json:
+        with JsonArray() as array:
+            asyncio.run(find(lambda status: array.add(job_object(status))))
+    else:
+        asyncio.run(find(lambda status: print(line_of(status))))
 
 
 @app.command()
 def show(
     job_id: JobId,
     result: Annotated[bool, typer.Option("--result", help="Include the texts of an ended job.")] = False,
+    as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Print a job's state and ledger as JSON."""
+    """Print a job's state and ledger.
+
+    Examples:
+        penstock jobs show JOB_ID
+        penstock jobs show JOB_ID --result --json
+    """
 
     async def find(client: AsyncClient, tenant: str) -> dict[str, Any]:
         from penstock.producer.client.job_objects import job_object, queue_members
@@ -79,14 +91,18 @@ def show(
             shown["result"] = _result_object(await client.result(job_id, tenant=tenant, check=False))
         return shown
 
-    print(json.dumps(_run(redis_url, job_id, find), indent=2, ensure_ascii=False))
+    print_object(_run(redis_url, job_id, find), as_json=as_json)
 
 
 @app.command()
 def cancel(
     job_ids: Annotated[list[str], typer.Argument(help="Job ids as printed by `list`.")], redis_url: RedisUrl = None
 ) -> None:
-    """Cancel jobs. Prints each id and state; a running job ends within a step."""
+    """Cancel jobs. Prints each id and state; a running job ends within a step.
+
+    Examples:
+        penstock jobs cancel JOB_ID
+    """
     for job_id in job_ids:
         print(job_id, _run(redis_url, job_id, partial(_cancel, job_id)))
 
@@ -98,7 +114,11 @@ def tail(
     choice: Annotated[int, typer.Option(min=0, help="The choice whose text is printed.")] = 0,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Print a job's text while it is generated, until the job ends. Ctrl-C does not end a background job."""
+    """Print a job's text while it is generated, until the job ends. Ctrl-C does not end a background job.
+
+    Examples:
+        penstock jobs tail JOB_ID
+    """
 
     async def follow(client: AsyncClient, tenant: str) -> None:
         job = await client.attach(job_id, after=after, tenant=tenant)
@@ -119,7 +139,7 @@ async def _cancel(job_id: str, client: AsyncClient, tenant: str) -> str:
 def line_of(status: JobStatus) -> str:
     """Return the line of a job in `penstock jobs list`."""
     ledger = status.ledger
-    parts = [status.job_id, status.state, status.priority.label, status.tenant, _time(ledger.queued_ms)]
+    parts = [status.job_id, status.state, status.priority.label, status.tenant, time_in_words(ledger.queued_ms)]
     if ledger.finished_ms:
         parts.append(f"{(ledger.finished_ms - ledger.queued_ms) / 1000:.2f} s")
     if ledger.usage is not None:
@@ -134,10 +154,6 @@ def _result_object(result: Result) -> dict[str, Any]:
         {"index": choice.index, "text": choice.text, "finish_reason": choice.finish_reason} for choice in result.choices
     ]
     return {"choices": choices}
-
-
-def _time(unix_ms: int) -> str:
-    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="seconds")
 
 
 def _run(redis_url: str | None, job_id: str, work: Callable[[AsyncClient, str], Awaitable[T]]) -> T:

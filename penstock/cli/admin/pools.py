@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.command_line.commands import App
+from penstock.cli.output import AsJson, JsonArray
+from penstock.contract.priority import Priority
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
@@ -18,7 +22,7 @@ _MIB = 1 << 20
 _SHOWN_BYTES = _MIB // 10
 """From this many bytes on, a pool's line shows the data that its tenants keep in Redis."""
 
-app = typer.Typer(no_args_is_help=True)
+app = App()
 
 
 @app.callback()
@@ -27,9 +31,14 @@ def pools() -> None:
 
 
 @app.command("list")
-def list_pools(redis_url: RedisUrl = None) -> None:
+def list_pools(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
     """Print one line per pool: nodes, open and queued jobs, KV cache usage, and tokens per second."""
-    for pool in asyncio.run(_stats(redis_url_of(redis_url))):
+    found = asyncio.run(_stats(redis_url_of(redis_url)))
+    if as_json:
+        with JsonArray() as array:
+            array.add(*map(object_of, found))
+        return
+    for pool in found:
         print(line_of(pool))
 
 
@@ -37,8 +46,27 @@ def list_pools(redis_url: RedisUrl = None) -> None:
 def forget(
     pool: Annotated[str, typer.Argument(help="Name of the pool as printed by `list`.")], redis_url: RedisUrl = None
 ) -> None:
-    """Remove a pool without nodes and open jobs. Its dead letters are deleted; results stay until they expire."""
+    """Remove a pool without nodes and open jobs. Its dead letters are deleted; results stay until they expire.
+
+    Examples:
+        penstock pools forget POOL
+    """
     asyncio.run(_forget(redis_url_of(redis_url), pool))
+
+
+def object_of(pool: PoolStats) -> dict[str, Any]:
+    """Return a pool as a JSON object."""
+    classes = [priority.label for priority in Priority]
+    return {
+        "pool": pool.pool,
+        "open_jobs": pool.num_open,
+        "queued_jobs": dict(zip(classes, pool.depth, strict=True)),
+        "oldest_queued_ms": dict(zip(classes, pool.oldest_ms, strict=True)),
+        "queued_kv_tokens": dict(zip(classes, pool.cost, strict=True)),
+        "kept_bytes": dict(pool.kept),
+        "events": dict(pool.counts),
+        "nodes": [asdict(node) for node in pool.nodes],
+    }
 
 
 def line_of(pool: PoolStats) -> str:

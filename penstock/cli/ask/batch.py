@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
+from penstock.cli.command_line.commands import App
 from penstock.contract.errors import ConfigError
 from penstock.producer.batch.records import DEFAULT_IN_FLIGHT, MAX_IN_FLIGHT, Batch, BatchProgress
 from penstock.runtime.settings import redis_url_of
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 EXIT_ROWS_FAILED = 1
 
-app = typer.Typer(no_args_is_help=True)
+app = App()
 
 
 @app.callback()
@@ -49,7 +50,11 @@ def run(
         str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
     ] = None,
 ) -> None:
-    """Answer every row of INPUT. After an interruption, the same command continues where it stopped."""
+    """Answer every row of INPUT. After an interruption, the same command continues where it stopped.
+
+    Examples:
+        penstock batch run requests.jsonl results.jsonl --model MODEL
+    """
     not_before_s = time.time() + not_before if not_before else None
     batch = Batch(input, output, model, in_flight, batch_id, not_before_s)
     url = redis_url_of(redis_url)

@@ -53,7 +53,12 @@ def submit(
         str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
     ] = None,
 ) -> None:
-    """Submit a prompt and print the answer while it is generated. Ctrl-C cancels the job."""
+    """Submit a prompt and print the answer while it is generated. Ctrl-C cancels the job.
+
+    Examples:
+        penstock submit "Name three rivers." --max-tokens 64
+        penstock submit - --temperature 0 < question.txt
+    """
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = {
         "max_tokens": max_tokens,

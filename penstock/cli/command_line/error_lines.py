@@ -1,0 +1,101 @@
+"""Errors of the command line in one line: each names the option that is wrong, and says what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+from pydantic import ValidationError
+
+from penstock.cli.command_line.help_page import argument_name, examples_in
+from penstock.contract.errors import ConfigError, PenstockError, RequestError, UnavailableError
+from penstock.contract.problems import problem_of, rename
+from penstock.runtime.settings import RedisSettings, without_password
+
+_EXTRA_ARGUMENTS = re.compile(r"unexpected extra argument\S* \((\S+).*\)")
+_VARIABLE_PREFIXES = {"node": "PENSTOCK_NODE_", "gateway": "PENSTOCK_GATEWAY_"}
+"""Command → prefix of the environment variables that set its options."""
+
+
+def usage_line(error: Any) -> str:
+    """Return the line for an error of the parser: what is wrong, and an example or the help to read."""
+    ctx = error.ctx
+    return f"{_usage_problem(error)} ({_advice(ctx)})" if ctx is not None else _usage_problem(error)
+
+
+@contextmanager
+def with_names_of(ctx: Any) -> Iterator[None]:
+    """Change errors of a command: they name its option instead of our field, and the Redis that does not answer."""
+    try:
+        yield
+    except UnavailableError as error:
+        if error.code == "redis_away":
+            error.message = _without_redis(error, ctx.params.get("redis_url"))
+        raise
+    except (ConfigError, RequestError) as error:
+        parameter = next((one for one in ctx.command.params if one.name == error.param), None)
+        if parameter is not None:
+            _name_parameter(error, parameter, ctx)
+        raise
+
+
+def _usage_problem(error: Any) -> str:
+    if isinstance(error, typer.BadParameter):
+        name = _name_of(error.param) if error.param is not None else "value"
+        if not error.message:
+            return f"{name} is missing"
+        cause = error.__cause__
+        return f"{name}: {problem_of(cause).message if isinstance(cause, ValidationError) else error.message}".rstrip(
+            "."
+        )
+    option = getattr(error, "option_name", None)
+    if option is None:
+        extra = _EXTRA_ARGUMENTS.search(error.message)
+        return f"unexpected argument {extra[1]}" if extra else str(error.message)
+    if not hasattr(error, "possibilities"):
+        return f"{option} needs a value"
+    known = [name for one in error.ctx.command.params for name in (*one.opts, *one.secondary_opts)]
+    nearest = get_close_matches(option, [name for name in known if name.startswith("-")], n=1)
+    return f"no option {option}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+
+
+def _advice(ctx: Any) -> str:
+    if examples := examples_in(ctx.command.help or ""):
+        return f"example: {examples[0]}"
+    return f"see {ctx.command_path} --help"
+
+
+def _name_of(parameter: Any) -> str:
+    is_argument = parameter.param_type_name == "argument"
+    return argument_name(parameter) if is_argument else max(parameter.opts, key=len)
+
+
+def _name_parameter(error: PenstockError, parameter: Any, ctx: Any) -> None:
+    """Name the option in `error`, or the environment variable if that gave the value."""
+    value = ctx.params.get(parameter.name)
+    prefix = "PENSTOCK_" if parameter.name == "redis_url" else _VARIABLE_PREFIXES.get(ctx.info_name, "")
+    variable = f"{prefix}{parameter.name.upper()}"
+    is_absent = value in (None, (), [])
+    name = variable if is_absent and variable in os.environ else _name_of(parameter)
+    if is_absent and name != variable and error.message == f"{parameter.name}: is required":
+        error.message = f"{name} is missing ({_advice(ctx)})"
+    else:
+        rename(error, {parameter.name: name})
+
+
+def _without_redis(error: UnavailableError, given_url: str | None) -> str:
+    """Return one line: the address that was tried, why it failed, and how to start a Redis."""
+    url = RedisSettings.load(redis_url=given_url).redis_url
+    address = without_password(url) if url else "its address"
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return f"Redis at {address} does not serve: {error.message.removeprefix('Redis is away: ')}"
+    reason = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else str(cause)
+    return f"no Redis answers at {address}: {reason}; `penstock serve` starts one"
