@@ -27,6 +27,7 @@ PANELS: Mapping[str, tuple[Entry, ...]] = {
         Entry("demo", "penstock.cli.demo:demo", "Start everything, stream one answer, and stop everything"),
     ),
     "Ask": (
+        Entry("chat", f"{_ASK}.chat.command:chat", "Chat with a served model in the terminal"),
         Entry("submit", f"{_ASK}.submit:submit", "Submit one prompt and print its answer"),
         Entry("batch", f"{_ASK}.batch:app", "Answer a file of requests"),
     ),

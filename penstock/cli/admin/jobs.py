@@ -41,7 +41,6 @@ def list_jobs(
     redis_url: RedisUrl = None,
 ) -> None:
     """Print one line per job, newest first: id, state, class, tenant, time of queueing, duration and tokens."""
-    from penstock.producer.client.job_objects import job_object
 
     async def find(show: Callable[[JobStatus], None]) -> None:
         from penstock.queue.broker.connection import connect
@@ -60,6 +59,8 @@ def list_jobs(
                     return
 
     if as_json:
+        from penstock.producer.client.job_objects import job_object
+
         with JsonArray() as array:
             asyncio.run(find(lambda status: array.add(job_object(status))))
     else:

@@ -1,4 +1,7 @@
-"""Errors of the command line in one line: each names the option that is wrong, and says what to do."""
+"""Errors of the command line in one line: each names the option that is wrong, and says what to do.
+
+Imports that take time are inside the functions, because every command imports this module.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,9 @@ from difflib import get_close_matches
 from typing import Any
 
 import typer
-from pydantic import ValidationError
 
 from penstock.cli.command_line.help_page import argument_name, examples_in
 from penstock.contract.errors import ConfigError, PenstockError, RequestError, UnavailableError
-from penstock.contract.problems import problem_of, rename
-from penstock.runtime.settings import RedisSettings, without_password
 
 _EXTRA_ARGUMENTS = re.compile(r"unexpected extra argument\S* \((\S+).*\)")
 _VARIABLE_PREFIXES = {"node": "PENSTOCK_NODE_", "gateway": "PENSTOCK_GATEWAY_"}
@@ -49,10 +49,7 @@ def _usage_problem(error: Any) -> str:
         name = _name_of(error.param) if error.param is not None else "value"
         if not error.message:
             return f"{name} is missing"
-        cause = error.__cause__
-        return f"{name}: {problem_of(cause).message if isinstance(cause, ValidationError) else error.message}".rstrip(
-            "."
-        )
+        return f"{name}: {_value_problem(error)}"
     option = getattr(error, "option_name", None)
     if option is None:
         extra = _EXTRA_ARGUMENTS.search(error.message)
@@ -62,6 +59,16 @@ def _usage_problem(error: Any) -> str:
     known = [name for one in error.ctx.command.params for name in (*one.opts, *one.secondary_opts)]
     nearest = get_close_matches(option, [name for name in known if name.startswith("-")], n=1)
     return f"no option {option}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+
+
+def _value_problem(error: typer.BadParameter) -> str:
+    """Return what is wrong with a value, in our own words where the library has checked it."""
+    from pydantic import ValidationError
+
+    from penstock.contract.problems import problem_of
+
+    cause = error.__cause__
+    return problem_of(cause).message if isinstance(cause, ValidationError) else error.message.rstrip(".")
 
 
 def _advice(ctx: Any) -> str:
@@ -77,6 +84,8 @@ def _name_of(parameter: Any) -> str:
 
 def _name_parameter(error: PenstockError, parameter: Any, ctx: Any) -> None:
     """Name the option in `error`, or the environment variable if that gave the value."""
+    from penstock.contract.problems import rename
+
     value = ctx.params.get(parameter.name)
     prefix = "PENSTOCK_" if parameter.name == "redis_url" else _VARIABLE_PREFIXES.get(ctx.info_name, "")
     variable = f"{prefix}{parameter.name.upper()}"
@@ -90,6 +99,8 @@ def _name_parameter(error: PenstockError, parameter: Any, ctx: Any) -> None:
 
 def _without_redis(error: UnavailableError, given_url: str | None) -> str:
     """Return one line: the address that was tried, why it failed, and how to start a Redis."""
+    from penstock.runtime.settings import RedisSettings, without_password
+
     url = RedisSettings.load(redis_url=given_url).redis_url
     address = without_password(url) if url else "its address"
     cause: BaseException | None = error
