@@ -60,8 +60,6 @@ def test_bash_completes_commands_options_and_their_values(words: tuple[str, ...]
 
 def test_zsh_and_fish_get_completions_with_descriptions() -> None:
     env = {"_PENSTOCK_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "penstock do"}
-    command = [sys.executable, "-m", "penstock"]
-    # Called as a module, the command has another name, which is part of the variable's name.
     code = "from penstock.cli.main import app; app(prog_name='penstock')"
     command = [sys.executable, "-c", code]
     zsh = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60).stdout

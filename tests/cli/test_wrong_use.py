@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from fakes.command import run_command
+from fakes.queue.harness import Queue
+
+from penstock.queue.broker.connection import connect
 
 
 @pytest.mark.parametrize(
@@ -42,6 +47,16 @@ def test_wrong_use_is_one_line_that_says_what_to_do(line: str, said: str) -> Non
 def test_a_wrong_environment_variable_is_named_by_itself() -> None:
     done = run_command("node", "m", "--redis-url", "unix://x", PENSTOCK_NODE_LEASE_MS="1")
     assert (done.returncode, done.stderr) == (2, "penstock: PENSTOCK_NODE_LEASE_MS: must be at least 3000\n")
+
+
+def test_the_option_of_a_field_with_a_unit_is_named(redis_url: str) -> None:
+    async def announce() -> None:
+        async with connect(redis_url) as redis:
+            await Queue(redis).node()
+
+    asyncio.run(announce())
+    done = run_command("submit", "x", "--deadline", "-1", "--redis-url", redis_url)
+    assert done.stderr.startswith("penstock: --deadline must be ")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from penstock.cli.command_line.panels import queue_option, sampling_option
 from penstock.runtime.settings import redis_url_of
 
 PriorityName = Literal["interactive", "standard", "batch"]
@@ -20,37 +21,37 @@ def submit(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, not as a chat.")] = False,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of the answer. Default: up to the model's context length.")
+        int | None, sampling_option(min=1, help="Most tokens of the answer. Default: up to the model's context length.")
     ] = None,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature. 0 always picks the most likely token.")
+        float, sampling_option(min=0.0, help="Sampling temperature. 0 always picks the most likely token.")
     ] = 1.0,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens that together reach this probability.")
+        float, sampling_option(help="Sample from the most likely tokens that together reach this probability.")
     ] = 1.0,
     min_p: Annotated[
-        float, typer.Option(help="Drop tokens below this fraction of the most likely token's probability.")
+        float, sampling_option(help="Drop tokens below this fraction of the most likely token's probability.")
     ] = 0.0,
     presence_penalty: Annotated[
-        float, typer.Option(help="Lower the score of tokens that already occurred in the answer.")
+        float, sampling_option(help="Lower the score of tokens that already occurred in the answer.")
     ] = 0.0,
     frequency_penalty: Annotated[
-        float, typer.Option(help="Lower the score of a token for each earlier occurrence in the answer.")
+        float, sampling_option(help="Lower the score of a token for each earlier occurrence in the answer.")
     ] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Random seed. The same seed gives the same answer.")] = None,
+    seed: Annotated[int | None, sampling_option(help="Random seed. The same seed gives the same answer.")] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End the answer before this text. Repeat it for several.")
+        list[str] | None, sampling_option(help="End the answer before this text. Repeat it for several.")
     ] = None,
-    priority: Annotated[PriorityName, typer.Option(help="Priority class of the job.")] = "standard",
+    priority: Annotated[PriorityName, queue_option(help="Priority class of the job.")] = "standard",
     deadline: Annotated[
-        float | None, typer.Option(help="Seconds after which an unfinished job is ended. Default: no deadline.")
+        float | None, queue_option(help="Seconds after which an unfinished job is ended. Default: no deadline.")
     ] = None,
     not_before: Annotated[
-        float | None, typer.Option(help="Seconds to wait before the job may run. Default: no wait.")
+        float | None, queue_option(help="Seconds to wait before the job may run. Default: no wait.")
     ] = None,
-    tenant: Annotated[str, typer.Option(help="Tenant for which the job runs.")] = "default",
+    tenant: Annotated[str, queue_option(help="Tenant for which the job runs.")] = "default",
     redis_url: Annotated[
-        str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
+        str | None, queue_option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
     ] = None,
 ) -> None:
     """Submit a prompt and print the answer while it is generated. Ctrl-C cancels the job.

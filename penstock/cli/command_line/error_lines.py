@@ -38,9 +38,12 @@ def with_names_of(ctx: Any) -> Iterator[None]:
             error.message = _without_redis(error, ctx.params.get("redis_url"))
         raise
     except (ConfigError, RequestError) as error:
-        parameter = next((one for one in ctx.command.params if one.name == error.param), None)
+        field = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
+        # The option of a field such as deadline_s is --deadline.
+        names = {field, field.removesuffix("_s")}
+        parameter = next((one for one in ctx.command.params if one.name in names), None)
         if parameter is not None:
-            _name_parameter(error, parameter, ctx)
+            _name_parameter(error, field, parameter, ctx)
         raise
 
 
@@ -82,31 +85,28 @@ def _name_of(parameter: Any) -> str:
     return argument_name(parameter) if is_argument else max(parameter.opts, key=len)
 
 
-def _name_parameter(error: PenstockError, parameter: Any, ctx: Any) -> None:
-    """Name the option in `error`, or the environment variable if that gave the value."""
-    from penstock.contract.problems import rename
-
+def _name_parameter(error: PenstockError, field: str, parameter: Any, ctx: Any) -> None:
+    """Name the option of `field` in `error`, or the environment variable if that gave the value."""
     value = ctx.params.get(parameter.name)
     prefix = "PENSTOCK_" if parameter.name == "redis_url" else _VARIABLE_PREFIXES.get(ctx.info_name, "")
     variable = f"{prefix}{parameter.name.upper()}"
     is_absent = value in (None, (), [])
     name = variable if is_absent and variable in os.environ else _name_of(parameter)
-    if is_absent and name != variable and error.message == f"{parameter.name}: is required":
+    if is_absent and name != variable and error.message == f"{field}: is required":
         error.message = f"{name} is missing ({_advice(ctx)})"
     else:
-        rename(error, {parameter.name: name})
+        error.message = re.sub(rf"^{re.escape(field)}\b", name, error.message)
 
 
 def _without_redis(error: UnavailableError, given_url: str | None) -> str:
     """Return one line: the address that was tried, why it failed, and how to start a Redis."""
-    from penstock.runtime.settings import RedisSettings, without_password
+    from penstock.runtime.settings import redis_url_of, without_password
 
-    url = RedisSettings.load(redis_url=given_url).redis_url
-    address = without_password(url) if url else "its address"
+    address = without_password(redis_url_of(given_url))
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return f"Redis at {address} does not serve: {error.message.removeprefix('Redis is away: ')}"
-    reason = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else str(cause)
+    reason = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else str(cause) or "no answer in time"
     return f"no Redis answers at {address}: {reason}; `penstock serve` starts one"

@@ -61,21 +61,16 @@ def write_examples(formatter: Any, help_text: str) -> None:
 
 def write_parameters(formatter: Any, ctx: typer.Context, parameters: Iterable[Any]) -> None:
     """Write one section for the arguments, and one for each heading that the options name."""
-    sections: dict[str, list[tuple[str, str]]] = {}
-    last: list[tuple[str, str]] = []
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], OPTIONS: []}
     for parameter in parameters:
-        if parameter.hidden:
-            continue
-        if parameter.param_type_name == "argument":
-            section = sections.setdefault("Arguments", [])
-        else:
-            panel = parameter.rich_help_panel or OPTIONS
-            section = last if panel == OPTIONS else sections.setdefault(panel, [])
-        section.append((name_of(parameter, ctx), text_of(parameter, ctx)))
+        is_argument = parameter.param_type_name == "argument"
+        title = "Arguments" if is_argument else parameter.rich_help_panel or OPTIONS
+        sections.setdefault(title, []).append((name_of(parameter, ctx), text_of(parameter, ctx)))
+    if len(sections[OPTIONS]) == 1:  # only --help, which then comes last
+        sections[OPTIONS] = sections.pop(OPTIONS)
     for title, rows in sections.items():
-        write_section(formatter, title, rows)
-    if last:
-        write_section(formatter, "Other options" if len(sections) > 1 else OPTIONS, last)
+        if rows:
+            write_section(formatter, title, rows)
 
 
 def name_of(parameter: Any, ctx: typer.Context) -> str:
@@ -103,8 +98,9 @@ def text_of(parameter: Any, ctx: typer.Context) -> str:
         text = f"{text} One of {choices}."
     default = parameter.get_default(ctx, call=False)
     is_said = "Default:" in text or "default:" in text
-    if is_option and not is_said and default not in (None, False, "", (), []):
-        text = f"{text} Default: {default_in_words(default)}."
+    if is_option and not is_said and not (default is None or default is False or default in ("", (), [])):
+        words = default_in_words(default)
+        text = f"{text} Default: {words}{'' if words.endswith(('.', '?', '!')) else '.'}"
     return text.strip()
 
 

@@ -1,10 +1,15 @@
-"""The headings under which help pages show the options that are made from settings."""
+"""The headings under which help pages show options."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
+import typer
 from pydantic import BaseModel
+
+sampling_option = partial(typer.Option, rich_help_panel="Sampling")
+queue_option = partial(typer.Option, rich_help_panel="Queue")
 
 _NODE: Mapping[str, tuple[str, ...]] = {
     "Model": (

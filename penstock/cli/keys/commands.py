@@ -40,7 +40,8 @@ Days = Annotated[int, typer.Option(min=1, max=MAX_DAYS, help="Days of usage to a
 Scopes = Annotated[
     list[str] | None,
     typer.Option(
-        help=f"What the key may do: {', '.join(get_args(Scope))}. Repeat it for several. A new key has infer."
+        help=f"What the key may do: {', '.join(get_args(Scope))}. Repeat it for several. A new key has infer.",
+        rich_help_panel="Key",
     ),
 ]
 LIMITS = tuple(name for name in Terms.model_fields if name != "account")
@@ -71,9 +72,9 @@ def add(
     tenant: Annotated[str, typer.Argument(help="Tenant for which the key's requests are made.")],
     scope: Scopes = None,
     highest_class: Annotated[
-        ClassName, typer.Option(help="Most urgent priority class that the key may use.")
+        ClassName, typer.Option(help="Most urgent priority class that the key may use.", rich_help_panel="Key")
     ] = "standard",
-    label: Annotated[str, typer.Option(help="Note on what the key is for.")] = "",
+    label: Annotated[str, typer.Option(help="Note on what the key is for.", rich_help_panel="Key")] = "",
     redis_url: RedisUrl = None,
     **limits: Any,
 ) -> None:
@@ -103,9 +104,9 @@ def set_key(
     name: KeyName,
     scope: Scopes = None,
     highest_class: Annotated[
-        ClassName | None, typer.Option(help="Most urgent priority class that the key may use.")
+        ClassName | None, typer.Option(help="Most urgent priority class that the key may use.", rich_help_panel="Key")
     ] = None,
-    label: Annotated[str | None, typer.Option(help="Note on what the key is for.")] = None,
+    label: Annotated[str | None, typer.Option(help="Note on what the key is for.", rich_help_panel="Key")] = None,
     redis_url: RedisUrl = None,
     **limits: Any,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.command_line.panels import queue_option, sampling_option
 from penstock.contract.priority import ClassName
 from penstock.runtime.settings import redis_url_of
 
@@ -17,20 +18,20 @@ def chat(
     ] = None,
     system: Annotated[str, typer.Option(help="System message: how the model shall answer. Default: none.")] = "",
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Sampling temperature. 0 picks the most likely token. Default: 1.")
+        float | None, sampling_option(min=0.0, help="Sampling temperature. 0 picks the most likely token. Default: 1.")
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample from the most likely tokens that together reach this probability.")
+        float | None, sampling_option(help="Sample from the most likely tokens that together reach this probability.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer. Default: up to the model's context length.")
+        int | None, sampling_option(min=1, help="Most tokens of an answer. Default: up to the model's context length.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed. The same chat then gets the same answers.")] = None,
+    seed: Annotated[int | None, sampling_option(help="Random seed. The same chat then gets the same answers.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the speed of each answer on stderr.")] = False,
-    priority: Annotated[ClassName, typer.Option(help="Priority class of the jobs.")] = "interactive",
-    tenant: Annotated[str, typer.Option(help="Tenant for which the jobs run.")] = "default",
+    priority: Annotated[ClassName, queue_option(help="Priority class of the jobs.")] = "interactive",
+    tenant: Annotated[str, queue_option(help="Tenant for which the jobs run.")] = "default",
     redis_url: Annotated[
-        str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
+        str | None, queue_option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
     ] = None,
 ) -> None:
     """Chat with a model. Each answer is a job, and the node applies the model's chat template.
