@@ -37,7 +37,7 @@ def on_terminal(redis_url: str, *options: str) -> TerminalProcess:
 
 def say(terminal: TerminalProcess, text: str) -> None:
     """Type a message, and wait until its answer has begun."""
-    terminal.type(text + ENTER)
+    terminal.press(text + ENTER)
     terminal.wait_for("\n")
     terminal.wait_for_more(10)
 
@@ -60,14 +60,13 @@ def prompt_tokens(ledger: JobLedger) -> int:
 
 
 def test_each_line_of_a_pipe_is_a_message_and_answers_follow_the_conversation(pool: str) -> None:
-    options = {"seed": 7, "max_tokens": 5}
     done = chat(pool, "one\n\ntwo\n", "--seed", "7", "--max-tokens", "5", "--system", "short")
     conversation = [{"role": "system", "content": "short"}]
     expected = ""
     with Client(pool) as client:
         for text in ("one", "two"):
             conversation.append({"role": "user", "content": text})
-            answer = client.submit(conversation, **options).result().choices[0].text
+            answer = client.submit(conversation, seed=7, max_tokens=5).result().choices[0].text
             conversation.append({"role": "assistant", "content": answer})
             expected += answer + "\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
@@ -107,7 +106,7 @@ def test_an_answer_appears_while_it_is_generated_and_ctrl_c_cancels_its_job(pool
         say(terminal, "hello")
         assert newest(pool, "stopped", "running").outcome is None
 
-        terminal.type(CTRL_C)
+        terminal.press(CTRL_C)
         terminal.wait_for("stopped")
         ended = newest(pool, "stopped", "cancelled")
         assert ended.outcome is not None and ended.outcome.state == "cancelled"
@@ -115,13 +114,13 @@ def test_an_answer_appears_while_it_is_generated_and_ctrl_c_cancels_its_job(pool
         # The stopped answer stays in the conversation, which goes on.
         terminal.wait_for(PROMPT)
         say(terminal, "go on")
-        terminal.type(CTRL_C)
+        terminal.press(CTRL_C)
         terminal.wait_for(PROMPT)
         last = newest(pool, "stopped", "cancelled")
         assert last.job_id != ended.job_id
         assert prompt_tokens(last.ledger) >= len("hello\n\ngo on") + 10
 
-        terminal.type(CTRL_D)
+        terminal.press(CTRL_D)
         assert terminal.wait() == 0
 
 
@@ -129,23 +128,23 @@ def test_an_answer_appears_while_it_is_generated_and_ctrl_c_cancels_its_job(pool
 def test_ctrl_c_and_ctrl_d_leave_at_the_prompt(pool: str, key: str) -> None:
     with on_terminal(pool) as terminal:
         terminal.wait_for(PROMPT)
-        terminal.type(key)
+        terminal.press(key)
         assert terminal.wait() == 0
 
 
 def test_an_error_on_a_terminal_is_one_line_and_the_chat_goes_on(pool: str) -> None:
     with on_terminal(pool, "--top-p", "3") as terminal:
         terminal.wait_for(PROMPT)
-        terminal.type("hello" + ENTER)
+        terminal.press("hello" + ENTER)
         assert "penstock: top_p: must be at most 1.0" in terminal.wait_for(PROMPT)
 
 
 def test_earlier_messages_can_be_recalled_with_the_arrow_keys(pool: str) -> None:
     with on_terminal(pool) as terminal:
         terminal.wait_for(PROMPT)
-        terminal.type("/unknown" + ENTER)
+        terminal.press("/unknown" + ENTER)
         terminal.wait_for(PROMPT)
-        terminal.type("\x1b[A" + ENTER)
+        terminal.press("\x1b[A" + ENTER)
         assert "no command /unknown" in terminal.wait_for(PROMPT)
 
 

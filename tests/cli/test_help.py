@@ -45,7 +45,7 @@ def test_help_fits_80_columns_and_names_every_option_in_full(path: tuple[str, ..
 def test_every_command_has_the_common_behavior_and_a_help_text(path: tuple[str, ...], command: Any) -> None:
     assert isinstance(command, Command | Group)
     assert command.help
-    assert all(parameter.help for parameter in command.params)
+    assert all(getattr(parameter, "help", "") for parameter in command.params)
     assert run_command(*path, "-h").stdout == run_command(*path, "--help").stdout
 
 

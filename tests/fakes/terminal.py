@@ -34,7 +34,7 @@ class TerminalProcess:
         """All that the program has written."""
         self._num_read = 0
 
-    def type(self, text: str) -> None:
+    def press(self, text: str) -> None:
         """Press these keys."""
         os.write(self._terminal, text.encode())
 

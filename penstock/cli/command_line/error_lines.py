@@ -18,7 +18,11 @@ from penstock.cli.command_line.help_page import argument_name, examples_in
 from penstock.contract.errors import ConfigError, PenstockError, RequestError, UnavailableError
 
 _EXTRA_ARGUMENTS = re.compile(r"unexpected extra argument\S* \((\S+).*\)")
-_VARIABLE_PREFIXES = {"node": "PENSTOCK_NODE_", "gateway": "PENSTOCK_GATEWAY_"}
+_VARIABLE_PREFIXES = {
+    "node": ("PENSTOCK_NODE_",),
+    "gateway": ("PENSTOCK_GATEWAY_",),
+    "serve": ("PENSTOCK_NODE_", "PENSTOCK_GATEWAY_"),
+}
 """Command → prefix of the environment variables that set its options."""
 
 
@@ -38,12 +42,7 @@ def with_names_of(ctx: Any) -> Iterator[None]:
             error.message = _without_redis(error, ctx.params.get("redis_url"))
         raise
     except (ConfigError, RequestError) as error:
-        field = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
-        # The option of a field such as deadline_s is --deadline.
-        names = {field, field.removesuffix("_s")}
-        parameter = next((one for one in ctx.command.params if one.name in names), None)
-        if parameter is not None:
-            _name_parameter(error, field, parameter, ctx)
+        _name_option(error, ctx)
         raise
 
 
@@ -85,17 +84,28 @@ def _name_of(parameter: Any) -> str:
     return argument_name(parameter) if is_argument else max(parameter.opts, key=len)
 
 
-def _name_parameter(error: PenstockError, field: str, parameter: Any, ctx: Any) -> None:
-    """Name the option of `field` in `error`, or the environment variable if that gave the value."""
-    value = ctx.params.get(parameter.name)
-    prefix = "PENSTOCK_" if parameter.name == "redis_url" else _VARIABLE_PREFIXES.get(ctx.info_name, "")
-    variable = f"{prefix}{parameter.name.upper()}"
-    is_absent = value in (None, (), [])
-    name = variable if is_absent and variable in os.environ else _name_of(parameter)
-    if is_absent and name != variable and error.message == f"{field}: is required":
+def _name_option(error: PenstockError, ctx: Any) -> None:
+    """Name the option in `error`, or the environment variable if that gave the value."""
+    field = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
+    # The option of a field such as deadline_s is --deadline.
+    names = {field, field.removesuffix("_s")}
+    parameter = next((one for one in ctx.command.params if one.name in names), None)
+    is_absent = parameter is None or ctx.params.get(parameter.name) in (None, (), [])
+    variable = _variable_of(field, ctx.info_name) if field and is_absent else None
+    if variable is None and parameter is None:
+        return
+    name = variable or _name_of(parameter)
+    if is_absent and not variable and error.message == f"{field}: is required":
         error.message = f"{name} is missing ({_advice(ctx)})"
     else:
         error.message = re.sub(rf"^{re.escape(field)}\b", name, error.message)
+
+
+def _variable_of(field: str, command: str) -> str | None:
+    """Return the environment variable that is set for a setting of this command, or None."""
+    prefixes = (*_VARIABLE_PREFIXES.get(command, ()), "PENSTOCK_")
+    variables = [f"{prefix}{field.upper()}" for prefix in prefixes]
+    return next((variable for variable in variables if variable in os.environ), None)
 
 
 def _without_redis(error: UnavailableError, given_url: str | None) -> str:
