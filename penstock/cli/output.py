@@ -45,13 +45,13 @@ class JsonArray:
 def object_lines(shown: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     """Yield a JSON object as lines for people. Members without a value are left out."""
     for name, value in shown.items():
-        if value is None or value in ("", [], {}):
+        if value is None or value in ("", [], (), {}):
             continue
         label = name.removesuffix("_ms") if _is_time(name, value) else name
         if isinstance(value, Mapping):
             yield f"{indent}{label}"
             yield from object_lines(value, f"{indent}  ")
-        elif isinstance(value, list) and isinstance(value[0], Mapping):
+        elif isinstance(value, list | tuple) and isinstance(value[0], Mapping):
             yield f"{indent}{label}"
             for one in value:
                 yield f"{indent}  " + "  ".join(_in_words(key, part) for key, part in one.items())

@@ -89,6 +89,11 @@ def test_an_unknown_command_is_refused_with_the_nearest_one(pool: str) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
+def test_a_block_may_begin_with_a_slash_and_may_end_with_the_input(pool: str) -> None:
+    done = chat(pool, '"""/clear"""\n"""/help', "--seed", "7", "--max-tokens", "5")
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 2)
+
+
 def test_an_error_in_a_pipe_ends_the_chat_with_its_exit_code(pool: str) -> None:
     assert chat(pool, "one\n", "--model", "nonesuch").stderr.startswith("penstock: --model 'nonesuch' is not served")
     done = chat(pool, "one\ntwo\n", "--top-p", "3")

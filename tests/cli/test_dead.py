@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 
 from fakes.command import run_command
@@ -51,6 +52,7 @@ def test_dead_letters_are_listed_shown_tried_again_and_forgotten(redis_url: str)
     assert json.loads(dead(redis_url, "show", first, "--prompt", "--json").stdout)["request"]["prompt"] == "a secret"
     text = dead(redis_url, "show", first).stdout
     assert f"job_id             {first}\n" in text and "  prompt             8 long\n" in text
+    assert re.search(r"^losses\n  .*a0.*\n  .*b0.*\n  .*c0", text, re.MULTILINE)
     listed = json.loads(dead(redis_url, "list", "--json").stdout)
     assert {letter["job_id"] for letter in listed} == {first, second, third}
     assert {letter["priority"] for letter in listed} == {"standard"}

@@ -37,9 +37,6 @@ class App(typer.Typer):
 class _Page:
     """The help page of a command or group."""
 
-    def format_usage(self, ctx: Any, formatter: Any) -> None:
-        formatter.write_usage(ctx.command_path, " ".join(self.collect_usage_pieces(ctx)))
-
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words after the command's name: its arguments in capitals, optional ones in brackets."""
         return ["[OPTIONS]", *self._arguments(ctx)]

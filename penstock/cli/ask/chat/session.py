@@ -53,20 +53,20 @@ class ChatSession:
             self._terminal.note(f"Chat with {served.model}. /help lists the commands, Ctrl-D leaves.")
         while not self._has_left:
             try:
-                text = self._terminal.read_message()
+                message = self._terminal.read_message()
             except EOFError:
                 break
             except KeyboardInterrupt:
                 if not self._terminal.is_interactive:
                     raise
                 break
-            self._handle(text.strip())
+            self._handle(*message)
         if self._terminal.is_interactive and not self._has_left:
             self._terminal.end_line()
 
-    def _handle(self, text: str) -> None:
-        """Run a command, or answer a message."""
-        if text.startswith("/"):
+    def _handle(self, text: str, is_block: bool) -> None:
+        """Run a command, or answer a message. A block is never a command."""
+        if text.startswith("/") and not is_block:
             self._run_command(*text.partition(" ")[::2])
         elif text:
             self._messages.append({"role": "user", "content": text})
@@ -84,21 +84,23 @@ class ChatSession:
     def _answer(self) -> bool:
         """Print and keep an answer to the conversation, whole or stopped. Return False if nothing of it came."""
         parts: list[str] = []
-        meter = SpeedMeter()
+        meter, problem = SpeedMeter(), ""
         try:
             self._stream(parts, meter)
         except KeyboardInterrupt:
             if not self._terminal.is_interactive:
                 raise
-            self._terminal.end_line()
-            self._terminal.note("stopped")
+            problem = "stopped"
         except PenstockError as error:
             if not self._terminal.is_interactive:
                 raise
             too_long = "; /clear begins a new conversation" if isinstance(error, PromptTooLongError) else ""
-            self._terminal.note(f"penstock: {error.message}{too_long}")
-        else:
-            self._terminal.end_line()
+            problem = f"penstock: {error.message}{too_long}"
+        finally:
+            if parts or self._terminal.is_interactive:
+                self._terminal.end_line()
+        if problem:
+            self._terminal.note(problem)
         if self._verbose and parts:
             self._terminal.note(str(meter.speed))
         if parts:
@@ -143,7 +145,7 @@ class ChatSession:
     def _help(self, _: str) -> None:
         for name, (_command, meaning) in self._commands.items():
             self._terminal.note(f"{name:8} {meaning}")
-        self._terminal.note(f"{BLOCK:8} begins and ends a message of several lines")
+        self._terminal.note(f"{BLOCK:8} begins and ends a message of several lines, which may begin with /")
         self._terminal.note("Ctrl-C   stops an answer, which cancels its job; at the prompt it leaves")
 
     def _leave(self, _: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from contextlib import suppress
 from typing import TextIO
 
 import typer
@@ -22,15 +23,16 @@ class Terminal:
         if self.is_interactive:
             _load_line_editor()
 
-    def read_message(self) -> str:
-        """Return the next message. Raises EOFError at the end of the input."""
-        line = self._read_line(PROMPT)
-        if not line.lstrip().startswith(BLOCK):
-            return line
-        block = line.lstrip().removeprefix(BLOCK)
-        while not block.rstrip().endswith(BLOCK):
-            block += "\n" + self._read_line(PROMPT_IN_BLOCK)
-        return block.rstrip().removesuffix(BLOCK).strip("\n")
+    def read_message(self) -> tuple[str, bool]:
+        """Return the next message, and whether it was written as a block. Raises EOFError at the end of the input."""
+        line = self._read_line(PROMPT).strip()
+        if not line.startswith(BLOCK):
+            return line, False
+        block = line.removeprefix(BLOCK)
+        with suppress(EOFError):  # the end of the input also ends the block
+            while not block.rstrip().endswith(BLOCK):
+                block += "\n" + self._read_line(PROMPT_IN_BLOCK)
+        return block.rstrip().removesuffix(BLOCK).strip("\n"), True
 
     def write(self, text: str) -> None:
         """Print a part of an answer. A terminal gets no control characters, so that no model can steer it."""
