@@ -95,7 +95,7 @@ def test_a_block_may_begin_with_a_slash_and_may_end_with_the_input(pool: str) ->
 
 
 def test_an_error_in_a_pipe_ends_the_chat_with_its_exit_code(pool: str) -> None:
-    assert chat(pool, "one\n", "--model", "nonesuch").stderr.startswith("penstock: --model 'nonesuch' is not served")
+    assert chat(pool, "one\n", "--model", "nonesuch").stderr.startswith("penstock: model 'nonesuch' is not served")
     done = chat(pool, "one\ntwo\n", "--top-p", "3")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "penstock: --top-p: must be at most 1.0\n")
 

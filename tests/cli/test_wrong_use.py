@@ -34,6 +34,7 @@ from penstock.queue.broker.connection import connect
             "MODEL is missing (example: penstock node ORG/MODEL --redis-url redis://localhost)",
         ),
         ("node m --redis-url unix://x --lease-ms 1", "--lease-ms: must be at least 3000"),
+        ("node m --redis-url unix://x --swap-space -1", "--swap-space-gib: must be at least 0"),
         ("gateway --redis-url unix://x --max-sockets=-1", "--max-sockets: must be at least 0"),
     ],
 )

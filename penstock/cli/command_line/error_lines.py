@@ -81,7 +81,7 @@ def _advice(ctx: Any) -> str:
 
 def _name_of(parameter: Any) -> str:
     is_argument = parameter.param_type_name == "argument"
-    return argument_name(parameter) if is_argument else max(parameter.opts, key=len)
+    return argument_name(parameter) if is_argument else next(name for name in parameter.opts if name.startswith("--"))
 
 
 def _name_option(error: PenstockError, ctx: Any) -> None:
@@ -98,7 +98,8 @@ def _name_option(error: PenstockError, ctx: Any) -> None:
     if is_absent and not variable and error.message == f"{field}: is required":
         error.message = f"{name} is missing ({_advice(ctx)})"
     else:
-        error.message = re.sub(rf"^{re.escape(field)}\b", name, error.message)
+        # Otherwise the message begins with a word of prose, as in "pool m has live nodes".
+        error.message = re.sub(rf"^{re.escape(field)}(?=[:.\[]| must )", name, error.message)
 
 
 def _variable_of(field: str, command: str) -> str | None:
