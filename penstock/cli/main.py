@@ -62,7 +62,9 @@ class _Root(Group):
             write_section(formatter, title, [(entry.name, entry.summary) for entry in entries])
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return the completions of a subcommand's name. Their modules are not imported."""
+        """Return the completions of an option or a subcommand's name. No subcommand's module is imported."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
         items = [CompletionItem(entry.name, help=entry.summary) for entry in ENTRIES.values()]
         return [item for item in items if item.value.startswith(incomplete)]
 

@@ -47,6 +47,7 @@ def loaded_by(*words: str, **env: str) -> set[str]:
     ("words", "offered"),
     [
         (("penstock", "j"), ["jobs"]),
+        (("penstock", "--ver"), ["--version"]),
         (("penstock", "jobs", "c"), ["cancel"]),
         (("penstock", "jobs", "list", "--st"), ["--state"]),
         (("penstock", "jobs", "list", "--state", "q"), ["queued"]),

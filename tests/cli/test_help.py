@@ -14,7 +14,7 @@ from penstock.cli.command_line.panels import panel_by_setting
 from penstock.cli.main import ENTRIES, PANELS, app
 from penstock.contract.terms import Terms
 from penstock.gateway.settings import GatewaySettings
-from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.settings import POOL_WIDE, NodeSettings
 
 
 def commands(found: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -61,6 +61,11 @@ def test_commands_are_grouped_by_purpose() -> None:
 def test_every_setting_has_a_heading(settings: Any) -> None:
     options = set(settings.model_fields) - {"model", "account"}
     assert options == set(panel_by_setting(settings)), "give each setting a heading in cli/command_line/panels.py"
+
+
+def test_settings_that_nodes_of_a_pool_share_are_under_headings_that_say_so() -> None:
+    headings = panel_by_setting(NodeSettings)
+    assert {name for name, title in headings.items() if "equal on all nodes" in title} == set(POOL_WIDE)
 
 
 def test_options_of_a_node_are_grouped_by_purpose() -> None:

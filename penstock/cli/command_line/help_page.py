@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -38,9 +39,9 @@ def first_sentence(help_text: str) -> str:
 
 def write_section(formatter: Any, title: str, rows: Iterable[tuple[str, str]]) -> None:
     """Write a heading and its rows of (name, text)."""
-    formatter.write(f"\n{typer.style(f'{title}:', bold=True)}\n")
+    formatter.write(f"\n{_styled(f'{title}:', bold=True)}\n")
     formatter.indent()
-    styled = [(typer.style(name, fg="cyan"), text) for name, text in rows]
+    styled = [(_styled(name, fg="cyan"), text) for name, text in rows]
     formatter.write_dl(styled, col_max=MAX_NAME_COLUMNS)
     formatter.dedent()
 
@@ -55,7 +56,7 @@ def write_text(formatter: Any, help_text: str) -> None:
 def write_examples(formatter: Any, help_text: str) -> None:
     """Write the examples of a docstring as they are, so that each one can be copied."""
     if examples := examples_in(help_text):
-        formatter.write(f"\n{typer.style('Examples:', bold=True)}\n")
+        formatter.write(f"\n{_styled('Examples:', bold=True)}\n")
         formatter.write("".join(f"{_INDENT}{line}\n" for line in examples))
 
 
@@ -109,6 +110,11 @@ def default_in_words(default: object) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _styled(text: str, **style: Any) -> str:
+    """Return text for a terminal. Where the output is no terminal, `typer.echo` removes the style."""
+    return text if os.environ.get("NO_COLOR") else typer.style(text, **style)
 
 
 def _metavar(parameter: Any, ctx: typer.Context) -> tuple[str, str]:
