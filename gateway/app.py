@@ -45,7 +45,6 @@ from penstock.gateway.websocket.routes import ADVICE_ROUTE, SOCKET_ROUTE
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
-from penstock.runtime.logging import configure_logging
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.settings import KeySettings
 
@@ -208,7 +207,6 @@ def run(settings: GatewaySettings) -> None:
     Raises ConfigError if the gateway cannot listen on its address, and ConfigError or UnavailableError if it cannot
     reach Redis.
     """
-    configure_logging()
     asyncio.run(_check_start(settings))
     server = make_server(settings)
     freeze_gc()

@@ -29,6 +29,10 @@ _COMPILERS = ("g++", "clang++", "c++")
 _TIMEOUT_S = 600
 
 
+BUILD_REMEDY = "install a C++ compiler that supports C++20, such as g++ (Debian, Ubuntu: apt install g++)"
+"""What an operator does about a BuildError."""
+
+
 class BuildError(Exception):
     """The kernels cannot be built on this machine; the text gives the reason."""
 

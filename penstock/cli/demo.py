@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.audit import audit_pools
-from penstock.cli.demo_model import demo_model
+from penstock.cli.demo_model import default_model
 from penstock.cli.processes import Supervisor, run_until_stopped
 from penstock.cli.serve import start_all
 from penstock.contract.errors import PenstockError
@@ -65,7 +65,7 @@ def demo(
         "stream_options": {"include_usage": True},
     }
     with resolve_redis(redis_url) as url:
-        run_until_stopped(_demo(url, model or str(demo_model()), prompt, options))
+        run_until_stopped(_demo(url, model or default_model(), prompt, options))
 
 
 async def _demo(redis_url: str, model: str, question: str, options: dict[str, object]) -> None:

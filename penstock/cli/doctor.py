@@ -7,22 +7,25 @@ import importlib.metadata
 import platform
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import typer
 
-from penstock.cli.demo_model import demo_model
+from penstock.cli.demo_model import REMEDY, SIZE_MB, demo_model
 from penstock.cli.gpus import list_gpus
 from penstock.contract.errors import ConfigError, PenstockError
-from penstock.kernels.cpu.build import BuildError, origin_of
-from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores
+from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, origin_of
+from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cpu_flags, usable_cores
 from penstock.queue.pool_stats import PoolStats
 from penstock.queue.wire import NodePressure
+from penstock.runtime.local_redis import running_url
+from penstock.runtime.settings import RedisSettings, without_password
 
 MIN_REDIS = (6, 2)
 EXTRAS = ("gateway", "node", "embedded", "batch")
+_TORCH_COMPUTES = "torch computes, several times slower than the native kernels"
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -39,16 +42,15 @@ class Check:
 
 def doctor(
     redis_url: Annotated[
-        str | None, typer.Option(help="URL of the Redis to check. Default: $PENSTOCK_REDIS_URL.")
+        str | None,
+        typer.Option(help="URL of the Redis to check. Default: $PENSTOCK_REDIS_URL, or that of penstock serve."),
     ] = None,
 ) -> None:
     """Check Redis, nodes, CPU, GPU, model files and optional packages. Exit code 1 if something must be repaired."""
     from rich.console import Console
 
-    from penstock.runtime.settings import RedisSettings
-
     console = Console(soft_wrap=True, highlight=False)
-    url = RedisSettings.load(redis_url=redis_url).redis_url
+    url = _redis_url(redis_url)
     checks = asyncio.run(check_redis(url))
     if url and all(check.level != "fail" for check in checks):
         checks += asyncio.run(check_nodes(url))
@@ -64,6 +66,12 @@ def doctor(
         raise typer.Exit(1)
 
 
+def _redis_url(given: str | None) -> str | None:
+    """Return the URL of the Redis that commands use, or None if there is none."""
+    settings = RedisSettings.load(redis_url=given)
+    return settings.redis_url or running_url(settings.runtime_dir)
+
+
 async def check_redis(url: str | None) -> list[Check]:
     """Check the Redis at `url`. Without a URL, check the Redis that would be started."""
     if not url:
@@ -76,7 +84,7 @@ async def check_redis(url: str | None) -> list[Check]:
                 info = await redis.info("everything")
     except PenstockError as error:
         return [Check("fail", "Redis", error.message, "start it, or correct PENSTOCK_REDIS_URL")]
-    return list(judge_redis(info))
+    return [Check("ok", "Redis", f"at {without_password(url)}"), *judge_redis(info)]
 
 
 async def check_nodes(url: str) -> list[Check]:
@@ -152,8 +160,7 @@ def check_machine() -> Iterator[Check]:
 def judge_cpu(machine: str, isa: Isa | None) -> Check:
     """Return which native kernels this CPU can run. Without any, torch computes."""
     if isa is None:
-        advice = "torch runs the models several times slower; use a machine with AVX2 or AVX-512"
-        return Check("warn", "processor", f"{machine}, without AVX-512 (BF16, VNNI) or AVX2", advice)
+        return Check("warn", "processor", f"{machine}: {NO_ISA}; {_TORCH_COMPUTES}", NO_ISA_REMEDY)
     return Check("ok", "processor", f"{machine}, {isa} kernels")
 
 
@@ -162,9 +169,7 @@ def check_kernels(isa: Isa) -> Check:
     try:
         return Check("ok", "kernels", origin_of(isa))
     except BuildError as error:
-        return Check(
-            "warn", "kernels", str(error), "install g++; until then torch runs the models several times slower"
-        )
+        return Check("warn", "kernels", f"{error}; {_TORCH_COMPUTES}", BUILD_REMEDY)
 
 
 def judge_gpus(names: list[str], torch_version: str | None) -> Check:
@@ -182,13 +187,14 @@ def check_demo_model() -> Check:
     """Check that the demo model is installed, which demo and serve use by default."""
     try:
         return Check("ok", "model", f"demo model at {demo_model()}")
-    except ConfigError as error:
-        return Check("warn", "model", "the demo model is not installed", error.message)
+    except ConfigError:
+        finding = f"the demo model is not installed; serve downloads it from the hub ({SIZE_MB} MB)"
+        return Check("ok", "model", finding, f"without access to the hub: {REMEDY}")
 
 
-def check_extras() -> Iterator[Check]:
+def check_extras(extras: Sequence[str] = EXTRAS) -> Iterator[Check]:
     """Yield a check for each of the package's extras: whether its packages are installed."""
-    for extra in EXTRAS:
+    for extra in extras:
         missing = [name for name in _packages_of(extra) if _version_of(name) is None]
         if missing:
             finding = f"[{extra}] lacks {', '.join(missing)}"
@@ -207,7 +213,7 @@ def _check_embedded() -> Check:
     output = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
     match = re.search(r"v=([0-9.]+)", output)
     check = _judge_version(match[1] if match else "0")
-    finding = f"{check.finding}, started on demand: {binary} (PENSTOCK_REDIS_URL is not set)"
+    finding = f"{check.finding}, which `penstock serve` starts: {binary} (PENSTOCK_REDIS_URL is not set)"
     return Check(check.level, "Redis", finding, check.advice)
 
 

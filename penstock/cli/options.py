@@ -48,10 +48,22 @@ def help_of(field: FieldInfo) -> str:
     return f"{field.description} Default: {field.default}." if has_default else str(field.description)
 
 
-def words_of(given: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the given options as arguments for another process. Options that are None are left out."""
-    known = {name: value for name, value in given.items() if value is not None}
-    return tuple(word for name, value in known.items() for word in (_flag(name), str(value)))
+def taken_for(settings: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of these settings from `given`, and return them."""
+    return {name: given.pop(name) for name in settings.model_fields}
+
+
+def words_of(given: Mapping[str, object], flags: Mapping[str, Sequence[str]] | None = None) -> tuple[str, ...]:
+    """Return the given options as arguments for another process. Options that are None are left out.
+
+    `flags` as in `options_of`. The flag of a list is repeated.
+    """
+    words: list[str] = []
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        flag = (flags or {}).get(name, (_flag(name),))[0]
+        words += [word for one in values for word in (flag, str(one))]
+    return tuple(words)
 
 
 def _option(name: str, field: FieldInfo, flags: Sequence[str], panel: str | None) -> Parameter:

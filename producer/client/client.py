@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from penstock.contract.api_keys import ApiKey
-from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
+from penstock.contract.errors import NotFoundError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import is_job_id
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.priority import Priority
@@ -45,7 +45,7 @@ from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.packed_result import PackedResult
 from penstock.queue.pool_stats import PoolStats
 from penstock.queue.wire import PoolPressure
-from penstock.runtime.settings import RedisSettings, without_password
+from penstock.runtime.settings import redis_url_of, without_password
 
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
 
@@ -57,16 +57,14 @@ class AsyncClient(TaskCalls):
             async for chunk in client.stream("Once upon a time", max_tokens=64):
                 print(chunk.text, end="")
 
-    `redis_url` defaults to $PENSTOCK_REDIS_URL. `tenant` owns the jobs that name no other tenant. One client serves a
-    whole process, and belongs to one event loop.
+    `redis_url` defaults to $PENSTOCK_REDIS_URL, else to the Redis of this user's `penstock serve`. `tenant` owns the
+    jobs that name no other tenant. One client serves a whole process, and belongs to one event loop.
     """
 
     def __init__(
         self, redis_url: str | None = None, *, tenant: str = "default", settings: ClientSettings | None = None
     ) -> None:
-        url = RedisSettings.load(redis_url=redis_url).redis_url
-        if not url:
-            raise ConfigError("no Redis named: pass redis_url or set PENSTOCK_REDIS_URL", param="redis_url")
+        url = redis_url_of(redis_url)
         settings = settings or ClientSettings.load()
         self.stats = ClientStats()
         self._url = without_password(url)
