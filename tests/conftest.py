@@ -81,6 +81,14 @@ def _own_weight_cache() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_runtime_folder() -> Iterator[None]:
+    """A `penstock serve` of a test is not found by this user's clients, and the other way round."""
+    with tempfile.TemporaryDirectory(prefix="run") as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PENSTOCK_RUNTIME_DIR", folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes of the product start as forks of one that has imported it. Its commands have tests of their own."""
     server = ForkServer()

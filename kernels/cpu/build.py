@@ -118,9 +118,13 @@ def _build(
                 pool.submit(_run, [compiler, *flags, f"-I{SOURCES}", "-c", str(source), "-o", str(target)])
                 for source, target in zip(sources, objects, strict=True)
             ]
-            for done, future in enumerate(as_completed(compiled), start=1):
-                future.result()
-                progress(done / (len(sources) + 1))
+            try:
+                for done, future in enumerate(as_completed(compiled), start=1):
+                    future.result()
+                    progress(done / (len(sources) + 1))
+            except BuildError:
+                pool.shutdown(cancel_futures=True)
+                raise
         linked = Path(folder) / path.name
         _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(linked)])
         linked.rename(path)

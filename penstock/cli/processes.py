@@ -40,9 +40,9 @@ class ProcessDiedError(PenstockError):
 
     code = "process_died"
 
-    def __init__(self, why: str, tail: Iterable[str] = ()) -> None:
-        """`why`: one line with the reason. `tail`: the last lines of the child's log."""
-        super().__init__("".join((why, *(f"\n  {line}" for line in tail))))
+    def __init__(self, message: str, why: str) -> None:
+        """`message` includes the last lines of the child's log; `why` has the reason in one line."""
+        super().__init__(message)
         self.why = why
 
 
@@ -86,12 +86,13 @@ class Child:
         if self._ready.done():
             return self._ready.result()
         if not done:
-            raise ProcessDiedError(f"{self.name} was not ready within {timeout_s:g} s", self._tail)
+            why = f"{self.name} was not ready within {timeout_s:g} s"
+            raise ProcessDiedError(f"{why}{self._last_words()}", why)
         raise self.death()
 
     def death(self) -> ProcessDiedError:
         """Return an error with the child's exit status and the last lines of its log."""
-        return ProcessDiedError(self.why_it_ended(), self._tail)
+        return ProcessDiedError(f"{self._status()}{self._last_words()}", self.why_it_ended())
 
     async def ended(self) -> None:
         """Wait until the child has ended."""
@@ -147,6 +148,9 @@ class Child:
             self._ready.set_result(event)
         elif self._command.on_progress is not None:
             self._command.on_progress(event)
+
+    def _last_words(self) -> str:
+        return "".join(f"\n  {line}" for line in self._tail)
 
 
 def status_in_words(status: int | None) -> str:

@@ -24,6 +24,8 @@ _STAGES = {
     "load": "loading and packing weights",
 }
 """Stage of a progress event → what the bar shows."""
+_ALMOST = 0.999
+"""Shown instead of 1. After 1, rich counts the bar as finished and stops its clock, but another stage may follow."""
 
 
 class _Shown(Protocol):
@@ -71,7 +73,7 @@ class LoadingBar:
     def update(self, stage: str, fraction: float) -> None:
         """Show a stage and the fraction of it that is done."""
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=fraction, stage=_STAGES.get(stage, stage))
+            self._progress.update(self._progress.task_ids[0], completed=min(fraction, _ALMOST), stage=_STAGES.get(stage, stage))
 
     def __enter__(self) -> Self:
         # Imported late, so that the processes already start while rich is imported.

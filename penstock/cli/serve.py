@@ -93,7 +93,7 @@ def serve(
             run_until_stopped(_serve(url, server, model, *words, logs))
         except ProcessDiedError as error:
             # The log above has the last lines of the process.
-            raise ProcessDiedError(f"{error.why}\n{_hint(model)}".rstrip()) from error
+            raise ProcessDiedError(f"{error.why}{_hint(model, error.why)}", error.why) from error
 
 
 def _check_packages() -> None:
@@ -112,8 +112,10 @@ def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[
             raise ConfigError(f"lora: adapter {name}: there is no folder {folder}", param="lora")
 
 
-def _hint(model: str) -> str:
-    return f"instead of the download: {REMEDY}" if model == ON_HUB else ""
+def _hint(model: str, why: str) -> str:
+    """Return what a user may do instead if the demo model could not be downloaded."""
+    is_download = model == ON_HUB and any(word in why for word in ("download", "hub"))
+    return f"; instead of the download: {REMEDY}" if is_download else ""
 
 
 async def _serve(

@@ -7,8 +7,8 @@ import logging
 import time
 from typing import NoReturn
 
-_FIRST_S = 1.5
-_INTERVAL_S = 5.0
+FIRST_S = 1.5
+INTERVAL_S = 5.0
 
 
 class ProgressLog:
@@ -27,8 +27,8 @@ class ProgressLog:
 
     async def run(self) -> NoReturn:
         """Log until canceled."""
-        await asyncio.sleep(_FIRST_S)
+        await asyncio.sleep(FIRST_S)
         while True:
             facts = {"model": self._model, "stage": self._stage, "percent": round(100 * self._fraction)}
             self._log.info("loading", extra=facts | {"elapsed_s": round(time.monotonic() - self._started_s, 1)})
-            await asyncio.sleep(_INTERVAL_S)
+            await asyncio.sleep(INTERVAL_S)

@@ -9,6 +9,7 @@ from celery import Celery
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.task_leases import TaskLeases
 from penstock.producer.batch.tasks import add_tasks
+from penstock.producer.batch.worker_logging import WorkerLogging
 from penstock.runtime.settings import redis_url_of
 
 QUEUE = "penstock-batch"
@@ -21,11 +22,11 @@ _MAX_RESTORE_CHECK_S = 5
 def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
     """Return a Celery application with the batch tasks.
 
-    `redis_url` is the Redis of the job queue, by default $PENSTOCK_REDIS_URL.
+    `redis_url` is the Redis of the job queue; by default it is found as `redis_url_of` does.
     """
     jobs_url = redis_url_of(redis_url)
     url = celery_url(settings.broker_url or jobs_url)
-    app = Celery("penstock", broker=url, backend=url)
+    app = Celery("penstock", broker=url, backend=url, log=f"{WorkerLogging.__module__}:{WorkerLogging.__name__}")
     app.conf.update(_options(settings))
     app.steps["consumer"].add(TaskLeases)
     add_tasks(app, jobs_url, longest_pause_s=settings.visibility_timeout_s / 2)

@@ -114,7 +114,7 @@ def test_command_fails_when_something_must_be_mended(redis_url: str) -> None:
 def test_command_without_redis_names_the_one_it_would_start() -> None:
     done = run_command("doctor")
     assert done.returncode == 0, done.stdout
-    assert "started on demand" in done.stdout
+    assert "which `penstock serve` starts" in done.stdout
 
 
 def test_command_says_when_redis_is_away(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from fakes.command import run_command
 
 import penstock
-from penstock.cli.demo_model import demo_model
+from penstock.cli.demo_model import ON_HUB, default_model, demo_model
 from penstock.cli.main import app, exit_code_of
 from penstock.contract.errors import (
     EXIT_INTERRUPTED,
@@ -22,9 +23,10 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.gateway.settings import GatewaySettings
-from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.settings import NodeSettings, pool_of_model
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.client import ClientSettings
+from penstock.runtime.logging import LogSettings
 from penstock.runtime.settings import KeySettings, RedisSettings, Settings
 
 
@@ -118,6 +120,14 @@ def test_missing_demo_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
         demo_model()
 
 
+def test_without_its_package_the_demo_model_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.files", lambda _: None)
+    assert re.fullmatch(r"QuantFactory/[\w.-]+:SmolLM2-135M-Instruct\.Q4_1\.gguf@[0-9a-f]{40}", default_model())
+    monkeypatch.undo()
+    assert default_model() == str(demo_model())
+    assert pool_of_model(ON_HUB) == pool_of_model(default_model()) == "SmolLM2-135M-Instruct-Q4_1"
+
+
 @pytest.mark.parametrize(("command", "settings"), [("node", NodeSettings), ("gateway", GatewaySettings)])
 def test_every_setting_is_an_option(command: str, settings: type[Settings]) -> None:
     shown = run_command(command, "--help", COLUMNS="250").stdout
@@ -127,7 +137,7 @@ def test_every_setting_is_an_option(command: str, settings: type[Settings]) -> N
 
 
 @pytest.mark.parametrize(
-    "settings", [NodeSettings, GatewaySettings, ClientSettings, CelerySettings, RedisSettings, KeySettings]
+    "settings", [NodeSettings, GatewaySettings, ClientSettings, CelerySettings, RedisSettings, KeySettings, LogSettings]
 )
 def test_every_setting_says_what_it_is_for(settings: type[Settings]) -> None:
     assert [name for name, field in settings.model_fields.items() if not field.description] == []

@@ -28,6 +28,8 @@ from fakes.runners.stale_blocks import logits_over
 from fixtures.plans import Track, logits_alone, plan_of, tokens_of_step
 from fixtures.sampling import rows_of
 
+from penstock.cli import doctor
+from penstock.cli.doctor import check_machine
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
@@ -118,12 +120,13 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 def _other_cpu(monkeypatch: pytest.MonkeyPatch, _tmp_path: Path) -> str:
-    monkeypatch.setattr(native_load, "cpu_flags", frozenset)
-    return "the CPU has neither AVX-512 with BF16 and VNNI nor AVX2"
+    for user in (native_load, doctor):
+        monkeypatch.setattr(user, "cpu_flags", frozenset)
+    return "the CPU has neither AVX2 nor AVX-512 with BF16 and VNNI"
 
 
 @pytest.mark.parametrize("break_it", [_no_compiler, _other_cpu])
-def test_without_kernels_torch_computes_and_a_line_says_why(
+def test_without_kernels_torch_computes_and_one_warning_says_why_and_what_to_do(
     llama: Llama,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -131,10 +134,14 @@ def test_without_kernels_torch_computes_and_a_line_says_why(
     break_it: Callable[[pytest.MonkeyPatch, Path], str],
 ) -> None:
     folder, reason = llama(), break_it(monkeypatch, tmp_path)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         assert _load(folder).arithmetic == "torch-bfloat16"
-    (said,) = [vars(record) for record in caplog.records if "no native kernels" in record.getMessage()]
-    assert re.search(reason, said["reason"])
+    (said,) = [vars(record) for record in caplog.records if "torch computes" in record.getMessage()]
+    assert re.search(reason, said["reason"]) and said["remedy"]
+    # `penstock doctor` says the same of this machine.
+    warnings = [check for check in check_machine() if "torch computes" in check.finding]
+    assert [check.advice for check in warnings] == [said["remedy"]]
+    assert re.search(reason, warnings[0].finding)
     with pytest.raises(ConfigError, match=f"runner native: {reason}"):
         _load(folder, runner="native")
     with pytest.raises(ConfigError, match=r"quantization int8 is not supported: .* the native runner has int8"):
