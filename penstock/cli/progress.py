@@ -73,7 +73,9 @@ class LoadingBar:
     def update(self, stage: str, fraction: float) -> None:
         """Show a stage and the fraction of it that is done."""
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=min(fraction, _ALMOST), stage=_STAGES.get(stage, stage))
+            self._progress.update(
+                self._progress.task_ids[0], completed=min(fraction, _ALMOST), stage=_STAGES.get(stage, stage)
+            )
 
     def __enter__(self) -> Self:
         # Imported late, so that the processes already start while rich is imported.

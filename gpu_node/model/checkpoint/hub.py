@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -84,6 +85,9 @@ def _snapshot(
 ) -> Path:
     from huggingface_hub import snapshot_download
 
+    if logging.getLogger().handlers:
+        # huggingface_hub writes its events to stderr by itself too, in a format of its own.
+        logging.getLogger("huggingface_hub").handlers.clear()
     revision = commit or model.revision
     kinds = {"allow_patterns": names, "ignore_patterns": ignored, "tqdm_class": bar_class}
     return Path(snapshot_download(model.repo_id, revision=revision, **kinds))
@@ -196,5 +200,5 @@ def _errors_in_plain_words(model: HubModel) -> Iterator[None]:
         if constants.HF_HUB_OFFLINE:
             state = f"not complete in the hub's cache, {constants.HF_HUB_CACHE}"
             raise ConfigError(f"model {model} is {state}, and HF_HUB_OFFLINE forbids downloading it") from error
-        reason = re.sub(r"\s+", " ", str(error))[:300]
+        reason = re.sub(r"\s+", " ", str(error))[:300].rstrip(". ")
         raise ConfigError(f"cannot download model {model} from {constants.ENDPOINT}: {reason}") from error
