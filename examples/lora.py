@@ -1,6 +1,6 @@
 """Ask a model and one of its LoRA adapters the same: `python examples/lora.py ADAPTER`.
 
-The node must know the adapter: `penstock node MODEL --lora ADAPTER=/path/to/it`, or `--lora-dir`.
+The node must know the adapter: `penstock serve MODEL --lora ADAPTER=/path/to/it`.
 """
 
 import sys

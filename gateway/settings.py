@@ -19,7 +19,7 @@ class GatewaySettings(Settings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_")
 
     redis_url: str | None = None
-    """URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL."""
+    """URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL, or the Redis of this user's penstock serve."""
     host: str = "127.0.0.1"
     """Address to listen on. The default accepts local connections only."""
     port: int = Field(default=8000, ge=0, le=65535)

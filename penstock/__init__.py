@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from penstock.producer.client import AsyncClient, AsyncJob, Client, ClientSettings, ClientStats, Job
     from penstock.producer.client.request import SubmitOptions
     from penstock.queue.broker.producer import JobStatus, ServedPool
-    from penstock.runtime.settings import KeySettings, RedisSettings
+    from penstock.runtime.logging import LogSettings
+    from penstock.runtime.settings import KeySettings, RedisSettings, redis_url_of
 
 __version__ = "0.1.0"
 
@@ -72,7 +73,8 @@ _HOMES = {
     "penstock.contract.output": ("Choice", "Chunk", "Outcome", "Result", "Usage"),
     "penstock.contract.logprobs": ("Logprob", "TokenLogprobs"),
     "penstock.contract.sampling_options": ("SamplingOptions",),
-    "penstock.runtime.settings": ("KeySettings", "RedisSettings"),
+    "penstock.runtime.logging": ("LogSettings",),
+    "penstock.runtime.settings": ("KeySettings", "RedisSettings", "redis_url_of"),
     "penstock.contract.structured": ("StructuredOutputs",),
     "penstock.contract.tasks": ("Detokenize", "Detokenized", "Embed", "Embedding", "Tokenize", "Tokenized"),
     "penstock.contract.terms": ("Terms",),
@@ -118,6 +120,7 @@ __all__ = [
     "JobFailedError",
     "JobStatus",
     "KeySettings",
+    "LogSettings",
     "Logprob",
     "Message",
     "NodeSettings",
@@ -149,6 +152,7 @@ __all__ = [
     "UnsupportedKindError",
     "Usage",
     "__version__",
+    "redis_url_of",
 ]
 
 

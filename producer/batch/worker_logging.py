@@ -20,4 +20,11 @@ class WorkerLogging(Logging):  # type: ignore[misc]
         formatter = log_formatter(LogSettings.load(), sys.stderr)
         for handler in logger.handlers:
             handler.setFormatter(formatter)
+            handler.addFilter(_without_contents)
         return logger
+
+
+def _without_contents(record: logging.LogRecord) -> bool:
+    """Remove what Celery adds to a task's events: its arguments and its result, which are prompts and completions."""
+    vars(record).pop("data", None)
+    return True

@@ -112,7 +112,7 @@ def test_a_stop_past_its_drain_ends_answers_with_an_error_and_logs_no_traceback(
         ({"PENSTOCK_GATEWAY_PORTT": "1"}, "PENSTOCK_GATEWAY_PORTT"),
         ({"PENSTOCK_GATEWAY_PORT": "no"}, "port"),
         ({"PENSTOCK_GATEWAY_REDIS_URL": "redis://127.0.0.1:1"}, "PENSTOCK_GATEWAY_REDIS_URL"),
-        ({"PENSTOCK_REDIS_URL": ""}, "set PENSTOCK_REDIS_URL"),
+        ({"PENSTOCK_REDIS_URL": ""}, "or PENSTOCK_REDIS_URL"),
     ],
 )
 def test_wrong_settings_are_said_in_one_line(variables, said):
