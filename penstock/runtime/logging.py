@@ -16,6 +16,9 @@ from pythonjsonlogger.json import JsonFormatter
 from penstock.runtime.console_format import NOT_FIELDS, ConsoleFormatter
 from penstock.runtime.settings import Settings
 
+_HTTP_CLIENTS = ("httpx", "httpx2")
+"""Libraries that log each request as an event of level info."""
+
 LogFormat = Literal["console", "json"]
 
 
@@ -43,6 +46,8 @@ def configure_logging(settings: LogSettings, *, prefix: str = "") -> None:
     # Other libraries may log contents of messages as debug events.
     logging.basicConfig(level=max(level, logging.INFO), handlers=[handler])
     logging.getLogger("penstock").setLevel(level)
+    for client in _HTTP_CLIENTS:
+        logging.getLogger(client).setLevel(max(level, logging.WARNING))
 
 
 def log_formatter(settings: LogSettings, stream: TextIO, *, prefix: str = "") -> logging.Formatter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def _snapshot(
     *,
     ignored: list[str] | None = None,
     commit: str | None = None,
-    bar_class: Any = None,
+    bar_class: type[Any] | None = None,
 ) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -89,7 +90,7 @@ def _snapshot(
         # huggingface_hub writes its events to stderr by itself too, in a format of its own.
         logging.getLogger("huggingface_hub").handlers.clear()
     revision = commit or model.revision
-    kinds = {"allow_patterns": names, "ignore_patterns": ignored, "tqdm_class": bar_class}
+    kinds = {"allow_patterns": names, "ignore_patterns": ignored, "tqdm_class": bar_class or _bar_class(0, lambda _: None)}
     return Path(snapshot_download(model.repo_id, revision=revision, **kinds))
 
 
@@ -151,7 +152,7 @@ def _listed(names: Mapping[str, int] | list[str], ending: str) -> str:
 def _bar_class(num_bytes: int, progress: Progress) -> type[Any]:
     """Return a subclass of huggingface_hub's progress bar that also reports downloaded bytes to `progress`.
 
-    num_bytes: the bytes to download in total.
+    num_bytes: the bytes to download in total. Bars show on terminals only, so that they fill no logs.
     """
     from huggingface_hub.utils.tqdm import tqdm
 
@@ -163,6 +164,7 @@ def _bar_class(num_bytes: int, progress: Progress) -> type[Any]:
 
         def __init__(self, *args: Any, name: str | None = None, **kwargs: Any) -> None:
             self._counts = name == _BYTES_WRITTEN
+            kwargs["disable"] = kwargs.get("disable") or not sys.stderr.isatty()
             super().__init__(*args, name=name, **kwargs)
 
         def update(self, n: float | None = 1) -> bool | None:
