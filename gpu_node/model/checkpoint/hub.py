@@ -90,7 +90,8 @@ def _snapshot(
         # huggingface_hub writes its events to stderr by itself too, in a format of its own.
         logging.getLogger("huggingface_hub").handlers.clear()
     revision = commit or model.revision
-    kinds = {"allow_patterns": names, "ignore_patterns": ignored, "tqdm_class": bar_class or _bar_class(0, lambda _: None)}
+    bar_class = bar_class or _bar_class(0, lambda _: None)
+    kinds = {"allow_patterns": names, "ignore_patterns": ignored, "tqdm_class": bar_class}
     return Path(snapshot_download(model.repo_id, revision=revision, **kinds))
 
 
