@@ -82,7 +82,7 @@ def _snapshot(
     *,
     ignored: list[str] | None = None,
     commit: str | None = None,
-    bar_class: type[Any] | None = None,
+    bar_class: Any = None,
 ) -> Path:
     from huggingface_hub import snapshot_download
 
