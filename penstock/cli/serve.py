@@ -100,7 +100,7 @@ def _check_packages() -> None:
     """Raise ConfigError if a package is missing that the node or the gateway needs."""
     missing = [check.finding for check in check_extras(("node", "gateway")) if check.level != "ok"]
     if missing:
-        raise ConfigError(f"packages are missing: {'; '.join(missing)}: pip install 'penstock[all]'")
+        raise ConfigError(f"packages are missing: pip install 'penstock[all]' ({'; '.join(missing)})")
 
 
 def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[str, Any]) -> None:

@@ -100,4 +100,4 @@ def test_missing_packages_are_named_before_anything_starts(monkeypatch: pytest.M
     monkeypatch.setattr("penstock.cli.doctor._version_of", lambda name: None if name == "torch" else "1")
     done = run_command("serve", "m")
     assert done.returncode == 2
-    assert done.stderr == "penstock: packages are missing: [node] lacks torch: pip install 'penstock[all]'\n"
+    assert done.stderr == "penstock: packages are missing: pip install 'penstock[all]' ([node] lacks torch)\n"
