@@ -181,7 +181,7 @@ def _log_variables(logs: LogSettings) -> dict[str, str]:
 
 def _say_start(model: str, redis_url: str, server: EmbeddedRedis | RunningRedis | None) -> None:
     if isinstance(server, RunningRedis):
-        log.warning("joins the Redis of another penstock serve, and loses it when that one ends", extra=asdict(server))
+        log.warning("joins the Redis of another penstock serve", extra=asdict(server))
     if model == ON_HUB:
         facts = {"size_mb": SIZE_MB, "package": PACKAGE}
         log.info("the demo model's package is not installed; the model comes from the hub", extra=facts)
