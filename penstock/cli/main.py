@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from penstock import __version__
 from penstock.cli import audit, batch, dead, demo, doctor, gateway, jobs, node, pools, serve, submit
+from penstock.cli.bench import commands as bench
 from penstock.cli.exit_codes import exit_code_of as exit_code_of
 from penstock.cli.keys import commands as keys
 from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError
@@ -72,3 +73,4 @@ app.add_typer(pools.app, name="pools")
 app.add_typer(keys.app, name="keys")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(dead.app, name="dead")
+app.add_typer(bench.app, name="bench")

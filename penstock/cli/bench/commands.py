@@ -1,0 +1,73 @@
+"""`penstock bench serve`: put load on a server with OpenAI's API, and print what its answers took."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import BaseModel, ValidationError
+
+from penstock.cli.bench.options import LimitOptions, OutputOptions, ServerOptions, WorkloadOptions
+from penstock.cli.options import options_of, takes
+from penstock.contract.errors import ConfigError
+from penstock.contract.problems import request_error
+
+Options = TypeVar("Options", bound=BaseModel)
+EXIT_ALL_FAILED = 1
+_PANELS: dict[type[BaseModel], str] = {
+    ServerOptions: "Server",
+    WorkloadOptions: "Arrivals, prompts and answers",
+    LimitOptions: "Limits of the load",
+    OutputOptions: "Figures and files",
+}
+_FLAGS = {"ignore_eos": ("--ignore-eos",)}
+_ALL = [
+    option
+    for model, panel in _PANELS.items()
+    for option in options_of(model, flags=_FLAGS, panels=dict.fromkeys(model.model_fields, panel))
+]
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure a server under load."""
+
+
+@app.command(no_args_is_help=False)
+@takes(*_ALL)
+def serve(
+    more_goodput: Annotated[list[str] | None, typer.Argument(metavar="[METRIC:MS]", hidden=True)] = None, **given: Any
+) -> None:
+    """Put load on any server with OpenAI's API, and print the latencies and rates of its streams.
+
+    A request is sent when it is due, even if earlier ones are not answered yet. Its times count from its sending.
+    Prompts are random words. Two short requests before the load show how many tokens a word has.
+    """
+    # As in vLLM, `--goodput` may have several words after it.
+    given["goodput"] = [*(given["goodput"] or ()), *(more_goodput or ())]
+    given["api_key"] = given["api_key"] or os.environ.get("OPENAI_API_KEY")
+    server, workload = _made(ServerOptions, given), _made(WorkloadOptions, given)
+    limits, output = _made(LimitOptions, given), _made(OutputOptions, given)
+    try:
+        import httptools  # noqa: F401  only whether it is there
+        import uvloop
+    except ImportError as error:
+        raise ConfigError("bench serve needs the gateway's packages: pip install 'penstock[gateway]'") from error
+    from penstock.cli.bench.session import Session
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        num_completed = runner.run(Session(server, workload, limits, output).run())
+    if not num_completed:
+        raise typer.Exit(EXIT_ALL_FAILED)
+
+
+def _made(model: type[Options], given: dict[str, Any]) -> Options:
+    """Return the options of one model among those given. Raises RequestError."""
+    try:
+        return model(**{name: given[name] for name in model.model_fields if given[name] is not None})
+    except ValidationError as error:
+        raise request_error(error) from error
