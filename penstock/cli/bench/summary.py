@@ -14,6 +14,8 @@ from penstock.cli.bench.records import RequestRecord
 _MANY_TOKENS_PER_EVENT = 1.05
 _MAX_LATENESS_MS = 10.0
 _MAX_CPU_SHARE = 0.8
+_SHORT_S = 1.0
+"""A shorter load is mostly its own start."""
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -90,7 +92,7 @@ def notes_of(measured: Measured, summary: Mapping[str, Any]) -> list[str]:
     lateness_ms = values_ms((), measured.records)["lateness"]
     if lateness_ms and (late_ms := percentile(lateness_ms, 99)) > _MAX_LATENESS_MS:
         found.append(f"The load generator was late: 1 % of the requests were sent {late_ms:.0f} ms late or more.")
-    if (share := summary["client_cpu_share"]) > _MAX_CPU_SHARE:
+    if measured.duration_s > _SHORT_S and (share := summary["client_cpu_share"]) > _MAX_CPU_SHARE:
         found.append(f"The load generator used {share:.0%} of a core: it may be the bottleneck.")
     return found
 
