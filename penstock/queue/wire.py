@@ -16,6 +16,7 @@ from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import InvariantError, UnsupportedKindError
 from penstock.contract.job import Job, Message, SamplingParams, TokenId
 from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, Usage
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.problems import problem_of
 from penstock.contract.tasks import GENERATE, KINDS, Task
 from penstock.contract.template_kwargs import TemplateKwargs
@@ -73,6 +74,10 @@ class NodePressure(EngineLoad):
 
     node_id: str
     num_jobs: int = 0
+    jobs_by_class: tuple[int, ...] = (0,) * NUM_PRIORITIES
+    """Number of held jobs per class, most urgent first."""
+    jobs_by_tenant: dict[str, int] = field(default_factory=dict)
+    """Number of held jobs of the tenants with the most."""
     max_num_seqs: int = 0
     kv_tokens_available: int = 0
     """KV tokens that taken jobs neither use now nor are expected to need later."""
