@@ -12,7 +12,12 @@ from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
 
 
 def engine_stats(
-    memory: KvCacheManager, scheduler: Scheduler, timings: StepTimings, grammars: GrammarCounts, block_size: int
+    memory: KvCacheManager,
+    scheduler: Scheduler,
+    timings: StepTimings,
+    grammars: GrammarCounts,
+    block_size: int,
+    arithmetic: str,
 ) -> EngineStats:
     """Return a snapshot of memory, queues and counters."""
     device, host, hits = memory.device, memory.host, scheduler.prefix_hits
@@ -40,6 +45,7 @@ def engine_stats(
         drafted_tokens=scheduler.drafts.num_drafted,
         accepted_tokens=scheduler.drafts.num_accepted,
         max_step_tokens=scheduler.max_step_tokens,
+        arithmetic=arithmetic,
         **timings.stats(),
         **asdict(grammars),
     )
