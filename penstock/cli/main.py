@@ -14,6 +14,7 @@ from penstock.cli import audit, batch, dead, demo, doctor, gateway, jobs, node, 
 from penstock.cli.bench import commands as bench
 from penstock.cli.exit_codes import exit_code_of as exit_code_of
 from penstock.cli.keys import commands as keys
+from penstock.cli.top import commands as top
 from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError
 
 
@@ -73,4 +74,5 @@ app.add_typer(pools.app, name="pools")
 app.add_typer(keys.app, name="keys")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(dead.app, name="dead")
+app.command()(top.top)
 app.add_typer(bench.app, name="bench")

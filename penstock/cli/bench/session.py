@@ -90,14 +90,14 @@ class Session:
         records, output = measured.records, self.output
         summary = summary_of(measured, output.limits_ms, output.percentiles)
         notes = [*notes, *notes_of(measured, summary)]
-        title = f"{target.model} at {self.server.base_url}: {len(records)} requests, {_arrivals_text(self.workload)}"
+        load = f"{self.server.base_url} · {len(records)} requests, {_arrivals_text(self.workload)}"
         if output.output_json != TO_STDOUT:
-            print_result(Console(), title, summary, output.percentiles, notes, output.limits_ms)
+            print_result(Console(), target.model, load, summary, output.percentiles, notes, output.limits_ms)
         if output.output_json is not None:
             text = json.dumps(self._document(target, measured, summary, notes), indent=1, allow_nan=False)
             _write(output.output_json, text)
         if output.plot is not None:
-            write_plot(output.plot, title, records)
+            write_plot(output.plot, f"{target.model} at {load}", records)
 
     def _document(
         self, target: Target, measured: Measured, summary: dict[str, Any], notes: list[str]

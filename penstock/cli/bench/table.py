@@ -25,18 +25,19 @@ _LATENCIES = {
 
 def print_result(
     console: Console,
-    title: str,
+    model: str,
+    load: str,
     summary: Mapping[str, Any],
     percentiles: Sequence[float],
     notes: Sequence[str],
     limits: Mapping[str, float],
 ) -> None:
     """Print counts, rates, latencies, failures and notes."""
-    parts: list[Any] = [_rates(summary, limits), Text(), _latencies(summary, percentiles)]
+    parts: list[Any] = [Text(load, "dim"), _rates(summary, limits), _latencies(summary, percentiles)]
     if summary["failures"]:
-        parts += [Text(), _failures(summary["failures"])]
+        parts.append(_failures(summary["failures"]))
     parts += [Text(note, "yellow") for note in notes]
-    console.print(Panel(Group(*parts), title=title, title_align="left", expand=False, padding=(0, 1)))
+    console.print(Panel(Group(*parts), title=Text(model), title_align="left", expand=False, padding=(0, 1)))
 
 
 def _rates(summary: Mapping[str, Any], limits: Mapping[str, float]) -> Table:
