@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from inspect import Parameter
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -23,11 +24,15 @@ _PANELS: dict[type[BaseModel], str] = {
     OutputOptions: "Figures and files",
 }
 _FLAGS = {"ignore_eos": ("--ignore-eos",)}
-_ALL = [
-    option
-    for model, panel in _PANELS.items()
-    for option in options_of(model, flags=_FLAGS, panels=dict.fromkeys(model.model_fields, panel))
-]
+
+
+def _with_panel(options: list[Parameter], panel: str) -> list[Parameter]:
+    for option in options:
+        option.annotation.__metadata__[0].rich_help_panel = panel
+    return options
+
+
+_ALL = [option for model, panel in _PANELS.items() for option in _with_panel(options_of(model, flags=_FLAGS), panel)]
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -37,21 +42,29 @@ def bench() -> None:
     """Measure a server under load."""
 
 
-@app.command(no_args_is_help=False)
+@app.command()
 @takes(*_ALL)
 def serve(
-    more_goodput: Annotated[list[str] | None, typer.Argument(metavar="[METRIC:MS]", hidden=True)] = None, **given: Any
+    limits: Annotated[
+        list[str] | None, typer.Argument(help="Further limits of --goodput: `--goodput ttft:200 tpot:50`.")
+    ] = None,
+    **given: Any,
 ) -> None:
     """Put load on any server with OpenAI's API, and print the latencies and rates of its streams.
 
     A request is sent when it is due, even if earlier ones are not answered yet. Its times count from its sending.
     Prompts are random words. Two short requests before the load show how many tokens a word has.
+
+    Examples:
+        penstock bench serve --request-rate 4 --num-prompts 200
+        penstock bench serve --base-url http://gpu-1:8000 --goodput ttft:200 tpot:50
+        penstock bench serve --trace trace.jsonl --plot load.svg
     """
     # As in vLLM, `--goodput` may have several words after it.
-    given["goodput"] = [*(given["goodput"] or ()), *(more_goodput or ())]
+    given["goodput"] = [*(given["goodput"] or ()), *(limits or ())]
     given["api_key"] = given["api_key"] or os.environ.get("OPENAI_API_KEY")
     server, workload = _made(ServerOptions, given), _made(WorkloadOptions, given)
-    limits, output = _made(LimitOptions, given), _made(OutputOptions, given)
+    bounds, output = _made(LimitOptions, given), _made(OutputOptions, given)
     try:
         import httptools  # noqa: F401  only whether it is there
         import uvloop
@@ -60,7 +73,7 @@ def serve(
     from penstock.cli.bench.session import Session
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        num_completed = runner.run(Session(server, workload, limits, output).run())
+        num_completed = runner.run(Session(server, workload, bounds, output).run())
     if not num_completed:
         raise typer.Exit(EXIT_ALL_FAILED)
 

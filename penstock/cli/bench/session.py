@@ -91,6 +91,7 @@ class Session:
         summary = summary_of(measured, output.limits_ms, output.percentiles)
         notes = [*notes, *notes_of(measured, summary)]
         load = f"{self.server.base_url} · {len(records)} requests, {_arrivals_text(self.workload)}"
+        load += f", at most {limit} open" if (limit := self.limits.max_concurrency) else ""
         if output.output_json != TO_STDOUT:
             print_result(Console(), target.model, load, summary, output.percentiles, notes, output.limits_ms)
         if output.output_json is not None:

@@ -32,6 +32,11 @@ def top(
     """Show what pools, nodes and tenants do: KV blocks, running and waiting jobs, tokens per second, and takeovers.
 
     Keys: q quits, s sorts by the next column, p shows the next pool alone. Without a terminal, one view is printed.
+
+    Examples:
+        penstock top
+        penstock top --json
+        penstock top --once --sort kv
     """
     asyncio.run(_top(redis_url_of(redis_url), pool, sort, interval, once=once, as_json=as_json))
 

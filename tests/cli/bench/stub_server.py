@@ -1,4 +1,4 @@
-"""A server with OpenAI's streams whose every delay, token count and fault is known: the measure of the load generator."""
+"""A server with OpenAI's streams whose every delay, token count and fault is known."""
 
 from __future__ import annotations
 

@@ -320,7 +320,8 @@ def test_the_document_has_vllms_keys(tmp_path: Path):
 def test_wrong_options_are_refused_by_name(arguments, message):
     done = run_command("bench", "serve", "--base-url", "http://127.0.0.1:9", *arguments)
     assert done.returncode == 2
-    assert message in done.stderr
+    # An error may name the field or its option.
+    assert message.replace("-", "_") in done.stderr.replace("-", "_")
 
 
 @pytest.mark.parametrize(
