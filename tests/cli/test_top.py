@@ -59,7 +59,7 @@ def test_a_view_of_80_columns_has_nodes_classes_and_tenants(busy):
     shown = top(busy, "--once", COLUMNS="80").stdout
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0].endswith("1 pool, 1 live node")
+    assert lines[0].endswith("1 pool, 1 node")
     assert "…" not in "".join(line for line in lines if line.startswith(("node", "class")))
     (header,) = (line for line in lines if line.startswith("node "))
     assert header.split() == ["node", "state", "KV", "used", "run", "wait", "in/s", "out/s", "batch", "step"]
@@ -195,11 +195,11 @@ def test_keys_sort_and_quit_on_a_terminal(busy):
     command = [sys.executable, "-m", "penstock", "top", "--interval", "0.2"]
     with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=env) as process:
         try:
-            assert "sort: node" in read_until(leader, "p pool: all")
+            assert "sort (node)" in read_until(leader, "pool (all)")
             os.write(leader, b"s")
-            read_until(leader, "sort: state")
+            read_until(leader, "sort (state)")
             os.write(leader, b"p")
-            read_until(leader, "p pool: m")
+            read_until(leader, "pool (m)")
             os.write(leader, b"q")
             read_until(leader, "\x1b[?1049l")
             assert process.wait(10) == 0

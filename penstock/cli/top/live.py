@@ -77,7 +77,7 @@ class LiveView:
             return
         pools = tuple(pool for pool in self._frame.pools if self._only in (None, pool.pool))
         shown = Frame(self._frame.time_ms, pools, self._frame.num_pools_left_out)
-        head = self._problem or f"q quit · s sort: {self.sort} · p pool: {self._only or 'all'}"
+        head = self._problem or f"q: quit  s: sort ({self.sort})  p: pool ({self._only or 'all'})"
         lines = self.console.height
         live.update(screen_of(shown, self.console, sort=self.sort, max_lines=lines, head=head), refresh=True)
 

@@ -16,6 +16,7 @@ from penstock.contract.priority import Priority
 from penstock.queue.broker.pool_activity import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.pool_activity import LiveNode, PoolActivity
+from penstock.queue.wire import NodePressure
 
 MAX_POOLS = 16
 MAX_TENANTS = 8
@@ -24,6 +25,9 @@ SILENT_MS = 5_000
 DEAD_SHOWN_S = 60.0
 """How long a dead node stays in view."""
 _MIN_INTERVAL_S = 0.2
+"""Least time between two heartbeats. A late read would make it look shorter, and a rate too high."""
+_QUIET_S = 4.0
+"""A busy node without progress keeps its last rate for this time: its next heartbeat may be about to come."""
 
 
 @dataclass(slots=True)
@@ -35,6 +39,11 @@ class _Seen:
     tokens_in: int
     tokens_out: int
     gone_s: float | None = None
+
+    def has_same_counters(self, pressure: NodePressure) -> bool:
+        """Whether the node reports what it reported before."""
+        counters = (pressure.prefill_tokens, pressure.decode_tokens)
+        return self.gone_s is None and counters == (self.tokens_in, self.tokens_out)
 
 
 class FrameReader:
@@ -72,8 +81,9 @@ class FrameReader:
     def _row_of(self, pool: str, node: LiveNode, now_s: float) -> NodeRow:
         pressure, key = node.pressure, (pool, node.pressure.node_id)
         heartbeat_s, seen = now_s - node.silent_ms / 1000, self._seen.get(key)
-        if seen is not None and seen.gone_s is None and heartbeat_s - seen.heartbeat_s < _MIN_INTERVAL_S:
-            rates = (seen.row.tokens_in_per_s, seen.row.tokens_out_per_s)
+        if seen is not None and seen.has_same_counters(pressure) and heartbeat_s - seen.heartbeat_s < _QUIET_S:
+            is_idle = not pressure.num_running
+            rates = (0.0, 0.0) if is_idle else (seen.row.tokens_in_per_s, seen.row.tokens_out_per_s)
             counters = (seen.heartbeat_s, seen.tokens_in, seen.tokens_out)
         else:
             rates = _rates(seen, node, heartbeat_s)
@@ -127,7 +137,7 @@ def _rates(seen: _Seen | None, node: LiveNode, heartbeat_s: float) -> tuple[floa
     """Return tokens per second, in and out: between two heartbeats, or as the node reports its speed."""
     pressure = node.pressure
     if seen is not None and seen.gone_s is None and pressure.decode_tokens >= seen.tokens_out:
-        elapsed_s = heartbeat_s - seen.heartbeat_s
+        elapsed_s = max(_MIN_INTERVAL_S, heartbeat_s - seen.heartbeat_s)
         gained = pressure.prefill_tokens - seen.tokens_in, pressure.decode_tokens - seen.tokens_out
         return gained[0] / elapsed_s, gained[1] / elapsed_s
     if not pressure.num_running:

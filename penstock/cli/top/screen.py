@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -53,13 +54,13 @@ def screen_of(
 def _head(frame: Frame, head: str) -> Text:
     at = datetime.fromtimestamp(frame.time_ms / 1000).astimezone()
     num_alive = sum(pool.num_alive for pool in frame.pools)
-    counts = f"{_counted(len(frame.pools), 'pool')}, {_counted(num_alive, 'live node')}"
+    counts = f"{_counted(len(frame.pools), 'pool')}, {_counted(num_alive, 'node')}"
     text = Text.assemble(("penstock top", "bold"), f"  {at:%H:%M:%S}  {counts}", no_wrap=True, overflow="ellipsis")
     return text.append(f"  {head}", "dim") if head else text
 
 
 def _pool(pool: PoolFrame, sort: SortKey, is_wide: bool, lines: int | None) -> list[RenderableType]:
-    tenants, events = list(pool.tenants), list(pool.events)[-(6 if is_wide else 4) :]
+    events = _event_lines(pool.events)[: 6 if is_wide else 4]
     nodes = sorted_nodes(pool.nodes, sort)
     num_hidden = 0
     if lines is not None:
@@ -72,10 +73,9 @@ def _pool(pool: PoolFrame, sort: SortKey, is_wide: bool, lines: int | None) -> l
         parts.append(Text(f"  {_counted(num_hidden, 'more node')}", "dim"))
     parts += [Text(f"  {node.node_id}: {node.reason}", _STYLES[node.state]) for node in nodes if node.reason]
     below = Table.grid(padding=(0, 4))
-    below.add_row(_class_table(pool), *([_tenant_table(pool)] if tenants else []))
+    below.add_row(_class_table(pool), *([_tenant_table(pool)] if pool.tenants else []))
     parts.append(below)
-    parts += [_event(event) for event in reversed(events)]
-    return parts
+    return [*parts, *events]
 
 
 def _title(pool: PoolFrame) -> Text:
@@ -87,7 +87,7 @@ def _title(pool: PoolFrame) -> Text:
 
 def _summary(pool: PoolFrame) -> Text:
     rates = f"{pool.total('tokens_in_per_s'):,.0f} in, {pool.total('tokens_out_per_s'):,.0f} out tokens/s"
-    parts = [_counted(pool.num_alive, "live node"), f"{_counted(int(pool.total('num_jobs')), 'job')} on nodes"]
+    parts = [_counted(pool.num_alive, "live node"), f"{pool.total('num_jobs'):,.0f} running"]
     parts += [f"{pool.num_waiting:,} queued", rates]
     if takeovers := pool.counts.get("takeovers", 0):
         parts.append(_counted(takeovers, "takeover"))
@@ -161,7 +161,18 @@ def _small_table(first: str, *names: str) -> Table:
     return table
 
 
-def _event(event: PoolEvent) -> Text:
+def _event_lines(events: Sequence[PoolEvent]) -> list[Text]:
+    """Return a line for each event, newest first. Jobs that one node took over from another share a line."""
+    found = []
+    for _, group in groupby(
+        reversed(events), key=lambda event: (event.kind, event.node_id, event.source, event.reason)
+    ):
+        newest, *others = group
+        found.append(_event_line(newest, len(others)))
+    return found
+
+
+def _event_line(event: PoolEvent, num_others: int) -> Text:
     at = datetime.fromtimestamp(event.at_ms / 1000).astimezone()
     words = [_EVENT_NAMES.get(event.kind, event.kind), event.node_id]
     if event.source:
@@ -169,7 +180,7 @@ def _event(event: PoolEvent) -> Text:
     if event.reason:
         words.append(f"({event.reason})")
     if event.job_id:
-        words.append(f"job …{event.job_id[-12:]}")
+        words.append(f"{num_others + 1} jobs" if num_others else f"job …{event.job_id[-12:]}")
     text = Text(no_wrap=True, overflow="ellipsis").append(f"{at:%H:%M:%S} ", "dim")
     return text.append(" ".join(words), _EVENT_STYLES.get(event.kind, ""))
 
