@@ -16,7 +16,6 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.problems import request_error
 
 Options = TypeVar("Options", bound=BaseModel)
-EXIT_ALL_FAILED = 1
 _PANELS: dict[type[BaseModel], str] = {
     ServerOptions: "Server",
     WorkloadOptions: "Arrivals, prompts and answers",
@@ -54,6 +53,7 @@ def serve(
 
     A request is sent when it is due, even if earlier ones are not answered yet. Its times count from its sending.
     Prompts are random words. Two short requests before the load show how many tokens a word has.
+    Ctrl-C ends the load early and shows the result so far.
 
     Examples:
         penstock bench serve --request-rate 4 --num-prompts 200
@@ -73,9 +73,8 @@ def serve(
     from penstock.cli.bench.session import Session
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        num_completed = runner.run(Session(server, workload, bounds, output).run())
-    if not num_completed:
-        raise typer.Exit(EXIT_ALL_FAILED)
+        status = runner.run(Session(server, workload, bounds, output).run())
+    raise typer.Exit(status)
 
 
 def _made(model: type[Options], given: dict[str, Any]) -> Options:

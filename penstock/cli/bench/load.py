@@ -23,6 +23,8 @@ class Measured:
     duration_s: float
     client_cpu_s: float
     """CPU time of this process during the load."""
+    num_unfinished: int = 0
+    """Requests that Ctrl-C left without an end. They are not among the records."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +39,28 @@ class Load:
     limits: LimitOptions
 
     async def run(self, plan: Sequence[PlannedRequest], on_end: Callable[[RequestRecord], None]) -> Measured:
-        """Run the whole plan, and call `on_end` after each request."""
+        """Run the whole plan, and call `on_end` after each request. Ctrl-C ends it early."""
         bodies = [self.target.request(planned.prompt, planned.max_tokens) for planned in plan]
         slots = asyncio.Semaphore(self.limits.max_concurrency) if self.limits.max_concurrency else None
         records: list[RequestRecord] = []
         start_cpu_s, start_s = time.process_time(), time.perf_counter()
-        async with asyncio.TaskGroup() as tasks:
-            for planned, body in zip(plan, bodies, strict=True):
-                wait_s = start_s + planned.due_s - time.perf_counter()
-                if wait_s > 0:
-                    await asyncio.sleep(wait_s)
-                record = RequestRecord(planned.due_s)
-                records.append(record)
-                tasks.create_task(self._send(body, record, slots, start_s, on_end))
-        duration_s = time.perf_counter() - start_s
-        sent = tuple(record for record in records if record.sent_s)
-        return Measured(sent, duration_s, time.process_time() - start_cpu_s)
+        num_unfinished = 0
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for planned, body in zip(plan, bodies, strict=True):
+                    wait_s = start_s + planned.due_s - time.perf_counter()
+                    if wait_s > 0:
+                        await asyncio.sleep(wait_s)
+                    record = RequestRecord(planned.due_s)
+                    records.append(record)
+                    tasks.create_task(self._send(body, record, slots, start_s, on_end))
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+            num_unfinished = len(plan) - sum(record.is_over for record in records)
+        duration_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+        over = tuple(record for record in records if record.is_over)
+        return Measured(over, duration_s, cpu_s, num_unfinished)
 
     async def _send(
         self,
@@ -72,4 +80,5 @@ class Load:
                 return
             record.sent_s = now_s
             await self.connections.exchange(body, AnswerReader(record), start_s, self.limits.request_timeout)
+            record.is_over = True
             on_end(record)

@@ -36,6 +36,8 @@ class RequestRecord:
     prompt_tokens: int | None = None
     usage_tokens: int | None = None
     """Tokens of the answer by the server's usage; None if it reported none."""
+    is_over: bool = False
+    """Whether it was answered or failed; not while it runs, and not if it never started."""
     finish_reason: str = ""
     error: str = ""
     """Why the request failed, in words that are the same for all failures of a kind."""

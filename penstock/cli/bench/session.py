@@ -23,10 +23,12 @@ from penstock.cli.bench.records import PlannedRequest
 from penstock.cli.bench.summary import arrays_of, notes_of, summary_of
 from penstock.cli.bench.table import print_result
 from penstock.cli.bench.target import Target, first_model, path_of, probed
-from penstock.contract.errors import RequestError
+from penstock.cli.exit_codes import EXIT_FAILED
+from penstock.contract.errors import EXIT_INTERRUPTED, RequestError
 
 WARMUP_CONCURRENCY = 16
 TO_STDOUT = "-"
+EXIT_DONE = 0
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Session:
     output: OutputOptions
 
     async def run(self) -> int:
-        """Probe the server, send the load, show the result, and return the number of completed requests."""
+        """Probe the server, send the load, show the result, and return the exit status."""
         if self.output.plot is not None:
             check_matplotlib()
         _raise_file_limit()
@@ -57,7 +59,9 @@ class Session:
         finally:
             connections.close()
         self._show(target, measured, notes)
-        return sum(not record.error for record in measured.records)
+        if measured.num_unfinished:
+            return EXIT_INTERRUPTED
+        return EXIT_DONE if any(not record.error for record in measured.records) else EXIT_FAILED
 
     async def _target(self, connections: Connections) -> Target:
         path = path_of(self.server.endpoint)

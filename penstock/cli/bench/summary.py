@@ -84,6 +84,8 @@ def summary_of(measured: Measured, goodput: Mapping[str, float], percentiles: Se
 def notes_of(measured: Measured, summary: Mapping[str, Any]) -> list[str]:
     """Return how tokens were counted, and whether the load generator was the bottleneck."""
     found = []
+    if measured.num_unfinished:
+        found.append(f"Interrupted: {measured.num_unfinished} requests that were not answered yet are left out.")
     if num_estimated := summary["completed"] - summary["num_with_usage"]:
         found.append(f"{num_estimated} answers came without usage: their tokens are counted as events with text.")
     per_event = summary["tokens_per_event"]
