@@ -15,7 +15,6 @@ from penstock.gpu_node.monitor.snapshot import NodeSnapshot
 from penstock.gpu_node.outbox import Outbox
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.wire import NodePressure
-from penstock.runtime.process_memory import resident_bytes
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +132,6 @@ class Heartbeat:
             preemptions_per_s=self._preemptions.update(stats.num_preemptions, now_s),
             num_steps=stats.steps,
             mean_batch=decode_per_s / steps_per_s if steps_per_s else 0.0,
-            process_bytes=resident_bytes(),
             draining=self.draining,
             predicted_outputs=snapshot.predicted_outputs,
             troubles=self._health.look(self._health_sample(snapshot, now_s)),

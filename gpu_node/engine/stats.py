@@ -9,6 +9,7 @@ from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
+from penstock.runtime.process_memory import resident_bytes
 
 
 def engine_stats(
@@ -45,6 +46,7 @@ def engine_stats(
         drafted_tokens=scheduler.drafts.num_drafted,
         accepted_tokens=scheduler.drafts.num_accepted,
         max_step_tokens=scheduler.max_step_tokens,
+        process_bytes=resident_bytes(),
         arithmetic=arithmetic,
         **timings.stats(),
         **asdict(grammars),

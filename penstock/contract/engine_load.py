@@ -58,5 +58,7 @@ class EngineLoad:
     """Failed steps that ran out of memory."""
     max_step_tokens: int = 0
     """Largest number of tokens in a step; below the configured limit after a step ran out of memory."""
+    process_bytes: int = 0
+    """Physical memory of the engine's process."""
     arithmetic: str = ""
     """The runner and the formats of weights and KV cache with which it computes."""

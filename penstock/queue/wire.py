@@ -91,8 +91,6 @@ class NodePressure(EngineLoad):
     """Sequences per step, over the steps since the last record."""
     max_model_len: int = 0
     revision: str = ""
-    process_bytes: int = 0
-    """Resident memory of the node's process."""
     draining: bool = False
     predicted_outputs: tuple[tuple[int, int, int], ...] = ()
     """(bit length of prompt tokens, bit length of max_tokens, output tokens that 9 of 10 such choices stay within)."""

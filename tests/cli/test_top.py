@@ -55,7 +55,7 @@ def busy(redis_url: str) -> Iterator[str]:
         yield redis_url
 
 
-def test_a_view_of_80_columns_has_nodes_classes_and_tenants(busy):
+def test_a_view_of_80_columns_has_nodes_classes_and_tenants(busy: str) -> None:
     shown = top(busy, "--once", COLUMNS="80").stdout
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
@@ -70,7 +70,7 @@ def test_a_view_of_80_columns_has_nodes_classes_and_tenants(busy):
     assert "node joined" in shown
 
 
-def test_a_wide_view_has_more_columns(busy):
+def test_a_wide_view_has_more_columns(busy: str) -> None:
     lines = top(busy, "--once", COLUMNS="140").stdout.splitlines()
     (header,) = (line for line in lines if line.startswith("node "))
     assert header.split()[-4:] == ["p99", "preempt", "used+cached/blocks", "memory"]
@@ -78,7 +78,7 @@ def test_a_wide_view_has_more_columns(busy):
     assert re.search(r" \d+M$", lines[lines.index(header) + 1])
 
 
-def test_json_has_every_number_of_the_view(busy):
+def test_json_has_every_number_of_the_view(busy: str) -> None:
     frame = frame_of(busy)
     assert frame.keys() == {"time_ms", "pools", "num_pools_left_out"}
     (pool,) = frame["pools"]
@@ -99,7 +99,7 @@ def test_json_has_every_number_of_the_view(busy):
     assert pool["counts"]["submitted"] == 4
 
 
-def test_a_killed_node_is_shown_as_dead_and_its_jobs_as_taken_over(redis_url):
+def test_a_killed_node_is_shown_as_dead_and_its_jobs_as_taken_over(redis_url: str) -> None:
     with node_process(redis_url) as first, Client(redis_url) as client:
         client.submit("Once upon a time", max_tokens=2000)
         wait_for(redis_url, lambda pool: pool["totals"]["num_running"] == 1)
@@ -130,7 +130,7 @@ def wait_for(redis_url: str, reached: Any) -> dict[str, Any]:
         time.sleep(0.2)
 
 
-async def test_a_node_that_falls_silent_is_dead_although_no_process_sweeps(redis: Redis):
+async def test_a_node_that_falls_silent_is_dead_although_no_process_sweeps(redis: Redis) -> None:
     queue = Queue(redis)
     node = await queue.node("n1")
     reader = FrameReader(ActivityBroker(redis), ProducerBroker(redis))
@@ -141,7 +141,7 @@ async def test_a_node_that_falls_silent_is_dead_although_no_process_sweeps(redis
     assert (row.state, row.reason[:10]) == ("dead", "silent for")
 
 
-async def test_rates_are_those_between_two_heartbeats(redis: Redis):
+async def test_rates_are_those_between_two_heartbeats(redis: Redis) -> None:
     queue = Queue(redis)
     node = await queue.node("n1")
     reader = FrameReader(ActivityBroker(redis), ProducerBroker(redis))
@@ -162,7 +162,7 @@ async def test_rates_are_those_between_two_heartbeats(redis: Redis):
     assert num_out == pytest.approx(50, rel=0.2)
 
 
-async def test_a_view_asks_redis_for_little(redis: Redis, redis_url: str):
+async def test_a_view_asks_redis_for_little(redis: Redis, redis_url: str) -> None:
     queue = Queue(redis)
     node = await queue.node("n1")
     await node.broker.heartbeat(NodePressure("n1"), free=10, answered_call=0, held=None)
@@ -180,13 +180,13 @@ async def test_a_view_asks_redis_for_little(redis: Redis, redis_url: str):
     assert sum(calls.values()) <= 5 + 64
 
 
-def test_an_empty_redis_and_an_unknown_pool_are_named(redis_url):
+def test_an_empty_redis_and_an_unknown_pool_are_named(redis_url: str) -> None:
     assert "No pool: no node has announced a model" in top(redis_url, "--once").stdout
     done = top(redis_url, "--once", "--pool", "gone")
     assert (done.returncode, done.stderr) == (2, "penstock: no pool 'gone' is announced\n")
 
 
-def test_keys_sort_and_quit_on_a_terminal(busy):
+def test_keys_sort_and_quit_on_a_terminal(busy: str) -> None:
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (30, 80))
     before = termios.tcgetattr(follower)

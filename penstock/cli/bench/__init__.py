@@ -2,5 +2,5 @@
 
 `commands.py` reads the options. `plan.py` makes the requests from `traces.py`, `datasets.py`, `lengths.py` and
 `arrivals.py`. `load.py` sends them over `connection.py`, and `answer.py` reads the streams. `summary.py` computes the
-figures, which `table.py`, `plot.py` and `--output-json` show.
+result, which `table.py`, `plot.py` and `--output-json` show.
 """

@@ -17,8 +17,8 @@ _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "text", "fu
 class AnswerReader:
     """Fills a request's record from the body of its answer.
 
-    It accepts what servers really send: any line ending, comments, `data:` without a space, events of several data
-    lines, a last event without an empty line, a stream without `[DONE]`, and an answer that is not streamed at all.
+    It accepts what servers really send. Lines may end with CRLF, and comments may come between them. An event may have
+    several data lines, and the last one no empty line after it. `[DONE]` may be absent, and so may the whole stream.
     """
 
     def __init__(self, record: RequestRecord) -> None:

@@ -20,7 +20,7 @@ _PANELS: dict[type[BaseModel], str] = {
     ServerOptions: "Server",
     WorkloadOptions: "Arrivals, prompts and answers",
     LimitOptions: "Limits of the load",
-    OutputOptions: "Figures and files",
+    OutputOptions: "Results and files",
 }
 _FLAGS = {"ignore_eos": ("--ignore-eos",)}
 

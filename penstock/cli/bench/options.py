@@ -122,7 +122,7 @@ class OutputOptions(_Options):
     metric_percentiles: str = "50,90,99"
     """Percentiles to compute."""
     output_json: str | None = None
-    """Write the figures and each request's measurements to this file; -: print them instead of the table."""
+    """Write the result and each request's measurements to this file; -: print them instead of the table."""
     plot: Path | None = None
     """Draw distributions and a timeline to this .svg or .png file; needs matplotlib (the extra `bench`)."""
 

@@ -1,4 +1,4 @@
-"""The figures of a load, under the names of vLLM's `bench serve` where it has them."""
+"""The result of a load, under the names of vLLM's `bench serve` where it has them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def values_ms(records: Sequence[RequestRecord], all_records: Sequence[RequestRec
 
 
 def summary_of(measured: Measured, goodput: Mapping[str, float], percentiles: Sequence[float]) -> dict[str, Any]:
-    """Return all figures of a load."""
+    """Return the result of a load."""
     records, duration_s = measured.records, measured.duration_s
     completed = [record for record in records if not record.error]
     num_input = sum(record.prompt_tokens or 0 for record in completed)
@@ -77,7 +77,7 @@ def summary_of(measured: Measured, goodput: Mapping[str, float], percentiles: Se
         "client_cpu_share": measured.client_cpu_s / duration_s,
     }
     for metric, values in values_ms(completed, records).items():
-        found |= _figures(metric, values, percentiles)
+        found |= _stats_of(metric, values, percentiles)
     return found
 
 
@@ -125,13 +125,13 @@ def _is_good(record: RequestRecord, limits: Mapping[str, float]) -> bool:
     return all(1000 * values[metric] <= limit for metric, limit in limits.items())
 
 
-def _figures(metric: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+def _stats_of(metric: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
     names = [f"mean_{metric}_ms", f"median_{metric}_ms", f"std_{metric}_ms"]
     names += [f"{percentile_name(percent)}_{metric}_ms" for percent in percentiles]
     if not values:
         return dict.fromkeys(names)
-    figures = [fmean(values), median(values), pstdev(values), *(percentile(values, one) for one in percentiles)]
-    return dict(zip(names, figures, strict=True))
+    stats = [fmean(values), median(values), pstdev(values), *(percentile(values, one) for one in percentiles)]
+    return dict(zip(names, stats, strict=True))
 
 
 def _failures(records: Iterable[RequestRecord]) -> dict[str, dict[str, Any]]:

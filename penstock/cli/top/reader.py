@@ -1,7 +1,7 @@
 """Reads frames. A frame takes at most 5 + 64 × pools short Redis commands in five round trips, and no scan of keys.
 
-These are two for the list of pools; three per pool for its record; and per pool thirteen for its queue, nodes and
-events, and six for each of up to eight tenants with queued jobs.
+Two are for the list of pools. A pool takes three for its record, and thirteen for its queue, nodes and events. Each
+tenant with queued jobs takes six more, eight tenants at most.
 """
 
 from __future__ import annotations

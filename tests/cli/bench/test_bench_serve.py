@@ -27,7 +27,7 @@ def table(server: StubServer, *arguments: str) -> str:
     return run_command("bench", "serve", "--base-url", server.url, *arguments, COLUMNS="80").stdout
 
 
-def test_measured_times_are_those_of_the_server():
+def test_measured_times_are_those_of_the_server() -> None:
     with running(StubServer(TTFT_S, ITL_S)) as server:
         found = bench(server, "--num-prompts", "40", "--request-rate", "40", "--random-output-len", "21")
     assert found["completed"] == 40
@@ -40,7 +40,7 @@ def test_measured_times_are_those_of_the_server():
     assert found["request_throughput"] == pytest.approx(40 / found["duration"])
 
 
-def test_arrivals_do_not_wait_for_answers():
+def test_arrivals_do_not_wait_for_answers() -> None:
     with running(StubServer(ttft_s=0.6)) as server:
         found = bench(server, "--num-prompts", "30", "--request-rate", "100", "--random-output-len", "1")
     late_s = [start - due for start, due in zip(found["start_times"], found["due_times"], strict=True)]
@@ -50,7 +50,7 @@ def test_arrivals_do_not_wait_for_answers():
     assert found["p50_lateness_ms"] < 50
 
 
-def test_max_concurrency_bounds_open_requests_and_shows_the_wait():
+def test_max_concurrency_bounds_open_requests_and_shows_the_wait() -> None:
     with running(StubServer(ttft_s=0.1)) as server:
         found = bench(server, "--num-prompts", "6", "--max-concurrency", "2", "--random-output-len", "1")
         shown = table(server, "--num-prompts", "3", "--max-concurrency", "1", "--random-output-len", "1")
@@ -60,7 +60,7 @@ def test_max_concurrency_bounds_open_requests_and_shows_the_wait():
     assert "waited for a slot" in shown
 
 
-def test_failures_are_counted_by_their_reason():
+def test_failures_are_counted_by_their_reason() -> None:
     faults = {0: "429", 1: "429", 2: "drop", 3: "cut", 4: "error_event", 5: "no_end", 6: "not_json", 7: "hang"}
     with running(StubServer(faults=faults)) as server:
         arguments = ("--num-prompts", "12", "--max-concurrency", "1", "--random-output-len", "4")
@@ -81,7 +81,7 @@ def test_failures_are_counted_by_their_reason():
     assert len(found["itls"]) == 12
 
 
-def test_a_load_without_any_answer_fails():
+def test_a_load_without_any_answer_fails() -> None:
     with running(StubServer(faults={0: "429", 1: "429"})) as server:
         assert bench(server, "--num-prompts", "2", status=1)["median_ttft_ms"] is None
         server.faults = {4: "429", 5: "429"}
@@ -90,7 +90,7 @@ def test_a_load_without_any_answer_fails():
     assert "too busy" in shown
 
 
-def test_tokens_are_the_servers_where_an_event_has_several():
+def test_tokens_are_the_servers_where_an_event_has_several() -> None:
     with running(StubServer(0.02, 0.03, tokens_per_event=3)) as server:
         found = bench(server, "--num-prompts", "4", "--random-output-len", "12")
     assert found["total_output_tokens"] == 48
@@ -100,13 +100,13 @@ def test_tokens_are_the_servers_where_an_event_has_several():
     assert "3.00 tokens" in found["notes"][0]
 
 
-def test_usage_in_each_event_counts_tokens():
+def test_usage_in_each_event_counts_tokens() -> None:
     with running(StubServer(tokens_per_event=3, usage="in each event")) as server:
         found = bench(server, "--num-prompts", "2", "--random-output-len", "12")
     assert (found["total_output_tokens"], found["num_with_usage"]) == (24, 2)
 
 
-def test_events_are_counted_where_a_server_reports_no_usage():
+def test_events_are_counted_where_a_server_reports_no_usage() -> None:
     with running(StubServer(usage="none")) as server:
         found = bench(server, "--num-prompts", "2", "--random-output-len", "5")
     assert (found["total_output_tokens"], found["num_with_usage"]) == (10, 0)
@@ -116,7 +116,7 @@ def test_events_are_counted_where_a_server_reports_no_usage():
     ]
 
 
-def test_a_server_that_refuses_stream_options_is_asked_without_them():
+def test_a_server_that_refuses_stream_options_is_asked_without_them() -> None:
     with running(StubServer(refuses_stream_options=True)) as server:
         found = bench(server, "--num-prompts", "2")
     assert found["completed"] == 2
@@ -128,14 +128,14 @@ def test_a_server_that_refuses_stream_options_is_asked_without_them():
     [StubServer(newline=b"\r\n"), StubServer(is_streamed=False), StubServer(faults={0: "until_closed"})],
     ids=["crlf", "whole", "until closed"],
 )
-def test_any_framing_of_an_answer_is_read(server):
+def test_any_framing_of_an_answer_is_read(server: StubServer) -> None:
     with running(server):
         found = bench(server, "--num-prompts", "1", "--random-output-len", "5")
     assert (found["completed"], found["output_lens"]) == (1, [5])
 
 
 @pytest.mark.parametrize("wanted", [20, 400])
-def test_prompts_have_the_wanted_number_of_the_servers_tokens(wanted):
+def test_prompts_have_the_wanted_number_of_the_servers_tokens(wanted: int) -> None:
     with running(StubServer()) as server:
         found = bench(server, "--num-prompts", "3", "--random-input-len", str(wanted), "--random-output-len", "1")
     assert all(abs(length - wanted) <= 1 for length in found["input_lens"])
@@ -143,7 +143,7 @@ def test_prompts_have_the_wanted_number_of_the_servers_tokens(wanted):
     assert len(set(prompts)) == 3
 
 
-def test_lengths_vary_within_the_range_and_share_the_prefix():
+def test_lengths_vary_within_the_range_and_share_the_prefix() -> None:
     with running(StubServer()) as server:
         lengths = ("--random-input-len", "100", "--random-output-len", "10", "--random-range-ratio", "0.5")
         found = bench(server, "--num-prompts", "30", *lengths, "--random-prefix-len", "40", "--endpoint", "completions")
@@ -153,7 +153,7 @@ def test_lengths_vary_within_the_range_and_share_the_prefix():
     assert len({body["prompt"] for body in server.load}) == 30
 
 
-def test_equal_seeds_give_equal_requests():
+def test_equal_seeds_give_equal_requests() -> None:
     def prompts(seed: int) -> list[str]:
         with running(StubServer()) as server:
             bench(server, "--num-prompts", "5", "--random-output-len", "1", "--seed", str(seed))
@@ -162,7 +162,7 @@ def test_equal_seeds_give_equal_requests():
     assert prompts(1) == prompts(1) != prompts(2)
 
 
-def test_server_options_reach_every_request():
+def test_server_options_reach_every_request() -> None:
     with running(StubServer()) as server:
         options = ("--api-key", "pk-1", "--header", "X-Team=blue", "--ignore-eos", "--temperature", "0")
         url = ("--base-url", f"{server.url}/v1/", "--endpoint", "/v1/completions", "--model", "other")
@@ -174,7 +174,7 @@ def test_server_options_reach_every_request():
     assert server.heads[0].startswith("POST /v1/completions HTTP/1.1\r\n")
 
 
-def test_warmups_come_first_and_are_not_measured():
+def test_warmups_come_first_and_are_not_measured() -> None:
     with running(StubServer()) as server:
         found = bench(server, "--num-prompts", "2", "--num-warmups", "3", "--random-output-len", "1")
     assert len(server.load) == 5
@@ -183,7 +183,7 @@ def test_warmups_come_first_and_are_not_measured():
     assert len(set(texts)) == 5
 
 
-def test_no_request_starts_after_the_duration():
+def test_no_request_starts_after_the_duration() -> None:
     with running(StubServer(ttft_s=0.05)) as server:
         limits = ("--max-concurrency", "1", "--duration", "0.3")
         found = bench(server, "--num-prompts", "100", "--random-output-len", "1", *limits)
@@ -191,7 +191,7 @@ def test_no_request_starts_after_the_duration():
     assert max(found["start_times"]) <= 0.3
 
 
-def test_goodput_counts_requests_within_all_limits():
+def test_goodput_counts_requests_within_all_limits() -> None:
     with running(StubServer(0.05, 0.01)) as server:
         arguments = ("--num-prompts", "4", "--random-output-len", "5", "--goodput", "ttft:2000", "tpot:500")
         found = bench(server, *arguments)
@@ -223,7 +223,7 @@ def test_goodput_counts_requests_within_all_limits():
         ),
     ],
 )
-def test_public_traces_are_replayed(tmp_path: Path, name: str, text: str):
+def test_public_traces_are_replayed(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with running(StubServer()) as server:
         found = bench(server, "--trace", str(tmp_path / name), "--trace-speed", "2")
@@ -234,7 +234,7 @@ def test_public_traces_are_replayed(tmp_path: Path, name: str, text: str):
     assert (first == second[: len(first)]) == (name == "mooncake.jsonl")
 
 
-def test_a_traces_own_prompts_are_sent(tmp_path: Path):
+def test_a_traces_own_prompts_are_sent(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     lines = [{"arrival_s": 0, "prompt": "a b", "max_tokens": 2}, {"arrival_s": 0.1, "messages": chat, "max_tokens": 3}]
@@ -244,7 +244,7 @@ def test_a_traces_own_prompts_are_sent(tmp_path: Path):
     assert [body["messages"] for body in server.load] == [[{"role": "user", "content": "a b"}], chat]
 
 
-def test_prompts_come_from_a_dataset(tmp_path: Path):
+def test_prompts_come_from_a_dataset(tmp_path: Path) -> None:
     human, model = {"from": "human", "value": "how tall"}, {"from": "gpt", "value": "three words long"}
     shares = tmp_path / "share.json"
     shares.write_text(json.dumps([{"conversations": [human, model]}, {"conversations": [human]}]))
@@ -257,7 +257,7 @@ def test_prompts_come_from_a_dataset(tmp_path: Path):
     assert {body["messages"][0]["content"] for body in server.bodies[-2:]} == {"one", "two"}
 
 
-def test_bursts_vary_more_than_even_arrivals():
+def test_bursts_vary_more_than_even_arrivals() -> None:
     def spread(burstiness: str) -> float:
         with running(StubServer()) as server:
             found = bench(
@@ -273,7 +273,7 @@ def test_bursts_vary_more_than_even_arrivals():
     assert spread("0.25") > 1.5 > spread("1") > 0.7 > spread("9")
 
 
-def test_a_plot_is_a_file_without_references(tmp_path: Path):
+def test_a_plot_is_a_file_without_references(tmp_path: Path) -> None:
     plot = tmp_path / "load.svg"
     with running(StubServer(faults={1: "429"})) as server:
         bench(server, "--num-prompts", "5", "--plot", str(plot), "--random-output-len", "3")
@@ -283,7 +283,7 @@ def test_a_plot_is_a_file_without_references(tmp_path: Path):
     assert "@import" not in text
 
 
-def test_the_document_has_vllms_keys(tmp_path: Path):
+def test_the_document_has_vllms_keys(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     with running(StubServer()) as server:
         done = run_command(
@@ -317,7 +317,7 @@ def test_the_document_has_vllms_keys(tmp_path: Path):
         (("--base-url", "ftp://x"), "base_url: 'ftp://x' is not an http or https URL"),
     ],
 )
-def test_wrong_options_are_refused_by_name(arguments, message):
+def test_wrong_options_are_refused_by_name(arguments: tuple[str, ...], message: str) -> None:
     done = run_command("bench", "serve", "--base-url", "http://127.0.0.1:9", *arguments)
     assert done.returncode == 2
     # An error may name the field or its option.
@@ -334,7 +334,7 @@ def test_wrong_options_are_refused_by_name(arguments, message):
         ("a.jsonl", "", "a.jsonl has no requests"),
     ],
 )
-def test_a_wrong_trace_is_refused_with_its_line(tmp_path: Path, name: str, text: str, message: str):
+def test_a_wrong_trace_is_refused_with_its_line(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with running(StubServer()) as server:
         done = run_command("bench", "serve", "--base-url", server.url, "--trace", str(tmp_path / name))
@@ -342,7 +342,7 @@ def test_a_wrong_trace_is_refused_with_its_line(tmp_path: Path, name: str, text:
     assert message in done.stderr
 
 
-def test_a_server_that_is_not_there_is_named():
+def test_a_server_that_is_not_there_is_named() -> None:
     done = run_command("bench", "serve", "--base-url", "http://127.0.0.1:9")
     assert (done.returncode, done.stderr) == (
         75,

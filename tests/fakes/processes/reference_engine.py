@@ -22,6 +22,7 @@ from penstock.contract.output import Choice, Usage
 from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.text.end_rule import EndReason
+from penstock.runtime.process_memory import resident_bytes
 
 VOCAB = 26
 BLOCK_SIZE = 16
@@ -270,6 +271,8 @@ class ReferenceEngine:
             decode_tokens=self._done_tokens,
             step_ms_p50=self._step_s * 1e3,
             step_ms_p99=self._step_s * 1e3,
+            process_bytes=resident_bytes(),
+            arithmetic="reference",
         )
 
     def requests_in_flight(self) -> set[str]:
