@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 
 from penstock import Client
 from penstock.cli.top.reader import FrameReader
+from penstock.contract.priority import Priority
 from penstock.queue.broker.pool_activity import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.wire import NodePressure
@@ -46,7 +47,7 @@ def node_process(redis_url: str, **settings: Any) -> NodeProcess:
 def busy(redis_url: str) -> Iterator[str]:
     """Redis with a node that has three sequences, and a job that waits."""
     with node_process(redis_url, max_num_seqs=3), Client(redis_url) as client:
-        for priority in (0, 1, 1, 2):
+        for priority in (Priority.INTERACTIVE, Priority.STANDARD, Priority.STANDARD, Priority.BATCH):
             client.submit("Once upon a time", max_tokens=1500, priority=priority)
         deadline_s = time.monotonic() + PATIENCE_S
         while frame_of(redis_url)["pools"][0]["totals"]["num_running"] < 3:

@@ -24,6 +24,7 @@ class AnswerReader:
     def __init__(self, record: RequestRecord) -> None:
         self.record = record
         self.is_complete = False
+        """Whether `[DONE]` came."""
         self._status = 0
         self._is_stream = False
         self._rest = b""

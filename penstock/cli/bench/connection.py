@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
         self._now_s = time.perf_counter() - self._start_s
         if not self._has_head:
             self._end("connection lost before the answer", str(exc or ""))
-        elif self._headers.keys() & {b"content-length", b"transfer-encoding"}:
+        elif self._headers.keys() & {b"content-length", b"transfer-encoding"} and not self._has_all():
             self._end("connection lost in the answer", str(exc or ""))
         else:
             self.on_message_complete()
@@ -145,6 +145,9 @@ class Connection(asyncio.Protocol):
         if self._has_head:
             self.is_reusable = self._transport is not None and self._parser.should_keep_alive()
             self._end()
+
+    def _has_all(self) -> bool:
+        return self._answer is not None and self._answer.is_complete
 
     def _end(self, error: str = "", detail: str = "") -> None:
         if self._answer is not None and self._done is not None and not self._done.done():

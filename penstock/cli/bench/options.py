@@ -93,13 +93,6 @@ class WorkloadOptions(_Options):
     seed: int = 0
     """Equal seeds give equal requests."""
 
-    @field_validator("request_rate")
-    @classmethod
-    def _is_number(cls, rate: float) -> float:
-        if math.isnan(rate):
-            raise ValueError("must be a number or inf")
-        return rate
-
 
 class LimitOptions(_Options):
     """What bounds the load."""

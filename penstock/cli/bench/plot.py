@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.cli.bench.records import RequestRecord
-from penstock.cli.bench.summary import values_ms
+from penstock.cli.bench.summary import open_requests, tokens_by_second, values_ms
 from penstock.contract.errors import RequestError
 
 _MAX_POINTS = 2000
 """Of a distribution in the plot; more would only enlarge the file."""
 _MAX_BARS = 2000
 """Requests on the timeline; of more, an even selection is drawn."""
-_WAITING, _READING, _FAILED = "#c7c7c7", "#1f77b4", "#d62728"
+_WAITING, _READING, _FAILED, _OPEN = "#c7c7c7", "#1f77b4", "#d62728", "#ff7f0e"
 
 
 def check_matplotlib() -> None:
@@ -72,23 +71,12 @@ def _draw_timeline(axes: Any, records: Sequence[RequestRecord]) -> None:
 
 
 def _draw_rates(axes: Any, records: Sequence[RequestRecord]) -> None:
-    tokens: defaultdict[int, float] = defaultdict(float)
-    for record in records:
-        per_event = record.output_tokens / max(1, len(record.token_events_s))
-        for at_s in record.token_events_s:
-            tokens[int(at_s)] += per_event
+    tokens = tokens_by_second(records)
     seconds = range(max(tokens, default=0) + 1)
-    axes.step(seconds, [tokens[second] for second in seconds], where="post", color=_READING)
+    axes.step(seconds, [tokens.get(second, 0.0) for second in seconds], where="post", color=_READING)
     axes.set(xlabel="s", ylabel="output tokens/s")
     axes.set_ylim(bottom=0)
     opened = axes.twinx()
-    changes = sorted(
-        [(record.sent_s, 1) for record in records] + [(record.end_s, -1) for record in records if record.end_s]
-    )
-    num_open, points = 0, [(0.0, 0)]
-    for at_s, change in changes:
-        num_open += change
-        points.append((at_s, num_open))
-    opened.step(*zip(*points, strict=True), where="post", color="#ff7f0e", linewidth=0.9)
-    opened.set_ylabel("open requests", color="#ff7f0e")
+    opened.step(*zip((0.0, 0), *open_requests(records), strict=True), where="post", color=_OPEN, linewidth=0.9)
+    opened.set_ylabel("open requests", color=_OPEN)
     opened.set_ylim(bottom=0)

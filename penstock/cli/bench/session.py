@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import os
 import resource
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -42,8 +44,7 @@ class Session:
 
     async def run(self) -> int:
         """Probe the server, send the load, show the result, and return the exit status."""
-        if self.output.plot is not None:
-            check_matplotlib()
+        self._check_files()
         _raise_file_limit()
         connections = Connections(Address.of(self.server.base_url))
         try:
@@ -63,6 +64,14 @@ class Session:
             return EXIT_INTERRUPTED
         return EXIT_DONE if any(not record.error for record in measured.records) else EXIT_FAILED
 
+    def _check_files(self) -> None:
+        """Raise RequestError if a file cannot be written, before the load runs."""
+        for name, path in (("output_json", self.output.output_json), ("plot", self.output.plot)):
+            if path not in (None, TO_STDOUT) and not os.access(Path(str(path)).absolute().parent, os.W_OK):
+                raise RequestError(f"{name}: cannot write to the folder of {path}", param=name)
+        if self.output.plot is not None:
+            check_matplotlib()
+
     async def _target(self, connections: Connections) -> Target:
         path = path_of(self.server.endpoint)
         names_and_values = (header.partition("=") for header in self.server.header)
@@ -78,7 +87,8 @@ class Session:
             bounded = replace(
                 load, limits=LimitOptions(max_concurrency=most, request_timeout=load.limits.request_timeout)
             )
-            await bounded.run(warmups, lambda _: None)
+            if (await bounded.run(warmups, lambda _: None)).num_unfinished:
+                raise asyncio.CancelledError
 
     def _progress(self, num_requests: int) -> Progress:
         console = Console(stderr=True)

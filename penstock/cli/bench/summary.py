@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from statistics import fmean, median, pstdev
 from typing import Any
 
@@ -119,6 +120,25 @@ def arrays_of(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
     }
 
 
+def tokens_by_second(records: Iterable[RequestRecord]) -> dict[int, float]:
+    """Return second → output tokens that arrived in it. An answer's tokens are spread evenly over its events."""
+    tokens: defaultdict[int, float] = defaultdict(float)
+    for record in records:
+        per_event = record.output_tokens / max(1, len(record.token_events_s))
+        for at_s in record.token_events_s:
+            tokens[int(at_s)] += per_event
+    return tokens
+
+
+def open_requests(records: Iterable[RequestRecord]) -> list[tuple[float, int]]:
+    """Return each change of the number of open requests: when, and the number after it."""
+    changes = sorted(
+        change for record in records for change in ((record.sent_s, 1), (max(record.end_s, record.sent_s), -1))
+    )
+    numbers = accumulate(change for _, change in changes)
+    return [(at_s, number) for (at_s, _), number in zip(changes, numbers, strict=True)]
+
+
 def _is_good(record: RequestRecord, limits: Mapping[str, float]) -> bool:
     # An answer of one token has no time per further token, which meets any limit.
     values = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2e_s}
@@ -142,18 +162,7 @@ def _failures(records: Iterable[RequestRecord]) -> dict[str, dict[str, Any]]:
     return {error: {"count": count, "example": examples[error]} for error, count in counts}
 
 
-def _peaks(records: Iterable[RequestRecord]) -> tuple[float, int]:
+def _peaks(records: Sequence[RequestRecord]) -> tuple[float, int]:
     """Return the most output tokens in a second, and the most requests that were open at once."""
-    tokens: defaultdict[int, float] = defaultdict(float)
-    changes: list[tuple[float, int]] = []
-    for record in records:
-        per_event = record.output_tokens / max(1, len(record.token_events_s))
-        for at_s in record.token_events_s:
-            tokens[int(at_s)] += per_event
-        last_s = max(record.end_s, record.sent_s)
-        changes += [(record.sent_s, 1), (last_s, -1)]
-    num_open = most_open = 0
-    for _, change in sorted(changes):
-        num_open += change
-        most_open = max(most_open, num_open)
-    return max(tokens.values(), default=0.0), most_open
+    most_tokens = max(tokens_by_second(records).values(), default=0.0)
+    return most_tokens, max((num_open for _, num_open in open_requests(records)), default=0)

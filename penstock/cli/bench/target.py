@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from penstock.cli.bench.answer import AnswerReader
+from penstock.cli.bench.answer import MAX_WHOLE_BYTES, AnswerReader
 from penstock.cli.bench.connection import Address, Connections, request_bytes
 from penstock.cli.bench.lengths import TokenRatio, words
 from penstock.cli.bench.records import Prompt, RequestRecord
@@ -33,7 +33,8 @@ class _WholeAnswer(AnswerReader):
         self.status = status
 
     def feed(self, data: bytes, now_s: float) -> None:
-        self.body += data
+        if len(self.body) < MAX_WHOLE_BYTES:
+            self.body += data
 
     def end(self, now_s: float) -> None:
         pass

@@ -16,6 +16,7 @@ from penstock.contract.priority import Priority
 from penstock.queue.broker.pool_activity import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.pool_activity import LiveNode, PoolActivity
+from penstock.queue.protocol_version import PROTOCOL_VERSION
 from penstock.queue.wire import NodePressure
 
 MAX_POOLS = 16
@@ -58,7 +59,9 @@ class FrameReader:
     async def read(self) -> Frame:
         """Return the next frame. Raises UnavailableError while Redis is unreachable."""
         served = await self._producer.pools()
-        names = [name for name in served if self._pool in (None, name)]
+        # The records of another protocol version cannot be read.
+        usable = [name for name, record in served.items() if record.protocol_version == PROTOCOL_VERSION]
+        names = [name for name in usable if self._pool in (None, name)]
         shown = names[:MAX_POOLS]
         activities = await self._activity.of(shown)
         now_s = time.monotonic()

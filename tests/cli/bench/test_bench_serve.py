@@ -12,7 +12,7 @@ from fakes.command import run_command
 
 from tests.cli.bench.stub_server import StubServer, running
 
-TTFT_S, ITL_S = 0.1, 0.01
+TTFT_S, ITL_S = 0.3, 0.01
 
 
 def bench(server: StubServer, *arguments: str, status: int = 0) -> dict[str, Any]:
@@ -311,6 +311,7 @@ def test_the_document_has_vllms_keys(tmp_path: Path) -> None:
         (("--random-range-ratio", "1"), "random_range_ratio: must be below 1"),
         (("--metric-percentiles", "50,101"), "metric_percentiles: must be numbers from 0 to 100 with commas"),
         (("--plot", "x.gif"), "plot: the name must end in .svg, .png, .pdf"),
+        (("--output-json", "/nowhere/x.json"), "output_json: cannot write to the folder of /nowhere/x.json"),
         (("--extra-body", "[]"), "extra_body: must be a JSON object"),
         (("--header", "X-Team"), "header: 'X-Team' is not NAME=VALUE"),
         (("--endpoint", "embeddings"), "endpoint: must be chat, completions, or a path that ends in /completions"),
