@@ -36,7 +36,7 @@ class AnswerReader:
         self._is_stream = status == 200 and "event-stream" in content_type
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Read the next bytes of the body. Never raises."""
+        """Read the next bytes of the body. What is wrong with them is in the record."""
         if not self._is_stream:
             if len(self._rest) < MAX_WHOLE_BYTES:
                 self._rest += data
@@ -49,24 +49,25 @@ class AnswerReader:
         """Note the end of the body, and say in the record what is missing."""
         record = self.record
         if self._status != 200:
-            self._fail(f"HTTP {self._status}", _message_of(self._rest))
+            self.fail(f"HTTP {self._status}", _message_of(self._rest))
         elif not self._is_stream:
             self._read_event(self._rest, now_s)
         else:
             self._read_line(self._rest, now_s)
             self._read_line(b"", now_s)
         if not record.error and not self.is_complete and not record.finish_reason:
-            self._fail("stream ended early", "neither a finish_reason nor [DONE] came")
+            self.fail("stream ended early", "neither a finish_reason nor [DONE] came")
         elif not record.error and not record.token_events_s:
             # Tokens without text, such as an end of the sequence at once, are an answer too if the server counts them.
             if not record.usage_tokens:
-                self._fail("no token in the answer", "")
+                self.fail("no token in the answer")
             else:
                 record.token_events_s.append(record.end_s or now_s)
 
     def fail(self, error: str, detail: str = "") -> None:
-        """Note that the connection failed; an error that the server sent before is kept."""
-        self._fail(error, detail)
+        """Note a failure, unless there was one before."""
+        if not self.record.error:
+            self.record.error, self.record.detail = error, detail[:_MAX_DETAIL]
 
     def _read_line(self, line: bytes, now_s: float) -> None:
         if line.startswith(b"data:"):
@@ -82,24 +83,25 @@ class AnswerReader:
         try:
             fields = json.loads(event)
         except ValueError:
-            self._fail("event is not JSON", event[:_MAX_DETAIL].decode(errors="replace"))
+            self.fail("event is not JSON", event[:_MAX_DETAIL].decode(errors="replace"))
             return
         if not isinstance(fields, dict):
-            self._fail("event is not a JSON object", event[:_MAX_DETAIL].decode(errors="replace"))
+            self.fail("event is not a JSON object", event[:_MAX_DETAIL].decode(errors="replace"))
             return
         if fields.get("error"):
-            self._fail(*_error_of(fields["error"]))
+            self.fail(*_error_of(fields["error"]))
             return
         if isinstance(usage := fields.get("usage"), dict):
             self._read_usage(usage)
-        for choice in fields.get("choices") or ():
+        choices = fields.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
                 self._read_choice(choice, now_s)
 
     def _read_choice(self, choice: dict[str, Any], now_s: float) -> None:
         record, record.end_s = self.record, now_s
         part = choice.get("delta") or choice.get("message") or choice
-        if any(part.get(name) for name in _TEXTS):
+        if isinstance(part, dict) and any(part.get(name) for name in _TEXTS):
             record.token_events_s.append(now_s)
         record.finish_reason = choice.get("finish_reason") or record.finish_reason
 
@@ -108,10 +110,6 @@ class AnswerReader:
         for name, field in (("prompt_tokens", "prompt_tokens"), ("completion_tokens", "usage_tokens")):
             if isinstance(count := usage.get(name), int):
                 setattr(self.record, field, count)
-
-    def _fail(self, error: str, detail: str) -> None:
-        if not self.record.error:
-            self.record.error, self.record.detail = error, detail[:_MAX_DETAIL]
 
 
 def _error_of(error: Any) -> tuple[str, str]:

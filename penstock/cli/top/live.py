@@ -61,7 +61,7 @@ class LiveView:
             self._problem = error.message
 
     def _press(self, key: str) -> None:
-        if key in "qQ\x03":
+        if key in "qQ":
             self._quits = True
         elif key == "s":
             self.sort = SORT_KEYS[(SORT_KEYS.index(self.sort) + 1) % len(SORT_KEYS)]

@@ -31,6 +31,8 @@ class StubServer:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
     port: int = 0
+    times_s: list[tuple[float, float]] = field(default_factory=list)
+    """When the first and the last event of each answer really left, after the request came."""
 
     @property
     def url(self) -> str:
@@ -92,14 +94,17 @@ class _Stream:
         server, loop, num_tokens = self._server, asyncio.get_running_loop(), self._body["max_tokens"]
         framing = "Transfer-Encoding: chunked\r\n" if self._is_chunked else "Connection: close\r\n"
         self._writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{framing}\r\n".encode())
-        at_s, num_sent = loop.time() + server.ttft_s, 0
+        start_s = loop.time()
+        at_s, first_s, num_sent = start_s + server.ttft_s, 0.0, 0
         while num_sent < num_tokens:
             await asyncio.sleep(max(0.0, at_s - loop.time()))
             at_s += server.itl_s
+            first_s = first_s or loop.time() - start_s
             num_sent = min(num_tokens, num_sent + server.tokens_per_event)
             self._event(self._token_event(num_sent, num_sent == num_tokens))
             if num_sent >= 2 and self._fault in ("cut", "error_event", "not_json"):
                 return self._break()
+        server.times_s.append((first_s, loop.time() - start_s))
         if self._fault == "no_end":
             self._chunk(b"")
             return True
