@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from heapq import nlargest
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from redis.asyncio import Redis
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import translated
+from penstock.queue.msgpack_codec import WireError
 from penstock.queue.pool_activity import LiveNode, PoolActivity, PoolEvent
 from penstock.queue.pool_stats import EVENTS
 
@@ -78,11 +80,13 @@ class ActivityBroker:
 def _live_nodes(
     heartbeats: Sequence[tuple[bytes, float]], records: Mapping[bytes, bytes], now_ms: int, lease_ms: int
 ) -> list[LiveNode]:
-    return [
-        LiveNode(wire.decode_pressure(records[node]), max(0, now_ms - int(heartbeat_ms)))
-        for node, heartbeat_ms in sorted(heartbeats)
-        if heartbeat_ms >= now_ms - lease_ms and node in records
-    ]
+    nodes = []
+    for node, heartbeat_ms in sorted(heartbeats):
+        if heartbeat_ms >= now_ms - lease_ms and node in records:
+            # A node of another protocol version has a record that this one cannot read.
+            with suppress(WireError):
+                nodes.append(LiveNode(wire.decode_pressure(records[node]), max(0, now_ms - int(heartbeat_ms))))
+    return nodes
 
 
 def _event_of(member: str) -> PoolEvent:
