@@ -92,9 +92,9 @@ def _number(value: float | None) -> str:
 
 def _failures(failures: Mapping[str, Mapping[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, header_style="dim")
-    table.add_column("failures", justify="right", style="red")
-    table.add_column("reason")
-    table.add_column("first message", overflow="ellipsis", no_wrap=True, max_width=60)
+    table.add_column("failures", justify="right", style="red", no_wrap=True)
+    table.add_column("reason", no_wrap=True)
+    table.add_column("first message")
     for error, failure in failures.items():
         table.add_row(str(failure["count"]), Text(error), Text(" ".join(str(failure["example"]).split())))
     return table
