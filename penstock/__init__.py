@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         PromptTooLongError,
         ProtocolVersionError,
         RequestError,
+        ResultTimeoutError,
         StreamDivergedError,
         TooCostlyError,
         TooLargeError,
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
     from penstock.gpu_node.settings import NodeSettings
     from penstock.producer.batch.settings import CelerySettings
     from penstock.producer.client import AsyncClient, AsyncJob, Client, ClientSettings, ClientStats, Job
-    from penstock.producer.client.request import SubmitOptions
+    from penstock.producer.client.calls.many import GenerateOptions
+    from penstock.producer.client.request import JobOptions, SubmitOptions
     from penstock.queue.broker.producer import JobStatus, ServedPool
     from penstock.runtime.settings import KeySettings, RedisSettings
 
@@ -60,6 +62,7 @@ _HOMES = {
         *(
             "ProtocolVersionError",
             "RequestError",
+            "ResultTimeoutError",
             "StreamDivergedError",
             "TooCostlyError",
             "TooLargeError",
@@ -84,7 +87,8 @@ _HOMES = {
     "penstock.gpu_node.settings": ("NodeSettings",),
     "penstock.producer.batch.settings": ("CelerySettings",),
     "penstock.producer.client": ("AsyncClient", "AsyncJob", "Client", "ClientSettings", "ClientStats", "Job"),
-    "penstock.producer.client.request": ("SubmitOptions",),
+    "penstock.producer.client.calls.many": ("GenerateOptions",),
+    "penstock.producer.client.request": ("JobOptions", "SubmitOptions"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -110,12 +114,14 @@ __all__ = [
     "EngineStats",
     "ForbiddenError",
     "GatewaySettings",
+    "GenerateOptions",
     "Generation",
     "InvariantError",
     "Job",
     "JobCancelledError",
     "JobExpiredError",
     "JobFailedError",
+    "JobOptions",
     "JobStatus",
     "KeySettings",
     "Logprob",
@@ -132,6 +138,7 @@ __all__ = [
     "RedisSettings",
     "RequestError",
     "Result",
+    "ResultTimeoutError",
     "SamplingOptions",
     "SamplingParams",
     "ServedPool",

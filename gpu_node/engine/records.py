@@ -10,7 +10,7 @@ from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Usage
+from penstock.contract.output import Choice, FirstChoice, Usage
 from penstock.contract.tasks import Embed
 from penstock.contract.waiting import PrefillProgress
 from penstock.gpu_node.engine.text.end_rule import EndReason
@@ -87,8 +87,11 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """A prompt's finished choices, returned by `Engine.generate`."""
+class Generation(FirstChoice):
+    """A prompt's finished choices, returned by `Engine.generate`.
+
+    `text`, `token_ids` and `finish_reason` are those of the first choice.
+    """
 
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]

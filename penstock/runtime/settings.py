@@ -80,12 +80,12 @@ class Settings(BaseSettings):
         try:
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
-            raise config_error(error) from error
+            raise config_error(error) from None
         except SettingsError as error:
             # Only the text of a SettingsError names the field.
             name = str(error).split('"')[1]
             variable = f"{cls.model_config.get('env_prefix', '')}{name.upper()}"
-            raise ConfigError(f'{variable} must be JSON, such as ["one", "two"]', param=name) from error
+            raise ConfigError(f'{variable} must be JSON, such as ["one", "two"]', param=name) from None
 
 
 class RedisSettings(Settings):

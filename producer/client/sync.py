@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack, cast
 
 from penstock.contract.errors import UnavailableError, error_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.tasks import Embedding, Tokenized
 from penstock.contract.waiting import WaitUpdate
+from penstock.producer.client.calls.many import DEFAULTS, GenerateOptions, checked
+from penstock.producer.client.calls.threaded import run_in_thread
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.loop_thread import LoopThread
@@ -71,7 +73,7 @@ class Client:
         """Return every announced model by pool, at most a second old; pools with a live node come first."""
         return self._loop.call(self._client.pools())
 
-    @with_options
+    @with_options()
     def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Job:
         """Check, admit and enqueue a job, and return its handle. `SubmitOptions` describes each option.
 
@@ -82,10 +84,49 @@ class Client:
         """
         return Job(self, self._loop.call(self._client.submit(prompt, **options)))
 
-    @with_options
+    @with_options(background=False)
     def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Iterator[Chunk]:
-        """Submit a job and yield its chunks. Raises what `submit` and `Job.stream` raise."""
-        return self.submit(prompt, **options).stream()
+        """Submit a job and yield its chunks. Raises what `submit` and `Job.stream` raise.
+
+        If the caller stops reading, such as by Ctrl-C, the job is canceled 5 s later, unless it is `background`.
+        """
+        return self.submit(prompt, **cast(SubmitOptions, {"background": False, **options})).stream()
+
+    @with_options(GenerateOptions, **DEFAULTS)
+    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Result]:
+        """Run prompts to their end and return their results, in the order of the prompts; see `AsyncClient.generate`.
+
+            with Client() as client:
+                for result in client.generate(["Once upon a time", "Water boils at"], max_tokens=32):
+                    print(result.text)
+
+        A single prompt counts as a list of one. The call waits while the pool is busy. After an error, `timeout`
+        seconds or Ctrl-C, it cancels its open jobs, unless they are `background`.
+        """
+        return self._loop.call(self._client.generate(prompts, **options))
+
+    @with_options(GenerateOptions, **DEFAULTS)
+    def map(self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]) -> Iterator[Result]:
+        """Run prompts and yield their results, in the order of the prompts; see `AsyncClient.map`.
+
+            for result in client.map(open("prompts.txt"), max_tokens=32):
+                print(result.text)
+
+        It reads the prompts one by one, on the calling thread, as the pool can take them. So a million of them need
+        little memory. All else is as in `generate`.
+        """
+        run = self._client.new_run(options, in_order=True)
+        answers = run_in_thread(self._loop, run, iter(checked(prompts)))
+        return (answer.result for answer in answers)
+
+    @with_options(GenerateOptions, **DEFAULTS)
+    def map_unordered(
+        self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
+    ) -> Iterator[tuple[Prompt, Result]]:
+        """Run prompts and yield pairs of prompt and result as the jobs end. All else is as in `map`."""
+        run = self._client.new_run(options, in_order=False)
+        answers = run_in_thread(self._loop, run, iter(checked(prompts)))
+        return ((answer.prompt, answer.result) for answer in answers)
 
     def tokenize(self, prompt: Prompt, **options: Unpack[TokenizeOptions]) -> Tokenized:
         """Return the tokens of a text or a chat. A node answers from its tokenizer; no KV cache is needed.
@@ -117,9 +158,11 @@ class Client:
         """
         return Job(self, self._loop.call(self._client.attach(job_id, after=after, tenant=tenant)))
 
-    def result(self, job_id: str, *, check: bool = True, tenant: str | None = None) -> Result:
+    def result(
+        self, job_id: str, *, timeout: float | None = None, check: bool = True, tenant: str | None = None
+    ) -> Result:
         """Wait for a job's end and return its result; see `Job.result`."""
-        return self._loop.call(self._client.result(job_id, check=check, tenant=tenant))
+        return self._loop.call(self._client.result(job_id, timeout=timeout, check=check, tenant=tenant))
 
     def status(self, job_id: str, *, tenant: str | None = None) -> JobStatus:
         """Return a job's state, for people."""
@@ -188,9 +231,13 @@ class Job:
             with suppress(UnavailableError):
                 self._loop.post(source.aclose())
 
-    def result(self, *, check: bool = True) -> Result:
-        """Wait for the job's end and return its result. With `check`, raise the job's error unless it ended `done`."""
-        return self._loop.call(self._job.result(check=check))
+    def result(self, *, timeout: float | None = None, check: bool = True) -> Result:
+        """Wait for the job's end and return its result. With `check`, raise the job's error unless it ended `done`.
+
+        Raises ResultTimeoutError after `timeout` seconds. A job that is `background`, the default of `submit`, goes on
+        then; so it does if Ctrl-C ends the wait. `cancel` ends it.
+        """
+        return self._loop.call(self._job.result(timeout=timeout, check=check))
 
     def status(self) -> JobStatus:
         """Return the job's state, for people."""

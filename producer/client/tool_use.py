@@ -81,7 +81,7 @@ def _wanted(function: Mapping[str, Any], *, as_described: bool) -> WantedFunctio
         return WantedFunction(name=function["name"], parameters=json.dumps(parameters))
     except ValidationError as error:
         problem = problem_of(error)
-        raise RequestError(f"tools: {problem.param} of a function: {problem.message}", param="tools") from error
+        raise RequestError(f"tools: {problem.param} of a function: {problem.message}", param="tools") from None
 
 
 def no_call_format() -> RequestError:
