@@ -27,12 +27,12 @@ MIN_TIMEOUT_S = 0.1
 """A shorter timeout counts as this. It is the time to look whether the job has ended."""
 
 
-def timeout_of(timeout_s: float | None) -> asyncio.Timeout:
-    """Return the context of a caller's `timeout`. Raises RequestError for a wrong one."""
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """Return the seconds of a caller's `timeout`, at least MIN_TIMEOUT_S. Raises RequestError for a wrong one."""
     is_number = isinstance(timeout_s, (int, float)) and not math.isnan(timeout_s)
     if timeout_s is not None and not (is_number and timeout_s >= 0):
         raise RequestError("timeout must be None or a number of seconds, at least 0", param="timeout")
-    return asyncio.timeout(None if timeout_s is None else max(timeout_s, MIN_TIMEOUT_S))
+    return None if timeout_s is None else max(timeout_s, MIN_TIMEOUT_S)
 
 
 def _still_open(job_id: str, timeout_s: float | None, is_background: bool | None) -> ResultTimeoutError:
@@ -96,7 +96,7 @@ class AsyncJob:
         then; so it does if a cancellation or Ctrl-C ends the wait. `cancel` ends it. A stream that begins later reads
         the earlier chunks from the log.
         """
-        limit = timeout_of(timeout)
+        limit = asyncio.timeout(checked_timeout(timeout))
         try:
             async with limit:
                 return await self._once_ended(self._source.result, check=check)

@@ -13,7 +13,7 @@ from enum import Enum
 from penstock.contract.errors import BusyError, RequestError, ResultTimeoutError, UnavailableError
 from penstock.contract.output import Outcome, Result
 from penstock.producer.client.calls.window import Window
-from penstock.producer.client.job import AsyncJob, timeout_of
+from penstock.producer.client.job import AsyncJob, checked_timeout
 from penstock.producer.client.request import Prompt
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.gather import try_all
@@ -43,7 +43,7 @@ class RunOptions:
     """Whether an early end leaves the open jobs to the queue instead of canceling them."""
 
     def __post_init__(self) -> None:
-        timeout_of(self.timeout)
+        checked_timeout(self.timeout)
         if not isinstance(self.max_in_flight, int) or not 1 <= self.max_in_flight <= MAX_MAX_IN_FLIGHT:
             raise RequestError(f"max_in_flight must be from 1 to {MAX_MAX_IN_FLIGHT}", param="max_in_flight")
 
