@@ -44,7 +44,7 @@ def urls(demo_folder: Path) -> Iterator[dict[str, str]]:
 
 
 def test_there_are_examples_of_every_door() -> None:
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 7
     assert all(REDIS_URL in example or HTTP_URL in example for example in EXAMPLES)
 
 

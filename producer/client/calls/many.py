@@ -94,8 +94,8 @@ class ManyCalls(ABC):
 
     def new_run(self, options: GenerateOptions, *, in_order: bool) -> Run:
         """Return a run whose jobs have these options. Raises RequestError for options that jobs cannot share."""
-        for name in _OF_ONE_JOB & options.keys():
-            raise RequestError(f"{name}: allowed only in submit", param=name)
+        if wrong := sorted(_OF_ONE_JOB & options.keys()):
+            raise RequestError(f"{wrong[0]}: allowed only in submit", param=wrong[0])
         key = options.get("idempotency_key")
         # Jobs with a key may have other readers.
         leaves_jobs = bool(options.get("background")) or key is not None

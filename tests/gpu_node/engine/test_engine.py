@@ -215,9 +215,18 @@ def test_prompts_may_be_text_tokens_or_chats(plain: Engine) -> None:
 
 
 @pytest.mark.parametrize("prompts", ["hi", [1, 2], [{"role": "user", "content": "hi"}]])
-def test_a_single_prompt_is_no_list_of_prompts(plain: Engine, prompts: Any) -> None:
-    with pytest.raises(RequestError, match="prompts must be a list"):
+def test_a_single_prompt_counts_as_a_list_of_one(plain: Engine, prompts: Any) -> None:
+    (generation,) = plain.generate(prompts, GREEDY)
+    assert generation == plain.generate([prompts], GREEDY)[0]
+    assert generation.text == generation.choices[0].text
+    assert (generation.token_ids, generation.finish_reason) == (generation.choices[0].token_ids, "length")
+
+
+@pytest.mark.parametrize("prompts", [5, {"role": "user"}, ["hi", 5], b"hi"])
+def test_what_is_no_list_of_prompts_is_refused(plain: Engine, prompts: Any) -> None:
+    with pytest.raises(RequestError) as caught:
         plain.generate(prompts, GREEDY)
+    assert caught.value.param == "prompts"
 
 
 def test_a_request_whose_logits_break_fails_alone(make_engine: MakeEngine) -> None:
