@@ -134,7 +134,7 @@ def has_node(pressure: PoolPressure) -> bool:
 def require_node(pressure: PoolPressure) -> None:
     """Raise UnavailableError if no node takes jobs of the pool. A task needs no more: it waits for no capacity."""
     if not has_node(pressure):
-        message = "no live node serves this pool; with queue_without_node, a job waits for one"
+        message = "no live node serves this pool; `queue_without_node` of submit and /v1/jobs lets a job wait"
         raise UnavailableError(message, code="no_node")
 
 

@@ -15,6 +15,7 @@ from penstock.producer.client.calls.run import MAX_IN_FLIGHT, Answer, Run, RunOp
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import JobOptions, Prompt, SubmitOptions
 from penstock.producer.client.signature import with_options
+from penstock.runtime.gather import try_all
 
 
 class GenerateOptions(JobOptions, total=False):
@@ -111,8 +112,7 @@ class ManyCalls(ABC):
 
     async def close_runs(self) -> None:
         """End all runs. Their callers get UnavailableError."""
-        for run in list(self._runs):
-            await run.close()
+        await try_all([run.close for run in self._runs])
 
 
 AnyPrompts = TypeVar("AnyPrompts", bound=Iterable[Prompt] | AsyncIterable[Prompt])

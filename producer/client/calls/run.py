@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -62,6 +62,10 @@ class Step(Enum):
 
     WANTS_PROMPT = "wants a prompt"
     END = "end"
+
+
+ReadPrompt = Callable[[], Awaitable[Prompt | Step]]
+"""Reads the next prompt; END if there is none."""
 
 
 @dataclass(eq=False, slots=True)
@@ -129,22 +133,22 @@ class Run:
             raise error from None
         return step
 
-    async def offer(self, source: AsyncIterator[Prompt]) -> None:
-        """Read a prompt that the run wants, and submit it. At the source's end, the run has all prompts."""
+    async def offer(self, read: ReadPrompt) -> None:
+        """Read a prompt that the run wants, and submit it. The answers do not wait for the reading."""
         entry = self._submitting = _Entry(self._num_prompts)
         self._num_prompts += 1
         self._entries[entry.index] = entry
-        self._tasks[entry] = asyncio.create_task(self._run_job(entry, source), name="penstock job of a run")
+        self._tasks[entry] = asyncio.create_task(self._run_job(entry, read), name="penstock job of a run")
 
     async def answers(self, prompts: Iterable[Prompt] | AsyncIterable[Prompt]) -> AsyncGenerator[Answer, None]:
         """Run all prompts and yield their answers. Each prompt is read when the pool can take it."""
-        source = aiter(prompts) if isinstance(prompts, AsyncIterable) else read(prompts)
+        source = aiter(prompts) if isinstance(prompts, AsyncIterable) else _each(prompts)
         try:
             while (step := await self.next_step()) is not Step.END:
                 if isinstance(step, Answer):
                     yield step
                 else:
-                    await self.offer(source)
+                    await self.offer(lambda: anext(source, Step.END))
         finally:
             await self.close()
 
@@ -197,9 +201,9 @@ class Run:
 
     # One job ----------------------------------------------------------------------------------------
 
-    async def _run_job(self, entry: _Entry, source: AsyncIterator[Prompt]) -> None:
+    async def _run_job(self, entry: _Entry, read: ReadPrompt) -> None:
         try:
-            prompt = await anext(source, Step.END)
+            prompt = await read()
             if isinstance(prompt, Step):
                 self._has_all_prompts = True
                 del self._entries[entry.index]
@@ -269,7 +273,6 @@ class Run:
         self._changed.set()
 
 
-async def read(prompts: Iterable[Prompt]) -> AsyncGenerator[Prompt, None]:
-    """Yield prompts as they are asked for."""
+async def _each(prompts: Iterable[Prompt]) -> AsyncGenerator[Prompt, None]:
     for prompt in prompts:
         yield prompt

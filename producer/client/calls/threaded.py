@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import suppress
-from itertools import islice
+from functools import partial
 
 from penstock.contract.errors import UnavailableError
-from penstock.producer.client.calls.run import Answer, Run, Step, read
+from penstock.producer.client.calls.run import Answer, Run, Step
 from penstock.producer.client.loop_thread import LoopThread
 from penstock.producer.client.request import Prompt
 
@@ -20,7 +20,7 @@ def run_in_thread(loop: LoopThread, run: Run, prompts: Iterator[Prompt]) -> Gene
                 yield step
             else:
                 # On this thread, because an open file or a database cursor may belong to it.
-                loop.call(run.offer(read(list(islice(prompts, 1)))))
+                loop.call(run.offer(partial(_given, next(prompts, Step.END))))
     except GeneratorExit:
         # Without waiting: the garbage collector may close this generator on the loop's own thread.
         with suppress(UnavailableError):
@@ -30,3 +30,7 @@ def run_in_thread(loop: LoopThread, run: Run, prompts: Iterator[Prompt]) -> Gene
         with suppress(UnavailableError):
             loop.call(run.close())
         raise
+
+
+async def _given(prompt: Prompt | Step) -> Prompt | Step:
+    return prompt

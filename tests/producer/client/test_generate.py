@@ -29,8 +29,7 @@ from penstock.queue import keys
 from penstock.queue.wire import NodePressure
 
 MAX_OPEN = 8
-TOO_LONG = list(range(5000))
-Prompts = list[Any]
+TOO_LONG: Any = list(range(5000))
 
 
 @pytest.fixture
@@ -333,6 +332,15 @@ async def test_closing_the_client_cancels_the_jobs_of_its_calls(redis_url: str, 
         await call
     assert caught.value.code == "client_closed"
     assert [await is_canceled(job) for job in jobs] == [True] * 3
+
+
+async def test_no_task_stays_behind(client: AsyncClient, node: FakeNode) -> None:
+    await client.generate(["hello"] * 5, max_tokens=2)
+    async with aclosing(client.map(Endless(), max_tokens=2)) as results:
+        await anext(results)
+    with pytest.raises(NotFoundError):
+        await client.generate(["hello"], model="unknown")
+    assert [task for task in asyncio.all_tasks() if "of a run" in task.get_name()] == []
 
 
 def test_the_window_narrows_by_refusals_and_widens_slowly() -> None:
