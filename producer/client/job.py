@@ -66,7 +66,10 @@ class AsyncJob:
         return f"<AsyncJob {self.id}>"
 
     async def stream(self) -> AsyncGenerator[Chunk, None]:
-        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it ended `done`."""
+        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it ended `done`.
+
+        If the reader leaves early, such as by Ctrl-C, a `background` job goes on, and any other is canceled 5 s later.
+        """
         outcome: Outcome | None = None
         async with aclosing(self.batches()) as batches:
             async for batch in batches:

@@ -77,7 +77,8 @@ class Client:
     def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Job:
         """Check, admit and enqueue a job, and return its handle. `SubmitOptions` describes each option.
 
-        `prompt` is text, token ids or the messages of a chat.
+        `prompt` is text, token ids or the messages of a chat. A `background` job, the default, goes on if this
+        process ends. `client.attach(job.id)` reads it from any process, and `job.cancel()` ends it.
 
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
@@ -203,7 +204,10 @@ class Job:
         return f"<Job {self.id}>"
 
     def stream(self) -> Iterator[Chunk]:
-        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it ended `done`."""
+        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it ended `done`.
+
+        If the reader leaves early, such as by Ctrl-C, a `background` job goes on, and any other is canceled 5 s later.
+        """
         outcome: Outcome | None = None
         for chunk in self.chunks():
             outcome = chunk.outcome
