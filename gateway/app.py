@@ -28,6 +28,7 @@ from penstock.gateway.http.access_log import AccessLog
 from penstock.gateway.http.head_requests import HeadRequests
 from penstock.gateway.http.request_head import BoundedHead
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
+from penstock.gateway.http.traced_requests import TRACE_HEADER, TracedRequests
 from penstock.gateway.jobs import routes as job_routes
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import models
@@ -48,6 +49,7 @@ from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
 from penstock.runtime.logging import configure_logging
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.settings import KeySettings
+from penstock.runtime.tracing.setup import tracing_of
 
 MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results that a gateway holds in memory while it sends them. Further large answers wait."""
@@ -62,6 +64,7 @@ ROUTES = (
     *embedding_routes.ROUTES,
 )
 """The routes that take a body. They are plain Starlette routes, not FastAPI's."""
+_PATHS = frozenset(route.path for route in ROUTES)
 ROUTERS = (
     *(models.router, health.router, metrics.router, usage.router),
     *(response_routes.router, job_routes.router, api_docs_router),
@@ -89,6 +92,7 @@ def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
 
 def create_app(settings: GatewaySettings) -> FastAPI:
     """Return the ASGI app. Its lifespan owns the gateway's only queue client."""
+    tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-gateway")
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -101,6 +105,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             finally:
                 app.state.loop_watch.stop()
                 await app.state.parser.close()
+                if tracing is not None:
+                    await asyncio.to_thread(tracing.close)
 
     # FastAPI's own document would lack the routes that take a body.
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
@@ -108,6 +114,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     install_error_handlers(app)
     _add_routes(app)
     _add_middleware(app, settings)
+    if tracing is not None:
+        app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_PATHS)
     return app
 
 
@@ -142,9 +150,10 @@ def _add_middleware(app: FastAPI, settings: GatewaySettings) -> None:
                 IGNORED_HEADER,
                 "Retry-After",
                 "Retry-After-Ms",
+                TRACE_HEADER,
             ],
         )
-    app.add_middleware(AccessLog, paths=frozenset(route.path for route in ROUTES))
+    app.add_middleware(AccessLog, paths=_PATHS)
 
 
 def _all_routes() -> list[Route]:

@@ -56,5 +56,8 @@ class GatewaySettings(Settings):
     """Milliseconds between two measurements of the event loop's delay."""
     loop_debug: bool = False
     """Log which code runs when it blocks the event loop for 50 ms or more."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP) that gets the spans of requests. Default: the standard OTEL_*
+    variables; without them traces are off."""
     cors_origins: tuple[str, ...] = ()
     """An origin that browsers may call this gateway from (CORS). Repeat the flag for several. Default: none."""

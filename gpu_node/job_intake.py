@@ -144,6 +144,7 @@ class JobIntake:
         else:
             request = await self._threads.run(partial(wire.decode_request, data))
         job.adapter = "" if request.adapter is None else request.adapter.name
+        await self._ledger.reports.taken(job, request)
         logged: list[Chunk] = []
         if job.taken.num_chunks:
             logged = await patiently(lambda: self._broker.log(job.job_id, job.taken.num_chunks), math.inf)

@@ -10,6 +10,7 @@ from penstock.contract.priority import NUM_PRIORITIES
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.monitor.counters import NodeCounts
+from penstock.gpu_node.monitor.job_reports import NO_REPORTS, JobReports
 from penstock.queue.broker.node import MAX_PREEMPTIONS
 from penstock.queue.policy import HOLD_MS, learned_hold_ms
 
@@ -20,8 +21,9 @@ RESERVED_QUANTILE = 0.9
 class Ledger:
     """All jobs of a node. The engine knows a job by its lease, so tokens computed under an older lease never mix in."""
 
-    def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT) -> None:
+    def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT, reports: JobReports = NO_REPORTS) -> None:
         self.max_model_len = max_model_len
+        self.reports = reports
         self.counts = NodeCounts()
         self._jobs: dict[str, HeldJob] = {}
         self._by_lease: dict[str, HeldJob] = {}
@@ -89,11 +91,13 @@ class Ledger:
         self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_token_ms, job.taken.cost)
 
     def count_finished(self, job: HeldJob, outcome: Outcome, at_s: float) -> None:
-        """Count a job whose end Redis has stored. `at_s`: on this process's monotonic clock."""
+        """Count and report a job whose end Redis has stored. `at_s`: on this process's monotonic clock."""
         self.counts.finished += 1
         self.counts.finished_cost += job.taken.cost
+        ended = job.ended(outcome)
         if not job.is_task:
-            self.counts.jobs.ended(job.taken.priority, job.times, job.ended(outcome), at_s)
+            self.counts.jobs.ended(job.taken.priority, job.times, ended, at_s)
+        self.reports.ended(job, ended, at_s)
 
     @property
     def num_tasks(self) -> int:

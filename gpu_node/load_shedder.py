@@ -73,6 +73,7 @@ class LoadShedder:
         kept = [job for job, answer in zip(wanted, answers, strict=True) if answer == "KEEP"]
         given = [job for job in wanted if job not in kept]
         for job in given:
+            self._ledger.reports.gave_back(job, why)
             self._outbox.forget(job)
         self._ledger.counts.gave_back(why, len(given))
         if given and why != "drain":

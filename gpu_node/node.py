@@ -25,6 +25,7 @@ from penstock.gpu_node.job_intake import JobIntake
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.load_shedder import LoadShedder
 from penstock.gpu_node.monitor.engine_watch import EngineWatch
+from penstock.gpu_node.monitor.job_reports import reports_of
 from penstock.gpu_node.monitor.liveness import answering
 from penstock.gpu_node.monitor.snapshot import take_snapshot
 from penstock.gpu_node.monitor.watchdog import EngineStalledError
@@ -41,6 +42,7 @@ from penstock.queue.broker.retry import patiently
 from penstock.queue.wire import NodePressure, PoolRecord
 from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.tracing.setup import tracing_of
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +62,10 @@ class Node:
         self._seats = seats
         self._engine = engine
         self.node_id = f"{settings.name}-{secrets.token_hex(8)}"
-        self.ledger = Ledger(engine.max_model_len)
         self._redis = connect(settings.redis_url)
+        self._tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-node")
+        reports = reports_of(settings, self._tracing, self._redis, self.node_id)
+        self.ledger = Ledger(engine.max_model_len, reports)
         self._broker = NodeBroker(self._redis, settings.pool_name, self.node_id, engine.revision)
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
@@ -125,6 +129,8 @@ class Node:
         finally:
             self._worker.stop()
             await self._redis.aclose()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     def _state(self) -> dict[str, object]:
         stalled_s = round(self._watch.stalled_s, 1)

@@ -68,6 +68,12 @@ class NodeSettings(Settings, EngineOptions):
     metrics_host: str = "127.0.0.1"
     """Address on which metrics are served."""
 
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP) that gets the spans of jobs. Default: the standard OTEL_*
+    variables; without them traces are off."""
+    log_jobs: bool = True
+    """Log one line for each job at its end."""
+
     scheduling_policy: PolicyName = "fair"
     """Order in which jobs are taken and run. fcfs: oldest first; priority: most urgent class first; sjf: cheapest
     first, by predicted cost; fair: equal shares for all tenants."""

@@ -69,6 +69,8 @@ class StepOutput:
     usage: Usage | None = None
     kv_token_ms: float = 0.0
     """KV-token-milliseconds of the choice so far: the capacity of its blocks in tokens × the time that it held them."""
+    num_preemptions: int = 0
+    """How often the choice was preempted so far."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log-probabilities of `token_ids`, where the request asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The request of a job, which a node needs to run it; stored in P:request:<id>."""
+    """The request of a job, which a node needs to run it, and what it carries of a trace; stored in P:request:<id>."""
 
     params: SamplingParams
     prompt: str | None = None
@@ -42,6 +42,7 @@ class Request:
     task: Task | None = None
     return_progress: bool = False
     """Whether readers want to know how far the prompt is computed."""
+    trace: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,7 @@ def decode_chunks(data: bytes) -> list[Chunk]:
 # Requests ---------------------------------------------------------------------------------------
 
 _request_adapter = TypeAdapter(Request)
+_REQUEST_MEMBERS = ("params", "tools", "adapter", "chat_template_kwargs", "return_progress", "trace")
 _task_adapter: TypeAdapter[Task] = TypeAdapter(Task)
 
 
@@ -221,8 +223,7 @@ def encode_request(job: Job) -> bytes:
         # Decoders accept only strings as map keys.
         fields["params"]["logit_bias"] = {str(token): added for token, added in job.params.logit_bias.items()}
     data = pack(fields)
-    packed = job.packed_prompt
-    if packed is None:
+    if (packed := job.packed_prompt) is None:
         return data
     # The packed prompt takes the place of the None that follows its name, the third one in the map.
     at = len(pack({**head, packed.form: None})) - 1
@@ -253,8 +254,7 @@ def decode_request(data: bytes) -> Request:
         raise WireError("a request has exactly one prompt")
     try:
         few_calls(prompts["messages"])
-        given = {name: m.get(name) for name in ("params", "tools", "adapter", "chat_template_kwargs")}
-        given["return_progress"] = m.get("return_progress", False)
+        given = {name: m[name] for name in _REQUEST_MEMBERS if name in m}
         if kind != GENERATE:
             task = _task_adapter.validate_python({**checked_map(m.get("options")), "kind": kind})
             given |= {"params": task.sampling(), "task": task}
