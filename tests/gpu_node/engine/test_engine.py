@@ -53,6 +53,14 @@ def test_how_requests_are_batched_does_not_change_what_they_say(
     check_idle(engine)
 
 
+def test_last_outputs_count_the_preemptions_of_their_choices(make_engine: MakeEngine) -> None:
+    small = make_engine(num_kv_blocks=12)
+    for i, prompt in enumerate(PROMPTS):
+        small.add(EngineRequest(str(i), small.tokenizer.encode(prompt), GREEDY, seed=0))
+    ends = [output for output in drain(small) if output.finish_reason is not None]
+    assert sum(output.num_preemptions for output in ends) == small.stats().num_preemptions > 0
+
+
 def test_small_pools_do_preempt_and_known_prompts_are_not_computed_again(make_engine: MakeEngine) -> None:
     small, large = make_engine(num_kv_blocks=12), make_engine()
     small.generate(PROMPTS, GREEDY)
