@@ -27,6 +27,7 @@ from penstock.gpu_node.load_shedder import LoadShedder
 from penstock.gpu_node.monitor.engine_watch import EngineWatch
 from penstock.gpu_node.monitor.job_reports import reports_of
 from penstock.gpu_node.monitor.liveness import answering
+from penstock.gpu_node.monitor.node_profiler import NodeProfiler
 from penstock.gpu_node.monitor.snapshot import take_snapshot
 from penstock.gpu_node.monitor.watchdog import EngineStalledError
 from penstock.gpu_node.outbox import Outbox
@@ -38,6 +39,7 @@ from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.eviction import warn_of_eviction
 from penstock.queue.broker.node import LeaseLostError, NodeBroker
+from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
 from penstock.queue.broker.retry import patiently
 from penstock.queue.wire import NodePressure, PoolRecord
 from penstock.runtime import crash_points
@@ -89,6 +91,8 @@ class Node:
         interval_s = heartbeat_interval_s(settings.lease_ms)
         self._watch = EngineWatch(self._worker, interval_s=interval_s, stall_after_s=settings.stall_after_s)
         self._heartbeat = self._new_heartbeat(interval_s)
+        profiles = ProfileBroker(self._redis)
+        self._profiler = NodeProfiler(profiles, self._worker, engine, settings.pool_name, self.node_id)
 
     @property
     def engine_stats(self) -> EngineStats | None:
@@ -118,7 +122,7 @@ class Node:
                 answering(self._settings.name, self._state),
                 _background(self._heartbeat_forever(), self._outbox.run()),
             ):
-                serving = [self._take_forever(), self._listen(), self._load_shedder.run()]
+                serving = [self._take_forever(), self._listen(), self._load_shedder.run(), self._profiler.run()]
                 serving.append(declare_dead(self._broker, self._seats, has_joined=True))
                 if self._settings.has_adapters:
                     serving.append(self._announce_forever())
@@ -206,7 +210,14 @@ class Node:
 
     async def _listen(self) -> None:
         channel = keys.doorbell(self._settings.pool_name, self.node_id)
-        await listen(self._redis, channel, self._bell, lambda job_id: self._outbox.end_as(job_id, "CANCEL"))
+        await listen(self._redis, channel, self._bell, self._on_message)
+
+    def _on_message(self, text: str) -> None:
+        """Handle a message of the doorbell: a request for a profile, or the id of a canceled job."""
+        if text == DOORBELL:
+            self._profiler.ring()
+        else:
+            self._outbox.end_as(text, "CANCEL")
 
     async def _until_stopped(self) -> None:
         died = asyncio.wrap_future(self._worker.stopped)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -255,6 +255,20 @@ class ModelRunner(Protocol):
 
         Steps that were submitted earlier still compute with the previous adapter.
         """
+
+
+@runtime_checkable
+class ProfiledRunner(Protocol):
+    """A runner that can record its operations."""
+
+    def start_profile(self) -> None:
+        """Start to record."""
+
+    def stop_profile(self) -> None:
+        """Stop to record."""
+
+    def write_profile(self, path: Path) -> None:
+        """Write what was recorded as a compressed Chrome trace. It may take seconds; safe on any thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from penstock import __version__
 from penstock.cli import audit, batch, dead, demo, doctor, gateway, jobs, node, pools, serve, submit
 from penstock.cli.exit_codes import exit_code_of as exit_code_of
 from penstock.cli.keys import commands as keys
+from penstock.cli.profile.command import profile
 from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError
 
 
@@ -67,6 +68,7 @@ def _options(
 
 for _command in (demo.demo, serve.serve, submit.submit, node.node, gateway.gateway, doctor.doctor, audit.audit):
     app.command()(_command)
+app.command()(profile)
 app.add_typer(batch.app, name="batch")
 app.add_typer(pools.app, name="pools")
 app.add_typer(keys.app, name="keys")

@@ -71,13 +71,16 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
     P:config                 hash    join                                 protocol version; the pool's policy and limits
     P:schema                 hash    join                                 the version again, for releases of protocol
                                                                           version 1, which look for it here
+    P:profile:<id>           list    node; penstock profile (LPOP)        a node's answer to `penstock profile`, 8
+                                                                          pieces at a time; 30 s
+    penstock:profile:<node>  string  penstock profile; node (DEL)         a request to profile that node; 15 s
     penstock:pools           hash    node, penstock pools                 pool → pool record (wire.py)
     penstock:keys            hash    penstock keys                        API key's id → its record (api_keys.py)
 
     channel
     penstock:inbox:<process>   one per reading process: all chunks of a step for that reader, concatenated
     P:channel:<id>             a job's own channel, one chunk per message, if requested at submit or attach
-    P:doorbell:<node>          a node's doorbell: an empty message, or the id of a canceled job
+    P:doorbell:<node>          a node's doorbell: an empty message, the id of a canceled job, or `profile`
 """
 
 from __future__ import annotations
@@ -196,6 +199,16 @@ def jobs(pool: str, tenant: str) -> str:
 def counts(pool: str) -> str:
     """Hash: counters of events."""
     return f"{prefix(pool)}:counts"
+
+
+def profile_request(node_id: str) -> str:
+    """String: a request to profile a node. No pool's prefix: only operators may write it."""
+    return f"penstock:profile:{node_id}"
+
+
+def profile(pool: str, profile_id: str) -> str:
+    """List: pieces of a node's profile."""
+    return f"{prefix(pool)}:profile:{profile_id}"
 
 
 def inbox_channel(process: str) -> str:

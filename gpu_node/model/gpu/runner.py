@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, PooledTokens, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
+from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, sample
 from penstock.kernels.triton.sending import to_device_async
@@ -63,6 +65,7 @@ class GpuRunner:
         self._adapters = adapters
         self._pool = pool
         self._sizes = sizes
+        self._profiler = TorchProfiler()
         self._limits = limits
         self._device = device
         rows, vocab = limits.max_num_seqs, decoder.spec.vocab_size
@@ -88,6 +91,18 @@ class GpuRunner:
 
     def bind_thread(self) -> None:
         """Do nothing: the GPU computes."""
+
+    def start_profile(self) -> None:
+        """Start to record the operations of the calling thread and of the GPU."""
+        self._profiler.start()
+
+    def stop_profile(self) -> None:
+        """Stop to record, on the same thread."""
+        self._profiler.stop()
+
+    def write_profile(self, path: Path) -> None:
+        """Write what was recorded as a compressed Chrome trace."""
+        self._profiler.write(path)
 
     @translate_out_of_memory()
     @torch.inference_mode()

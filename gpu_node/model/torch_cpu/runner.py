@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Logprobs, SamplingRows, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
+from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.gpu_node.model.torch_common.sampler import sample
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
@@ -43,6 +45,7 @@ class TorchRunner:
         ]
         # Only this thread computes, because every thread that calls torch keeps its own team of OpenMP threads.
         self._thread = ThreadPoolExecutor(1, "penstock-torch")
+        self._profiler = TorchProfiler()
 
     @property
     def cache_sizes(self) -> CacheSizes:
@@ -68,6 +71,18 @@ class TorchRunner:
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, after the steps that were already submitted."""
         self._thread.submit(self._decoder.adapters.set, adapter_slot, adapter).result()
+
+    def start_profile(self) -> None:
+        """Start to record the operations of steps."""
+        self._thread.submit(self._profiler.start).result()
+
+    def stop_profile(self) -> None:
+        """Stop to record."""
+        self._thread.submit(self._profiler.stop).result()
+
+    def write_profile(self, path: Path) -> None:
+        """Write what was recorded as a compressed Chrome trace."""
+        self._profiler.write(path)
 
     @torch.inference_mode()
     def _logits(self, plan: StepPlan) -> Tensor:
