@@ -17,13 +17,20 @@ from penstock.gpu_node.engine_worker import EngineLike, EngineWorker
 from penstock.gpu_node.monitor.chrome_trace import chrome_trace
 from penstock.gpu_node.monitor.stack_samples import StackSamples, record_stacks
 from penstock.gpu_node.threads import Threads
-from penstock.queue.broker.profiles import MAX_FILE_BYTES, MAX_PROFILE_S, ProfileBroker, ProfileRequest, ProfileSummary
+from penstock.queue.broker.profiles import (
+    MAX_FILE_BYTES,
+    MAX_PROFILE_S,
+    OPERATIONS,
+    TRACE,
+    ProfileBroker,
+    ProfileRequest,
+    ProfileSummary,
+)
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.05
-TRACE, OPERATIONS = "trace.json.gz", "operations.json.gz"
-"""The files of a profile: steps and stacks, and the runner's operations where it can record them."""
+"""Interval at which a profile looks whether the engine has recorded as much as it keeps."""
 
 
 class NodeProfiler:

@@ -22,7 +22,7 @@ from penstock.queue.pool_stats import PoolStats
 from penstock.queue.wire import NodePressure
 
 MIN_REDIS = (6, 2)
-EXTRAS = ("gateway", "node", "embedded", "batch")
+EXTRAS = ("gateway", "node", "embedded", "batch", "tracing")
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 

@@ -156,7 +156,7 @@ async def test_standard_variables_turn_traces_on(
     assert len({span.trace_id for span in spans}) == 1
 
 
-async def test_an_unreachable_collector_is_logged_once_and_harms_no_job(redis: Redis, redis_url: str) -> None:
+async def test_an_unreachable_collector_harms_no_job(redis: Redis, redis_url: str) -> None:
     nowhere = "http://127.0.0.1:9"
     with NodeProcess(redis_url, otlp_traces_endpoint=nowhere, **NODE) as node, GatewayProcess(redis_url) as gateway:
         async with http_client() as http:
@@ -165,5 +165,4 @@ async def test_an_unreachable_collector_is_logged_once_and_harms_no_job(redis: R
         async with AsyncClient(redis_url) as client:
             assert len((await client.jobs(state="done")).jobs) == 3
         assert node.stop() == 0
-        assert node.log.count("collector") <= 1
         assert "Traceback" not in node.log

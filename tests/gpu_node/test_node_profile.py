@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 from penstock.gpu_node.engine import Engine
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
-from penstock.queue.broker.profiles import MAX_PIECES, PIECE_BYTES, ProfileBroker, ProfileSummary
+from penstock.queue.broker.profiles import MAX_PIECES, PIECE_BYTES, TRACE, ProfileBroker, ProfileSummary
 
 POOL = "profiled"
 PARTS = {"schedule", "prepare", "copies", "forward", "sample", "output"}
@@ -117,7 +117,7 @@ async def test_a_large_answer_takes_little_of_redis_at_a_time(redis: Redis) -> N
     request = await broker.ask(POOL, "node", 0.1)
     assert await broker.request("node") == request
     assert await broker.request("node") is None
-    summary = ProfileSummary("node", files={"trace": len(file)})
+    summary = ProfileSummary("node", files={TRACE: len(file)})
     sending = asyncio.create_task(broker.send(POOL, request, summary, [file]))
     while await redis.llen(keys.profile(POOL, request.id)) < MAX_PIECES:
         await asyncio.sleep(0.01)
@@ -126,5 +126,5 @@ async def test_a_large_answer_takes_little_of_redis_at_a_time(redis: Redis) -> N
     answered, files = await broker.answer(POOL, request)
     await sending
     assert answered == summary
-    assert files == {"trace": file}
+    assert files == {TRACE: file}
     assert await redis.exists(keys.profile(POOL, request.id)) == 0

@@ -33,7 +33,7 @@ from penstock.queue.broker.job_lists import JobLists
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, Submission
-from penstock.queue.broker.profiles import ProfileBroker, ProfileSummary
+from penstock.queue.broker.profiles import TRACE, ProfileBroker, ProfileSummary
 from penstock.queue.broker.usage import UsageBroker
 from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT
@@ -321,9 +321,9 @@ def test_api_keys_are_the_gateways_and_the_operators(server: Path) -> None:
 async def test_only_the_operator_asks_for_a_profile_and_the_node_answers(clients: dict[str, Redis]) -> None:
     request = await ProfileBroker(clients["admin"]).ask(POOL, "n1", 1.0)
     assert await ProfileBroker(clients["node"]).request("n1") == request
-    await ProfileBroker(clients["node"]).send(POOL, request, ProfileSummary("n1", files={"trace": 3}), [b"abc"])
+    await ProfileBroker(clients["node"]).send(POOL, request, ProfileSummary("n1", files={TRACE: 3}), [b"abc"])
     _, files = await ProfileBroker(clients["admin"]).answer(POOL, request)
-    assert files == {"trace": b"abc"}
+    assert files == {TRACE: b"abc"}
     assert await clients["watcher"].acl_log() == []
     for role in ("gateway", "worker"):
         with pytest.raises(ConfigError, match="refuses this user"):

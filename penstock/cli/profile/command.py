@@ -43,7 +43,7 @@ def profile(
     summary, files = asyncio.run(_profile(redis_url_of(redis_url), node, seconds))
     folder = output or Path(f"penstock-profile-{summary.node_id}")
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / Path(name).name for name in files]
+    paths = [folder / name for name in files]
     for path, data in zip(paths, files.values(), strict=True):
         path.write_bytes(data)
     if as_json:

@@ -34,6 +34,8 @@ PIECE_TTL_MS = 30_000
 """How long a node waits for the caller to read, and Redis keeps what it has not read."""
 PATIENCE_S = 60.0
 """How long a caller waits for an answer after the profile's time: the node compresses its files."""
+TRACE, OPERATIONS = "trace.json.gz", "operations.json.gz"
+"""The files of a profile: steps and stacks, and the runner's operations where it can record them."""
 _POLL_S = 0.1
 DOORBELL = "profile"
 """What a node hears on its doorbell channel. It cannot be a job's id, which contains a dot."""
@@ -90,6 +92,8 @@ class ProfileBroker:
         summary = _decoded(_summary_adapter, await self._next_piece(key, patience_s))
         files = {}
         for name, size in summary.files.items():
+            if name not in (TRACE, OPERATIONS):
+                raise WireError(f"a profile has no file {name[:64]!r}")
             data = bytearray()
             while len(data) < min(size, MAX_FILE_BYTES):
                 data += await self._next_piece(key, PIECE_TTL_MS / 1000)

@@ -33,8 +33,8 @@ class QuietExporter(SpanExporter):
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
-        self._is_failing = False
         self._num_lost = 0
+        """Spans lost since the collector last answered."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans to the collector. They are lost if it does not take them."""
@@ -44,13 +44,12 @@ class QuietExporter(SpanExporter):
         except Exception as error:
             result, reason = SpanExportResult.FAILURE, repr(error)
         if result is SpanExportResult.FAILURE:
-            self._num_lost += len(spans)
-        if (result is SpanExportResult.FAILURE) != self._is_failing:
-            self._is_failing = not self._is_failing
-            if self._is_failing:
+            if not self._num_lost:
                 log.warning("tracing.collector_unavailable", extra={"reason": reason})
-            else:
-                log.info("tracing.collector_available", extra={"num_lost_spans": self._num_lost})
+            self._num_lost += len(spans)
+        elif self._num_lost:
+            log.info("tracing.collector_available", extra={"num_lost_spans": self._num_lost})
+            self._num_lost = 0
         return result
 
     def shutdown(self) -> None:
