@@ -61,7 +61,7 @@ async def ask(app: Any) -> None:
     """Make one request to the gateway's outermost part."""
 
     async def send(message: Message) -> None:
-        """Send it to nobody."""
+        """Drop the message."""
 
     await app({**SCOPE, "headers": [(b"traceparent", TRACE[0].encode())]}, None, send)
 

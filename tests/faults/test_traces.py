@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER_ID = "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE_ID}-{CALLER_ID}-01", "tracestate": "vendor=value"}
 BODY = {"model": POOL, "prompt": "the gate opens", "max_tokens": 60, "temperature": 0.5, "stream": True}
-NODE = {"pool": POOL, "lease_ms": 3000}
+NODE: dict[str, Any] = {"pool": POOL, "lease_ms": 3000}
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def only(spans: list[CollectedSpan], name: str) -> CollectedSpan:
     return span
 
 
-def has_ended(num_leases: int) -> object:
+def has_ended(num_leases: int) -> Callable[[list[CollectedSpan]], bool]:
     """Return whether the spans of the gateway and of so many leases are there."""
 
     def check(spans: list[CollectedSpan]) -> bool:

@@ -28,6 +28,11 @@ PARTS = {"schedule", "prepare", "copies", "forward", "sample", "output"}
 MakeEngine = Callable[..., Engine]
 
 
+def reference_engine(step_s: float = 0.0) -> Any:
+    """An engine without a model; as Any, since its tokenizer has fewer members than a real one."""
+    return ReferenceEngine(step_s=step_s)
+
+
 @asynccontextmanager
 async def generating(redis_url: str) -> AsyncIterator[None]:
     """Keep a job running."""
@@ -80,7 +85,7 @@ async def test_a_profile_has_the_steps_and_torchs_operations(
 
 
 async def test_a_node_is_profiled_twice_and_keeps_serving(redis_url: str, redis: Redis, tmp_path: Path) -> None:
-    async with running_node(redis_url, ReferenceEngine(step_s=0.001), pool=POOL):
+    async with running_node(redis_url, reference_engine(step_s=0.001), pool=POOL):
         for _ in range(2):
             await profile(redis_url, tmp_path)
         async with AsyncClient(redis_url) as client:
@@ -90,8 +95,8 @@ async def test_a_node_is_profiled_twice_and_keeps_serving(redis_url: str, redis:
 
 async def test_the_node_must_be_named_if_there_are_several(redis_url: str, tmp_path: Path) -> None:
     async with (
-        running_node(redis_url, ReferenceEngine(), pool=POOL, name="one") as one,
-        running_node(redis_url, ReferenceEngine(), pool=POOL, name="two") as two,
+        running_node(redis_url, reference_engine(), pool=POOL, name="one") as one,
+        running_node(redis_url, reference_engine(), pool=POOL, name="two") as two,
     ):
         several = await asyncio.to_thread(run_command, "profile", "--redis-url", redis_url)
         unknown = await asyncio.to_thread(run_command, "profile", "three", "--redis-url", redis_url)
@@ -104,7 +109,7 @@ async def test_a_ring_without_a_request_starts_nothing(
     redis_url: str, redis: Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with running_node(redis_url, ReferenceEngine(), pool=POOL) as node, AsyncClient(redis_url) as client:
+    async with running_node(redis_url, reference_engine(), pool=POOL) as node, AsyncClient(redis_url) as client:
         await redis.publish(keys.doorbell(POOL, node.node_id), "profile")
         await (await client.submit("hello", max_tokens=5)).result()
     messages = [record.getMessage() for record in caplog.records]
