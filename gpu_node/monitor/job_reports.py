@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -41,7 +43,10 @@ class SpanRecorder(Protocol):
 
 
 class JobReports:
-    """The reports of a node's jobs. Without logs and spans, each report costs a comparison."""
+    """The reports of a node's jobs. Without logs and spans, each report costs a comparison.
+
+    No error of a span recorder reaches a job.
+    """
 
     def __init__(self, model: str = "", *, logs_jobs: bool = False, spans: SpanRecorder | None = None) -> None:
         self._model = model
@@ -51,27 +56,32 @@ class JobReports:
     async def taken(self, job: HeldJob, request: Request) -> None:
         """Note what a job carries of its trace."""
         if request.trace and self._spans is not None:
-            await self._spans.taken(job, request)
+            with _harmless():
+                await self._spans.taken(job, request)
 
     def began(self, job: HeldJob) -> None:
         """Report a job of whose output Redis has stored something."""
         if self._spans is not None and job.trace is not None:
-            self._spans.began(job)
+            with _harmless():
+                self._spans.began(job)
 
     def lost(self, job: HeldJob) -> None:
         """Report a job that belongs to another node now."""
         if self._spans is not None and job.trace is not None:
-            self._spans.lost(job)
+            with _harmless():
+                self._spans.lost(job)
 
     def gave_back(self, job: HeldJob, why: str) -> None:
         """Report a job that this node has given back. `why`: drain, pressure or lacking."""
         if self._spans is not None and job.trace is not None:
-            self._spans.gave_back(job, why)
+            with _harmless():
+                self._spans.gave_back(job, why)
 
     def ended(self, job: HeldJob, ended: EndedJob, at_s: float) -> None:
         """Report a job whose end Redis has stored. `at_s`: on this process's monotonic clock."""
         if self._spans is not None and job.trace is not None:
-            self._spans.ended(job, ended, at_s)
+            with _harmless():
+                self._spans.ended(job, ended, at_s)
         if self._logs_jobs and log.isEnabledFor(logging.INFO):
             log.info("job.ended", extra=self._line(job, ended, at_s))
 
@@ -93,6 +103,14 @@ class JobReports:
             "preemptions": job.num_preemptions,
         }
         return line | {"code": ended.outcome.code} if ended.outcome.code else line
+
+
+@contextmanager
+def _harmless() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        log.exception("tracing.failed")
 
 
 def reports_of(settings: NodeSettings, tracing: Tracing | None, redis: Redis, node_id: str) -> JobReports:

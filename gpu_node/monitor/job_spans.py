@@ -8,7 +8,6 @@ The span of a lease has an id that every node can compute. So the node that take
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,7 +16,6 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind
 
-from penstock.contract.errors import UnavailableError
 from penstock.contract.job_ledger import PastLease
 from penstock.contract.priority import Priority
 from penstock.contract.tasks import Embed
@@ -27,8 +25,6 @@ from penstock.gpu_node.monitor.job_trace import JobTrace
 from penstock.queue.wire import Request
 from penstock.runtime.tracing.context import context_carried
 from penstock.runtime.tracing.export import Tracing
-
-log = logging.getLogger(__name__)
 
 TAKEN_AWAY = ("lost", "unlisted", "repaired")
 """Ends of leases that the node itself does not record."""
@@ -59,12 +55,7 @@ class JobSpans:
         job.trace = found = JobTrace(parent, _operation_of(request), job.times.submitted_s)
         if job.times.is_new:
             return
-        try:
-            leases = await self._past_leases(job.job_id)
-        except UnavailableError as error:
-            log.warning("redis is away", extra={"reason": error.message})
-            return
-        if leases:
+        if leases := await self._past_leases(job.job_id):
             found.queued_s = _local_s(job, leases[-1].ended_ms)
             found.links = (self._previous(job, found, leases[-1]),)
 

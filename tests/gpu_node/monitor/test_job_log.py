@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
 
-from penstock.contract.job import Priority
+from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.output import Outcome
+from penstock.gpu_node.held_job import HeldJob
+from penstock.gpu_node.monitor.job_reports import JobReports
+from penstock.gpu_node.monitor.job_times import EndedJob
+from penstock.gpu_node.monitor.job_trace import JobTrace
 from penstock.producer.client import AsyncClient
+from penstock.queue.broker.node import Taken
+from penstock.queue.wire import Request
 
 POOL = "logged"
 
@@ -78,3 +85,35 @@ async def test_lines_can_be_switched_off(redis_url: str, caplog: pytest.LogCaptu
         while node.ledger.counts.finished < 1:
             await asyncio.sleep(0.01)
     assert lines_of(caplog) == []
+
+
+class BrokenSpans:
+    """A recorder of spans that fails at each call."""
+
+    async def taken(self, job: HeldJob, request: Request) -> None:
+        job.trace = cast(JobTrace, object())
+        raise ValueError("taken")
+
+    def began(self, job: HeldJob) -> None:
+        raise ValueError("began")
+
+    def lost(self, job: HeldJob) -> None:
+        raise ValueError("lost")
+
+    def gave_back(self, job: HeldJob, why: str) -> None:
+        raise ValueError("gave_back")
+
+    def ended(self, job: HeldJob, ended: EndedJob, at_s: float) -> None:
+        raise ValueError("ended")
+
+
+async def test_no_error_of_spans_reaches_a_job(caplog: pytest.LogCaptureFixture) -> None:
+    reports = JobReports("model", logs_jobs=True, spans=BrokenSpans())
+    caplog.set_level(logging.INFO)
+    job = HeldJob(Taken("p.1", "lease", 0, 0, 1, 0, tenant="acme"))
+    await reports.taken(job, Request(SamplingParams(), prompt="hello", trace=("00-1",)))
+    reports.began(job)
+    reports.lost(job)
+    reports.gave_back(job, "drain")
+    reports.ended(job, job.ended(Outcome("done")), 1.0)
+    assert [record.getMessage() for record in caplog.records] == ["tracing.failed"] * 5 + ["job.ended"]
