@@ -76,7 +76,7 @@ def _noting(span: Span, send: Send) -> Send:
             if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 span.set_attribute("error.type", str(int(status)))
             if JOB_HEADER in headers:
-                span.set_attribute("penstock.job.id", headers[JOB_HEADER])
+                span.set_attribute("penstock.job.id", headers[JOB_HEADER].split(", "))
         elif message.get("body") and not has_body:
             has_body = True
             span.add_event(FIRST_BYTES)

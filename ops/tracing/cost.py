@@ -36,6 +36,7 @@ BATCH = 500
 """Spans that are sent together."""
 JOB_ID = "model.01890000-0000-7000-8000-000000000000"
 TRACE = ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",)
+UNSAMPLED = f"{TRACE[0][:-2]}00"
 ENDED = EndedJob(Outcome("done"), "stop", Usage(100, 50, 20), max_tokens=64, num_choices=1)
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "scheme": "http"}
 
@@ -57,13 +58,13 @@ async def submit(scope: Scope, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"{}"})
 
 
-async def ask(app: Any) -> None:
+async def ask(app: Any, trace: str = TRACE[0]) -> None:
     """Make one request to the gateway's outermost part."""
 
     async def send(message: Message) -> None:
         """Drop the message."""
 
-    await app({**SCOPE, "headers": [(b"traceparent", TRACE[0].encode())]}, None, send)
+    await app({**SCOPE, "headers": [(b"traceparent", trace.encode())]}, None, send)
 
 
 async def run_job(reports: JobReports, trace: tuple[str, ...]) -> None:
@@ -120,9 +121,10 @@ async def main() -> None:
         tracing = Tracing(collector.url + "/v1/traces", "cost")
         traced = TracedRequests(submit, tracer=tracing.tracer, paths=frozenset({SCOPE["path"]}))
         spans = JobSpans(tracing, no_leases, node_id="node-1", model="model")
-        await measure("gateway, traces on", lambda: ask(traced), plain_us)
-        await measure("node, traces on, job without a trace", lambda: run_job(JobReports(spans=spans), ()), job_us)
-        await measure("node, traces on, job with a trace", lambda: run_job(JobReports(spans=spans), TRACE), job_us)
+        await measure("gateway, trace not sampled", lambda: ask(traced, UNSAMPLED), plain_us)
+        await measure("gateway, trace sampled", lambda: ask(traced), plain_us)
+        await measure("node, trace not sampled", lambda: run_job(JobReports(spans=spans), ()), job_us)
+        await measure("node, trace sampled", lambda: run_job(JobReports(spans=spans), TRACE), job_us)
         tracing.close()
         await measure_export(collector.url + "/v1/traces")
     await measure("node, log line", lambda: run_job(JobReports("model", logs_jobs=True), ()), job_us)

@@ -72,6 +72,7 @@ async def test_one_trace_joins_gateway_queue_and_node(redis: Redis, redis_url: s
     assert headers["traceresponse"] == f"00-{TRACE_ID}-{server.span_id}-01"
     assert server.attributes["http.route"] == "/v1/completions"
     assert server.attributes["http.response.status_code"] == 200
+    assert server.attributes["penstock.job.id"] == [enqueue.attributes["messaging.message.id"]]
     assert server.events == ("first_bytes",)
     expected = {
         "gen_ai.operation.name": "text_completion",
