@@ -130,6 +130,27 @@ async def test_a_trace_has_the_spans_of_a_killed_node_and_of_the_one_that_took_o
     assert all(span.parent_id in ids for span in spans)
 
 
+async def test_a_node_that_drains_records_its_own_lease(redis: Redis, redis_url: str, collector: OtlpCollector) -> None:
+    with (
+        NodeProcess(redis_url, step_s=0.05, drain_s=0, otlp_traces_endpoint=collector.url, **NODE) as first,
+        GatewayProcess(redis_url, otlp_traces_endpoint=collector.url) as gateway,
+    ):
+        async with http_client() as http:
+            reading = asyncio.create_task(read(http, gateway.url, **HEADERS))
+            await asyncio.to_thread(collector.wait_for, lambda spans: any(span.name == "prefill" for span in spans))
+            assert await asyncio.to_thread(first.stop) == 0
+            with NodeProcess(redis_url, otlp_traces_endpoint=collector.url, **NODE):
+                await reading
+                spans = await asyncio.to_thread(collector.wait_for, has_ended(2))
+    gave_back, last = sorted((span for span in spans if span.kind == "consumer"), key=lambda span: span.start_ns)
+    assert gave_back.attributes["penstock.lease.end"] == "drain"
+    assert not gave_back.is_error
+    assert last.links == (gave_back.span_id,)
+    decodes = [span for span in spans if span.name == "decode"]
+    assert {span.parent_id for span in decodes} == {gave_back.span_id, last.span_id}
+    assert len({span.span_id for span in spans}) == len(spans)
+
+
 @pytest.mark.parametrize("headers", [{"traceparent": f"00-{TRACE_ID}-{CALLER_ID}-00"}, {}])
 async def test_a_trace_that_is_not_sampled_makes_no_span(
     redis: Redis, redis_url: str, collector: OtlpCollector, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
