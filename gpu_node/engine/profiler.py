@@ -11,8 +11,8 @@ from penstock.gpu_node.model.protocol import ModelRunner, ProfiledRunner
 
 MAX_STEPS = 20_000
 """Steps that a profile keeps."""
-MAX_STEPS_OF_RUNNER = 200
-"""The same where the runner records its operations: thousands for each step."""
+MAX_STEPS_OF_RUNNER = 50
+"""The same where the runner records its operations: thousands for each step, which take half a second to write."""
 
 
 @dataclass(frozen=True, slots=True)

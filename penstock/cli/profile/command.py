@@ -38,7 +38,7 @@ def profile(
 
     The node may be on another machine; its answer comes through Redis. trace.json.gz has the engine's steps and the
     node's Python stacks. operations.json.gz has the operations of torch, if the runner uses torch. That recording ends
-    after 200 steps. With Redis users (ops/acl), only the admin may profile.
+    after 50 steps. With Redis users (ops/acl), only the admin may profile.
     """
     summary, files = asyncio.run(_profile(redis_url_of(redis_url), node, seconds))
     folder = output or Path(f"penstock-profile-{summary.node_id}")
@@ -53,7 +53,7 @@ def profile(
         return
     _print_table(summary)
     for path in paths:
-        print(f"{path}  ({path.stat().st_size / 1e6:.1f} MB, open it in {VIEWERS})")
+        print(f"{path}  ({path.stat().st_size / 1e3:.0f} kB; open it in {VIEWERS})")
 
 
 async def _profile(redis_url: str, node: str | None, seconds: float) -> tuple[ProfileSummary, dict[str, bytes]]:
