@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from heapq import nlargest
 from http import HTTPStatus
 
@@ -27,6 +26,7 @@ from penstock.contract.errors import JobFailedError, PenstockError, UnavailableE
 from penstock.contract.job import Priority
 from penstock.gateway.router_metrics import ProcessUsage, RequestRate, pool_metrics, process_metrics
 from penstock.producer.client import AsyncClient
+from penstock.producer.client.stats import DECISIONS
 from penstock.queue.pool_stats import EVENTS, PoolStats
 from penstock.runtime.loop_metrics import loop_metrics
 
@@ -166,8 +166,13 @@ def _told_by(families: Iterable[Metric]) -> CollectorRegistry:
 
 
 def _of_client(client: AsyncClient) -> Iterator[Metric]:
-    for name, value in asdict(client.stats).items():
-        yield CounterMetricFamily(f"penstock_client_{name}", _OF_CLIENT[name], value=value)
+    for name, text in _OF_CLIENT.items():
+        yield CounterMetricFamily(f"penstock_client_{name}", text, value=getattr(client.stats, name))
+    text = "Jobs that this process submitted, by decision: admitted, or the reason why they were refused."
+    decisions = CounterMetricFamily("penstock_admission_decisions", text, labels=("decision",))
+    for decision in DECISIONS:
+        decisions.add_metric((decision,), client.stats.decisions[decision])
+    yield decisions
 
 
 def _of_budgets(state: State) -> Iterator[Metric]:

@@ -100,6 +100,7 @@ class OfflineCalls(ABC):
         Raises RequestError beside other requests, JobFailedError if the model computes NaN or infinity for a prompt.
         """
         wanted = Embed(pooling=pooling, dimensions=dimensions, truncate_prompt_tokens=truncate_prompt_tokens)
+        wanted = wanted.within(self.max_model_len)
         batch = spread(prompts, SamplingParams(**wanted.sampling()), adapters, self.tokenizer)
         batch = [replace(request, embed=wanted) for request in batch]
         vectors = {output.request_id: output.embedding for output in self._run(batch, "embed")}

@@ -177,7 +177,8 @@ class AsyncClient(TaskCalls):
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
         """
-        return await self._enqueue(await self._admitted(prompt, options))
+        with self.stats.deciding():
+            return await self._enqueue(await self._admitted(prompt, options))
 
     @with_options
     async def submit_unread(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Submitted:
@@ -185,8 +186,9 @@ class AsyncClient(TaskCalls):
 
         Unless it is `background`, it is canceled soon if no other reader attaches to it.
         """
-        submission = await self._admitted(prompt, options)
-        return await self._retries.call(lambda: self._broker.submit(submission))
+        with self.stats.deciding():
+            submission = await self._admitted(prompt, options)
+            return await self._retries.call(lambda: self._broker.submit(submission))
 
     async def _admitted(self, prompt: Prompt, options: SubmitOptions) -> Submission:
         """Check and admit a job."""

@@ -17,7 +17,7 @@ from penstock.contract.packed_prompt import PackedPrompt, PromptField
 from penstock.contract.problems import request_error
 from penstock.contract.response_record import ResponseRecord
 from penstock.contract.sampling_options import SamplingOptions
-from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Task
+from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed, Task
 from penstock.contract.terms import Terms
 from penstock.contract.tools import ToolChoice
 from penstock.producer.client.tool_use import with_choice
@@ -144,6 +144,8 @@ def _with_adapter(pools: list[ServedPool], adapter: str) -> list[ServedPool]:
 def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> Job:
     """Build and check a job for a pool. Raises RequestError with the name of the wrong argument."""
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
+    if isinstance(task := options.get("task"), Embed):
+        of_job["task"] = task.within(record.max_model_len)
     sampling = {name: value for name, value in options.items() if name not in _OF_JOB | _ELSEWHERE}
     try:
         job = Job(

@@ -94,6 +94,9 @@ def test_long_text_is_refused_or_cut_to_its_last_tokens(http: httpx.Client) -> N
     found = http.post("/v1/embeddings", json=body).json()
     assert found["data"][0]["embedding"] == near(wanted("axyz"))
     assert found["usage"]["prompt_tokens"] == 4
+    for limit in (-1, -1.0):
+        found = http.post("/v1/embeddings", json={**body, "truncate_prompt_tokens": limit}).json()
+        assert found["data"][0]["embedding"] == near(wanted(text[-MAX_MODEL_LEN:]))
 
 
 def test_text_may_fill_the_context(http: httpx.Client) -> None:
@@ -132,6 +135,8 @@ def test_as_many_texts_as_openai_allows_are_one_request(http: httpx.Client) -> N
         ("v1/embeddings", {"input": "x", "pooling": "max"}, "pooling", "'mean', 'last' or 'cls'"),
         ("v1/embeddings", {"input": "x", "dimensions": 0}, "dimensions", "at least 1"),
         ("v1/embeddings", {"input": "x", "dimensions": 9}, "dimensions", "this model's embeddings have 8"),
+        ("v1/embeddings", {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
+        ("v1/embeddings", {"input": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1"),
         ("v1/embeddings", {"input": "x", "normalize": False}, "normalize", "not supported"),
         ("v1/embeddings", {"input": "x", "truncation_side": "right"}, "truncation_side", "not supported"),
         ("v1/embeddings", {"input": "x", "stream": True}, "stream", "unknown field"),
