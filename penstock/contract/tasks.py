@@ -80,8 +80,8 @@ class Embed(TaskOptions):
 
     - `pooling`: how the hidden states become one vector. None: as the model's files say, or else `mean`.
     - `dimensions`: keep only the first dimensions of the vector and normalize it again.
-    - `truncate_prompt_tokens`: keep only that many of the prompt's last tokens; -1: as many as the model's context takes.
-      Jobs in the queue have the number itself.
+    - `truncate_prompt_tokens`: keep only that many of the prompt's last tokens; WHOLE_CONTEXT: as many as the model's
+      context takes. Jobs in the queue have the number itself.
     """
 
     num_sequences: ClassVar[int] = 1
