@@ -153,7 +153,8 @@ class Engine(ServedModel, OfflineCalls):
 
     def stats(self) -> EngineStats:
         """Return a snapshot of memory, queues and counters."""
-        return engine_stats(self._memory, self._scheduler, self._timings, self._guides.counts, self._block_size)
+        counts, timings = self._guides.counts, self._timings
+        return engine_stats(self._memory, self._scheduler, timings, counts, self._runner, self._block_size)
 
     def memory_trail(self) -> list[str]:
         """Return the latest memory records as text, one line each, the oldest first."""

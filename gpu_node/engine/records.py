@@ -134,6 +134,12 @@ class EngineStats(EngineLoad):
     """Times that a sequence skipped a step because its token mask was not ready."""
     failed_guides: int = 0
     """Choices that ended because of their grammar."""
+    weight_bytes: int = 0
+    """Memory of the model's weights; 0 if the runner does not know it."""
+    block_bytes: int = 0
+    """Memory of a KV block over all layers."""
+    gpu_uuid: str = ""
+    """The GPU on which steps run; empty on the CPU."""
     part_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of all steps by part: schedule, prepare, copies, forward, sample and output."""
     step_seconds: Histogram | None = None

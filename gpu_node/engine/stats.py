@@ -9,10 +9,16 @@ from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
+from penstock.gpu_node.model.protocol import ModelRunner
 
 
 def engine_stats(
-    memory: KvCacheManager, scheduler: Scheduler, timings: StepTimings, grammars: GrammarCounts, block_size: int
+    memory: KvCacheManager,
+    scheduler: Scheduler,
+    timings: StepTimings,
+    grammars: GrammarCounts,
+    runner: ModelRunner,
+    block_size: int,
 ) -> EngineStats:
     """Return a snapshot of memory, queues and counters."""
     device, host, hits = memory.device, memory.host, scheduler.prefix_hits
@@ -40,6 +46,9 @@ def engine_stats(
         drafted_tokens=scheduler.drafts.num_drafted,
         accepted_tokens=scheduler.drafts.num_accepted,
         max_step_tokens=scheduler.max_step_tokens,
+        block_bytes=runner.cache_sizes.block_bytes,
+        weight_bytes=runner.placement.weight_bytes,
+        gpu_uuid=runner.placement.gpu_uuid,
         **timings.stats(),
         **asdict(grammars),
     )

@@ -225,6 +225,16 @@ class StepHandle(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a runner keeps the weights, and how much memory they take."""
+
+    weight_bytes: int = 0
+    """0: unknown, because the weights are read when they are needed."""
+    gpu_uuid: str = ""
+    """The GPU, as its driver names it; empty on the CPU."""
+
+
 class ModelRunner(Protocol):
     """Owns the weights and the KV cache, and runs steps one after another."""
 
@@ -235,6 +245,10 @@ class ModelRunner(Protocol):
     @property
     def cache_sizes(self) -> CacheSizes:
         """The number and size of the KV blocks."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the weights are."""
 
     @property
     def verifies_drafts(self) -> bool:

@@ -52,6 +52,7 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))
     gather = stream if options.cpu_offload_gib else tuple
     weights = load_weights(tensors, spec, _DTYPES[name], report, device.torch, keep, gather)
+    weight_bytes = device.allocated_bytes()
     decoder = GpuDecoder(spec, weights, described.max_model_len)
     adapters = GpuAdapters(spec, options.num_adapter_slots, options.max_lora_rank, _DTYPES[name], device.torch)
     sizes = _sizes(described, options, decoder, layout, device)
@@ -59,7 +60,7 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     limits = Limits(options.max_num_seqs, described.max_model_len, options.block_size, options.deterministic)
     if options.deterministic and device.is_gpu:
         _forbid_split_sums()
-    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device)
+    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes)
     if device.is_gpu:
         _compile_rest(runner, decoder, pool, options)
     formats = "+".join(sorted(keep.formats))

@@ -18,7 +18,7 @@ from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, PooledTokens, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
@@ -58,6 +58,7 @@ class GpuRunner:
         sizes: CacheSizes,
         limits: Limits,
         device: Device,
+        weight_bytes: int = 0,
     ) -> None:
         self._decoder = decoder
         self._adapters = adapters
@@ -65,6 +66,7 @@ class GpuRunner:
         self._sizes = sizes
         self._limits = limits
         self._device = device
+        self._placement = Placement(weight_bytes, device.uuid)
         rows, vocab = limits.max_num_seqs, decoder.spec.vocab_size
         self._row_marks = RowMarks(vocab, device.torch)
         self._no_marks = Marks.empty(0, vocab, device.torch)
@@ -80,6 +82,11 @@ class GpuRunner:
     def cache_sizes(self) -> CacheSizes:
         """The number and size of the KV blocks."""
         return self._sizes
+
+    @property
+    def placement(self) -> Placement:
+        """On the GPU, without offloaded layers."""
+        return self._placement
 
     @property
     def verifies_drafts(self) -> bool:

@@ -19,7 +19,7 @@ from penstock.gpu_node.model.native.weight_cache import packed_once
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.kernels.cpu.abi import AbiError, KernelError
 from penstock.kernels.cpu.build import BuildError, library_path
-from penstock.kernels.cpu.library import Activation, Format, KvFormat, NativeModel, NativeSpec
+from penstock.kernels.cpu.library import Activation, Format, KvFormat, NativeModel, NativeSpec, Slot
 from penstock.kernels.cpu.probe import Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 from penstock.runtime.cache_folders import private_folder
 
@@ -71,9 +71,23 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     _log.info("native runner", extra=facts)
     adapters = NativeAdapters(model, described, rotated=rotated)
     runner = NativeRunner(
-        model, adapters, sizes, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, num_threads=threads
+        model,
+        adapters,
+        sizes,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_threads=threads,
+        weight_bytes=_weight_bytes(model, spec.num_layers, has_embedding=rotated or not spec.tied_head),
     )
     return runner, arithmetic
+
+
+def _weight_bytes(model: NativeModel, num_layers: int, *, has_embedding: bool) -> int:
+    """Return the size of all matrices. A tied embedding has no matrix of its own."""
+    of_layer = (Slot.QKV, Slot.OUT, Slot.MLP_IN, Slot.MLP_OUT)
+    matrices = [(slot, layer) for layer in range(num_layers) for slot in of_layer]
+    tables = [(Slot.HEAD, 0), *([(Slot.EMBEDDING, 0)] if has_embedding else [])]
+    return sum(model.packed(slot, layer).nbytes for slot, layer in matrices + tables)
 
 
 def _kernels(progress: Progress) -> tuple[Isa, Path]:

@@ -14,6 +14,7 @@ from penstock.gpu_node.model.protocol import (
     Adapter,
     CacheSizes,
     Logprobs,
+    Placement,
     SamplingRows,
     StepPlan,
     StepResult,
@@ -38,6 +39,7 @@ class NativeRunner:
         vocab_size: int,
         hidden_size: int,
         num_threads: int,
+        weight_bytes: int,
     ) -> None:
         self._model = model
         self._adapters = adapters
@@ -45,6 +47,7 @@ class NativeRunner:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
         self._num_threads = num_threads
+        self._weight_bytes = weight_bytes
         self._is_warned = False
         self.num_threads_in_use = num_threads
         """The threads that computed the last step; fewer than num_threads while other processes occupy some cores."""
@@ -53,6 +56,11 @@ class NativeRunner:
     def cache_sizes(self) -> CacheSizes:
         """The number and size of the KV blocks."""
         return self._sizes
+
+    @property
+    def placement(self) -> Placement:
+        """On the CPU."""
+        return Placement(self._weight_bytes)
 
     @property
     def verifies_drafts(self) -> bool:

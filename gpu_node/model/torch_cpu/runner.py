@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Logprobs, SamplingRows, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import (
+    Adapter,
+    CacheSizes,
+    Logprobs,
+    Placement,
+    SamplingRows,
+    StepPlan,
+    StepResult,
+)
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.sampler import sample
@@ -48,6 +56,11 @@ class TorchRunner:
     def cache_sizes(self) -> CacheSizes:
         """The number and size of the KV blocks."""
         return self._sizes
+
+    @property
+    def placement(self) -> Placement:
+        """On the CPU. Layers are read from the checkpoint at the first step."""
+        return Placement()
 
     @property
     def verifies_drafts(self) -> bool:

@@ -168,6 +168,10 @@ async def test_dashboards_of_vllm_find_their_metrics(redis_url: str, tiny_model:
         assert any(key.startswith(f"vllm:{name}:") for key in found), name
     parts = [found[f"penstock_engine_step_part_seconds_total:{part}"] for part in ("schedule", "forward", "output")]
     assert 0 < sum(parts) < found["penstock_engine_step_seconds_sum"] * 1.5
+    blocks = found["penstock_engine_kv_blocks_total"]
+    assert found["penstock_engine_kv_cache_bytes:device"] == blocks * node.engine_stats.block_bytes > 0
+    assert found["penstock_engine_kv_cache_bytes:host"] == 0
+    assert not any(name.startswith("penstock_gpu_") for name in found)
     assert found["penstock_engine_batch_tokens_sum"] == found["penstock_engine_prefill_tokens_total"] + 16
 
 

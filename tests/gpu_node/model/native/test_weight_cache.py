@@ -97,6 +97,15 @@ def test_mapped_weights_compute_bitwise_what_private_ones_do(
     assert str(path) in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_size_of_the_weights_is_the_same_from_any_source(llama: Make, load: Load, cache: Path, is_tied: bool) -> None:
+    folder = llama(tie_word_embeddings=is_tied)
+    sizes = {load(folder, weight_cache=cached).placement.weight_bytes for cached in (False, True, True)}
+    (path,) = cache.iterdir()
+    assert 0.8 * path.stat().st_size < sizes.pop() <= path.stat().st_size
+    assert not sizes
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "falcon rw"])
 def test_biases_norms_and_positions_come_back_too(family: Make, load: Load, name: str) -> None:
     folder = family(name)
