@@ -9,6 +9,7 @@ from celery import Celery
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.task_leases import TaskLeases
 from penstock.producer.batch.tasks import add_tasks
+from penstock.producer.batch.worker_metrics import WorkerMetrics, metrics_step
 from penstock.runtime.settings import redis_url_of
 
 QUEUE = "penstock-batch"
@@ -28,7 +29,10 @@ def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
     app = Celery("penstock", broker=url, backend=url)
     app.conf.update(_options(settings))
     app.steps["consumer"].add(TaskLeases)
-    add_tasks(app, jobs_url, longest_pause_s=settings.visibility_timeout_s / 2)
+    metrics = WorkerMetrics()
+    if settings.metrics_port is not None:
+        app.steps["worker"].add(metrics_step(metrics, settings.metrics_port, settings.metrics_host))
+    add_tasks(app, jobs_url, metrics, longest_pause_s=settings.visibility_timeout_s / 2)
     return app
 
 
