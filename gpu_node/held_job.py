@@ -245,7 +245,8 @@ class HeldJob:
     def ended(self, outcome: Outcome) -> EndedJob:
         """Return what the metrics need of the job at its end."""
         reason = self._choices[0].finish_reason
-        return EndedJob(outcome, reason, self._usage(), self.max_tokens, num_choices=len(self._choices))
+        lengths = [len(choice.token_ids) for choice in self._choices]
+        return EndedJob(outcome, reason, self._usage(), self.max_tokens, len(lengths), max(lengths))
 
     @property
     def used(self) -> UsedTokens:

@@ -40,6 +40,8 @@ class EndedJob:
     usage: Usage
     max_tokens: int
     num_choices: int
+    longest_output: int
+    """Output tokens of its longest choice."""
 
 
 def _seconds() -> Histogram:
@@ -74,6 +76,8 @@ class ClassMetrics:
     """Mean time of a job's output tokens after the first."""
     prompt_tokens: Histogram = field(default_factory=_tokens)
     output_tokens: Histogram = field(default_factory=_tokens)
+    longest_outputs: Histogram = field(default_factory=_tokens)
+    """Output tokens of each job's longest choice."""
     max_tokens: Histogram = field(default_factory=_tokens)
     num_choices: Histogram = field(default_factory=lambda: Histogram(CHOICES))
     ends: Counter[str] = field(default_factory=Counter)
@@ -112,6 +116,7 @@ class JobMetrics:
         metrics.total_s.note(at_s - times.submitted_s)
         metrics.prompt_tokens.note(usage.prompt_tokens)
         metrics.output_tokens.note(usage.completion_tokens)
+        metrics.longest_outputs.note(job.longest_output)
         metrics.max_tokens.note(job.max_tokens)
         metrics.num_choices.note(job.num_choices)
         if times.first_token_s is None:
