@@ -176,7 +176,12 @@ class _BatchRun:
         while True:
             try:
                 return await answer(
-                    self._client, request, self._batch.model, key, delay_s=self._batch.delay_s, on_submit=self._on_submit
+                    self._client,
+                    request,
+                    self._batch.model,
+                    key,
+                    delay_s=self._batch.delay_s,
+                    on_submit=self._on_submit,
                 )
             except (BusyError, UnavailableError) as error:
                 self._report(error.message)
