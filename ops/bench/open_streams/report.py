@@ -46,8 +46,8 @@ def _of_loads(loads: Sequence[Answer]) -> list[str]:
         "Redis also stores each chunk and checks each lease. PUBLISH sends the gateway the same messages without that.",
         "",
         "| gateway | transport | streams | opened per s | published by | events/s asked | arrived "
-        "| latency p50, p99, max (ms) | gateway: core, µs/event | events/s of a whole core | Redis, node, reader: core | RSS per stream (KiB) "
-        "| foreign CPU |",
+        "| latency p50, p99, max (ms) | gateway: core, µs/event | events/s of a whole core "
+        "| Redis, node, reader: core | RSS per stream (KiB) | foreign CPU |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key, runs in _grouped(loads, "gateway", "transport", "num_streams", "direct", "asked_per_s").items():
