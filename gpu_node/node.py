@@ -141,6 +141,7 @@ class Node:
             max_token_bytes=engine.tokenizer.max_token_bytes,
             tool_parser=settings.tool_parser or engine.tokenizer.tool_parser,
             reasoning_parser=settings.reasoning_parser or engine.tokenizer.reasoning_parser,
+            thinking_switches=engine.tokenizer.thinking_switches,
             created_s=int(time.time()),
             revision=engine.revision,
             adapters=await self._threads.run(engine.adapters),

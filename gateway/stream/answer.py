@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import pool_of
 from penstock.contract.output import Usage
+from penstock.contract.template_kwargs import reasoning_parser_for
 from penstock.gateway.http.direct_body import direct_body_of
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
@@ -263,9 +264,14 @@ def answer_format(content: RequestContent, record: ServedPool | None) -> AnswerF
     if content.params.structured_outputs is not None and use.tools is None:
         return PLAIN
     if use.tools is None:
-        return PLAIN if record is None else AnswerFormat("none", record.reasoning_parser)
+        return PLAIN if record is None else AnswerFormat("none", _reasoning_parser(content, record))
     record = _require_tool_parser(record)
-    return AnswerFormat(record.tool_parser, record.reasoning_parser, one_call=not use.parallel, is_named=use.is_named)
+    reasoning = _reasoning_parser(content, record)
+    return AnswerFormat(record.tool_parser, reasoning, one_call=not use.parallel, is_named=use.is_named)
+
+
+def _reasoning_parser(content: RequestContent, record: ServedPool) -> str:
+    return reasoning_parser_for(record.reasoning_parser, record.thinking_switches, content.template_kwargs)
 
 
 def _require_tool_parser(record: ServedPool | None) -> ServedPool:

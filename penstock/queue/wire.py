@@ -48,10 +48,9 @@ class Request:
 class PoolRecord:
     """A served model as clients see it; stored in penstock:pools.
 
-    `max_token_bytes` is the length of the longest token's text, 0 if unknown. `tool_parser` and `reasoning_parser` name
-    the model's syntax for tool calls and reasoning (`tools.py`). `adapters` maps an adapter's name to its digest: those
-    of the announcing node, or of all nodes in `ProducerBroker.pools`. `kinds` are the kinds of jobs that the announcing
-    node knows.
+    `max_token_bytes` is the length of the longest token's text, 0 if unknown. The parsers, and `thinking_switches`, say
+    how to read the model's texts (`reasoning_parser_for`). `adapters` maps names to digests: those of the announcing
+    node, or of all nodes in `ProducerBroker.pools`. `kinds` are the kinds of jobs that the announcing node knows.
     """
 
     pool: str
@@ -65,6 +64,7 @@ class PoolRecord:
     reasoning_parser: str = "none"
     adapters: dict[str, str] = field(default_factory=dict)
     kinds: tuple[str, ...] = (GENERATE,)
+    thinking_switches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
