@@ -20,6 +20,7 @@ from penstock.contract.priority import ClassName
 from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Pooling, Task, TruncatedTokens
 from penstock.gateway.openai.schemas import class_of
 from penstock.gateway.route_doc import EXAMPLE_MODEL
+from penstock.gateway.stream.generation_request import FIRST_PROMPT, PAIRED_PROMPT
 from penstock.gateway.tokens.schemas import TaskBody
 from penstock.producer.client.request import Prompt
 from penstock.producer.openai.bodies import prompts_of
@@ -132,7 +133,7 @@ class RerankRequest(_EmbeddingBody):
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
-        return {"prompt": "documents"}
+        return {"prompt": "documents", FIRST_PROMPT: "query"}
 
     def prompts(self) -> list[Prompt]:
         """Return the query, then the documents."""
@@ -170,7 +171,7 @@ class ScoreRequest(_EmbeddingBody):
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
-        return {"prompt": "text_2"}
+        return {"prompt": "text_2", (FIRST_PROMPT if len(self.text_1) == 1 else PAIRED_PROMPT): "text_1"}
 
     def prompts(self) -> list[Prompt]:
         """Return the text that all others are compared with and these, or one pair after another."""

@@ -33,7 +33,7 @@ from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, 
 from penstock.gateway.stream.event_sink import EventSink
 from penstock.gateway.stream.flow import Batch, Ended, Waiting, batches_of, ends_of, is_large
 from penstock.gateway.stream.framing import framing_of
-from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
+from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, naming_prompt, open_jobs
 from penstock.gateway.stream.keep_alive import waiting_comment
 from penstock.gateway.stream.limits import check_logprobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, EventWriter
@@ -138,7 +138,7 @@ class WholeAnswer(Answer):
         await self._check()
         async with open_jobs(self._client, self._generation) as jobs:
             encoder = self._dialect.whole(await self._head(jobs))
-            ends = await ends_of(jobs)
+            ends = await ends_of(jobs, partial(naming_prompt, self._generation.content))
         if sum(end.num_bytes for end in ends) > PIECE_BYTES:
             await self._yielder.wait()
         await self._send_body(self._parts(encoder, jobs, ends), jobs, send)
@@ -222,6 +222,7 @@ class StreamAnswer(Answer):
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
         encoder = self._dialect.stream(await self._head(jobs))
         usages: list[Usage] = []
+        numbers = {job.id: number for number, job in enumerate(jobs)}
         # A resumed stream checks each chunk before the one at which it was cut.
         sink = EventSink(encoder, writer) if self._generation.cut_at is None else None
         async with aclosing(batches_of(jobs, sink, with_waiting=self._generation.return_progress)) as batches:
@@ -234,7 +235,8 @@ class StreamAnswer(Answer):
                 if writer.started or not failed:
                     await self._write(encoder, batch, writer)
                 if outcome is not None and failed:
-                    raise error_of(outcome)
+                    with naming_prompt(self._generation.content, numbers[batch[-1].job_id]):
+                        raise error_of(outcome)
                 usages += [chunk.usage for chunk in batch if chunk.usage is not None]
         if not usages and self._generation.cut_at is not None:
             # The usage was in a chunk before the one at which the stream was cut.
