@@ -91,8 +91,8 @@ async def ends_of(
 ) -> list[Ended]:
     """Wait until all jobs have ended and return their results. The first job that fails raises its error at once.
 
-    `naming` is entered with a job's index; it may name the job in the error. At most MAX_KEPT_BYTES of results are kept in
-    memory. The others are fetched again when they are rendered.
+    `naming` is entered with a job's index; it may name the job in the error. At most MAX_KEPT_BYTES of results are kept
+    in memory. The others are fetched again when they are rendered.
     """
     num_kept = 0
 

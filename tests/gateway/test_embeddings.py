@@ -120,7 +120,6 @@ LONGER = "a" * 65 * MAX_MODEL_LEN
         ("score", {"text_1": ["b", "?"], "text_2": ["c", "d"]}, "text_1[1]"),
         ("score", {"text_1": ["b", "c"], "text_2": ["d", "?"]}, "text_2[1]"),
         ("v1/completions", {"prompt": ["b", "?"]}, "prompt[1]"),
-        ("v1/completions", {"prompt": ["b", "?"], "stream": True}, "prompt[1]"),
     ],
 )
 def test_refusal_names_the_text_among_several(
@@ -130,6 +129,12 @@ def test_refusal_names_the_text_among_several(
     status, found, message = refusal(http.post(f"/{path}", json=given))
     assert (status, found) == (400, param)
     assert "maximum context length" in message
+
+
+def test_stream_names_the_prompt_that_its_node_refuses(http: httpx.Client) -> None:
+    """The refusal is the answer, or an event if the stream has begun."""
+    body = {"model": MODEL, "prompt": ["b", LONG], "stream": True}
+    assert '"param":"prompt[1]"' in http.post("/v1/completions", json=body).text
 
 
 def test_text_may_fill_the_context(http: httpx.Client) -> None:
