@@ -57,6 +57,11 @@ class OfflineCalls(ABC):
 
     @property
     @abstractmethod
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt with its output."""
+
+    @property
+    @abstractmethod
     def num_requests(self) -> int:
         """Number of requests that have not ended."""
 

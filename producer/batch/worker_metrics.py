@@ -205,7 +205,8 @@ class _WorkerCollector:
         from prometheus_client.multiprocess import MultiProcessCollector
 
         _forget_dead(Path(self._folder))
-        yield from MultiProcessCollector(CollectorRegistry(), self._folder).collect()
+        of_processes: Any = MultiProcessCollector(CollectorRegistry(), self._folder)  # type: ignore[no-untyped-call]
+        yield from of_processes.collect()
         if (num_waiting := self._num_waiting()) is not None:
             text = "Celery tasks that no worker has taken."
             yield GaugeMetricFamily("penstock_batch_tasks_waiting", text, value=num_waiting)
@@ -228,4 +229,4 @@ def _forget_dead(folder: Path) -> None:
 
     for pid in {path.stem.rpartition("_")[2] for path in folder.glob("gauge_live*_*.db")}:
         if not Path(f"/proc/{pid}").exists():
-            mark_process_dead(int(pid), str(folder))
+            mark_process_dead(int(pid), str(folder))  # type: ignore[no-untyped-call]
