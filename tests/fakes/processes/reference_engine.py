@@ -73,7 +73,7 @@ class ReferenceTokenizer:
 
     max_token_bytes = 1
     tool_parser = reasoning_parser = "none"
-    thinking_switches = ()
+    thinking_switches: tuple[str, ...] = ()
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Bytes."""

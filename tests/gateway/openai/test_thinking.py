@@ -8,12 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.gateway.conftest import EchoEngine, Stack
+
 MODEL = "acme/thinker"
 TEXT = "So</think>The answer"
 
 
 @pytest.fixture(scope="module")
-def url(stack, shared_engine) -> str:
+def url(stack: Stack, shared_engine: EchoEngine) -> str:
     engine = type(shared_engine)()
     engine.tokenizer.thinking_switches = ("enable_thinking=false",)
     stack.start_node(engine, model=MODEL, pool="thinker", tool_parser="hermes", reasoning_parser="think_open")

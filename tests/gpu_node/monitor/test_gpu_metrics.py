@@ -46,7 +46,7 @@ class FakeNvml(SimpleNamespace):
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
     return fake
 
 
