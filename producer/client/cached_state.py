@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, TypeVar
@@ -13,6 +14,7 @@ from typing import Generic, TypeVar
 from penstock.contract.errors import BusyError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
 from penstock.contract.priority import NUM_PRIORITIES
+from penstock.producer.client.stats import ADMITTED, decision_of
 from penstock.queue import admission
 from penstock.queue.wire import PoolPressure
 from penstock.runtime.cancellation import cancel_until_done
@@ -189,6 +191,16 @@ class Admissions:
         if admission is None:
             admission = self._of[pool] = PoolAdmission(lambda: self._fetch(pool))
         return admission
+
+    @contextmanager
+    def counting(self, decisions: Counter[str]) -> Iterator[None]:
+        """Count the submission in the block: by the error that refuses it, or else as admitted."""
+        try:
+            yield
+        except PenstockError as error:
+            decisions[decision_of(error)] += 1
+            raise
+        decisions[ADMITTED] += 1
 
     async def close(self) -> None:
         """Cancel all background fetches."""

@@ -177,7 +177,7 @@ class AsyncClient(TaskCalls):
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
         """
-        with self.stats.deciding():
+        with self._admissions.counting(self.stats.decisions):
             return await self._enqueue(await self._admitted(prompt, options))
 
     @with_options
@@ -186,7 +186,7 @@ class AsyncClient(TaskCalls):
 
         Unless it is `background`, it is canceled soon if no other reader attaches to it.
         """
-        with self.stats.deciding():
+        with self._admissions.counting(self.stats.decisions):
             submission = await self._admitted(prompt, options)
             return await self._retries.call(lambda: self._broker.submit(submission))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock.contract.errors import ForbiddenError, PenstockError, PromptTooLongError, RequestError, UnavailableError
@@ -44,16 +42,6 @@ class ClientStats:
     resubmits: int = 0
     decisions: Counter[str] = field(default_factory=Counter)
     """Submissions by decision, one of `DECISIONS`."""
-
-    @contextmanager
-    def deciding(self) -> Iterator[None]:
-        """Count the submission in the block: by the error that refuses it, or else as admitted."""
-        try:
-            yield
-        except PenstockError as error:
-            self.decisions[decision_of(error)] += 1
-            raise
-        self.decisions[ADMITTED] += 1
 
 
 def decision_of(error: PenstockError) -> str:

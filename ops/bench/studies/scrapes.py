@@ -116,10 +116,7 @@ def main() -> None:
             urls = f"http://127.0.0.1:{PORT}", of_gateway[1]["url"]
             found = asyncio.run(rates(server.url, urls))
             time.sleep(WARM_S)
-            rows = [
-                f"| {name} | {cost(*one)} |"
-                for name, *one in (("node", of_node, urls[0]), ("gateway", of_gateway, urls[1]))
-            ]
+            rows = [f"| node | {cost(of_node, urls[0])} |", f"| gateway | {cost(of_gateway, urls[1])} |"]
     medians = {kind: statistics.median(values) for kind, values in found.items()}
     facts = {
         **machine.describe(),

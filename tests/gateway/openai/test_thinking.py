@@ -19,7 +19,8 @@ def url(stack: Stack, shared_engine: EchoEngine) -> str:
     engine = type(shared_engine)()
     engine.tokenizer.thinking_switches = ("enable_thinking=false",)
     stack.start_node(engine, model=MODEL, pool="thinker", tool_parser="hermes", reasoning_parser="think_open")
-    return stack.start_gateway()
+    url: str = stack.start_gateway()
+    return url
 
 
 @pytest.fixture
