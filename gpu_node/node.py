@@ -133,6 +133,7 @@ class Node:
 
     async def _join(self) -> None:
         settings, engine = self._settings, self._engine
+        detected = engine.tokenizer.reasoning_parser
         self._record = PoolRecord(
             pool=settings.pool_name,
             model=settings.model_name,
@@ -140,8 +141,11 @@ class Node:
             max_model_len=engine.max_model_len,
             max_token_bytes=engine.tokenizer.max_token_bytes,
             tool_parser=settings.tool_parser or engine.tokenizer.tool_parser,
-            reasoning_parser=settings.reasoning_parser or engine.tokenizer.reasoning_parser,
-            thinking_switches=engine.tokenizer.thinking_switches,
+            reasoning_parser=settings.reasoning_parser or detected,
+            # They say what differs from the detected parser.
+            thinking_switches=engine.tokenizer.thinking_switches
+            if settings.reasoning_parser in (None, detected)
+            else (),
             created_s=int(time.time()),
             revision=engine.revision,
             adapters=await self._threads.run(engine.adapters),

@@ -98,8 +98,8 @@ local function is_older(one, other)
   return one.id < other.id
 end
 
--- Adds to an event counter for operators; only for rare events, or once per job. It begins with a free write (see
--- above), because this may be the script's first write.
+-- Adds to an event counter for operators; only for rare events, or once per submission. It begins with a free write
+-- (see above), because this may be the script's first write.
 local function count_event(event, by)
   redis.call('HDEL', P .. ':counts', '')
   redis.call('HINCRBY', P .. ':counts', event, by or 1)

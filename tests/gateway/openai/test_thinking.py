@@ -17,8 +17,10 @@ TEXT = "So</think>The answer"
 @pytest.fixture(scope="module")
 def url(stack: Stack, shared_engine: EchoEngine) -> str:
     engine = type(shared_engine)()
+    engine.tokenizer.reasoning_parser = "think_open"
     engine.tokenizer.thinking_switches = ("enable_thinking=false",)
-    stack.start_node(engine, model=MODEL, pool="thinker", tool_parser="hermes", reasoning_parser="think_open")
+    stack.start_node(engine, model=MODEL, pool="thinker", tool_parser="hermes")
+    stack.start_node(engine, model="acme/other", pool="other", tool_parser="hermes", reasoning_parser="think")
     url: str = stack.start_gateway()
     return url
 
@@ -46,6 +48,11 @@ def test_answer_without_reasoning_is_content(http: httpx.Client, off: dict[str, 
 @pytest.mark.parametrize("on", [{}, {"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "high"}])
 def test_answer_with_reasoning_begins_inside_it(http: httpx.Client, on: dict[str, Any]) -> None:
     assert said(http, TEXT, **on) == ("So", "The answer")
+
+
+def test_parser_that_the_operator_chose_stays(http: httpx.Client) -> None:
+    off = {"model": "acme/other", "reasoning_effort": "none"}
+    assert said(http, "<think>So</think>The answer", **off) == ("So", "The answer")
 
 
 def test_stream_without_reasoning_is_content(http: httpx.Client) -> None:
