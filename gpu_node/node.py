@@ -134,6 +134,7 @@ class Node:
     async def _join(self) -> None:
         settings, engine = self._settings, self._engine
         detected = engine.tokenizer.reasoning_parser
+        is_detected = settings.reasoning_parser in (None, detected)
         self._record = PoolRecord(
             pool=settings.pool_name,
             model=settings.model_name,
@@ -143,9 +144,7 @@ class Node:
             tool_parser=settings.tool_parser or engine.tokenizer.tool_parser,
             reasoning_parser=settings.reasoning_parser or detected,
             # They say what differs from the detected parser.
-            thinking_switches=engine.tokenizer.thinking_switches
-            if settings.reasoning_parser in (None, detected)
-            else (),
+            thinking_switches=engine.tokenizer.thinking_switches if is_detected else (),
             created_s=int(time.time()),
             revision=engine.revision,
             adapters=await self._threads.run(engine.adapters),
