@@ -8,15 +8,17 @@ import signal
 import ssl
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis as sync_redis
 from fakes.cover import examples
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.forked_process import ForkServer
+from fakes.processes.forked_worker import fork_workers
 from hypothesis import settings
 from redis.asyncio import Redis
 
@@ -34,9 +36,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # Triton reads it when it is first imported: without a GPU its interpreter runs the kernels.
-if not Path("/dev/nvidiactl").exists():
+HAS_GPU = Path("/dev/nvidiactl").exists()
+if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
+SERVICES_ADDRESS = "FORK_SERVER_OF_SERVICES"
+"""Environment variable of xdist's workers: the address of the server that they share."""
 
 # A machine with other work may hold up any example.
 settings.register_profile("penstock", settings(deadline=None, max_examples=examples(100)))
@@ -46,6 +51,20 @@ settings.load_profile("penstock")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--quick` is what `make quick` says."""
     parser.addoption("--quick", action="store_true", help="run only tests that need neither processes, Redis nor torch")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Workers share a server of services. They are forks themselves, except where tests use a GPU: no fork can."""
+    services = ForkServer("services")
+    config.add_cleanup(services.close)
+    if not config.getoption("--quick"):
+        services.open()
+        os.environ[SERVICES_ADDRESS] = services.address
+    if not HAS_GPU:
+        tests = ForkServer("tests", *map(str, config.invocation_params.args))
+        config.add_cleanup(tests.close)
+        fork_workers(tests, specs)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -83,7 +102,7 @@ def _own_weight_cache() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes of the product start as forks of one that has imported it. Its commands have tests of their own."""
-    server = ForkServer()
+    server = ForkServer("services", address=os.environ.get(SERVICES_ADDRESS, ""))
     if any(item.get_closest_marker("process") for item in request.session.items):
         server.open()
     with pytest.MonkeyPatch.context() as patched:
