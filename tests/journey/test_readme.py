@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.processes.node_process import NodeProcess
+from faults.tools.processes import GatewayProcess
 
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.source_tree import ROOT
@@ -26,21 +28,9 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def urls(demo_folder: Path) -> Iterator[dict[str, str]]:
-    """Where `penstock serve` is reached, by the README's addresses."""
-    with EmbeddedRedis() as redis:
-        command = [sys.executable, "-m", "penstock", "serve", str(demo_folder), "--port", "0", "--redis-url", redis.url]
-        serve = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert serve.stdout is not None
-        try:
-            for line in serve.stdout:
-                if match := re.search(r"at (http://\S+)/v1", line):
-                    yield {REDIS_URL: redis.url, HTTP_URL: match[1]}
-                    break
-            else:
-                pytest.fail(f"serve ended: {serve.communicate()[1]}")
-        finally:
-            serve.terminate()
-            serve.communicate(timeout=60)
+    """Where a node with the demo model and a gateway are reached, by the README's addresses."""
+    with EmbeddedRedis() as redis, NodeProcess(redis.url, model=demo_folder), GatewayProcess(redis.url) as gateway:
+        yield {REDIS_URL: redis.url, HTTP_URL: gateway.url}
 
 
 def test_there_are_examples_of_every_door() -> None:
