@@ -80,6 +80,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--quick"):
         config.hook.pytest_deselected(items=[item for item in items if not kinds.is_quick(item)])
         items[:] = [item for item in items if kinds.is_quick(item)]
+    if hasattr(config, "workerinput"):
+        # Tests of processes wait a lot. Those of the first worker overlap with the others' computing, and the end of a
+        # run has short tests.
+        items.sort(key=lambda item: item.get_closest_marker("process") is None)
 
 
 def pytest_collection_finish() -> None:
