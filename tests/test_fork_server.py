@@ -70,6 +70,23 @@ def test_a_command_ends_with_its_server(tmp_path: Path) -> None:
     process.stdout.close()
 
 
+def test_commands_end_with_the_client_that_asked_for_them_and_the_server_goes_on(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    kept, _ = start(server, tmp_path, code)
+    client = ForkServer(address=server.address)
+    left, _ = start(client, tmp_path, code)
+    assert kept.stdout.readline() == left.stdout.readline() == b"up\n"
+    client.close()
+    assert left.wait(20) == -signal.SIGKILL
+    assert kept.poll() is None
+    kept.kill()
+    for process in (kept, left):
+        process.wait(20)
+        process.stdout.close()
+
+
 def in_worker(server: ForkServer, code: str) -> Any:
     """What a fork of a server of tests writes to stdout as JSON."""
     answer, said = os.pipe()

@@ -15,6 +15,7 @@ import selectors
 import signal
 import socket
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -39,8 +40,8 @@ class Server:
         self._listener = listener
         self._opener, _ = listener.accept()
         self._clients = {self._opener}
-        self._children: dict[int, tuple[int, int]] = {}
-        """By its pidfd: a child's id, and the pipe of its exit status."""
+        self._children: dict[int, tuple[int, int, socket.socket]] = {}
+        """By its pidfd: a child's id, the pipe of its exit status, and the client that asked for it."""
         self._selector = selectors.DefaultSelector()
         for readable in (listener, self._opener):
             self._selector.register(readable, selectors.EVENT_READ)
@@ -68,9 +69,7 @@ class Server:
         """Fork for a client's request, which is returned in the child."""
         message, fds, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, STREAMS + 1)
         if not message:
-            self._selector.unregister(client)
-            self._clients.remove(client)
-            client.close()
+            self._end_children_of(client)
             return None
         request: Request = json.loads(message)
         *streams, status = fds
@@ -85,18 +84,29 @@ class Server:
         for stream in streams:
             os.close(stream)
         pidfd = os.pidfd_open(pid)
-        self._children[pidfd] = pid, status
+        self._children[pidfd] = pid, status, client
         self._selector.register(pidfd, selectors.EVENT_READ)
-        client.send(str(pid).encode())
+        with suppress(BrokenPipeError):
+            client.send(str(pid).encode())
         return None
+
+    def _end_children_of(self, client: socket.socket) -> None:
+        """Kill what a client that has ended has left."""
+        self._selector.unregister(client)
+        self._clients.remove(client)
+        client.close()
+        for pid, _, asked_by in self._children.values():
+            if asked_by is client:
+                os.kill(pid, signal.SIGKILL)
 
     def _report_end(self, pidfd: int) -> None:
         """Reap a child and write its exit status, negative for a signal."""
-        pid, status = self._children.pop(pidfd)
+        pid, status, _ = self._children.pop(pidfd)
         self._selector.unregister(pidfd)
         os.close(pidfd)
         _, ended = os.waitpid(pid, 0)
-        os.write(status, array.array("i", [os.waitstatus_to_exitcode(ended)]).tobytes())
+        with suppress(BrokenPipeError):
+            os.write(status, array.array("i", [os.waitstatus_to_exitcode(ended)]).tobytes())
         os.close(status)
 
     def _close(self) -> None:
@@ -104,7 +114,7 @@ class Server:
         self._selector.close()
         for connection in (self._listener, *self._clients):
             connection.close()
-        for pidfd, (_, status) in self._children.items():
+        for pidfd, (_, status, _) in self._children.items():
             os.close(pidfd)
             os.close(status)
 
