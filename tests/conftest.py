@@ -40,8 +40,8 @@ HAS_GPU = Path("/dev/nvidiactl").exists()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-SERVICES_ADDRESS = "FORK_SERVER_OF_SERVICES"
-"""Environment variable of xdist's workers: the address of the server that they share."""
+SERVICES = pytest.StashKey[ForkServer]()
+"""The server of services that xdist's workers share."""
 
 # A machine with other work may hold up any example.
 settings.register_profile("penstock", settings(deadline=None, max_examples=examples(100)))
@@ -56,15 +56,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
     """Workers share a server of services. They are forks themselves, except where tests use a GPU: no fork can."""
-    services = ForkServer("services")
+    services = config.stash[SERVICES] = ForkServer("services")
     config.add_cleanup(services.close)
     if not config.getoption("--quick"):
         services.open()
-        os.environ[SERVICES_ADDRESS] = services.address
     if not HAS_GPU:
         tests = ForkServer("tests", *map(str, config.invocation_params.args))
         config.add_cleanup(tests.close)
         fork_workers(tests, specs)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker the address of that server. An environment variable would reach the runs that tests start."""
+    node.workerinput["services"] = node.config.stash[SERVICES].address
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -106,7 +111,8 @@ def _own_weight_cache() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes of the product start as forks of one that has imported it. Its commands have tests of their own."""
-    server = ForkServer("services", address=os.environ.get(SERVICES_ADDRESS, ""))
+    worker = getattr(request.config, "workerinput", {"services": ""})
+    server = ForkServer("services", address=worker["services"])
     if any(item.get_closest_marker("process") for item in request.session.items):
         server.open()
     with pytest.MonkeyPatch.context() as patched:
