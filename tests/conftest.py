@@ -40,6 +40,10 @@ HAS_GPU = Path("/dev/nvidiactl").exists()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
+# As in the node's loading of a model: workers share their processors. OpenMP reads these when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
 SERVICES = pytest.StashKey[ForkServer]()
 """The server of services that xdist's workers share."""
 
