@@ -230,6 +230,7 @@ def test_threads_that_are_not_as_many_as_the_cores_run_anywhere(llama: Llama, th
 
 
 @pytest.mark.skipif(_linux() < (6, 12), reason="time slices have one length")
+@pytest.mark.skipif("os.sched_getscheduler(0) != os.SCHED_OTHER", reason="only the usual policy takes a length")
 def test_threads_that_compute_ask_for_long_time_slices(llama: Llama, this_isa: Isa) -> None:
     before = _cores().keys()
     loaded = _load(llama(), runner="native", num_threads=2)
