@@ -122,6 +122,8 @@ class Heartbeat:
             self._base,
             **{name: getattr(stats, name) for name in _SHARED_STATS},
             num_jobs=len(snapshot.job_ids),
+            jobs_by_class=snapshot.jobs_by_class,
+            jobs_by_tenant=snapshot.jobs_by_tenant,
             kv_tokens_available=snapshot.kv_tokens_available,
             prefill_tokens_per_s=self._prefill.update(stats.prefill_tokens, now_s),
             decode_tokens_per_s=decode_per_s,

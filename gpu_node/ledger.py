@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from penstock.contract.job import MAX_TOKENS_LIMIT
@@ -15,6 +16,9 @@ from penstock.queue.policy import HOLD_MS, learned_hold_ms
 
 RESERVED_QUANTILE = 0.9
 """Quantile of output lengths that is reserved for a job. Longer outputs may cause preemptions."""
+
+MAX_REPORTED_TENANTS = 8
+"""Tenants whose jobs a heartbeat counts. The limit bounds the size of pressure records."""
 
 
 class Ledger:
@@ -94,6 +98,17 @@ class Ledger:
         self.counts.finished_cost += job.taken.cost
         if not job.is_task:
             self.counts.jobs.ended(job.taken.priority, job.times, job.ended(outcome), at_s)
+
+    @property
+    def jobs_by_class(self) -> tuple[int, ...]:
+        """Number of held jobs per class, most urgent first."""
+        counts = Counter(job.taken.priority for job in self._jobs.values())
+        return tuple(counts[priority] for priority in range(NUM_PRIORITIES))
+
+    @property
+    def jobs_by_tenant(self) -> dict[str, int]:
+        """Number of held jobs of the tenants with the most."""
+        return dict(Counter(job.taken.tenant for job in self._jobs.values()).most_common(MAX_REPORTED_TENANTS))
 
     @property
     def num_tasks(self) -> int:

@@ -105,10 +105,6 @@ class EngineStats(EngineLoad):
     """
 
     steps: int
-    prefill_tokens: int
-    """Prompt tokens computed, recomputed ones included."""
-    decode_tokens: int
-    """Tokens sampled, without rejected drafts."""
     copied_blocks: int = 0
     """Blocks copied: for forks, swaps, and prefixes that moved between device and host."""
     copy_ms: float = 0.0

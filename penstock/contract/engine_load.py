@@ -21,6 +21,10 @@ class EngineLoad:
     """Tokens stored in held blocks; shared blocks count once. The difference to those blocks' size is fragmentation."""
     kv_evictions: int = 0
     """Cached prefix blocks that the device evicted. The host keeps a copy of each while it has free blocks."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed, recomputed ones included."""
+    decode_tokens: int = 0
+    """Tokens sampled, without rejected drafts."""
     num_running: int = 0
     num_waiting: int = 0
     num_preemptions: int = 0

@@ -67,6 +67,7 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
                                      sweep
     P:sweep                  string  sweep, succeed                       time of the last sweep
     P:counts                 hash    scripts                              counters of events, for operators
+    P:events                 zset    scripts                              the newest 256 events, by time
     P:audit                  string  audit                                the audit that repairs the pool now; 10 s
     P:config                 hash    join                                 protocol version; the pool's policy and limits
     P:schema                 hash    join                                 the version again, for releases of protocol
@@ -153,6 +154,16 @@ def backlog(pool: str) -> str:
     return f"{prefix(pool)}:backlog"
 
 
+def queue(pool: str, priority: int, tenant: str) -> str:
+    """Stream: queued job ids of one class and tenant."""
+    return f"{prefix(pool)}:queue:{priority}:{tenant}"
+
+
+def requeued(pool: str, priority: int, tenant: str) -> str:
+    """Zset: queued again or formerly delayed ids of one class and tenant, by submission time."""
+    return f"{prefix(pool)}:requeued:{priority}:{tenant}"
+
+
 def queued(pool: str) -> str:
     """Hash: tenant → predicted KV tokens of its queued jobs."""
     return f"{prefix(pool)}:queued"
@@ -196,6 +207,11 @@ def jobs(pool: str, tenant: str) -> str:
 def counts(pool: str) -> str:
     """Hash: counters of events."""
     return f"{prefix(pool)}:counts"
+
+
+def events(pool: str) -> str:
+    """Zset: the newest events of nodes and jobs, by time."""
+    return f"{prefix(pool)}:events"
 
 
 def inbox_channel(process: str) -> str:

@@ -73,6 +73,9 @@ class NodePressure(EngineLoad):
 
     node_id: str
     num_jobs: int = 0
+    jobs_by_class: tuple[int, ...] = ()
+    jobs_by_tenant: dict[str, int] = field(default_factory=dict)
+    """Number of held jobs of the tenants with the most. `jobs_by_class` counts all jobs, most urgent class first."""
     max_num_seqs: int = 0
     kv_tokens_available: int = 0
     """KV tokens that taken jobs neither use now nor are expected to need later."""
@@ -95,10 +98,7 @@ class NodePressure(EngineLoad):
 
 @dataclass(frozen=True, slots=True)
 class PoolPressure:
-    """Input of admission: the pressure records of all live nodes, and the queued cost per class in KV tokens.
-
-    `num_queued` counts the queued jobs per class.
-    """
+    """Input of admission: live nodes' pressure records, and per class the queued jobs and their cost in KV tokens."""
 
     nodes: tuple[NodePressure, ...] = ()
     backlog_cost: tuple[int, int, int] = field(default=(0, 0, 0))

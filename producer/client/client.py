@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
@@ -36,6 +36,7 @@ from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.eviction import warn_of_eviction
 from penstock.queue.broker.job_lists import JobLists, JobPage
 from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.broker.pool_activity import ActivityBroker
 from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
 from penstock.queue.broker.queue_positions import QueuePositions
@@ -43,6 +44,7 @@ from penstock.queue.broker.responses import ResponseBroker
 from penstock.queue.broker.retry import Retries
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.packed_result import PackedResult
+from penstock.queue.pool_activity import PoolActivity
 from penstock.queue.pool_stats import PoolStats
 from penstock.queue.wire import PoolPressure
 from penstock.runtime.settings import RedisSettings, without_password
@@ -76,6 +78,7 @@ class AsyncClient(TaskCalls):
         self._redis = connect(url)
         self._broker = ProducerBroker(self._redis)
         self._stats_broker = StatsBroker(self._redis)
+        self._activity = ActivityBroker(self._redis)
         self._usage = UsageBroker(self._redis)
         self._job_lists = JobLists(self._redis)
         self._retries = Retries(settings.outage_s)
@@ -155,6 +158,10 @@ class AsyncClient(TaskCalls):
     async def pool_stats(self) -> tuple[list[PoolStats], tuple[int, int]]:
         """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""
         return await self._retries.call(self._stats_broker.all), await self._retries.call(self._stats_broker.memory)
+
+    async def activity(self, pools: Sequence[str]) -> list[PoolActivity]:
+        """Return what happens in these pools: their queues, nodes and newest events."""
+        return await self._retries.call(lambda: self._activity.of(pools))
 
     async def pressure(self, pool: str) -> PoolPressure:
         """Return a pool's live nodes and backlog, at most a quarter of a second old."""

@@ -450,7 +450,11 @@ for i, job in ipairs(taken) do
     'revision', revision, 'urgency', job.urgency, 'charge', job.charge, 'window', window, taken_at, now)
   redis.call('SADD', P .. ':running:' .. node, job.id)
   ids[i], leases[i], rows[i] = job.id, job.lease, row(job)
-  if rows[i][3] > 0 or rows[i][4] > 0 then count_event('takeovers') end
+  if rows[i][3] > 0 or rows[i][4] > 0 then
+    count_event('takeovers')
+    local past = redis.call('HGET', job_key(job.id), 'past_leases') or ''
+    note_event(now, 'takeover', node, job.id, string.match(past, '(%S+)@%S+$') or '-', string.match(past, ':(%a+)$') or '-')
+  end
 end
 redis.call('SET', last_take_key, cmsgpack.pack({call = call, ids = ids, leases = leases}), 'PX', 60000)
 flush()
