@@ -40,6 +40,8 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
 from penstock.gateway.tokens import routes as tokens_routes
+from penstock.gateway.web import routes as web_routes
+from penstock.gateway.web.dashboard import Dashboard
 from penstock.gateway.websocket.handshake import SocketCounter, SubprotocolKey
 from penstock.gateway.websocket.routes import ADVICE_ROUTE, SOCKET_ROUTE
 from penstock.producer.client import AsyncClient, ClientSettings
@@ -64,7 +66,7 @@ ROUTES = (
 """The routes that take a body. They are plain Starlette routes, not FastAPI's."""
 ROUTERS = (
     *(models.router, health.router, metrics.router, usage.router),
-    *(response_routes.router, job_routes.router, api_docs_router),
+    *(response_routes.router, job_routes.router, api_docs_router, web_routes.router),
 )
 """FastAPI's routes."""
 PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
@@ -79,6 +81,7 @@ def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
     """Store on the app the objects that all requests share."""
     app.state.settings = settings
     app.state.metrics = GatewayMetrics()
+    app.state.dashboard = Dashboard(lambda: app.state.client, app.state.metrics)
     app.state.parser = Parser(settings.unknown_fields)
     app.state.loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
@@ -162,9 +165,10 @@ class _Server(uvicorn.Server):
     With port 0 the operating system chooses the port, so a supervisor can only learn it from that line.
     """
 
-    def __init__(self, config: uvicorn.Config, *, drain_s: int) -> None:
+    def __init__(self, config: uvicorn.Config, *, drain_s: int, dashboard: Dashboard) -> None:
         super().__init__(config)
         self._drain_s = drain_s
+        self._dashboard = dashboard
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -174,6 +178,7 @@ class _Server(uvicorn.Server):
             print(json.dumps({"event": "ready", "url": f"http://{shown}:{port}"}), flush=True)  # noqa: T201
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._dashboard.stop()
         # uvicorn's own graceful-shutdown timeout would log a traceback for each open answer.
         end = asyncio.create_task(cut_off_after(self._drain_s, self.server_state.tasks))
         try:
@@ -184,8 +189,9 @@ class _Server(uvicorn.Server):
 
 def make_server(settings: GatewaySettings) -> uvicorn.Server:
     """Return the server of one gateway process. It is not started yet."""
+    app = create_app(settings)
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         host=settings.host,
         port=settings.port,
         http=BoundedHead,
@@ -199,7 +205,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         timeout_graceful_shutdown=settings.drain_s + END_GRACE_S,
         timeout_keep_alive=IDLE_S,
     )
-    return _Server(config, drain_s=settings.drain_s)
+    return _Server(config, drain_s=settings.drain_s, dashboard=app.state.dashboard)
 
 
 def run(settings: GatewaySettings) -> None:

@@ -15,15 +15,17 @@ from penstock.contract.api_keys import Scope as KeyScope
 from penstock.contract.errors import PenstockError, UnauthorizedError
 from penstock.contract.priority import ClassName
 from penstock.gateway.errors import error_response
+from penstock.gateway.web.assets import ASSET_PATHS
 from penstock.producer.client import AsyncClient
 
 logger = logging.getLogger(__name__)
 
-PUBLIC_PATHS = frozenset(("/health", "/ready", "/", "/version", "/openapi.json", "/docs"))
-"""Paths that need no API key: probes, and the description of this release."""
+PUBLIC_PATHS = ASSET_PATHS.union(("/health", "/ready", "/", "/version", "/openapi.json", "/docs"))
+"""Paths that need no API key: probes, the description of this release, and the files of the web page."""
 READING_SCOPES: Mapping[str, tuple[KeyScope, ...]] = {
     "/metrics": ("metrics", "admin"),
     "/health/nodes": ("admin",),
+    "/dashboard": ("admin",),
     "/v1/usage": ("infer", "admin"),
     "/v1/jobs": ("infer", "admin"),
 }
