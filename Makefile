@@ -119,7 +119,7 @@ lock:
 	build/lock/bin/pip install --quiet '.[all,dev,bench]' '$(TORCH)' '$(TRITON)'
 	{ echo "# Everything that [all,dev,bench] needs, for Python 3.11 and later. Made by: make lock"; \
 	  build/lock/bin/pip freeze --all --exclude penstock --exclude pip \
-	  | grep -Ev '^(nvidia-|cuda-)' | sed -E 's/\+[a-z0-9.]+$$//'; } > requirements.lock
+	  | grep -Ev '^(nvidia-[^m]|cuda-)' | sed -E 's/\+[a-z0-9.]+$$//'; } > requirements.lock
 	rm -rf build/lock
 
 clean:

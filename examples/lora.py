@@ -1,6 +1,6 @@
 """Ask a model and one of its LoRA adapters the same: `python examples/lora.py ADAPTER`.
 
-The node must know the adapter: `penstock node MODEL --lora ADAPTER=/path/to/it`, or `--lora-dir`.
+The node must know the adapter: `penstock serve MODEL --lora ADAPTER=/path/to/it`.
 """
 
 import sys
@@ -14,5 +14,5 @@ if __name__ == "__main__":
     with Client() as client:
         base = client.submit(PROMPT, max_tokens=16, temperature=0)
         adapted = client.submit(PROMPT, adapter=adapter, max_tokens=16, temperature=0)
-        print(f"base model: {base.result().choices[0].text!r}")
-        print(f"{adapter}: {adapted.result().choices[0].text!r}")
+        print(f"base model: {base.result().text!r}")
+        print(f"{adapter}: {adapted.result().text!r}")

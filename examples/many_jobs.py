@@ -1,35 +1,29 @@
-"""Run many jobs with a bounded number under way at once; wait as long as a full pool asks for.
+"""Run many prompts: `map` reads them one by one, waits while the pool is busy, and cancels its jobs on Ctrl-C.
 
-The queue itself has no such limit: bound the jobs where each answer costs memory or a place in your own program.
+`generate` takes a list and returns one. Both clients have both.
 """
 
 import asyncio
+from collections.abc import Iterator
 
-from penstock import AsyncClient, BusyError
+from penstock import AsyncClient
 
-NUM_JOBS = 24
-MAX_AT_ONCE = 8
+NUM_PROMPTS = 24
 
 
-async def answer(client: AsyncClient, slots: asyncio.Semaphore, number: int) -> str:
-    """Return the text for one prompt."""
-    async with slots:
-        while True:
-            try:
-                job = await client.submit(f"{number} plus one is", max_tokens=8, temperature=0)
-                break
-            except BusyError as busy:
-                await asyncio.sleep(busy.retry_after_ms / 1000)
-        return (await job.result()).choices[0].text
+def prompts() -> Iterator[str]:
+    """Yield prompts, as a file or a database would."""
+    for number in range(NUM_PROMPTS):
+        yield f"{number} plus one is"
 
 
 async def main() -> None:
     """Print the answers in the order of their prompts."""
-    slots = asyncio.Semaphore(MAX_AT_ONCE)
-    async with AsyncClient() as client, asyncio.TaskGroup() as group:
-        tasks = [group.create_task(answer(client, slots, number)) for number in range(NUM_JOBS)]
-    for number, task in enumerate(tasks):
-        print(f"{number} plus one is{task.result()!r}")
+    async with AsyncClient() as client:
+        number = 0
+        async for result in client.map(prompts(), max_in_flight=8, max_tokens=8, temperature=0):
+            print(f"{number} plus one is{result.text!r}")
+            number += 1
 
 
 asyncio.run(main())

@@ -11,7 +11,6 @@ PROMPTS = ["The capital of France is", "Water boils at", "Once upon a time"]
 
 if __name__ == "__main__":
     engine = Engine(sys.argv[1], kv_cache_dtype="auto", max_num_seqs=16)
-    for prompt, generation in zip(
-        PROMPTS, engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16)), strict=True
-    ):
-        print(f"{prompt}{generation.choices[0].text!r}")
+    generations = engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16))
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        print(f"{prompt}{generation.text!r}")

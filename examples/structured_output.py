@@ -18,11 +18,11 @@ class River(BaseModel):
 
 
 with Client() as client:
-    result = client.submit(
+    (result,) = client.generate(
         [{"role": "user", "content": "Describe the river Nile."}],
         structured_outputs=StructuredOutputs(json=River.model_json_schema()),
         max_tokens=200,
         temperature=0,
-    ).result()
+    )
 
-print(repr(River.model_validate_json(result.choices[0].text)))
+print(repr(River.model_validate_json(result.text)))

@@ -4,16 +4,15 @@ A job submitted with `channel=True` publishes each chunk on its own channel. A m
 text that became complete, and only the last map has `e`. PROTOCOL.md describes the other fields.
 """
 
-import os
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import redis
 import uuid_utils
 
-from penstock import Client
+from penstock import Client, redis_url_of
 
-url = os.environ["PENSTOCK_REDIS_URL"]
+url = redis_url_of()  # of the running `penstock serve`, or PENSTOCK_REDIS_URL; another language reads the latter
 connection: Any = redis.Redis.from_url(url)
 
 with Client(url) as client, connection.pubsub() as channel:

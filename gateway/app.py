@@ -28,6 +28,7 @@ from penstock.gateway.http.access_log import AccessLog
 from penstock.gateway.http.head_requests import HeadRequests
 from penstock.gateway.http.request_head import BoundedHead
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
+from penstock.gateway.http.traced_requests import TRACE_HEADER, TracedRequests
 from penstock.gateway.jobs import routes as job_routes
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import models
@@ -40,14 +41,16 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
 from penstock.gateway.tokens import routes as tokens_routes
+from penstock.gateway.web import routes as web_routes
+from penstock.gateway.web.dashboard import Dashboard
 from penstock.gateway.websocket.handshake import SocketCounter, SubprotocolKey
 from penstock.gateway.websocket.routes import ADVICE_ROUTE, SOCKET_ROUTE
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
-from penstock.runtime.logging import configure_logging
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.settings import KeySettings
+from penstock.runtime.tracing.setup import tracing_of
 
 MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results that a gateway holds in memory while it sends them. Further large answers wait."""
@@ -62,9 +65,10 @@ ROUTES = (
     *embedding_routes.ROUTES,
 )
 """The routes that take a body. They are plain Starlette routes, not FastAPI's."""
+_PATHS = frozenset(route.path for route in ROUTES)
 ROUTERS = (
     *(models.router, health.router, metrics.router, usage.router),
-    *(response_routes.router, job_routes.router, api_docs_router),
+    *(response_routes.router, job_routes.router, api_docs_router, web_routes.router),
 )
 """FastAPI's routes."""
 PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
@@ -79,6 +83,7 @@ def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
     """Store on the app the objects that all requests share."""
     app.state.settings = settings
     app.state.metrics = GatewayMetrics()
+    app.state.dashboard = Dashboard(lambda: app.state.client, app.state.metrics)
     app.state.parser = Parser(settings.unknown_fields)
     app.state.loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
@@ -89,6 +94,7 @@ def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
 
 def create_app(settings: GatewaySettings) -> FastAPI:
     """Return the ASGI app. Its lifespan owns the gateway's only queue client."""
+    tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-gateway")
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -101,6 +107,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             finally:
                 app.state.loop_watch.stop()
                 await app.state.parser.close()
+                if tracing is not None:
+                    await asyncio.to_thread(tracing.close)
 
     # FastAPI's own document would lack the routes that take a body.
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
@@ -108,6 +116,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     install_error_handlers(app)
     _add_routes(app)
     _add_middleware(app, settings)
+    if tracing is not None:
+        app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_PATHS)
     return app
 
 
@@ -142,9 +152,10 @@ def _add_middleware(app: FastAPI, settings: GatewaySettings) -> None:
                 IGNORED_HEADER,
                 "Retry-After",
                 "Retry-After-Ms",
+                TRACE_HEADER,
             ],
         )
-    app.add_middleware(AccessLog, paths=frozenset(route.path for route in ROUTES))
+    app.add_middleware(AccessLog, paths=_PATHS)
 
 
 def _all_routes() -> list[Route]:
@@ -162,9 +173,10 @@ class _Server(uvicorn.Server):
     With port 0 the operating system chooses the port, so a supervisor can only learn it from that line.
     """
 
-    def __init__(self, config: uvicorn.Config, *, drain_s: int) -> None:
+    def __init__(self, config: uvicorn.Config, *, drain_s: int, dashboard: Dashboard) -> None:
         super().__init__(config)
         self._drain_s = drain_s
+        self._dashboard = dashboard
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -174,6 +186,7 @@ class _Server(uvicorn.Server):
             print(json.dumps({"event": "ready", "url": f"http://{shown}:{port}"}), flush=True)  # noqa: T201
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._dashboard.stop()
         # uvicorn's own graceful-shutdown timeout would log a traceback for each open answer.
         end = asyncio.create_task(cut_off_after(self._drain_s, self.server_state.tasks))
         try:
@@ -184,8 +197,9 @@ class _Server(uvicorn.Server):
 
 def make_server(settings: GatewaySettings) -> uvicorn.Server:
     """Return the server of one gateway process. It is not started yet."""
+    app = create_app(settings)
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         host=settings.host,
         port=settings.port,
         http=BoundedHead,
@@ -199,7 +213,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         timeout_graceful_shutdown=settings.drain_s + END_GRACE_S,
         timeout_keep_alive=IDLE_S,
     )
-    return _Server(config, drain_s=settings.drain_s)
+    return _Server(config, drain_s=settings.drain_s, dashboard=app.state.dashboard)
 
 
 def run(settings: GatewaySettings) -> None:
@@ -208,7 +222,6 @@ def run(settings: GatewaySettings) -> None:
     Raises ConfigError if the gateway cannot listen on its address, and ConfigError or UnavailableError if it cannot
     reach Redis.
     """
-    configure_logging()
     asyncio.run(_check_start(settings))
     server = make_server(settings)
     freeze_gc()

@@ -15,15 +15,17 @@ from penstock.contract.api_keys import Scope as KeyScope
 from penstock.contract.errors import PenstockError, UnauthorizedError
 from penstock.contract.priority import ClassName
 from penstock.gateway.errors import error_response
+from penstock.gateway.web.assets import ASSET_PATHS
 from penstock.producer.client import AsyncClient
 
 logger = logging.getLogger(__name__)
 
-PUBLIC_PATHS = frozenset(("/health", "/ready", "/", "/version", "/openapi.json", "/docs"))
-"""Paths that need no API key: probes, and the description of this release."""
+PUBLIC_PATHS = ASSET_PATHS.union(("/health", "/ready", "/", "/version", "/openapi.json", "/docs"))
+"""Paths that need no API key: probes, the description of this release, and the files of the web page."""
 READING_SCOPES: Mapping[str, tuple[KeyScope, ...]] = {
     "/metrics": ("metrics", "admin"),
     "/health/nodes": ("admin",),
+    "/dashboard": ("admin",),
     "/v1/usage": ("infer", "admin"),
     "/v1/jobs": ("infer", "admin"),
 }
@@ -32,7 +34,7 @@ OTHER_SCOPES: tuple[KeyScope, ...] = ("infer",)
 """What every other request needs. So a new route is closed to the scopes `metrics` and `admin` until it is named."""
 OPERATOR_PATIENCE_S = 1.0
 """Seconds that a request of an operator waits for fresh keys from Redis. After that the last known keys apply, so that
-an operator can still see that Redis is away."""
+an operator can still see that Redis is unreachable."""
 _SCHEME = "bearer "
 _KEY_HEADER = "x-api-key"
 """The header in which Anthropic's clients send the key. An Authorization header goes first."""

@@ -32,13 +32,13 @@ async def health() -> dict[str, str]:
 
 @router.get("/health/nodes")
 async def nodes(request: Request) -> dict[str, list[dict[str, Any]]]:
-    """Return the pressure records of the live nodes by pool. Raises UnavailableError while Redis is away."""
+    """Return the pressure records of the live nodes by pool. Raises UnavailableError while Redis is unreachable."""
     client: AsyncClient = request.app.state.client
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
             pressures = {pool: await client.pressure(pool) for pool in await client.pools()}
     except TimeoutError:
-        raise UnavailableError("Redis is away", code="redis_away") from None
+        raise UnavailableError("Redis is unreachable", code="redis_away") from None
     return {pool: [asdict(node) for node in pressure.nodes] for pool, pressure in pressures.items()}
 
 
@@ -53,7 +53,7 @@ async def ready(request: Request) -> dict[str, str]:
             if await _has_live_node(client):
                 return {"status": "ready"}
     except TimeoutError:
-        raise UnavailableError("Redis is away", code="redis_away") from None
+        raise UnavailableError("Redis is unreachable", code="redis_away") from None
     raise UnavailableError("no pool has a live node", code="no_node")
 
 

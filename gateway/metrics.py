@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from heapq import nlargest
 from http import HTTPStatus
 
@@ -25,8 +24,10 @@ from starlette.datastructures import State
 
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
+from penstock.gateway.recent_times import RecentTimes
 from penstock.gateway.router_metrics import ProcessUsage, RequestRate, pool_metrics, process_metrics
 from penstock.producer.client import AsyncClient
+from penstock.producer.client.stats import DECISIONS
 from penstock.queue.pool_stats import EVENTS, PoolStats
 from penstock.runtime.loop_metrics import loop_metrics
 
@@ -78,6 +79,18 @@ class GatewayMetrics:
             registry=registry,
         )
 
+        self.recent_first_token, self.recent_token = RecentTimes(), RecentTimes()
+
+    def first_token(self, seconds: float) -> None:
+        """Record the time to first token of a stream."""
+        self.first_token_s.observe(seconds)
+        self.recent_first_token.note(seconds)
+
+    def per_token(self, seconds: float) -> None:
+        """Record the time per output token of a stream."""
+        self.token_s.observe(seconds)
+        self.recent_token.note(seconds)
+
     def refused(self, error: PenstockError) -> None:
         """Count an error by its code.
 
@@ -118,7 +131,7 @@ class StreamMeter:
         """Note that tokens were sent. The first call records the time to first token."""
         if self._first_s is None:
             self._first_s = time.monotonic()
-            self._metrics.first_token_s.observe(self._first_s - self._began_s)
+            self._metrics.first_token(self._first_s - self._began_s)
 
     def ended(self, num_tokens: float) -> None:
         """Record the time per output token of a complete stream.
@@ -126,7 +139,7 @@ class StreamMeter:
         `num_tokens` counts the tokens of one choice; for several choices it is their mean.
         """
         if self._first_s is not None and num_tokens > 1:
-            self._metrics.token_s.observe((time.monotonic() - self._first_s) / (num_tokens - 1))
+            self._metrics.per_token((time.monotonic() - self._first_s) / (num_tokens - 1))
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -166,8 +179,13 @@ def _told_by(families: Iterable[Metric]) -> CollectorRegistry:
 
 
 def _of_client(client: AsyncClient) -> Iterator[Metric]:
-    for name, value in asdict(client.stats).items():
-        yield CounterMetricFamily(f"penstock_client_{name}", _OF_CLIENT[name], value=value)
+    for name, text in _OF_CLIENT.items():
+        yield CounterMetricFamily(f"penstock_client_{name}", text, value=getattr(client.stats, name))
+    text = "Jobs that this process submitted, by decision: admitted, or the reason why they were refused."
+    decisions = CounterMetricFamily("penstock_admission_decisions", text, labels=("decision",))
+    for decision in DECISIONS:
+        decisions.add_metric((decision,), client.stats.decisions[decision])
+    yield decisions
 
 
 def _of_budgets(state: State) -> Iterator[Metric]:

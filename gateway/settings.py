@@ -19,7 +19,7 @@ class GatewaySettings(Settings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_")
 
     redis_url: str | None = None
-    """URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL."""
+    """URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL, or the Redis of this user's penstock serve."""
     host: str = "127.0.0.1"
     """Address to listen on. The default accepts local connections only."""
     port: int = Field(default=8000, ge=0, le=65535)
@@ -56,5 +56,8 @@ class GatewaySettings(Settings):
     """Milliseconds between two measurements of the event loop's delay."""
     loop_debug: bool = False
     """Log which code runs when it blocks the event loop for 50 ms or more."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP) that gets the spans of requests. Default: the standard OTEL_*
+    variables; without them traces are off."""
     cors_origins: tuple[str, ...] = ()
     """An origin that browsers may call this gateway from (CORS). Repeat the flag for several. Default: none."""

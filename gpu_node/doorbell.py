@@ -45,12 +45,12 @@ class Bell:
         self._rung.clear()
 
 
-async def listen(redis: Redis, channel: str, bell: Bell, on_cancelled: Callable[[str], None]) -> None:
-    """Listen to the doorbell channel until canceled. An empty message: a new job; a job's id: that job was canceled."""
+async def listen(redis: Redis, channel: str, bell: Bell, on_message: Callable[[str], None]) -> None:
+    """Listen to the doorbell channel until canceled. An empty message means a new job; `on_message` gets all others."""
 
     def hear(message: bytes) -> None:
         if message:
-            on_cancelled(message.decode(errors="replace"))
+            on_message(message.decode(errors="replace"))
         else:
             bell.ring()
 
@@ -71,5 +71,5 @@ async def listen(redis: Redis, channel: str, bell: Bell, on_cancelled: Callable[
                 bell.is_heard = False
                 line.close()
         except (RedisError, OSError) as error:
-            log.warning("doorbell is cut", extra={"reason": str(error)})
+            log.warning("the doorbell is cut off", extra={"reason": str(error)})
         await asyncio.sleep(next(patience))

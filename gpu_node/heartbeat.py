@@ -87,7 +87,7 @@ class Heartbeat:
                 await self.send()
                 await self._broker.sweep()
             except UnavailableError as error:
-                log.warning("redis is away", extra={"reason": error.message})
+                log.warning("redis is unreachable", extra={"reason": error.message})
             self._attempted_s = time.monotonic()
             wake_s = self._attempted_s + self._interval_s
             await asyncio.sleep(self._interval_s)
@@ -122,6 +122,8 @@ class Heartbeat:
             self._base,
             **{name: getattr(stats, name) for name in _SHARED_STATS},
             num_jobs=len(snapshot.job_ids),
+            jobs_by_class=snapshot.jobs_by_class,
+            jobs_by_tenant=snapshot.jobs_by_tenant,
             kv_tokens_available=snapshot.kv_tokens_available,
             prefill_tokens_per_s=self._prefill.update(stats.prefill_tokens, now_s),
             decode_tokens_per_s=decode_per_s,

@@ -14,6 +14,7 @@ from penstock.contract.waiting import PrefillProgress
 from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.monitor.job_times import EndedJob, JobTimes
+from penstock.gpu_node.monitor.job_trace import JobTrace
 from penstock.gpu_node.packed_chunks import PromptRows, SealedChunk, seal
 from penstock.queue import msgpack_codec, results
 from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
@@ -48,6 +49,10 @@ class HeldJob:
         """Deadline on this process's monotonic clock."""
         self.kv_token_ms = 0.0
         """KV-token-milliseconds of the choices that have ended, for the fair queue."""
+        self.num_preemptions = 0
+        """How often the engine preempted its choices that have ended."""
+        self.trace: JobTrace | None = None
+        """What its spans need; None if its trace is not recorded."""
         self.num_acknowledged = 0
         self.is_in_engine = False
         self.outcome: Outcome | None = None
@@ -182,6 +187,12 @@ class HeldJob:
             # Happens while Redis is unavailable. One chunk with all of them would block a reader's event loop.
             self._seal(msgpack_codec.pack)
 
+    def close_choice(self, output: StepOutput) -> None:
+        """Count what a choice used that ends with this output."""
+        self.kv_token_ms += output.kv_token_ms
+        self.num_preemptions += output.num_preemptions
+        self.usage = output.usage or self.usage
+
     def report_prompt(self, entries: Sequence[TokenLogprobs]) -> None:
         """Report the prompt's tokens or their log-probabilities, except those that an earlier node has logged."""
         self._prompt_rows.take(entries)
@@ -245,7 +256,8 @@ class HeldJob:
     def ended(self, outcome: Outcome) -> EndedJob:
         """Return what the metrics need of the job at its end."""
         reason = self._choices[0].finish_reason
-        return EndedJob(outcome, reason, self._usage(), self.max_tokens, num_choices=len(self._choices))
+        lengths = [len(choice.token_ids) for choice in self._choices]
+        return EndedJob(outcome, reason, self._usage(), self.max_tokens, len(lengths), max(lengths))
 
     @property
     def used(self) -> UsedTokens:

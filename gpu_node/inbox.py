@@ -81,7 +81,7 @@ class JobInbox:
                     wait_s = await self._take()
                     patience = pauses()
                 except UnavailableError as error:
-                    log.warning("redis is away", extra={"reason": error.message})
+                    log.warning("redis is unreachable", extra={"reason": error.message})
                     wait_s = next(patience)
         finally:
             await self._job_intake.close()

@@ -144,6 +144,7 @@ class JobIntake:
         else:
             request = await self._threads.run(partial(wire.decode_request, data))
         job.adapter = "" if request.adapter is None else request.adapter.name
+        await self._ledger.reports.taken(job, request)
         logged: list[Chunk] = []
         if job.taken.num_chunks:
             logged = await patiently(lambda: self._broker.log(job.job_id, job.taken.num_chunks), math.inf)
@@ -231,7 +232,7 @@ class JobIntake:
                 log.error("job cannot be run", extra={"job_id": job.job_id}, exc_info=error)
             self._outbox.end(job, Outcome("failed", error.code, error.message, error.param or ""))
         else:
-            log.error("the engine failed at a job", extra={"job_id": job.job_id}, exc_info=error)
+            log.error("the engine failed on a job", extra={"job_id": job.job_id}, exc_info=error)
             self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from penstock.contract.job import MAX_TOKENS_LIMIT
@@ -10,18 +11,23 @@ from penstock.contract.priority import NUM_PRIORITIES
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.monitor.counters import NodeCounts
+from penstock.gpu_node.monitor.job_reports import NO_REPORTS, JobReports
 from penstock.queue.broker.node import MAX_PREEMPTIONS
 from penstock.queue.policy import HOLD_MS, learned_hold_ms
 
 RESERVED_QUANTILE = 0.9
 """Quantile of output lengths that is reserved for a job. Longer outputs may cause preemptions."""
 
+MAX_REPORTED_TENANTS = 8
+"""Tenants whose jobs a heartbeat counts. The limit bounds the size of pressure records."""
+
 
 class Ledger:
     """All jobs of a node. The engine knows a job by its lease, so tokens computed under an older lease never mix in."""
 
-    def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT) -> None:
+    def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT, reports: JobReports = NO_REPORTS) -> None:
         self.max_model_len = max_model_len
+        self.reports = reports
         self.counts = NodeCounts()
         self._jobs: dict[str, HeldJob] = {}
         self._by_lease: dict[str, HeldJob] = {}
@@ -89,11 +95,24 @@ class Ledger:
         self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_token_ms, job.taken.cost)
 
     def count_finished(self, job: HeldJob, outcome: Outcome, at_s: float) -> None:
-        """Count a job whose end Redis has stored. `at_s`: on this process's monotonic clock."""
+        """Count and report a job whose end Redis has stored. `at_s`: on this process's monotonic clock."""
         self.counts.finished += 1
         self.counts.finished_cost += job.taken.cost
+        ended = job.ended(outcome)
         if not job.is_task:
-            self.counts.jobs.ended(job.taken.priority, job.times, job.ended(outcome), at_s)
+            self.counts.jobs.ended(job.taken.priority, job.times, ended, at_s)
+        self.reports.ended(job, ended, at_s)
+
+    @property
+    def jobs_by_class(self) -> tuple[int, ...]:
+        """Number of held jobs per class, most urgent first."""
+        counts = Counter(job.taken.priority for job in self._jobs.values())
+        return tuple(counts[priority] for priority in range(NUM_PRIORITIES))
+
+    @property
+    def jobs_by_tenant(self) -> dict[str, int]:
+        """Number of held jobs of the tenants with the most."""
+        return dict(Counter(job.taken.tenant for job in self._jobs.values()).most_common(MAX_REPORTED_TENANTS))
 
     @property
     def num_tasks(self) -> int:

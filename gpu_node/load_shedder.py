@@ -51,7 +51,7 @@ class LoadShedder:
             try:
                 await self.shed_load()
             except UnavailableError as error:
-                log.warning("redis is away", extra={"reason": error.message})
+                log.warning("redis is unreachable", extra={"reason": error.message})
 
     async def shed_load(self) -> None:
         """If sequences wait inside the engine, give back the jobs that exceed its capacity and fit on another node."""
@@ -73,10 +73,11 @@ class LoadShedder:
         kept = [job for job, answer in zip(wanted, answers, strict=True) if answer == "KEEP"]
         given = [job for job in wanted if job not in kept]
         for job in given:
+            self._ledger.reports.gave_back(job, why)
             self._outbox.forget(job)
         self._ledger.counts.gave_back(why, len(given))
         if given and why != "drain":
-            log.info("gave jobs back", extra={"num_jobs": len(given), "why": why})
+            log.info("returned jobs to the queue", extra={"num_jobs": len(given), "why": why})
         return kept
 
     def _surplus(self) -> list[HeldJob]:

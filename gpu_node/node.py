@@ -25,7 +25,9 @@ from penstock.gpu_node.job_intake import JobIntake
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.load_shedder import LoadShedder
 from penstock.gpu_node.monitor.engine_watch import EngineWatch
+from penstock.gpu_node.monitor.job_reports import reports_of
 from penstock.gpu_node.monitor.liveness import answering
+from penstock.gpu_node.monitor.node_profiler import NodeProfiler
 from penstock.gpu_node.monitor.snapshot import take_snapshot
 from penstock.gpu_node.monitor.watchdog import EngineStalledError
 from penstock.gpu_node.outbox import Outbox
@@ -37,10 +39,12 @@ from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.eviction import warn_of_eviction
 from penstock.queue.broker.node import LeaseLostError, NodeBroker
+from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
 from penstock.queue.broker.retry import patiently
 from penstock.queue.wire import NodePressure, PoolRecord
 from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.tracing.setup import tracing_of
 
 log = logging.getLogger(__name__)
 
@@ -60,22 +64,18 @@ class Node:
         self._seats = seats
         self._engine = engine
         self.node_id = f"{settings.name}-{secrets.token_hex(8)}"
-        self.ledger = Ledger(engine.max_model_len)
         self._redis = connect(settings.redis_url)
+        self._tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-node")
+        reports = reports_of(settings, self._tracing, self._redis, self.node_id)
+        self.ledger = Ledger(engine.max_model_len, reports)
         self._broker = NodeBroker(self._redis, settings.pool_name, self.node_id, engine.revision)
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
         self._worker = EngineWorker(engine, self._deliver)
         pace, limit = Pace(settings.stream_interval_ms / 1000), settings.max_unsent_bytes
         self._outbox = Outbox(self._broker, self.ledger, self._worker, self._bell, max_unsent_bytes=limit, pace=pace)
-        self._load_shedder = LoadShedder(
-            self._broker,
-            self.ledger,
-            self._worker,
-            self._outbox,
-            kv_tokens=engine.num_kv_tokens,
-            max_num_seqs=settings.max_num_seqs,
-        )
+        sizes = {"kv_tokens": engine.num_kv_tokens, "max_num_seqs": settings.max_num_seqs}
+        self._load_shedder = LoadShedder(self._broker, self.ledger, self._worker, self._outbox, **sizes)
         self._threads = Threads()
         self._job_intake = JobIntake(
             self._broker, self.ledger, self._worker, engine.tokenizer, self._outbox, self._load_shedder, self._threads
@@ -85,6 +85,8 @@ class Node:
         interval_s = heartbeat_interval_s(settings.lease_ms)
         self._watch = EngineWatch(self._worker, interval_s=interval_s, stall_after_s=settings.stall_after_s)
         self._heartbeat = self._new_heartbeat(interval_s)
+        profiles = ProfileBroker(self._redis)
+        self._profiler = NodeProfiler(profiles, self._worker, engine, settings.pool_name, self.node_id)
 
     @property
     def engine_stats(self) -> EngineStats | None:
@@ -114,7 +116,7 @@ class Node:
                 answering(self._settings.name, self._state),
                 _background(self._heartbeat_forever(), self._outbox.run()),
             ):
-                serving = [self._take_forever(), self._listen(), self._load_shedder.run()]
+                serving = [self._take_forever(), self._listen(), self._load_shedder.run(), self._profiler.run()]
                 serving.append(declare_dead(self._broker, self._seats, has_joined=True))
                 if self._settings.has_adapters:
                     serving.append(self._announce_forever())
@@ -125,6 +127,8 @@ class Node:
         finally:
             self._worker.stop()
             await self._redis.aclose()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     def _state(self) -> dict[str, object]:
         stalled_s = round(self._watch.stalled_s, 1)
@@ -133,6 +137,8 @@ class Node:
 
     async def _join(self) -> None:
         settings, engine = self._settings, self._engine
+        detected = engine.tokenizer.reasoning_parser
+        is_detected = settings.reasoning_parser in (None, detected)
         self._record = PoolRecord(
             pool=settings.pool_name,
             model=settings.model_name,
@@ -140,7 +146,9 @@ class Node:
             max_model_len=engine.max_model_len,
             max_token_bytes=engine.tokenizer.max_token_bytes,
             tool_parser=settings.tool_parser or engine.tokenizer.tool_parser,
-            reasoning_parser=settings.reasoning_parser or engine.tokenizer.reasoning_parser,
+            reasoning_parser=settings.reasoning_parser or detected,
+            # They say what differs from the detected parser.
+            thinking_switches=engine.tokenizer.thinking_switches if is_detected else (),
             created_s=int(time.time()),
             revision=engine.revision,
             adapters=await self._threads.run(engine.adapters),
@@ -156,7 +164,7 @@ class Node:
 
     async def _rejoin(self) -> None:
         """Drop all jobs and join again: the pool declared this node dead and gave its jobs to other nodes."""
-        log.error("this node was swept; it drops all its jobs", extra={"node_id": self.node_id})
+        log.error("this node was declared dead; it drops all its jobs", extra={"node_id": self.node_id})
         for job in self.ledger:
             self._outbox.drop(job)
         await patiently(self._join, math.inf)
@@ -200,7 +208,14 @@ class Node:
 
     async def _listen(self) -> None:
         channel = keys.doorbell(self._settings.pool_name, self.node_id)
-        await listen(self._redis, channel, self._bell, lambda job_id: self._outbox.end_as(job_id, "CANCEL"))
+        await listen(self._redis, channel, self._bell, self._on_message)
+
+    def _on_message(self, text: str) -> None:
+        """Handle a message of the doorbell: a request for a profile, or the id of a canceled job."""
+        if text == DOORBELL:
+            self._profiler.ring()
+        else:
+            self._outbox.end_as(text, "CANCEL")
 
     async def _until_stopped(self) -> None:
         died = asyncio.wrap_future(self._worker.stopped)
@@ -208,7 +223,7 @@ class Node:
         if died.done():
             # The engine's memory trace names jobs by their leases, so the log line maps leases to job ids.
             held = {job.taken.lease: job.job_id for job in self.ledger}
-            log.error("the engine died with jobs", extra={"jobs": held})
+            log.error("the engine died while it held jobs", extra={"jobs": held})
             died.result()
 
     async def _drain(self) -> None:
@@ -232,7 +247,8 @@ class Node:
         try:
             num_kept = await patiently(self._broker.leave, LEAVE_PATIENCE_S)
         except UnavailableError as error:
-            log.warning("left without telling the pool", extra={"node_id": self.node_id, "reason": error.message})
+            why = {"node_id": self.node_id, "reason": error.message}
+            log.warning("the node could not tell the pool that it stops", extra=why)
         else:
             facts = {"num_given_back": self.ledger.counts.given_back_drain, "num_kept": num_kept}
             log.info("left", extra={"node_id": self.node_id, **facts})

@@ -110,9 +110,7 @@ class Outbox:
             self._ledger.counts.jobs.generated(job.taken.priority, job.times, output.choice, at_s)
         if output.finish_reason is None:
             return
-        job.kv_token_ms += output.kv_token_ms
-        if output.usage is not None:
-            job.usage = output.usage
+        job.close_choice(output)
         if job.is_complete:
             job.outcome = outcome_of(job)
             self._ledger.learn(job)
@@ -143,6 +141,7 @@ class Outbox:
 
     def drop(self, job: HeldJob) -> None:
         """Stop holding a job that belongs to another node now."""
+        self._ledger.reports.lost(job)
         self.forget(job)
         self._ledger.counts.dropped += 1
         log.warning("job belongs to another node", extra={"job_id": job.job_id, "lease": job.taken.lease})
@@ -186,7 +185,7 @@ class Outbox:
             except UnavailableError as error:
                 self._ledger.counts.outages += 1
                 self._pause_engine_if_full()
-                log.warning("redis is away", extra={"reason": error.message})
+                log.warning("redis is unreachable", extra={"reason": error.message})
                 await asyncio.sleep(next(patience))
             self._pause_engine_if_full()
             self._set_alarm()
@@ -249,6 +248,8 @@ class Outbox:
             return
         kind, _, rest = answer.partition(" ")
         job.acknowledge(emission)
+        if job.trace is not None:
+            self._ledger.reports.began(job)
         if kind == "ERR":
             log.error("emit failed", extra={"job_id": job.job_id, "reason": rest})
             self.end(job, Outcome("failed", "internal_error", "the queue could not store this job's tokens"))

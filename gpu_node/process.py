@@ -10,20 +10,17 @@ import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
-from pydantic import ValidationError
-
 from penstock.contract.errors import ConfigError
-from penstock.contract.problems import config_error
-from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.engine_worker import EngineLike
 from penstock.gpu_node.monitor.watchdog import EngineStalledError
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.seats import Seats, declare_dead_before_loading, take_seats
-from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.settings import NodeSettings, engine_config
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.gc_freeze import freeze_gc
 from penstock.runtime.loop_watch import LoopWatch
+from penstock.runtime.progress_log import ProgressLog
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +30,18 @@ async def run_node(settings: NodeSettings) -> None:
 
     Raises ConfigError for settings that contradict each other and for models that cannot run.
     """
-    shared = EngineConfig.model_fields.keys() & NodeSettings.model_fields.keys()
-    try:
-        config = EngineConfig(**{name: getattr(settings, name) for name in shared})
-    except ValidationError as error:
-        raise config_error(error) from error
+    config = engine_config(settings)
     seats = take_seats(settings)
-    looking = asyncio.create_task(declare_dead_before_loading(settings, seats))
+    beside = [asyncio.create_task(declare_dead_before_loading(settings, seats))]
+    report = _report_progress
+    if not _has_supervisor():
+        progress = ProgressLog(log, settings.model)
+        beside.append(asyncio.create_task(progress.run()))
+        report = progress.update
     try:
-        engine = await asyncio.to_thread(Engine, config, progress=_report_progress)
+        engine = await asyncio.to_thread(Engine, config, progress=report)
     finally:
-        await cancel_until_done([looking])
+        await cancel_until_done(beside)
     if settings.tool_parser not in (None, "none") and not engine.tokenizer.takes_tools:
         problem = f"tool_parser is {settings.tool_parser}, but the model's chat template takes no tools"
         raise ConfigError(problem, param="tool_parser")
@@ -67,7 +65,7 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
     except BaseExceptionGroup as group:
         error = _only_error_of(group)
         is_known = isinstance(error, EngineStalledError)
-        log.error("the node ends", extra={"reason": str(error)}, exc_info=None if is_known else error)
+        log.error("the node stops", extra={"reason": str(error)}, exc_info=None if is_known else error)
         raise error from None
     finally:
         watch.stop()
@@ -102,7 +100,12 @@ def _report_progress(stage: str, fraction: float) -> None:
 
 
 def _report(event: dict[str, object]) -> None:
-    """Write one JSON line for a supervisor, if the environment asks for it."""
-    if os.environ.get("PENSTOCK_NODE_PROGRESS") == "json":
+    """Write one JSON line for a supervisor, if there is one."""
+    if _has_supervisor():
         sys.stdout.write(json.dumps(event) + "\n")
         sys.stdout.flush()
+
+
+def _has_supervisor() -> bool:
+    """Return whether a supervisor started this process and shows its progress."""
+    return os.environ.get("PENSTOCK_NODE_PROGRESS") == "json"

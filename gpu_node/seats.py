@@ -95,7 +95,7 @@ async def declare_dead_before_loading(settings: NodeSettings, seats: Seats) -> N
             await declare_dead(NodeBroker(redis, settings.pool_name, "", ""), seats)
     except PenstockError as error:
         # Joining the pool raises the same error again, where it is reported.
-        _LOG.info("predecessors are looked for later", extra={"reason": error.message})
+        _LOG.info("the search for predecessors is repeated later", extra={"reason": error.message})
 
 
 def _digest(*parts: str) -> str:
@@ -128,7 +128,9 @@ def _file_seat(node: str, boot_id: str) -> tuple[str, int] | None:
             if (file := _locked(path)) is not None:
                 return _name_in(file, boot_id), file
     except OSError as error:
-        _LOG.info("no seat in the cache folder", extra={"folder": str(folder), "reason": str(error)})
+        _LOG.info(
+            "the node cannot take a seat in the cache folder", extra={"folder": str(folder), "reason": str(error)}
+        )
     return None
 
 

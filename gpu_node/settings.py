@@ -7,13 +7,14 @@ import socket
 from pathlib import Path, PurePath
 from typing import Annotated
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.job import NAME_PATTERN
+from penstock.contract.problems import config_error
 from penstock.contract.tools import ReasoningParserName, ToolParserName
-from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME
+from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig
 from penstock.gpu_node.engine.options import EngineOptions
 from penstock.queue.policy import PolicyName
 from penstock.queue.policy_state import SHARE_WINDOW_MS
@@ -67,6 +68,12 @@ class NodeSettings(Settings, EngineOptions):
     """Port for Prometheus metrics; 0: a free port, named in the log. Default: metrics are off."""
     metrics_host: str = "127.0.0.1"
     """Address on which metrics are served."""
+
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP) that gets the spans of jobs. Default: the standard OTEL_*
+    variables; without them traces are off."""
+    log_jobs: bool = True
+    """Log one line for each job at its end."""
 
     scheduling_policy: PolicyName = "fair"
     """Order in which jobs are taken and run. fcfs: oldest first; priority: most urgent class first; sjf: cheapest
@@ -125,12 +132,21 @@ class NodeSettings(Settings, EngineOptions):
         return {"policy": given.pop("scheduling_policy"), **given}
 
 
+def engine_config(settings: NodeSettings) -> EngineConfig:
+    """Return the settings of the node's engine. Raises ConfigError for settings that contradict each other."""
+    shared = EngineConfig.model_fields.keys() & NodeSettings.model_fields.keys()
+    try:
+        return EngineConfig(**{name: getattr(settings, name) for name in shared})
+    except ValidationError as error:
+        raise config_error(error) from error
+
+
 def slug(text: str) -> str:
     """Return `text` with only the characters that pool and node names may have."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:64] or "node"
 
 
 def pool_of_model(model: str) -> str:
-    """Return a model's pool name: the last part of its id or path, without revision and suffix."""
-    name = PurePath(model.partition("@")[0]).name
+    """Return a model's pool name: the last part of its id, path or file, without revision and suffix."""
+    name = PurePath(model.partition("@")[0]).name.rpartition(":")[2]
     return slug(re.sub(r"\.(gguf)$", "", name))

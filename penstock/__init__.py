@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         PromptTooLongError,
         ProtocolVersionError,
         RequestError,
+        ResultTimeoutError,
         StreamDivergedError,
         TooCostlyError,
         TooLargeError,
@@ -46,9 +47,11 @@ if TYPE_CHECKING:
     from penstock.gpu_node.settings import NodeSettings
     from penstock.producer.batch.settings import CelerySettings
     from penstock.producer.client import AsyncClient, AsyncJob, Client, ClientSettings, ClientStats, Job
-    from penstock.producer.client.request import SubmitOptions
+    from penstock.producer.client.calls.many import GenerateOptions
+    from penstock.producer.client.request import JobOptions, SubmitOptions
     from penstock.queue.broker.producer import JobStatus, ServedPool
-    from penstock.runtime.settings import KeySettings, RedisSettings
+    from penstock.runtime.logging import LogSettings
+    from penstock.runtime.settings import KeySettings, RedisSettings, redis_url_of
 
 __version__ = "0.1.0"
 
@@ -60,6 +63,7 @@ _HOMES = {
         *(
             "ProtocolVersionError",
             "RequestError",
+            "ResultTimeoutError",
             "StreamDivergedError",
             "TooCostlyError",
             "TooLargeError",
@@ -72,7 +76,8 @@ _HOMES = {
     "penstock.contract.output": ("Choice", "Chunk", "Outcome", "Result", "Usage"),
     "penstock.contract.logprobs": ("Logprob", "TokenLogprobs"),
     "penstock.contract.sampling_options": ("SamplingOptions",),
-    "penstock.runtime.settings": ("KeySettings", "RedisSettings"),
+    "penstock.runtime.logging": ("LogSettings",),
+    "penstock.runtime.settings": ("KeySettings", "RedisSettings", "redis_url_of"),
     "penstock.contract.structured": ("StructuredOutputs",),
     "penstock.contract.tasks": ("Detokenize", "Detokenized", "Embed", "Embedding", "Tokenize", "Tokenized"),
     "penstock.contract.terms": ("Terms",),
@@ -84,7 +89,8 @@ _HOMES = {
     "penstock.gpu_node.settings": ("NodeSettings",),
     "penstock.producer.batch.settings": ("CelerySettings",),
     "penstock.producer.client": ("AsyncClient", "AsyncJob", "Client", "ClientSettings", "ClientStats", "Job"),
-    "penstock.producer.client.request": ("SubmitOptions",),
+    "penstock.producer.client.calls.many": ("GenerateOptions",),
+    "penstock.producer.client.request": ("JobOptions", "SubmitOptions"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -110,14 +116,17 @@ __all__ = [
     "EngineStats",
     "ForbiddenError",
     "GatewaySettings",
+    "GenerateOptions",
     "Generation",
     "InvariantError",
     "Job",
     "JobCancelledError",
     "JobExpiredError",
     "JobFailedError",
+    "JobOptions",
     "JobStatus",
     "KeySettings",
+    "LogSettings",
     "Logprob",
     "Message",
     "NodeSettings",
@@ -132,6 +141,7 @@ __all__ = [
     "RedisSettings",
     "RequestError",
     "Result",
+    "ResultTimeoutError",
     "SamplingOptions",
     "SamplingParams",
     "ServedPool",
@@ -149,6 +159,7 @@ __all__ = [
     "UnsupportedKindError",
     "Usage",
     "__version__",
+    "redis_url_of",
 ]
 
 

@@ -8,15 +8,17 @@ import signal
 import ssl
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis as sync_redis
 from fakes.cover import examples
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.forked_process import ForkServer
+from fakes.processes.forked_worker import fork_workers
 from hypothesis import settings
 from redis.asyncio import Redis
 
@@ -34,9 +36,16 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # Triton reads it when it is first imported: without a GPU its interpreter runs the kernels.
-if not Path("/dev/nvidiactl").exists():
+HAS_GPU = Path("/dev/nvidiactl").exists()
+if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
+# As in the node's loading of a model: workers share their processors. OpenMP reads these when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+SERVICES = pytest.StashKey[ForkServer]()
+"""The server of services that xdist's workers share."""
 
 # A machine with other work may hold up any example.
 settings.register_profile("penstock", settings(deadline=None, max_examples=examples(100)))
@@ -46,6 +55,25 @@ settings.load_profile("penstock")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--quick` is what `make quick` says."""
     parser.addoption("--quick", action="store_true", help="run only tests that need neither processes, Redis nor torch")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Workers share a server of services. They are forks themselves, except where tests use a GPU: no fork can."""
+    services = config.stash[SERVICES] = ForkServer("services")
+    config.add_cleanup(services.close)
+    if not config.getoption("--quick"):
+        services.open()
+    if not HAS_GPU:
+        tests = ForkServer("tests", *map(str, config.invocation_params.args))
+        config.add_cleanup(tests.close)
+        fork_workers(tests, specs)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker the address of that server. An environment variable would reach the runs that tests start."""
+    node.workerinput["services"] = node.config.stash[SERVICES].address
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -61,6 +89,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--quick"):
         config.hook.pytest_deselected(items=[item for item in items if not kinds.is_quick(item)])
         items[:] = [item for item in items if kinds.is_quick(item)]
+    if hasattr(config, "workerinput"):
+        # Tests of processes wait a lot. Those of the first worker overlap with the others' computing, and the end of a
+        # run has short tests.
+        items.sort(key=lambda item: item.get_closest_marker("process") is None)
 
 
 def pytest_collection_finish() -> None:
@@ -81,9 +113,18 @@ def _own_weight_cache() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_runtime_folder() -> Iterator[None]:
+    """A `penstock serve` of a test is not found by this user's clients, and the other way round."""
+    with tempfile.TemporaryDirectory(prefix="run") as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PENSTOCK_RUNTIME_DIR", folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes of the product start as forks of one that has imported it. Its commands have tests of their own."""
-    server = ForkServer()
+    worker = getattr(request.config, "workerinput", {"services": ""})
+    server = ForkServer("services", address=worker["services"])
     if any(item.get_closest_marker("process") for item in request.session.items):
         server.open()
     with pytest.MonkeyPatch.context() as patched:

@@ -29,6 +29,20 @@ ADAPTER, WEIGHTS, RANK = "tuned", "adapter_model.safetensors", 4
 WORKER = (sys.executable, "-m", "celery", "-A", "celery_chain", "worker", "--concurrency", "1", "--without-gossip")
 
 
+NOTEBOOK_RUNNER = """
+import ast, asyncio, inspect, sys
+
+async def main():
+    names = {}
+    for source in sys.argv[1:]:
+        made = eval(compile(source, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+        if inspect.isawaitable(made):
+            await made
+
+asyncio.run(main())
+"""
+
+
 @pytest.fixture(scope="module")
 def model() -> str:
     """The demo model."""
@@ -99,6 +113,24 @@ def test_many_jobs(redis_of_node: str) -> None:
     lines = run(redis_of_node, "many_jobs").splitlines()
     assert [line.partition(" ")[0] for line in lines] == [str(number) for number in range(24)]
     assert all(re.search(r"is['\"]..", line) for line in lines)
+
+
+def test_notebook(redis_of_node: str) -> None:
+    """Its cells run in order on a running event loop, as Jupyter runs them."""
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert len(sources) > 4
+    assert all(not cell.get("outputs") for cell in cells)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", NOTEBOOK_RUNNER, *sources],
+        env=environment(redis_of_node),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "The capital of France is" in done.stdout
+    assert done.stdout.count(";") == 8
 
 
 def test_structured_output(redis_of_node: str) -> None:

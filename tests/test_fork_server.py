@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.forked_process import ForkedProcess, ForkServer
 
+from tests.conftest import HAS_GPU  # noqa: F401  the condition below reads it
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    server = ForkServer()
+    server = ForkServer("services")
     yield server
     server.close()
 
@@ -57,13 +61,66 @@ def test_signals_reach_the_command(server: ForkServer, tmp_path: Path, number: s
 
 
 def test_a_command_ends_with_its_server(tmp_path: Path) -> None:
-    server = ForkServer()
+    server = ForkServer("services")
     process, _ = start(server, tmp_path, "import time; print('up', flush=True); time.sleep(60)")
     assert process.stdout.readline() == b"up\n"
     server.close()
     assert process.stdout.read() == b""
     assert process.wait(20) == -signal.SIGKILL
     process.stdout.close()
+
+
+def test_commands_end_with_the_client_that_asked_for_them_and_the_server_goes_on(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    kept, _ = start(server, tmp_path, code)
+    client = ForkServer(address=server.address)
+    left, _ = start(client, tmp_path, code)
+    assert kept.stdout.readline() == left.stdout.readline() == b"up\n"
+    client.close()
+    assert left.wait(20) == -signal.SIGKILL
+    assert kept.poll() is None
+    kept.kill()
+    for process in (kept, left):
+        process.wait(20)
+        process.stdout.close()
+
+
+def in_worker(server: ForkServer, code: str) -> Any:
+    """What a fork of a server of tests writes to stdout as JSON."""
+    answer, said = os.pipe()
+    _, status = server.fork({"command": [f"import json, sys; print(json.dumps({code}))"], "imports": []}, [0, said, 2])
+    os.close(said)
+    os.close(status)
+    with open(answer) as lines:
+        return json.load(lines)
+
+
+def test_a_worker_has_the_tests_imported_but_none_that_failed(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "test_whole.py", tmp_path / "test_broken.py"
+    whole.write_text("def test_it(): pass")
+    broken.write_text("raise ValueError")
+    for files, is_kept in (([whole], True), ([whole, broken], False)):
+        server = ForkServer("tests", "-c", os.devnull, "--import-mode=importlib", *map(str, files))
+        assert in_worker(server, "[name in sys.modules for name in ('test_whole', 'test_broken')]") == [is_kept, False]
+        server.close()
+
+
+@pytest.mark.skipif("'PYTEST_XDIST_WORKER' not in os.environ or HAS_GPU", reason="this process is no forked worker")
+def test_this_worker_is_a_fork() -> None:
+    assert "fork_server.py\0" in Path(f"/proc/{os.getppid()}/cmdline").read_text()
+
+
+def test_a_server_has_imported_what_a_request_names(server: ForkServer, tmp_path: Path) -> None:
+    code = "import sys; print('mailbox' in sys.modules)"
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    for imports, printed in ((), b"False\n"), (("mailbox",), b"True\n"):
+        process = server.start([str(program)], os.environ, 2, imports)
+        assert process.stdout.read() == printed
+        process.stdout.close()
+        process.wait(20)
 
 
 def test_this_session_starts_services_so() -> None:

@@ -18,7 +18,7 @@ CONTRACT, QUEUE, RUNTIME = "penstock.contract", "penstock.queue", "penstock.runt
 PRODUCER, GATEWAY, CLI = "penstock.producer", "penstock.gateway", "penstock.cli"
 SERVICE, ENGINE, MODEL = "penstock.gpu_node", "penstock.gpu_node.engine", "penstock.gpu_node.model"
 KERNELS, TOP = "penstock.kernels", "penstock"
-RUNNER_INTERFACE = {"penstock.gpu_node.model.protocol", "penstock.gpu_node.model.options"}
+RUNNER_INTERFACE = {f"penstock.gpu_node.model.{name}" for name in ("protocol", "options", "token_masks")}
 BROKER = "penstock.queue.broker"
 
 ARROWS = {

@@ -79,6 +79,8 @@ def test_wheel_holds_all_rooms_and_scripts(tmp_path: Path) -> None:
     subprocess.run([*pip, str(tmp_path), str(clone)], check=True, capture_output=True, timeout=100)
     names = set(zipfile.ZipFile(next(tmp_path.glob("penstock-*.whl"))).namelist())
 
+    page = (path.relative_to(ROOT) for path in (ROOT / "gateway/web/static").iterdir())
+    assert {f"penstock/{path}" for path in page} <= names
     for path in [*clone.glob("penstock/queue/scripts/*.lua"), clone / "penstock/py.typed"]:
         assert str(path.relative_to(clone)) in names
     for room in ("producer", "gateway", "gpu_node", "kernels"):

@@ -76,19 +76,41 @@ def test_a_job_is_what_submit_returns() -> None:
 
 
 @pytest.mark.parametrize("client", [penstock.Client, penstock.AsyncClient])
-@pytest.mark.parametrize("method", ["submit", "stream"])
-def test_help_lists_every_option_with_its_default(client: type, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "listed", "background"),
+    [
+        ("submit", penstock.SubmitOptions, True),
+        ("stream", penstock.SubmitOptions, False),
+        ("generate", penstock.GenerateOptions, False),
+        ("map", penstock.GenerateOptions, False),
+        ("map_unordered", penstock.GenerateOptions, False),
+    ],
+)
+def test_help_lists_every_option_with_its_default(client: type, method: str, listed: type, background: bool) -> None:
     options = inspect.signature(getattr(client, method)).parameters
-    assert {"self", "prompt", *penstock.SubmitOptions.__annotations__} == set(options)
+    prompts = "prompt" if listed is penstock.SubmitOptions else "prompts"
+    assert {"self", prompts, *listed.__annotations__} == set(options)
     shown = pydoc.plain(pydoc.render_doc(getattr(client, method)))
-    for option in ("max_tokens: int | None = None", "temperature: float = 1.0", "background: bool = True"):
+    for option in ("max_tokens: int | None = None", "temperature: float = 1.0", f"background: bool = {background}"):
         assert option in shown
+    if listed is penstock.GenerateOptions:
+        for option in ("timeout: float | None = None", "check: bool = True", "max_in_flight: int = 256"):
+            assert option in shown
     assert "See `" not in shown
 
 
-def test_help_explains_every_option_of_submit() -> None:
-    own = set(penstock.SubmitOptions.__annotations__) - set(SamplingOptions.__annotations__)
-    shown = inspect.getdoc(penstock.SubmitOptions) or ""
+@pytest.mark.parametrize(
+    ("options", "base"),
+    [
+        (penstock.JobOptions, SamplingOptions),
+        (penstock.SubmitOptions, penstock.JobOptions),
+        (penstock.GenerateOptions, penstock.JobOptions),
+    ],
+)
+def test_help_explains_every_option(options: type, base: type) -> None:
+    own = set(options.__annotations__) - set(base.__annotations__)
+    assert own
+    shown = inspect.getdoc(options) or ""
     assert [name for name in own if f"\n{name}: " not in shown] == []
 
 

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from penstock.gateway.api_docs.openapi import VERSION, document_of, operations_in
 from penstock.gateway.api_docs.page import page_of
 from penstock.gateway.health import PROBE_METHODS
+from penstock.gateway.web.assets import PAGE, asset_response, wants_page
 
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
@@ -33,8 +34,11 @@ class ApiDocs:
 
 
 @router.api_route("/", methods=PROBE_METHODS)
-async def index(request: Request) -> dict[str, Any]:
-    """Return what this server is, and its endpoints."""
+async def index(request: Request, response: Response) -> Any:
+    """Return what this server is, and its endpoints. A browser gets the web page instead."""
+    if wants_page(request):
+        return asset_response(request, PAGE)
+    response.headers["Vary"] = "Accept"
     docs: ApiDocs = request.app.state.api_docs
     links = {"docs": "/docs", "openapi": "/openapi.json"}
     return {"name": "penstock", "version": VERSION, **links, "endpoints": docs.endpoints}

@@ -112,12 +112,16 @@ class RerankEncoder(_Encoder):
         return b'{"id":%b,"model":%b,"results":[' % (self._id, self._model)
 
     def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:
+        # An empty part lets the writer serve other requests: each comparison takes part of a millisecond.
+        yield b""
         if index == 0:
             self._query = output.floats()
             return
         self._scores.append(similarity(self._query, output.floats()))
         if index + 1 == len(self._head.job_ids):
             yield from self._results()
+        else:
+            yield b""  # Between two parts, the writer lets other tasks run.
 
     def _results(self) -> Iterator[bytes]:
         order = sorted(range(len(self._scores)), key=lambda at: -self._scores[at])

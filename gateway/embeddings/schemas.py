@@ -17,13 +17,14 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.priority import ClassName
-from penstock.contract.tasks import MAX_DIMENSIONS, MAX_TASK_TOKENS, Embed, Pooling, Task
+from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Pooling, Task, TruncatedTokens
 from penstock.gateway.openai.schemas import class_of
 from penstock.gateway.route_doc import EXAMPLE_MODEL
+from penstock.gateway.stream.generation_request import FIRST_PROMPT, PAIRED_PROMPT
 from penstock.gateway.tokens.schemas import TaskBody
 from penstock.producer.client.request import Prompt
 from penstock.producer.openai.bodies import prompts_of
-from penstock.producer.openai.fields import Hint, Whole, Wire, only
+from penstock.producer.openai.fields import WHOLE_NUMBER, Hint, Whole, Wire, only
 
 _Input: TypeAlias = str | list[str] | list[int] | list[list[int]]
 MAX_INPUTS = 2048
@@ -36,8 +37,9 @@ class _EmbeddingBody(TaskBody):
     pooling: Pooling | None = None
     """How the hidden states of a text become one vector: `mean` of all tokens, `last` token or `cls` (first token).
     Default: what the model's files say, or else `mean`."""
-    truncate_prompt_tokens: Annotated[Whole, Field(ge=1, le=MAX_TASK_TOKENS)] | None = None
-    """Keep only that many of a text's last tokens. Default: a text longer than the model's context is refused."""
+    truncate_prompt_tokens: Annotated[TruncatedTokens, WHOLE_NUMBER] | None = None
+    """Keep only that many of a text's last tokens; -1: as many as the model's context takes. Default: a longer text is
+    refused."""
     priority: Annotated[ClassName | None, BeforeValidator(class_of)] = None
     deadline_s: float | None = None
     user: Hint = None
@@ -131,7 +133,7 @@ class RerankRequest(_EmbeddingBody):
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
-        return {"prompt": "documents"}
+        return {"prompt": "documents", FIRST_PROMPT: "query"}
 
     def prompts(self) -> list[Prompt]:
         """Return the query, then the documents."""
@@ -169,7 +171,7 @@ class ScoreRequest(_EmbeddingBody):
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
-        return {"prompt": "text_2"}
+        return {"prompt": "text_2", (FIRST_PROMPT if len(self.text_1) == 1 else PAIRED_PROMPT): "text_1"}
 
     def prompts(self) -> list[Prompt]:
         """Return the text that all others are compared with and these, or one pair after another."""

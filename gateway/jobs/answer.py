@@ -5,33 +5,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError
-from penstock.contract.output import Chunk
 from penstock.gateway.authentication import caller_of
 from penstock.gateway.jobs.encoder import JobEncoder, StreamStart, result_object
-from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai.errors import error_body
-from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
-from penstock.gateway.stream.flow import Waiting, batches_of, is_large
-from penstock.gateway.stream.framing import framing_of
-from penstock.gateway.stream.keep_alive import waiting_comment
-from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
-from penstock.producer.client import AsyncClient
+from penstock.gateway.stream.event_sink import EventSink
+from penstock.gateway.stream.event_stream import EventStream, JobResponse
+from penstock.gateway.stream.flow import Waiting, batches_of
+from penstock.gateway.stream.sse import EventWriter, event
 from penstock.producer.client.job_objects import job_object, queue_members
 from penstock.producer.openai.json_parts import json_parts
 from penstock.queue.broker.producer import JobStatus
-from penstock.runtime.cooperative import LoopYielder
 
 
 def links_of(job_id: str) -> dict[str, str]:
@@ -40,14 +32,11 @@ def links_of(job_id: str) -> dict[str, str]:
     return {"self": path, "stream": f"{path}/stream", "cancel": path}
 
 
-class JobAnswer(Response):
+class JobAnswer(JobResponse):
     """A job with its result, if it has ended. The result is encoded and sent in pieces."""
 
     def __init__(self, request: Request, status: JobStatus) -> None:
-        super().__init__()
-        self._client: AsyncClient = request.app.state.client
-        self._yielder: LoopYielder = request.app.state.yielder
-        self._result_budget: SharedBudget = request.app.state.result_budget
+        super().__init__(request)
         self._status = status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,55 +74,30 @@ async def _parts_of(answer: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         yield part
 
 
-class JobStream(Response):
+class JobStream(EventStream):
     """The chunks of a job as events. A caller that leaves ends no background job."""
 
     def __init__(self, request: Request, job_id: str, start: StreamStart, *, with_waiting: bool) -> None:
         """`with_waiting`: events before the first chunk say where the job is."""
-        super().__init__()
-        self._client: AsyncClient = request.app.state.client
-        self._settings: GatewaySettings = request.app.state.settings
-        self._metrics: GatewayMetrics = request.app.state.metrics
-        self._yielder: LoopYielder = request.app.state.yielder
+        super().__init__(request)
         self._tenant = caller_of(request).tenant
         self._job_id = job_id
         self._start = start
         self._with_waiting = with_waiting
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the job's chunks until its end."""
-        writer, settings = EventWriter(send, framing_of(scope)), self._settings
-        watch = writer.watch(
-            first_wait_s=settings.first_chunk_wait_s,
-            interval_s=settings.keep_alive_s,
-            send_timeout_s=settings.send_timeout_s,
-        )
-        with contextlib.suppress(CallerGoneError), self._metrics.stream():
-            await while_there(self._answer(writer), hang_up(receive), watch)
+    def _error_event(self, error: PenstockError) -> bytes:
+        return event(error_body(error))
 
-    async def _answer(self, writer: EventWriter) -> None:
-        try:
-            job = await self._client.attach(self._job_id, after=self._start.read_after, tenant=self._tenant)
-            writer.headers[JOB_HEADER] = job.id
-            writer.keep_alive_source = partial(waiting_comment, job, KEEP_ALIVE)
-            encoder = JobEncoder(self._start)
-            async with aclosing(batches_of([job], with_waiting=self._with_waiting)) as batches:
-                async for batch in batches:
-                    if isinstance(batch, Waiting):
-                        await writer.write(encoder.waiting(job.id, batch.update))
-                    else:
-                        await self._write(encoder, batch, writer)
-        except PenstockError as error:
-            if not writer.started:
-                raise
-            self._metrics.refused(error)
-            await writer.fail(error, event(error_body(error)))
-        await writer.end()
-
-    async def _write(self, encoder: JobEncoder, batch: list[Chunk], writer: EventWriter) -> None:
-        slows_others = is_large(batch)
-        writer.keep_alive_source = None
-        for events in encoder.parts_of(batch):
-            await writer.write(events)
-            if slows_others:
-                await self._yielder.wait()
+    async def _send_events(self, writer: EventWriter) -> None:
+        job = await self._client.attach(self._job_id, after=self._start.read_after, tenant=self._tenant)
+        writer.headers[JOB_HEADER] = job.id
+        self._say_position(job, writer)
+        encoder = JobEncoder(self._start)
+        # A resumed stream checks its first chunk.
+        sink = EventSink(encoder, writer) if self._start.end is None else None
+        async with aclosing(batches_of([job], sink, with_waiting=self._with_waiting)) as batches:
+            async for batch in batches:
+                if isinstance(batch, Waiting):
+                    await writer.write(encoder.waiting(job.id, batch.update))
+                else:
+                    await self._write(encoder, batch, writer)

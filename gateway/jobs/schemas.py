@@ -51,6 +51,7 @@ class JobRequest(Wire):
     not_before_s: float | None = None
     background: bool | None = None
     return_progress: bool | None = None
+    queue_without_node: bool | None = None
     idempotency_key: str | None = None
 
     @field_validator("sampling")
@@ -127,6 +128,7 @@ class JobRequest(Wire):
             "deadline_s": self.deadline_s,
             "not_before_s": self.not_before_s,
             "return_progress": bool(self.return_progress),
+            "queue_without_node": self.queue_without_node,
         }
 
 

@@ -51,6 +51,7 @@ async def _submit(request: Request, body: ParsedBody, generation: GenerationRequ
         check_logprobs(content, record, settings.max_logprobs)
     options = submit_options(generation)
     options["background"] = body.options["background"]
+    options["queue_without_node"] = body.options["queue_without_node"]
     options["idempotency_key"] = _idempotency_key_of(body, generation)
     return await client.submit_unread(content.prompts[0], **options)
 

@@ -20,9 +20,9 @@ from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest,
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.responses.body import ResponseBody
-from penstock.gateway.stream.generation_request import RequestContent
+from penstock.gateway.stream.generation_request import RequestContent, naming_prompt
 from penstock.gateway.tokens.schemas import DetokenizeRequest, TaskBody, TokenizeRequest
-from penstock.producer.client.request import pack_prompt_of
+from penstock.producer.client.request import Prompt, pack_prompt_of
 from penstock.producer.openai.messages import ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
 
@@ -104,8 +104,11 @@ def parse(form: str, raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody
 
 def with_packed_prompts(body: ParsedBody) -> ParsedBody:
     """Return the body with its prompts checked and packed for the queue. Raises RequestError for an invalid prompt."""
+    prompts: list[Prompt] = []
     try:
-        prompts = [pack_prompt_of(prompt) for prompt in body.content.prompts]
+        for number, prompt in enumerate(body.content.prompts):
+            with naming_prompt(body.content, number):
+                prompts.append(pack_prompt_of(prompt))
     except RequestError as error:
         rename(error, body.content.names)
         raise

@@ -66,25 +66,22 @@ class _ResponseAnswer(Answer):
 class ResponseStream(_ResponseAnswer, StreamAnswer):
     """The stream of a response, new or stored. A failed job is an event of it, unless nothing has been sent yet."""
 
-    async def _answer(self, writer: EventWriter) -> None:
-        encoder: ResponseEncoder | None = None
-        try:
-            async with open_jobs(self._client, self._generation, has_begun=lambda: writer.started) as jobs:
-                (job,) = jobs
-                writer.headers.update(self._response_headers(jobs))
-                await self._learn(job)
-                self._say_position(job, writer)
-                encoder = DIALECT.stream(self._head_at(job))
-                if self._record.background or self._generation.cut_at is not None:
-                    # The caller may need the id before the first token.
-                    await self._send_all(encoder.opening(), writer)
-                await self._relay_events(job, encoder, writer)
-        except PenstockError as error:
-            if not writer.started:
-                raise
-            self._metrics.refused(error)
-            await writer.fail(error, DIALECT.error_event(error) if encoder is None else encoder.error(error))
-        await writer.end()
+    _encoder: ResponseEncoder | None = None
+
+    def _error_event(self, error: PenstockError) -> bytes:
+        return super()._error_event(error) if self._encoder is None else self._encoder.error(error)
+
+    async def _send_events(self, writer: EventWriter) -> None:
+        async with open_jobs(self._client, self._generation, has_begun=lambda: writer.started) as jobs:
+            (job,) = jobs
+            writer.headers.update(self._response_headers(jobs))
+            await self._learn(job)
+            self._say_position(job, writer)
+            self._encoder = encoder = DIALECT.stream(self._head_at(job))
+            if self._record.background or self._generation.cut_at is not None:
+                # The caller may need the id before the first token.
+                await self._send_all(encoder.opening(), writer)
+            await self._relay_events(job, encoder, writer)
 
     async def _relay_events(self, job: AsyncJob, encoder: ResponseEncoder, writer: EventWriter) -> None:
         num_tokens = 0

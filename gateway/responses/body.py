@@ -27,7 +27,7 @@ INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """What `include` may name. Reasoning is never encrypted: its text is in the item's content."""
 _CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactive"}
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-_OTHER_SAMPLING = ("repetition_penalty", "top_k", "min_p", "seed")
+_OTHER_SAMPLING = ("repetition_penalty", "top_k", "min_p", "seed", "ignore_eos")
 """Sampling options that OpenAI's API lacks."""
 
 Metadata = dict[
@@ -116,6 +116,7 @@ class ResponseBody(Wire):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    ignore_eos: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[str] | None, BeforeValidator(_includable)] = None
     text: TextConfig | None = None

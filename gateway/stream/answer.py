@@ -16,34 +16,28 @@ from typing import Any
 from urllib.parse import quote
 
 from fastapi import Request
-from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import pool_of
 from penstock.contract.output import Usage
-from penstock.gateway.http.direct_body import direct_body_of
-from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.shared_budget import SharedBudget
+from penstock.contract.template_kwargs import reasoning_parser_for
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
-from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
+from penstock.gateway.stream.dialect import AnswerHead, Dialect, WholeEncoder
 from penstock.gateway.stream.event_sink import EventSink
-from penstock.gateway.stream.flow import Batch, Ended, Waiting, batches_of, ends_of, is_large
-from penstock.gateway.stream.framing import framing_of
-from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
-from penstock.gateway.stream.keep_alive import waiting_comment
+from penstock.gateway.stream.event_stream import EventStream, JobResponse
+from penstock.gateway.stream.flow import Ended, Waiting, batches_of, ends_of
+from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, naming_prompt, open_jobs
 from penstock.gateway.stream.limits import check_logprobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, EventWriter
-from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.client import AsyncJob
 from penstock.producer.client.request import choose_pool
 from penstock.producer.client.tool_use import no_call_format
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
 from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.packed_result import PackedResult
-from penstock.runtime.cooperative import LoopYielder
 
 JOB_HEADER = "X-Penstock-Job"
 MAX_JOBS_SHOWN = 64
@@ -52,11 +46,8 @@ IGNORED_HEADER = "X-Penstock-Ignored-Fields"
 """Response header with the unknown fields that the gateway ignored. Names are percent-encoded like parts of a URL."""
 
 
-class Answer(Response):
-    """The base of both responses. The request's jobs live as long as the response and end if the caller disconnects.
-
-    Called as an ASGI app, it raises a PenstockError only if nothing has been sent yet.
-    """
+class Answer(JobResponse):
+    """The base of both responses. The request's jobs live as long as the response and end if the caller disconnects."""
 
     def __init__(
         self,
@@ -67,12 +58,7 @@ class Answer(Response):
         ignored: Sequence[str] = (),
     ) -> None:
         """`options` and `ignored` are those of `ParsedBody`."""
-        super().__init__()
-        self._client: AsyncClient = request.app.state.client
-        self._settings: GatewaySettings = request.app.state.settings
-        self._metrics: GatewayMetrics = request.app.state.metrics
-        self._yielder: LoopYielder = request.app.state.yielder
-        self._result_budget: SharedBudget = request.app.state.result_budget
+        super().__init__(request)
         self._generation = generation
         self._dialect = dialect
         self._options = options
@@ -137,7 +123,7 @@ class WholeAnswer(Answer):
         await self._check()
         async with open_jobs(self._client, self._generation) as jobs:
             encoder = self._dialect.whole(await self._head(jobs))
-            ends = await ends_of(jobs)
+            ends = await ends_of(jobs, partial(naming_prompt, self._generation.content))
         if sum(end.num_bytes for end in ends) > PIECE_BYTES:
             await self._yielder.wait()
         await self._send_body(self._parts(encoder, jobs, ends), jobs, send)
@@ -173,54 +159,38 @@ class WholeAnswer(Answer):
             yield await job.packed_result()
 
 
-class StreamAnswer(Answer):
+class StreamAnswer(EventStream, Answer):
     """A response of events, one for each token chunk. The request says how they are framed."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the jobs and send their events."""
-        keep_alive, settings = self._dialect.keep_alive or self._comment, self._settings
-        writer = EventWriter(send, framing_of(scope), keep_alive=keep_alive, body=direct_body_of(scope))
-        watch = writer.watch(
-            first_wait_s=settings.first_chunk_wait_s,
-            interval_s=settings.keep_alive_s,
-            send_timeout_s=settings.send_timeout_s,
-        )
-        with contextlib.suppress(CallerGoneError), self._metrics.stream() as self._meter:
-            await while_there(self._answer(writer), hang_up(receive), watch)
 
     @property
     def _comment(self) -> bytes:
         return KEEP_ALIVE_BETWEEN_IDS if self._generation.event_ids else KEEP_ALIVE
 
-    def _say_position(self, job: AsyncJob, writer: EventWriter) -> None:
-        """Let the stream's comments say where the job is in the queue, until the first chunk."""
-        if self._dialect.keep_alive is None:
-            writer.keep_alive_source = partial(waiting_comment, job, self._comment)
+    @property
+    def _keep_alive(self) -> bytes | None:
+        return self._dialect.keep_alive
 
-    async def _answer(self, writer: EventWriter) -> None:
-        try:
-            generation, content = self._generation, self._generation.content
-            if generation.cut_at is not None:
-                form = await self._form_of(pool_of(generation.cut_at.job_id))
-                # With several choices, only the whole log tells which choices have begun.
-                needs_log = content.needs_token_details or self._dialect.needs_whole_log(self._options)
-                replay_from_start = form != PLAIN or needs_log or content.params.n > 1
-                generation = self._generation = replace(generation, replay_from_start=replay_from_start)
-            await self._check()
-            async with open_jobs(self._client, generation, has_begun=lambda: writer.started) as jobs:
-                writer.headers.update(self._response_headers(jobs))
-                self._say_position(jobs[0], writer)
-                await self._relay(jobs, writer)
-        except PenstockError as error:
-            if not writer.started:
-                raise
-            self._metrics.refused(error)
-            await writer.fail(error, self._dialect.error_event(error))
-        await writer.end()
+    def _error_event(self, error: PenstockError) -> bytes:
+        return self._dialect.error_event(error)
+
+    async def _send_events(self, writer: EventWriter) -> None:
+        generation, content = self._generation, self._generation.content
+        if generation.cut_at is not None:
+            form = await self._form_of(pool_of(generation.cut_at.job_id))
+            # With several choices, only the whole log tells which choices have begun.
+            needs_log = content.needs_token_details or self._dialect.needs_whole_log(self._options)
+            replay_from_start = form != PLAIN or needs_log or content.params.n > 1
+            generation = self._generation = replace(generation, replay_from_start=replay_from_start)
+        await self._check()
+        async with open_jobs(self._client, generation, has_begun=lambda: writer.started) as jobs:
+            writer.headers.update(self._response_headers(jobs))
+            self._say_position(jobs[0], writer)
+            await self._relay(jobs, writer)
 
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
         encoder = self._dialect.stream(await self._head(jobs))
         usages: list[Usage] = []
+        numbers = {job.id: number for number, job in enumerate(jobs)}
         # A resumed stream checks each chunk before the one at which it was cut.
         sink = EventSink(encoder, writer) if self._generation.cut_at is None else None
         async with aclosing(batches_of(jobs, sink, with_waiting=self._generation.return_progress)) as batches:
@@ -233,7 +203,8 @@ class StreamAnswer(Answer):
                 if writer.started or not failed:
                     await self._write(encoder, batch, writer)
                 if outcome is not None and failed:
-                    raise error_of(outcome)
+                    with naming_prompt(self._generation.content, numbers[batch[-1].job_id]):
+                        raise error_of(outcome)
                 usages += [chunk.usage for chunk in batch if chunk.usage is not None]
         if not usages and self._generation.cut_at is not None:
             # The usage was in a chunk before the one at which the stream was cut.
@@ -241,17 +212,6 @@ class StreamAnswer(Answer):
         num_choices = len(jobs) * self._generation.content.params.n
         self._meter.ended(sum(usage.completion_tokens for usage in usages) / num_choices)
         await writer.write(encoder.end(usages))
-
-    async def _write(self, encoder: StreamEncoder, batch: Batch, writer: EventWriter) -> None:
-        slows_others = is_large(batch)
-        writer.keep_alive_source = None
-        if slows_others:
-            await self._yielder.wait()
-        for events in encoder.parts_of(batch):
-            await writer.write(events)
-            self._meter.sent()
-            if slows_others:
-                await self._yielder.wait()
 
 
 def answer_format(content: RequestContent, record: ServedPool | None) -> AnswerFormat:
@@ -263,9 +223,14 @@ def answer_format(content: RequestContent, record: ServedPool | None) -> AnswerF
     if content.params.structured_outputs is not None and use.tools is None:
         return PLAIN
     if use.tools is None:
-        return PLAIN if record is None else AnswerFormat("none", record.reasoning_parser)
+        return PLAIN if record is None else AnswerFormat("none", _reasoning_parser(content, record))
     record = _require_tool_parser(record)
-    return AnswerFormat(record.tool_parser, record.reasoning_parser, one_call=not use.parallel, is_named=use.is_named)
+    reasoning = _reasoning_parser(content, record)
+    return AnswerFormat(record.tool_parser, reasoning, one_call=not use.parallel, is_named=use.is_named)
+
+
+def _reasoning_parser(content: RequestContent, record: ServedPool) -> str:
+    return reasoning_parser_for(record.reasoning_parser, record.thinking_switches, content.template_kwargs)
 
 
 def _require_tool_parser(record: ServedPool | None) -> ServedPool:

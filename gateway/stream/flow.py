@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 
 from penstock.contract.output import Chunk
@@ -86,16 +86,20 @@ class Ended:
     """The result, or None if it is too large to keep until all jobs have ended."""
 
 
-async def ends_of(jobs: Sequence[AsyncJob]) -> list[Ended]:
+async def ends_of(
+    jobs: Sequence[AsyncJob], naming: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
+) -> list[Ended]:
     """Wait until all jobs have ended and return their results. The first job that fails raises its error at once.
 
-    At most MAX_KEPT_BYTES of results are kept in memory. The others are fetched again when they are rendered.
+    `naming` is entered with a job's index; it may name the job in the error. At most MAX_KEPT_BYTES of results are kept
+    in memory. The others are fetched again when they are rendered.
     """
     num_kept = 0
 
-    async def end_of(job: AsyncJob) -> Ended:
+    async def end_of(index: int, job: AsyncJob) -> Ended:
         nonlocal num_kept
-        result = await job.packed_result()
+        with naming(index):
+            result = await job.packed_result()
         if num_kept + result.num_bytes > MAX_KEPT_BYTES:
             return Ended(result.num_bytes, None)
         num_kept += result.num_bytes
@@ -103,8 +107,8 @@ async def ends_of(jobs: Sequence[AsyncJob]) -> list[Ended]:
 
     waiting: list[asyncio.Task[Ended]] = []
     try:
-        for job in jobs:
-            waiting.append(asyncio.create_task(end_of(job)))
+        for index, job in enumerate(jobs):
+            waiting.append(asyncio.create_task(end_of(index, job)))
             if len(waiting) % CALLS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return await asyncio.gather(*waiting)

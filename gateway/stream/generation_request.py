@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.contract.errors import PenstockError
@@ -19,7 +19,7 @@ from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 from penstock.runtime.gather import try_all
 
 LEAVE_TIMEOUT_S = 5.0
-"""Seconds for canceling the jobs of a caller that is gone. If Redis is away, the queue ends unread jobs later."""
+"""Seconds for canceling the jobs of a caller that is gone. If Redis is unreachable, the queue ends the jobs later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,12 @@ class RequestContent:
     def needs_token_details(self) -> bool:
         """Whether the answer needs more than text of the tokens: an echo of the prompt, or log-probabilities."""
         return self.echoes or self.params.needs_token_details
+
+
+FIRST_PROMPT = "first prompt"
+"""The entry of `RequestContent.names` for a first prompt that has a field of its own, such as a query."""
+PAIRED_PROMPT = "paired prompt"
+"""The entry for every other prompt, beginning with the first, where prompts come in pairs of two fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,8 @@ async def open_jobs(
             )
         else:
             for number, prompt in enumerate(generation.content.prompts):
-                jobs.append(await _submit(client, generation, number, prompt))
+                with naming_prompt(generation.content, number):
+                    jobs.append(await _submit(client, generation, number, prompt))
         yield jobs
     except BaseException as error:
         if isinstance(error, PenstockError):
@@ -127,6 +134,26 @@ async def open_jobs(
         may_resume = generation.event_ids and is_canceled and has_begun()
         await _release(jobs, may_resume=is_shared or may_resume)
         raise
+
+
+@contextlib.contextmanager
+def naming_prompt(content: RequestContent, index: int) -> Iterator[None]:
+    """Let an error of the block about the prompt say which of several prompts it is about."""
+    try:
+        yield
+    except PenstockError as error:
+        if error.param == "prompt" and len(content.prompts) > 1:
+            error.param = _prompt_name(content.names, index)
+        raise
+
+
+def _prompt_name(names: Mapping[str, str], index: int) -> str:
+    """Return the name of a prompt among several; `rename` then replaces `prompt` by the caller's name."""
+    if (first := names.get(FIRST_PROMPT)) is not None:
+        return first if index == 0 else f"prompt[{index - 1}]"
+    if (paired := names.get(PAIRED_PROMPT)) is not None:
+        return f"prompt[{index // 2}]" if index % 2 else f"{paired}[{index // 2}]"
+    return f"prompt[{index}]"
 
 
 def submit_options(generation: GenerationRequest) -> SubmitOptions:

@@ -73,7 +73,7 @@ class EventWriter:
     def write_now(self, events: bytes) -> None:
         """Send one or more whole events without waiting. Only while `is_ready`."""
         if self._body is None:
-            raise InvariantError("this response has no short way")
+            raise InvariantError("this response has no direct body")
         self._silent = False
         # An empty part would end a chunked body. Some framings have no bytes for some events.
         if data := self._framing.events(events):

@@ -40,10 +40,17 @@ class SubprotocolKey:
 def check_origin(headers: Headers, allowed: Sequence[str]) -> None:
     """Raise ForbiddenError if a page of another site opens the WebSocket. Browsers apply CORS only to HTTP."""
     origin = headers.get("origin")
-    if origin is None or origin in allowed or "*" in allowed or urlsplit(origin).netloc == headers.get("host"):
+    if origin is None or origin in allowed or "*" in allowed or _host_of(origin) == headers.get("host"):
         return
     message = f"Origin {origin[:100]!r} may not open a WebSocket here (cors_origins)"
     raise ForbiddenError(message, code="origin_not_allowed", param="origin")
+
+
+def _host_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 class SocketCounter:

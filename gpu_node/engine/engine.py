@@ -20,6 +20,7 @@ from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots
 from penstock.gpu_node.engine.policy.by_policy import new_scheduling_policy, note_held
 from penstock.gpu_node.engine.pooling import note_hidden, pooled_tokens
 from penstock.gpu_node.engine.prefill_reports import PrefillReports
+from penstock.gpu_node.engine.profiler import EngineProfiler
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest
 from penstock.gpu_node.engine.request_limits import check_request
@@ -79,6 +80,7 @@ class Engine(ServedModel, OfflineCalls):
         self._stall_after_s = config.stall_after_s
         self._last_step: tuple[list[Choice], float] = [], 0.0
         self._timings = StepTimings()
+        self.profiler = EngineProfiler(self._timings, self._runner)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; its `n` choices share the prompt's blocks.
@@ -153,7 +155,8 @@ class Engine(ServedModel, OfflineCalls):
 
     def stats(self) -> EngineStats:
         """Return a snapshot of memory, queues and counters."""
-        return engine_stats(self._memory, self._scheduler, self._timings, self._guides.counts, self._block_size)
+        counts, timings = self._guides.counts, self._timings
+        return engine_stats(self._memory, self._scheduler, timings, counts, self._model, self._block_size)
 
     def memory_trail(self) -> list[str]:
         """Return the latest memory records as text, one line each, the oldest first."""

@@ -163,6 +163,26 @@ class StepStats(TypedDict):
     batch_tokens: Histogram
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """The times of one step. `EngineStats` describes the parts."""
+
+    ended_s: float
+    """When its tokens were committed, by `time.perf_counter`."""
+    step_ms: float
+    copies_ms: float
+    forward_ms: float
+    sample_ms: float
+    schedule_ms: float
+    prepare_ms: float
+    output_ms: float
+    """The time that the outputs of the step before took."""
+    num_sequences: int
+    num_prefill_tokens: int
+    num_tokens: int
+    """Tokens sampled."""
+
+
 @dataclass(slots=True)
 class StepTimings:
     """Counters and times of steps; `EngineStats` describes each part."""
@@ -185,6 +205,8 @@ class StepTimings:
     step_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
     batch_sequences: Histogram = field(default_factory=lambda: Histogram(BATCH_SIZES))
     batch_tokens: Histogram = field(default_factory=lambda: Histogram(BATCH_SIZES))
+    recorded: list[RecordedStep] | None = None
+    """The steps of a profile while there is one."""
 
     def note_completed(self, in_flight: InFlightStep, result: StepResult, num_tokens: int) -> None:
         """Count a computed step that yielded `num_tokens` tokens."""
@@ -200,6 +222,11 @@ class StepTimings:
         self.copies.add(result.copy_ms)
         self.forward.add(result.forward_ms)
         self.sample.add(result.sample_ms)
+        if self.recorded is not None:
+            parts = result.copy_ms, result.forward_ms, result.sample_ms
+            own = self.schedule.last, self.prepare.last, self.output.last
+            sizes = len(in_flight.step.seqs), in_flight.step.num_prefill_tokens, num_tokens
+            self.recorded.append(RecordedStep(time.perf_counter(), age_ms, *parts, *own, *sizes))
 
     def note_failed(self, error: Exception) -> None:
         """Count a failed step."""

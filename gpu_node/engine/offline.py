@@ -14,6 +14,7 @@ from penstock.contract.errors import JobFailedError, RequestError
 from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Usage
+from penstock.contract.prompts import prompts_of
 from penstock.contract.tasks import Embed, Embedding, Pooling
 from penstock.gpu_node.engine.interrupts import held_interrupts
 from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutput
@@ -25,14 +26,14 @@ Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Adapters: TypeAlias = str | Sequence[str | None] | None
 
 
-def spread(prompts: Sequence[Prompt], params: Params, adapters: Adapters, tokenizer: Tokenizer) -> list[EngineRequest]:
+def spread(
+    prompts: Prompt | Sequence[Prompt], params: Params, adapters: Adapters, tokenizer: Tokenizer
+) -> list[EngineRequest]:
     """Return a request for each prompt, with its index as id.
 
     Raises RequestError when the lists differ in length, an item is not a prompt, or a chat cannot be rendered.
     """
-    if isinstance(prompts, str) or any(isinstance(prompt, int | Mapping) for prompt in prompts):
-        message = "prompts must be a list; each prompt is a text, a list of token ids or a list of chat messages"
-        raise RequestError(message, param="prompts")
+    prompts = prompts_of(prompts)
     params = SamplingParams() if params is None else params
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     chosen = [adapters] * len(prompts) if adapters is None or isinstance(adapters, str) else list(adapters)
@@ -57,6 +58,11 @@ class OfflineCalls(ABC):
 
     @property
     @abstractmethod
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt with its output."""
+
+    @property
+    @abstractmethod
     def num_requests(self) -> int:
         """Number of requests that have not ended."""
 
@@ -77,18 +83,19 @@ class OfflineCalls(ABC):
         """Run one step and return its outputs."""
 
     def generate(
-        self, prompts: Sequence[Prompt], params: Params = None, *, adapters: Adapters = None
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, adapters: Adapters = None
     ) -> list[Generation]:
         """Run prompts (texts, token ids or chats) to their end as one batch; results have the order of the prompts.
 
-        `params` and `adapters` are one for all or one for each. Raises RequestError beside other requests.
+        A single prompt counts as a list of one. `params` and `adapters` are one for all or one for each. Raises
+        RequestError beside other requests.
         """
         batch = spread(prompts, params, adapters, self.tokenizer)
         return gather(batch, self._run(batch, "generate"))
 
     def embed(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         *,
         pooling: Pooling | None = None,
         dimensions: int | None = None,
@@ -100,6 +107,7 @@ class OfflineCalls(ABC):
         Raises RequestError beside other requests, JobFailedError if the model computes NaN or infinity for a prompt.
         """
         wanted = Embed(pooling=pooling, dimensions=dimensions, truncate_prompt_tokens=truncate_prompt_tokens)
+        wanted = wanted.within(self.max_model_len)
         batch = spread(prompts, SamplingParams(**wanted.sampling()), adapters, self.tokenizer)
         batch = [replace(request, embed=wanted) for request in batch]
         vectors = {output.request_id: output.embedding for output in self._run(batch, "embed")}
@@ -156,6 +164,8 @@ def gather(batch: list[EngineRequest], outputs: Sequence[StepOutput]) -> list[Ge
 def _tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
+    if not isinstance(prompt, Sequence):
+        raise RequestError("a prompt must be a text, token ids or a chat", param="prompts")
     if prompt and isinstance(prompt[0], Mapping):
         if not all(isinstance(message, Mapping) and "role" in message for message in prompt):
             raise RequestError("each message must have a role", param="messages")

@@ -10,7 +10,7 @@ from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Usage
+from penstock.contract.output import Choice, FirstChoice, Usage
 from penstock.contract.tasks import Embed
 from penstock.contract.waiting import PrefillProgress
 from penstock.gpu_node.engine.text.end_rule import EndReason
@@ -69,6 +69,8 @@ class StepOutput:
     usage: Usage | None = None
     kv_token_ms: float = 0.0
     """KV-token-milliseconds of the choice so far: the capacity of its blocks in tokens × the time that it held them."""
+    num_preemptions: int = 0
+    """How often the choice was preempted so far."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log-probabilities of `token_ids`, where the request asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -87,8 +89,11 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """A prompt's finished choices, returned by `Engine.generate`."""
+class Generation(FirstChoice):
+    """A prompt's finished choices, returned by `Engine.generate`.
+
+    `text`, `token_ids` and `finish_reason` are those of the first choice.
+    """
 
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
@@ -105,10 +110,6 @@ class EngineStats(EngineLoad):
     """
 
     steps: int
-    prefill_tokens: int
-    """Prompt tokens computed, recomputed ones included."""
-    decode_tokens: int
-    """Tokens sampled, without rejected drafts."""
     copied_blocks: int = 0
     """Blocks copied: for forks, swaps, and prefixes that moved between device and host."""
     copy_ms: float = 0.0
@@ -134,6 +135,12 @@ class EngineStats(EngineLoad):
     """Times that a sequence skipped a step because its token mask was not ready."""
     failed_guides: int = 0
     """Choices that ended because of their grammar."""
+    weight_bytes: int = 0
+    """Memory of the model's weights; 0 if the runner does not know it."""
+    block_bytes: int = 0
+    """Memory of a KV block over all layers."""
+    gpu_uuid: str = ""
+    """The GPU on which steps run; empty on the CPU."""
     part_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of all steps by part: schedule, prepare, copies, forward, sample and output."""
     step_seconds: Histogram | None = None

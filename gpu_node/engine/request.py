@@ -65,6 +65,7 @@ class LiveChoice:
             finish_reason=self.output.finish_reason,
             usage=usage,
             kv_token_ms=self.seq.kv_token_ms,
+            num_preemptions=self.seq.num_preemptions,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             embedding=self.request.embedding() if self.output.finish_reason == "stop" else b"",

@@ -72,6 +72,8 @@ class Sequence:
     """KV-token-milliseconds ÷ weight that its tenant would be charged if it started now."""
     kv_token_ms: float = 0.0
     """KV-token-milliseconds so far: the capacity of its blocks in tokens × the milliseconds that it held them."""
+    num_preemptions: int = 0
+    """How often its blocks were taken while it ran."""
 
     biased: NDArray[np.int32] = field(init=False)
     """Tokens with a logit bias."""

@@ -9,10 +9,17 @@ from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
+from penstock.gpu_node.model.protocol import LoadedModel
+from penstock.runtime.process_memory import resident_bytes
 
 
 def engine_stats(
-    memory: KvCacheManager, scheduler: Scheduler, timings: StepTimings, grammars: GrammarCounts, block_size: int
+    memory: KvCacheManager,
+    scheduler: Scheduler,
+    timings: StepTimings,
+    grammars: GrammarCounts,
+    model: LoadedModel,
+    block_size: int,
 ) -> EngineStats:
     """Return a snapshot of memory, queues and counters."""
     device, host, hits = memory.device, memory.host, scheduler.prefix_hits
@@ -40,6 +47,11 @@ def engine_stats(
         drafted_tokens=scheduler.drafts.num_drafted,
         accepted_tokens=scheduler.drafts.num_accepted,
         max_step_tokens=scheduler.max_step_tokens,
+        process_bytes=resident_bytes(),
+        arithmetic=model.arithmetic,
+        block_bytes=model.runner.cache_sizes.block_bytes,
+        weight_bytes=model.runner.placement.weight_bytes,
+        gpu_uuid=model.runner.placement.gpu_uuid,
         **timings.stats(),
         **asdict(grammars),
     )

@@ -72,7 +72,8 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
         except NativeUnavailableError as error:
             if options.runner == "native":
                 raise ConfigError(f"runner native: {error}") from error
-            _log.info("no native kernels, torch computes instead", extra={"reason": str(error)})
+            facts = {"reason": str(error), "remedy": error.remedy}
+            _log.warning("torch computes, several times slower than the native kernels", extra=facts)
     from penstock.gpu_node.model.torch_cpu.load import load_torch
 
     return load_torch(described, options, progress)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.architecture.spec import MatrixName
 from penstock.gpu_node.model.lora.low_rank import LowRank
+from penstock.gpu_node.model.token_masks import TokenMasks
 
 if TYPE_CHECKING:
     from penstock.contract.adapters import AdapterRef
@@ -28,34 +28,6 @@ FAILED_TOKEN = -1
 """The token of a row that failed because its logits were not finite. Other rows of the step are not affected."""
 
 NO_LOGPROBS = -1
-
-_MASK_BITS = 32
-
-
-class TokenMasks:
-    """Bit masks of the tokens that some rows of a step may choose.
-
-    The engine writes the masks while the step already runs. A runner waits for them before it samples.
-    """
-
-    def __init__(self, is_masked: NDArray[np.bool_], vocab_size: int) -> None:
-        """is_masked: [num_samples], whether a row has a mask. A mask allows no token until it is written."""
-        self.rows = np.where(is_masked, np.cumsum(is_masked) - 1, -1).astype(np.int32)
-        """[num_samples]: the row of `words` that masks a sampling row; -1 where the row may choose any token."""
-        self.words = np.zeros((int(is_masked.sum()), -(-vocab_size // _MASK_BITS)), dtype=np.uint32)
-        """[num_masked, vocab / 32]: one bit per token, lowest bit first; 1 allows the token."""
-        self.written = np.zeros(1, dtype=np.int32)
-        """[1]: nonzero once all words are written. Native kernels poll this memory."""
-        self._all_written = threading.Event()
-
-    def finish(self) -> None:
-        """Signal that all words are written."""
-        self.written[0] = 1
-        self._all_written.set()
-
-    def wait(self) -> None:
-        """Block until all words are written."""
-        self._all_written.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +197,16 @@ class StepHandle(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a runner keeps the weights, and how much memory they take."""
+
+    weight_bytes: int = 0
+    """0: unknown, because the weights are read when they are needed."""
+    gpu_uuid: str = ""
+    """The GPU, as its driver names it; empty on the CPU."""
+
+
 class ModelRunner(Protocol):
     """Owns the weights and the KV cache, and runs steps one after another."""
 
@@ -235,6 +217,10 @@ class ModelRunner(Protocol):
     @property
     def cache_sizes(self) -> CacheSizes:
         """The number and size of the KV blocks."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the weights are."""
 
     @property
     def verifies_drafts(self) -> bool:
@@ -255,6 +241,20 @@ class ModelRunner(Protocol):
 
         Steps that were submitted earlier still compute with the previous adapter.
         """
+
+
+@runtime_checkable
+class ProfiledRunner(Protocol):
+    """A runner that can record its operations."""
+
+    def start_profile(self) -> None:
+        """Start to record."""
+
+    def stop_profile(self) -> None:
+        """Stop to record."""
+
+    def write_profile(self, path: Path) -> None:
+        """Write what was recorded as a compressed Chrome trace. It may take seconds; safe on any thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,13 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     held = (stats.kv_blocks_total - stats.kv_blocks_free) * stats.block_size
     text = "Share of the held blocks' slots that store a token; the rest is fragmentation."
     yield gauge("penstock_engine_page_utilization_ratio", text, stats.kv_tokens_used / held if held else 1.0)
+    text = "Bytes of the KV cache, by where it is."
+    caches = GaugeMetricFamily("penstock_engine_kv_cache_bytes", text, labels=("tier",))
+    caches.add_metric(("device",), stats.kv_blocks_total * stats.block_bytes)
+    caches.add_metric(("host",), stats.swap_blocks_total * stats.block_bytes)
+    yield caches
+    if stats.weight_bytes:
+        yield gauge("penstock_engine_model_bytes", "Bytes of the model's weights.", stats.weight_bytes)
     text = "Seconds of all steps, by part."
     parts = CounterMetricFamily("penstock_engine_step_part_seconds", text, labels=("part",))
     for part, seconds in stats.part_seconds.items():

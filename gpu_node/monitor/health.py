@@ -54,11 +54,11 @@ class Health:
         self._max_step_tokens = max(self._max_step_tokens, sample.stats.max_step_tokens)
         for part, why in self._found(sample, before):
             if part not in self._troubles:
-                log.warning("a part is not well", extra={"part": part, "reason": why})
+                log.warning("a part of this node is unhealthy", extra={"part": part, "reason": why})
             self._troubles[part] = why, sample.now_s
         for part in [part for part, (_, seen_s) in self._troubles.items() if sample.now_s - seen_s > REMEMBERED_S]:
             del self._troubles[part]
-            log.info("a part is well again", extra={"part": part})
+            log.info("a part of this node is healthy again", extra={"part": part})
         return {part: why for part, (why, _) in self._troubles.items()}
 
     def _found(self, sample: HealthSample, before: HealthSample) -> Iterator[tuple[str, str]]:

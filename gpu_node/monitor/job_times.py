@@ -26,6 +26,9 @@ class JobTimes:
     is_new: bool
     """Whether no other node has had the job."""
     first_token_s: float | None = None
+    """When it got its first token, where no other node has had the job."""
+    first_output_s: float | None = None
+    """When this node generated its first output of it."""
     last_token_s: dict[int, float] = field(default_factory=dict)
     """When each choice generated its last token."""
 
@@ -40,6 +43,13 @@ class EndedJob:
     usage: Usage
     max_tokens: int
     num_choices: int
+    longest_output: int
+    """Output tokens of its longest choice."""
+
+    @property
+    def reason(self) -> str:
+        """The finish reason of its first choice, or the state of a job that is not done."""
+        return self.finish_reason or "stop" if self.outcome.state == "done" else self.outcome.state
 
 
 def _seconds() -> Histogram:
@@ -74,6 +84,8 @@ class ClassMetrics:
     """Mean time of a job's output tokens after the first."""
     prompt_tokens: Histogram = field(default_factory=_tokens)
     output_tokens: Histogram = field(default_factory=_tokens)
+    longest_outputs: Histogram = field(default_factory=_tokens)
+    """Output tokens of each job's longest choice."""
     max_tokens: Histogram = field(default_factory=_tokens)
     num_choices: Histogram = field(default_factory=lambda: Histogram(CHOICES))
     ends: Counter[str] = field(default_factory=Counter)
@@ -96,22 +108,24 @@ class JobMetrics:
         metrics, last_s = self.classes[priority], times.last_token_s.get(choice)
         if last_s is not None:
             metrics.inter_token_s.note(at_s - last_s)
-        elif times.first_token_s is None and times.is_new:
-            times.first_token_s = at_s
-            metrics.first_token_s.note(at_s - times.submitted_s)
-            metrics.prefill_s.note(at_s - times.taken_s)
+        elif times.first_output_s is None:
+            times.first_output_s = at_s
+            if times.is_new:
+                times.first_token_s = at_s
+                metrics.first_token_s.note(at_s - times.submitted_s)
+                metrics.prefill_s.note(at_s - times.taken_s)
         times.last_token_s[choice] = at_s
 
     def ended(self, priority: int, times: JobTimes, job: EndedJob, at_s: float) -> None:
         """Count a job that ended. `at_s`: when Redis had stored its end."""
         metrics, usage = self.classes[priority], job.usage
-        is_done = job.outcome.state == "done"
-        metrics.ends[job.finish_reason or "stop" if is_done else job.outcome.state] += 1
-        if not is_done:
+        metrics.ends[job.reason] += 1
+        if job.outcome.state != "done":
             return
         metrics.total_s.note(at_s - times.submitted_s)
         metrics.prompt_tokens.note(usage.prompt_tokens)
         metrics.output_tokens.note(usage.completion_tokens)
+        metrics.longest_outputs.note(job.longest_output)
         metrics.max_tokens.note(job.max_tokens)
         metrics.num_choices.note(job.num_choices)
         if times.first_token_s is None:

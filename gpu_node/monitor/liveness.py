@@ -35,7 +35,7 @@ async def answering(name: str, state: Callable[[], State]) -> AsyncIterator[None
 
     listener = _listener(name)
     if listener is None:
-        _LOG.info("health checks cannot ask this node", extra={"name_asked_for": name})
+        _LOG.info("health checks cannot reach this node", extra={"name_asked_for": name})
         yield
         return
     async with await asyncio.start_unix_server(answer, sock=listener):

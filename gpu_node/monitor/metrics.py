@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.monitor.counters import NodeCounts
 from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram
+from penstock.gpu_node.monitor.gpu_metrics import GpuMetrics
 from penstock.gpu_node.monitor.job_metrics import job_metrics
 from penstock.gpu_node.monitor.vllm_metrics import vllm_metrics
 from penstock.gpu_node.node import Node
@@ -43,6 +44,7 @@ class NodeCollector(Collector):
         self._node = node
         self._settings = settings
         self._loop_watch = loop_watch
+        self._gpu = GpuMetrics()
 
     def describe(self) -> list[Metric]:
         """Return nothing, so that registration does not collect."""
@@ -64,6 +66,7 @@ class NodeCollector(Collector):
         if stats is not None:
             yield from engine_metrics(stats)
             yield from vllm_metrics(ledger, stats, self._settings)
+            yield from self._gpu.collect(stats.gpu_uuid)
 
 
 def _of_counts(counts: NodeCounts) -> Iterator[Metric]:

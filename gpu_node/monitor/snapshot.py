@@ -21,6 +21,8 @@ class NodeSnapshot:
     answered_call: int
     """Number of the last take call that was answered. `job_ids` lists no jobs of later calls."""
     job_ids: list[str]
+    jobs_by_class: tuple[int, ...]
+    jobs_by_tenant: dict[str, int]
     kv_tokens_available: int
     has_backlog: bool
     """Whether jobs were waiting when the queue was last read."""
@@ -42,6 +44,8 @@ async def take_snapshot(watch: EngineWatch, ledger: Ledger, inbox: JobInbox, out
         engine_stalled_s=watch.stalled_s,
         answered_call=inbox.answered_call,
         job_ids=ledger.job_ids,
+        jobs_by_class=ledger.jobs_by_class,
+        jobs_by_tenant=ledger.jobs_by_tenant,
         kv_tokens_available=inbox.kv_tokens_available,
         has_backlog=inbox.has_backlog,
         hears_doorbell=inbox.hears_doorbell,

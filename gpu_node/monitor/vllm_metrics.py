@@ -1,9 +1,9 @@
 """A node's metrics under vLLM's names, which dashboards and autoscalers query.
 
-Each name has the meaning that vLLM gives it, with three differences. `vllm:num_requests_waiting` includes this node's
+Each name has the meaning that vLLM gives it, with two differences. `vllm:num_requests_waiting` includes this node's
 part of the pool's queue, because jobs wait there and not inside an engine. Each live node reports an equal part, so the
 sum over the nodes is the number of all waiting requests. The prefill time begins when the node takes a job, so it
-includes tokenization and waiting inside the engine. The maximum of generated tokens is the sum over a job's choices.
+includes tokenization and waiting inside the engine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _JOB_HISTOGRAMS = {
     "request_decode_time_seconds": "decode_s",
     "request_prompt_tokens": "prompt_tokens",
     "request_generation_tokens": "output_tokens",
-    "request_max_num_generation_tokens": "output_tokens",
+    "request_max_num_generation_tokens": "longest_outputs",
     "request_params_max_tokens": "max_tokens",
     "request_params_n": "num_choices",
 }

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +27,10 @@ _ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off")
 _COMPILERS = ("g++", "clang++", "c++")
 _TIMEOUT_S = 600
+
+
+BUILD_REMEDY = "install a C++ compiler that supports C++20, such as g++ (Debian, Ubuntu: apt install g++)"
+"""What an operator does about a BuildError."""
 
 
 class BuildError(Exception):
@@ -110,12 +114,17 @@ def _build(
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(usable_cores()) as pool:
-            commands = (
-                [compiler, *flags, f"-I{SOURCES}", "-c", str(source), "-o", str(target)]
+            compiled = [
+                pool.submit(_run, [compiler, *flags, f"-I{SOURCES}", "-c", str(source), "-o", str(target)])
                 for source, target in zip(sources, objects, strict=True)
-            )
-            for done, _ in enumerate(pool.map(_run, commands), start=1):
-                progress(done / (len(sources) + 1))
+            ]
+            try:
+                for done, future in enumerate(as_completed(compiled), start=1):
+                    future.result()
+                    progress(done / (len(sources) + 1))
+            except BuildError:
+                pool.shutdown(cancel_futures=True)
+                raise
         linked = Path(folder) / path.name
         _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(linked)])
         linked.rename(path)

@@ -13,44 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu.abi import KernelError, check_sizes
-
-
-class Format(IntEnum):
-    """Storage format of a matrix; a group is 32 columns. See src/weights/weights.h."""
-
-    BF16 = 0
-    INT8 = 1
-    INT8_GROUP = 2
-    INT4_GROUP = 3
-
-
-class Source(IntEnum):
-    """Format of the checkpoint rows that a matrix is packed from."""
-
-    FLOAT32 = 0
-    BFLOAT16 = 1
-    Q4_0 = 2
-    Q4_1 = 3
-    Q8_0 = 4
-    Q4_K = 5
-    Q5_K = 6
-    Q6_K = 7
-    FLOAT16 = 8
-
-
-class RowLayout(IntEnum):
-    """Where rows go in a fused matrix: one after the other, or interleaved with those of another part."""
-
-    PLAIN = 0
-    FIRST_HALF = 1
-    SECOND_HALF = 2
-
-
-class KvFormat(IntEnum):
-    """Storage format of keys and values."""
-
-    BF16 = 0
-    INT8 = 1
+from penstock.kernels.cpu.formats import Format, RowLayout, Run, Source
 
 
 class Slot(IntEnum):
@@ -162,15 +125,19 @@ class NativeModel:
         """End the threads and free all memory, as garbage collection does. The model cannot be used afterwards."""
         self._free()
 
-    def allocate(self, slot: Slot, layer: int, weights: Format, rows: int, columns: int) -> None:
-        """Create a matrix of zeros."""
-        self._check(self._library.penstock_matrix_new(self._handle, layer, slot, weights, rows, columns, None))
+    def allocate(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int) -> None:
+        """Create a matrix of zeros. Every run but the last has a multiple of 32 rows."""
+        self._create(slot, layer, runs, columns, None)
 
-    def use(self, slot: Slot, layer: int, weights: Format, rows: int, columns: int, packed: NDArray[np.uint8]) -> None:
+    def use(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int, packed: NDArray[np.uint8]) -> None:
         """Use a packed matrix in place. `packed`: bytes that `NativeModel.packed` once returned, 64-byte aligned."""
         self._kept[slot, layer] = packed
-        address = packed.ctypes.data
-        self._check(self._library.penstock_matrix_new(self._handle, layer, slot, weights, rows, columns, address))
+        self._create(slot, layer, runs, columns, packed.ctypes.data)
+
+    def _create(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int, address: int | None) -> None:
+        formats, rows = ((c.c_int32 * len(runs))(*numbers) for numbers in zip(*runs, strict=True))
+        call = self._library.penstock_matrix_new
+        self._check(call(self._handle, layer, slot, formats, rows, len(runs), columns, address))
 
     def packed(self, slot: Slot, layer: int) -> NDArray[np.uint8]:
         """Return the bytes of a matrix, panel by panel. The array is valid only as long as the matrix exists."""
@@ -180,7 +147,7 @@ class NativeModel:
 
     def release(self, slot: Slot, layer: int) -> None:
         """Free a matrix. Another one must replace it before the next step."""
-        self.allocate(slot, layer, Format.BF16, 0, 0)
+        self.allocate(slot, layer, [(Format.BF16, 0)], 0)
 
     def fill(
         self,
@@ -283,7 +250,7 @@ def _open(path: Path) -> Any:
         "penstock_model_new": (c.c_char_p, [pointer, number, pointer, pointer]),
         "penstock_bind_thread": (None, [pointer]),
         "penstock_model_free": (None, [pointer]),
-        "penstock_matrix_new": (c.c_char_p, [pointer, *[number] * 5, pointer]),
+        "penstock_matrix_new": (c.c_char_p, [pointer, number, number, pointer, pointer, number, number, pointer]),
         "penstock_matrix_bytes": (pointer, [pointer, number, number, pointer]),
         "penstock_matrix_fill": (c.c_char_p, [pointer, *[number] * 6, pointer, c.c_size_t, pointer, pointer]),
         "penstock_vector_fill": (c.c_char_p, [pointer, number, number, pointer, c.c_size_t]),

@@ -15,6 +15,9 @@ _V4 = frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
 REQUIRED_FLAGS: dict[Isa, frozenset[str]] = {"avx512": _V3 | _V4 | {"avx512_vnni", "avx512_bf16"}, "avx2": _V3}
 """CPU flags that compiled kernels need, best instruction set first; named as in /proc/cpuinfo. VMs may hide some."""
 
+NO_ISA = "the CPU has neither AVX2 nor AVX-512 with BF16 and VNNI"
+NO_ISA_REMEDY = "use a machine whose CPU has AVX2, or a GPU; a virtual machine may hide the CPU's instruction sets"
+
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Return the flags that the CPU reports; empty if they cannot be read."""

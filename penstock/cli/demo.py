@@ -6,14 +6,14 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.audit import audit_pools
-from penstock.cli.demo_model import demo_model
+from penstock.cli.admin.audit import audit_lines, audit_pools
+from penstock.cli.ask.speed import Speed
+from penstock.cli.demo_model import default_model
 from penstock.cli.processes import Supervisor, run_until_stopped
 from penstock.cli.serve import start_all
 from penstock.contract.errors import PenstockError
@@ -23,22 +23,6 @@ if TYPE_CHECKING:
     from httpx import AsyncClient
 
 PROMPT = "What does a water turbine do?"
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """The measurements of the demo."""
-
-    ttft_s: float
-    """Seconds to the first token."""
-    total_s: float
-    num_tokens: int
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second after the first token."""
-        after_first_s = self.total_s - self.ttft_s
-        return (self.num_tokens - 1) / after_first_s if after_first_s > 0 and self.num_tokens > 1 else 0.0
 
 
 def demo(
@@ -65,7 +49,7 @@ def demo(
         "stream_options": {"include_usage": True},
     }
     with resolve_redis(redis_url) as url:
-        run_until_stopped(_demo(url, model or str(demo_model()), prompt, options))
+        run_until_stopped(_demo(url, model or default_model(), prompt, options))
 
 
 async def _demo(redis_url: str, model: str, question: str, options: dict[str, object]) -> None:
@@ -82,12 +66,11 @@ async def _demo(redis_url: str, model: str, question: str, options: dict[str, ob
         async with httpx.AsyncClient(timeout=None) as client:
             events = ask(client, f"{gateway['url']}/v1/chat/completions", body)
             speed = await supervisor.unless_one_dies(_show(events))
-        print(
-            f"\n\n{speed.num_tokens} tokens: the first after {speed.ttft_s * 1000:.0f} ms, "
-            f"the rest at {speed.tokens_per_s:.1f} tokens/s"
-        )
-        if await audit_pools(redis_url, [node["pool"]]):
-            raise PenstockError("the audit found keys in Redis that do not match the jobs")
+        print(f"\n\n{speed}")
+        async for audited in audit_pools(redis_url, [node["pool"]]):
+            print("\n".join(audit_lines(audited, repair=False)))
+            if audited.left:
+                raise PenstockError("the audit found keys in Redis that do not match the jobs")
 
 
 async def _show(events: AsyncIterator[dict[str, Any]]) -> Speed:

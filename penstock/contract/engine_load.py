@@ -21,6 +21,10 @@ class EngineLoad:
     """Tokens stored in held blocks; shared blocks count once. The difference to those blocks' size is fragmentation."""
     kv_evictions: int = 0
     """Cached prefix blocks that the device evicted. The host keeps a copy of each while it has free blocks."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed, recomputed ones included."""
+    decode_tokens: int = 0
+    """Tokens sampled, without rejected drafts."""
     num_running: int = 0
     num_waiting: int = 0
     num_preemptions: int = 0
@@ -54,3 +58,7 @@ class EngineLoad:
     """Failed steps that ran out of memory."""
     max_step_tokens: int = 0
     """Largest number of tokens in a step; below the configured limit after a step ran out of memory."""
+    process_bytes: int = 0
+    """Physical memory of the engine's process."""
+    arithmetic: str = ""
+    """The runner and the formats of weights and KV cache with which it computes."""

@@ -15,6 +15,7 @@
     ├── JobFailedError          500  the job ended `failed`; `code` says why
     │   ├── JobCancelledError   499
     │   └── JobExpiredError     504
+    ├── ResultTimeoutError      504  the caller's `timeout` passed before the result was there; also a TimeoutError
     ├── StreamDivergedError     500  the log no longer matches the chunks already delivered
     ├── ConfigError             500  invalid settings or model files
     │   └── ProtocolVersionError 503  the pool belongs to a release with another protocol version
@@ -57,6 +58,8 @@ class PenstockError(Exception):
 
 def _copy_of(kind: type[PenstockError], args: tuple[Any, ...], fields: dict[str, Any]) -> PenstockError:
     error = kind.__new__(kind, *args)
+    # An OSError, which every TimeoutError is, takes its arguments only in __init__.
+    error.args = args
     error.__dict__.update(fields)
     return error
 
@@ -182,6 +185,13 @@ class JobExpiredError(JobFailedError):
 
     status = 504
     code = "deadline_exceeded"
+
+
+class ResultTimeoutError(PenstockError, TimeoutError):
+    """The caller's `timeout` passed before the result was there. The message says what happens to the job."""
+
+    status = 504
+    code = "result_timeout"
 
 
 class StreamDivergedError(PenstockError):

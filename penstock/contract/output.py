@@ -72,9 +72,34 @@ class Choice:
     """One entry per token of `token_ids`, if requested."""
 
 
+class FirstChoice:
+    """Short forms for the first of several `choices`, which is the only one unless the request has `n`."""
+
+    __slots__ = ()
+    choices: tuple[Choice, ...]
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice; empty if there is none."""
+        return self.choices[0].text if self.choices else ""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids of the first choice."""
+        return self.choices[0].token_ids if self.choices else ()
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason if self.choices else None
+
+
 @dataclass(frozen=True, slots=True)
-class Result:
-    """A job's terminal record. Times are milliseconds since the epoch by Redis's clock; 0 for a stage never reached."""
+class Result(FirstChoice):
+    """A job's terminal record. Times are milliseconds since the epoch by Redis's clock; 0 for a stage never reached.
+
+    `text`, `token_ids` and `finish_reason` are those of the first choice.
+    """
 
     job_id: str
     outcome: Outcome

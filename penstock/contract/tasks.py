@@ -7,9 +7,10 @@ request, and a pool's record lists the kinds that its nodes know.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from penstock.contract.named import CheckedInput
 
@@ -22,6 +23,9 @@ MAX_OUTPUT_BYTES = 15 << 20
 """Bytes of a task's packed output. A result has at most 16 MiB."""
 MAX_DIMENSIONS = 1 << 16
 """Dimensions of an embedding that a request may ask for. The model's hidden size is the limit that matters."""
+
+WHOLE_CONTEXT = -1
+"""The value of `truncate_prompt_tokens` that stands for the length of the model's context."""
 
 Pooling: TypeAlias = Literal["mean", "last", "cls"]
 """How the hidden states of a prompt become one vector: their mean, that of the last token, or that of the first."""
@@ -61,12 +65,23 @@ class Detokenize(TaskOptions):
     kind: Literal["detokenize"] = "detokenize"
 
 
+def _not_zero(num_tokens: int) -> int:
+    if num_tokens == 0:
+        raise PydanticCustomError("no_tokens", "must be at least 1, or -1 for the length of the model's context")
+    return num_tokens
+
+
+TruncatedTokens = Annotated[int, Field(ge=WHOLE_CONTEXT, le=MAX_TASK_TOKENS), AfterValidator(_not_zero)]
+"""A number of tokens to keep, or WHOLE_CONTEXT."""
+
+
 class Embed(TaskOptions):
     """Return the embedding of a prompt: the model's final hidden states, pooled to one vector of length 1.
 
     - `pooling`: how the hidden states become one vector. None: as the model's files say, or else `mean`.
     - `dimensions`: keep only the first dimensions of the vector and normalize it again.
-    - `truncate_prompt_tokens`: keep only that many of the prompt's last tokens.
+    - `truncate_prompt_tokens`: keep only that many of the prompt's last tokens; WHOLE_CONTEXT: as many as the model's
+      context takes. Jobs in the queue have the number itself.
     """
 
     num_sequences: ClassVar[int] = 1
@@ -74,7 +89,13 @@ class Embed(TaskOptions):
     kind: Literal["embed"] = "embed"
     pooling: Pooling | None = None
     dimensions: int | None = Field(default=None, ge=1, le=MAX_DIMENSIONS)
-    truncate_prompt_tokens: int | None = Field(default=None, ge=1, le=MAX_TASK_TOKENS)
+    truncate_prompt_tokens: TruncatedTokens | None = None
+
+    def within(self, max_model_len: int) -> Self:
+        """Return the task with a number in place of WHOLE_CONTEXT. `max_model_len`: the model's context; 0: unknown."""
+        if self.truncate_prompt_tokens != WHOLE_CONTEXT:
+            return self
+        return self.model_copy(update={"truncate_prompt_tokens": max_model_len or None})
 
     def sampling(self) -> dict[str, Any]:
         """Return the parameters of a sequence that ends with its prompt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, StringConstraints
@@ -16,6 +17,9 @@ CONTINUES = "continue_final_message"
 """Whether the answer continues the last message instead of beginning a new one."""
 GENERATION_PROMPT = "add_generation_prompt"
 """Whether the rendered chat ends with the beginning of an assistant message."""
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Variables by which requests turn the reasoning of a model on or off. A template uses one of them, or none."""
+_OPPOSITES = {"think": "think_open", "think_open": "think"}
 _OF_THE_CHAT = ("messages", "tools", "documents")
 """Variables that the request sets through other fields, or that no request may set."""
 
@@ -47,3 +51,23 @@ TemplateKwargs = Annotated[
     str, BeforeValidator(_as_text), StringConstraints(max_length=MAX_TEMPLATE_KWARGS_CHARS), AfterValidator(_variables)
 ]
 """The variables as the text of a JSON object."""
+
+
+def thinking_setting(name: str, value: bool) -> str:
+    """Return how a pool's record names the setting of a thinking variable."""
+    return f"{name}={json.dumps(value)}"
+
+
+def reasoning_parser_for(parser: str, thinking_switches: Collection[str], template_kwargs: str | None) -> str:
+    """Return the reasoning parser of an answer whose request sets these variables.
+
+    `parser` is that of requests without variables. With a setting of `thinking_switches`, the template does the
+    opposite: it opens the reasoning, or leaves it closed.
+    """
+    if parser not in _OPPOSITES or template_kwargs is None:
+        return parser
+    variables = json.loads(template_kwargs)
+    if variables.get(CONTINUES) or variables.get(GENERATION_PROMPT) is False:
+        return "think"  # The prompt ends before the place where the template opens the reasoning.
+    settings = {thinking_setting(name, value) for name, value in variables.items() if isinstance(value, bool)}
+    return parser if settings.isdisjoint(thinking_switches) else _OPPOSITES[parser]

@@ -126,10 +126,16 @@ def _logprob_bytes(num_logprobs: int | None) -> int:
     return 0 if num_logprobs is None else (1 + num_logprobs) * BYTES_PER_LOGPROB
 
 
+def has_node(pressure: PoolPressure) -> bool:
+    """Return whether a node takes jobs of the pool."""
+    return not all(node.draining for node in pressure.nodes)
+
+
 def require_node(pressure: PoolPressure) -> None:
     """Raise UnavailableError if no node takes jobs of the pool. A task needs no more: it waits for no capacity."""
-    if all(node.draining for node in pressure.nodes):
-        raise UnavailableError("no live node serves this pool", code="no_node")
+    if not has_node(pressure):
+        message = "no live node serves this pool; `queue_without_node` of submit and /v1/jobs lets a job wait"
+        raise UnavailableError(message, code="no_node")
 
 
 def expected_wait_ms(nodes: Sequence[NodePressure], cost: float) -> int | None:
@@ -144,13 +150,18 @@ def mean_held_cost(nodes: Sequence[NodePressure]) -> float:
     return held / max(1, sum(node.num_jobs for node in nodes))
 
 
-def decide(pressure: PoolPressure, *, cost: int, priority: int, admitted_since: int = 0) -> None:
+def decide(
+    pressure: PoolPressure, *, cost: int, priority: int, admitted_since: int = 0, needs_node: bool = True
+) -> None:
     """Return if the job may be submitted; raise BusyError if it would wait too long, UnavailableError without a node.
+
+    Without `needs_node`, a pool without a node accepts the job too: nothing says how long it would wait.
 
     Expected wait = (cost queued before the job + its own cost - free KV tokens of the nodes) ÷ (cost that the nodes
     complete per second). `admitted_since` is the cost that this process has admitted since `pressure` was read.
     """
-    require_node(pressure)
+    if needs_node:
+        require_node(pressure)
     capacity = sum(node.kv_tokens_available for node in pressure.nodes if not node.draining)
     ahead = sum(pressure.backlog_cost[: priority + 1]) + admitted_since + cost - capacity
     wait_ms = expected_wait_ms(pressure.nodes, ahead)

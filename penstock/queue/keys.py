@@ -67,17 +67,21 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
                                      sweep
     P:sweep                  string  sweep, succeed                       time of the last sweep
     P:counts                 hash    scripts                              counters of events, for operators
+    P:events                 zset    scripts                              the newest 256 events, by time
     P:audit                  string  audit                                the audit that repairs the pool now; 10 s
     P:config                 hash    join                                 protocol version; the pool's policy and limits
     P:schema                 hash    join                                 the version again, for releases of protocol
                                                                           version 1, which look for it here
+    P:profile:<id>           list    node; penstock profile (LPOP)        a node's answer to `penstock profile`, 8
+                                                                          pieces at a time; 30 s
+    penstock:profile:<node>  string  penstock profile; node (DEL)         a request to profile that node; 15 s
     penstock:pools           hash    node, penstock pools                 pool → pool record (wire.py)
     penstock:keys            hash    penstock keys                        API key's id → its record (api_keys.py)
 
     channel
     penstock:inbox:<process>   one per reading process: all chunks of a step for that reader, concatenated
     P:channel:<id>             a job's own channel, one chunk per message, if requested at submit or attach
-    P:doorbell:<node>          a node's doorbell: an empty message, or the id of a canceled job
+    P:doorbell:<node>          a node's doorbell: an empty message, the id of a canceled job, or `profile`
 """
 
 from __future__ import annotations
@@ -153,6 +157,16 @@ def backlog(pool: str) -> str:
     return f"{prefix(pool)}:backlog"
 
 
+def queue(pool: str, priority: int, tenant: str) -> str:
+    """Stream: queued job ids of one class and tenant."""
+    return f"{prefix(pool)}:queue:{priority}:{tenant}"
+
+
+def requeued(pool: str, priority: int, tenant: str) -> str:
+    """Zset: queued again or formerly delayed ids of one class and tenant, by submission time."""
+    return f"{prefix(pool)}:requeued:{priority}:{tenant}"
+
+
 def queued(pool: str) -> str:
     """Hash: tenant → predicted KV tokens of its queued jobs."""
     return f"{prefix(pool)}:queued"
@@ -196,6 +210,21 @@ def jobs(pool: str, tenant: str) -> str:
 def counts(pool: str) -> str:
     """Hash: counters of events."""
     return f"{prefix(pool)}:counts"
+
+
+def events(pool: str) -> str:
+    """Zset: the newest events of nodes and jobs, by time."""
+    return f"{prefix(pool)}:events"
+
+
+def profile_request(node_id: str) -> str:
+    """String: a request to profile a node. No pool's prefix: only operators may write it."""
+    return f"penstock:profile:{node_id}"
+
+
+def profile(pool: str, profile_id: str) -> str:
+    """List: pieces of a node's profile."""
+    return f"{prefix(pool)}:profile:{profile_id}"
 
 
 def inbox_channel(process: str) -> str:

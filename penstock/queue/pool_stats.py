@@ -9,6 +9,10 @@ from penstock.queue.wire import NodePressure
 
 EVENTS = {
     "submitted": "jobs that were accepted",
+    "refused_busy": "submissions that a limit of the pool refused",
+    "refused_memory": "submissions that the limit of Redis's memory refused",
+    "refused_tenant_limit": "submissions that a limit of their tenant refused",
+    "refused_tenant_memory": "submissions that the limit of their tenant's memory refused",
     "ended_done": "jobs that completed",
     "ended_failed": "jobs that failed",
     "ended_cancelled": "jobs that were canceled, or had no reader left",

@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The request of a job, which a node needs to run it; stored in P:request:<id>."""
+    """The request of a job, which a node needs to run it, and what it carries of a trace; stored in P:request:<id>."""
 
     params: SamplingParams
     prompt: str | None = None
@@ -42,16 +42,16 @@ class Request:
     task: Task | None = None
     return_progress: bool = False
     """Whether readers want to know how far the prompt is computed."""
+    trace: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRecord:
     """A served model as clients see it; stored in penstock:pools.
 
-    `max_token_bytes` is the length of the longest token's text, 0 if unknown. `tool_parser` and `reasoning_parser` name
-    the model's syntax for tool calls and reasoning (`tools.py`). `adapters` maps an adapter's name to its digest: those
-    of the announcing node, or of all nodes in `ProducerBroker.pools`. `kinds` are the kinds of jobs that the announcing
-    node knows.
+    `max_token_bytes` is the length of the longest token's text, 0 if unknown. The parsers, and `thinking_switches`, say
+    how to read the model's texts (`reasoning_parser_for`). `adapters` maps names to digests: those of the announcing
+    node, or of all nodes in `ProducerBroker.pools`. `kinds` are the kinds of jobs that the announcing node knows.
     """
 
     pool: str
@@ -65,6 +65,7 @@ class PoolRecord:
     reasoning_parser: str = "none"
     adapters: dict[str, str] = field(default_factory=dict)
     kinds: tuple[str, ...] = (GENERATE,)
+    thinking_switches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,9 @@ class NodePressure(EngineLoad):
 
     node_id: str
     num_jobs: int = 0
+    jobs_by_class: tuple[int, ...] = ()
+    jobs_by_tenant: dict[str, int] = field(default_factory=dict)
+    """Number of held jobs of the tenants with the most. `jobs_by_class` counts all jobs, most urgent class first."""
     max_num_seqs: int = 0
     kv_tokens_available: int = 0
     """KV tokens that taken jobs neither use now nor are expected to need later."""
@@ -95,10 +99,7 @@ class NodePressure(EngineLoad):
 
 @dataclass(frozen=True, slots=True)
 class PoolPressure:
-    """Input of admission: the pressure records of all live nodes, and the queued cost per class in KV tokens.
-
-    `num_queued` counts the queued jobs per class.
-    """
+    """Input of admission: live nodes' pressure records, and per class the queued jobs and their cost in KV tokens."""
 
     nodes: tuple[NodePressure, ...] = ()
     backlog_cost: tuple[int, int, int] = field(default=(0, 0, 0))
@@ -197,6 +198,7 @@ def decode_chunks(data: bytes) -> list[Chunk]:
 # Requests ---------------------------------------------------------------------------------------
 
 _request_adapter = TypeAdapter(Request)
+_REQUEST_MEMBERS = ("params", "tools", "adapter", "chat_template_kwargs", "return_progress", "trace")
 _task_adapter: TypeAdapter[Task] = TypeAdapter(Task)
 
 
@@ -221,8 +223,7 @@ def encode_request(job: Job) -> bytes:
         # Decoders accept only strings as map keys.
         fields["params"]["logit_bias"] = {str(token): added for token, added in job.params.logit_bias.items()}
     data = pack(fields)
-    packed = job.packed_prompt
-    if packed is None:
+    if (packed := job.packed_prompt) is None:
         return data
     # The packed prompt takes the place of the None that follows its name, the third one in the map.
     at = len(pack({**head, packed.form: None})) - 1
@@ -253,8 +254,7 @@ def decode_request(data: bytes) -> Request:
         raise WireError("a request has exactly one prompt")
     try:
         few_calls(prompts["messages"])
-        given = {name: m.get(name) for name in ("params", "tools", "adapter", "chat_template_kwargs")}
-        given["return_progress"] = m.get("return_progress", False)
+        given = {name: m[name] for name in _REQUEST_MEMBERS if name in m}
         if kind != GENERATE:
             task = _task_adapter.validate_python({**checked_map(m.get("options")), "kind": kind})
             given |= {"params": task.sampling(), "task": task}

@@ -1,4 +1,4 @@
-"""A private redis-server on a Unix socket, for a single machine. It opens no TCP port and leaves no files behind."""
+"""A redis-server on a Unix socket, for a single machine. It opens no TCP port and leaves no data behind."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from penstock.contract.errors import ConfigError
+from penstock.runtime.local_redis import SOCKET, LocalAddress, RunningRedis, fits_socket
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
 
@@ -25,8 +26,6 @@ _START_TIMEOUT_S = 60.0
 _SHUTDOWN_GRACE_S = 10.0
 _POLL_S = 0.005
 _LAST_WORDS_BYTES = 1000
-_MAX_SOCKET_PATH = 100
-"""Linux limits a socket's path to 108 bytes with the closing zero; other systems to 104."""
 
 
 def find_redis_server() -> Path:
@@ -57,13 +56,20 @@ def find_redis_server() -> Path:
 class EmbeddedRedis:
     """A redis-server that ends with the owning process, even if that process is killed.
 
-    Without `data_dir` it stores nothing on disk. With `data_dir`, an append-only file there preserves jobs across
-    restarts.
+    Its socket is at `address`, or in a new folder without one. Without `data_dir` it stores nothing on disk. With
+    `data_dir`, an append-only file there preserves jobs across restarts.
     """
 
-    def __init__(self, *, data_dir: Path | None = None, maxmemory_mib: int = DEFAULT_MAXMEMORY_MIB) -> None:
+    def __init__(
+        self,
+        *,
+        data_dir: Path | None = None,
+        maxmemory_mib: int = DEFAULT_MAXMEMORY_MIB,
+        address: LocalAddress | None = None,
+    ) -> None:
         self._data_dir = data_dir
         self._maxmemory_mib = maxmemory_mib
+        self._address = address
         self._folder: Path | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -90,7 +96,7 @@ class EmbeddedRedis:
 
     def start(self) -> Self:
         """Start the server and wait until it answers. Raises ConfigError if it does not start."""
-        self._folder = _short_temp_folder()
+        self._folder = self._address.folder if self._address is not None else _short_temp_folder()
         try:
             self._start()
         except BaseException:
@@ -129,7 +135,7 @@ class EmbeddedRedis:
             self._log.close()
             self._log = None
         folder, self._folder = self._folder, None
-        if folder is not None:
+        if folder is not None and self._address is None:
             shutil.rmtree(folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -149,25 +155,27 @@ class EmbeddedRedis:
         return self._folder
 
     def _socket_path(self) -> Path:
-        return self._running_folder() / "redis.sock"
+        return self._running_folder() / SOCKET
 
     def _spawn(self, binary: Path) -> subprocess.Popen[bytes]:
         folder = self._running_folder()
-        command = guarded([str(binary), *self._options(folder)], grace_s=_SHUTDOWN_GRACE_S, folder=str(folder))
-        lock = _lock_folder(self._data_dir) if self._data_dir is not None else None
+        own_folder = str(folder) if self._address is None else ""
+        command = guarded([str(binary), *self._options(folder)], grace_s=_SHUTDOWN_GRACE_S, folder=own_folder)
+        data_lock = None if self._data_dir is None else _lock_folder(self._data_dir)
+        address_lock = None if self._address is None else self._address.lock
         try:
-            # The guard inherits the lock and holds it until the server has ended.
+            # The guard inherits the locks and holds them until the server has ended.
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=self._log,
-                pass_fds=() if lock is None else (lock,),
+                pass_fds=[lock for lock in (data_lock, address_lock) if lock is not None],
                 start_new_session=True,
             )
         finally:
-            if lock is not None:
-                os.close(lock)
+            if data_lock is not None:
+                os.close(data_lock)
 
     def _options(self, folder: Path) -> list[str]:
         options = {
@@ -205,30 +213,46 @@ class EmbeddedRedis:
 
 
 @contextmanager
-def resolve_redis(
-    url: str | None = None, *, data_dir: Path | None = None, maxmemory_mib: int = DEFAULT_MAXMEMORY_MIB
-) -> Iterator[str]:
-    """Yield the URL of the Redis to use: the given one, else PENSTOCK_REDIS_URL, else that of an embedded server."""
-    with find_or_start_redis(url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as (known, _):
+def resolve_redis(url: str | None = None) -> Iterator[str]:
+    """Yield the URL of the Redis to use: the given one, else PENSTOCK_REDIS_URL, else that of a new private server."""
+    known = RedisSettings.load(redis_url=url).redis_url
+    if known:
         yield known
+        return
+    with EmbeddedRedis() as server:
+        yield server.url
 
 
 @contextmanager
 def find_or_start_redis(
     url: str | None, *, data_dir: Path | None, maxmemory_mib: int
-) -> Iterator[tuple[str, EmbeddedRedis | None]]:
-    """Yield the URL of the Redis to use, as `resolve_redis` does, and the embedded server if one was started."""
-    known = RedisSettings.load(redis_url=url).redis_url
-    if known:
-        yield known, None
+) -> Iterator[tuple[str, EmbeddedRedis | RunningRedis | None]]:
+    """Yield the URL of the Redis of `penstock serve`: the given one, else PENSTOCK_REDIS_URL, else the local address.
+
+    At the local address it starts a server, or joins the one that another `penstock serve` runs. It also yields that
+    server. Raises ConfigError if there is a server to join but a `data_dir` is given.
+    """
+    settings = RedisSettings.load(redis_url=url)
+    if settings.redis_url:
+        yield settings.redis_url, None
         return
-    with EmbeddedRedis(data_dir=data_dir, maxmemory_mib=maxmemory_mib) as server:
-        yield server.url, server
+    address = LocalAddress.take(settings.runtime_dir)
+    if isinstance(address, RunningRedis):
+        if data_dir is not None:
+            problem = f"the `penstock serve` of process {address.pid} already runs a Redis; stop it to use this folder"
+            raise ConfigError(f"data_dir: {problem}", param="data_dir")
+        yield address.url, address
+        return
+    try:
+        with EmbeddedRedis(data_dir=data_dir, maxmemory_mib=maxmemory_mib, address=address) as server:
+            yield server.url, server
+    finally:
+        address.close()
 
 
 def _short_temp_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="penstock-"))
-    if len(os.fsencode(folder)) + len("/redis.sock") <= _MAX_SOCKET_PATH:
+    if fits_socket(folder):
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="penstock-", dir="/tmp"))

@@ -147,4 +147,4 @@ class _Sampler:
             frame = sys._current_frames().get(self._watched)
             frames = traceback.extract_stack(frame, _MAX_FRAMES) if frame is not None else []
             stack = [f"{one.filename}:{one.lineno} {one.name}" for one in frames]
-            log.warning("the event loop is held", extra={"held_ms": round(held_s * 1000), "stack": stack})
+            log.warning("the event loop is blocked", extra={"held_ms": round(held_s * 1000), "stack": stack})

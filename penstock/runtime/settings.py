@@ -20,6 +20,7 @@ from pydantic_settings import (
 from penstock.contract.errors import ConfigError
 from penstock.contract.problems import config_error
 from penstock.runtime.kubernetes import is_injected
+from penstock.runtime.local_redis import running_url
 
 _SHARED_PREFIX = "PENSTOCK_"
 _SHARED_NAMES = frozenset({"redis_url"})
@@ -80,12 +81,12 @@ class Settings(BaseSettings):
         try:
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
-            raise config_error(error) from error
+            raise config_error(error) from None
         except SettingsError as error:
             # Only the text of a SettingsError names the field.
             name = str(error).split('"')[1]
             variable = f"{cls.model_config.get('env_prefix', '')}{name.upper()}"
-            raise ConfigError(f'{variable} must be JSON, such as ["one", "two"]', param=name) from error
+            raise ConfigError(f'{variable} must be JSON, such as ["one", "two"]', param=name) from None
 
 
 class RedisSettings(Settings):
@@ -95,6 +96,8 @@ class RedisSettings(Settings):
     """redis://, rediss:// or unix://."""
     redis_server: Path | None = None
     """The server program to start if no URL is given."""
+    runtime_dir: Path | None = None
+    """Folder of the socket of `penstock serve`'s own Redis; default: /tmp/penstock-UID."""
 
 
 class KeySettings(Settings):
@@ -104,11 +107,19 @@ class KeySettings(Settings):
     """Secret that is part of every API key's digest."""
 
 
-def redis_url_of(given: str | None) -> str:
-    """Return the given URL, else PENSTOCK_REDIS_URL. Raises ConfigError if neither is set."""
-    url = RedisSettings.load(redis_url=given).redis_url
+def redis_url_of(given: str | None = None) -> str:
+    """Return the given URL, else PENSTOCK_REDIS_URL, else the address of this user's running `penstock serve`.
+
+    Raises ConfigError if there is none of them.
+    """
+    settings = RedisSettings.load(redis_url=given)
+    url = settings.redis_url or running_url(settings.runtime_dir)
     if not url:
-        raise ConfigError("no Redis URL: pass --redis-url or set PENSTOCK_REDIS_URL", param="redis_url")
+        raise ConfigError(
+            "no Redis: start `penstock serve` on this machine, or name a Redis with --redis-url (in Python: "
+            "redis_url) or PENSTOCK_REDIS_URL",
+            param="redis_url",
+        )
     return url
 
 

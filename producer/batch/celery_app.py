@@ -9,6 +9,8 @@ from celery import Celery
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.task_leases import TaskLeases
 from penstock.producer.batch.tasks import add_tasks
+from penstock.producer.batch.worker_logging import WorkerLogging
+from penstock.producer.batch.worker_metrics import WorkerMetrics, metrics_step
 from penstock.runtime.settings import redis_url_of
 
 QUEUE = "penstock-batch"
@@ -21,14 +23,17 @@ _MAX_RESTORE_CHECK_S = 5
 def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
     """Return a Celery application with the batch tasks.
 
-    `redis_url` is the Redis of the job queue, by default $PENSTOCK_REDIS_URL.
+    `redis_url` is the Redis of the job queue; by default it is found as `redis_url_of` does.
     """
     jobs_url = redis_url_of(redis_url)
     url = celery_url(settings.broker_url or jobs_url)
-    app = Celery("penstock", broker=url, backend=url)
+    app = Celery("penstock", broker=url, backend=url, log=f"{WorkerLogging.__module__}:{WorkerLogging.__name__}")
     app.conf.update(_options(settings))
     app.steps["consumer"].add(TaskLeases)
-    add_tasks(app, jobs_url, longest_pause_s=settings.visibility_timeout_s / 2)
+    metrics = WorkerMetrics()
+    if settings.metrics_port is not None:
+        app.steps["worker"].add(metrics_step(metrics, settings.metrics_port, settings.metrics_host))
+    add_tasks(app, jobs_url, metrics, longest_pause_s=settings.visibility_timeout_s / 2)
     return app
 
 
@@ -49,7 +54,7 @@ def _options(settings: CelerySettings) -> dict[str, Any]:
         "task_acks_late": True,
         "task_reject_on_worker_lost": True,
         "worker_prefetch_multiplier": 1,
-        # If Redis is away briefly, the task continues. A copy that another worker receives finds the output locked.
+        # If Redis is briefly unreachable, the task continues. A copy at another worker finds the output locked.
         "worker_cancel_long_running_tasks_on_connection_loss": False,
         "penstock_task_lease_s": settings.task_lease_s,
         "worker_soft_shutdown_timeout": settings.soft_shutdown_s,

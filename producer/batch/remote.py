@@ -32,13 +32,13 @@ class TaskFailedError(PenstockError):
 def run_in_worker(redis_url: str, batch: Batch, on_progress: Callable[[BatchProgress], None]) -> BatchProgress:
     """Send a batch to the workers and wait for its end. If this process stops, the batch continues in its worker.
 
-    Raises the task's error, or UnavailableError if Celery's Redis is away.
+    Raises the task's error, or UnavailableError if Celery's Redis is unreachable.
     """
     app = make_app(CelerySettings.load(), redis_url)
     try:
         return _follow(app.send_task(RUN_FILE, kwargs=asdict(batch)), on_progress)
     except (OperationalError, RedisError) as error:
-        raise UnavailableError(f"Celery's Redis is away: {error}", code="redis_away") from error
+        raise UnavailableError(f"Celery's Redis is unreachable: {error}", code="redis_away") from error
 
 
 def _follow(task: AsyncResult, on_progress: Callable[[BatchProgress], None]) -> BatchProgress:

@@ -30,6 +30,8 @@ _JITTER = 0.2
 
 Row = dict[str, Any]
 OnProgress = Callable[[BatchProgress], None]
+OnSubmit = Callable[[], None]
+"""Called for each job that the queue accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +59,40 @@ def opened(batch: Batch) -> Iterator[OpenBatch]:
             yield OpenBatch(batch, batch_id, path, results)
 
 
-async def run_batch(redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None) -> BatchProgress:
+async def run_batch(
+    redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None, on_submit: OnSubmit = lambda: None
+) -> BatchProgress:
     """Open and answer a batch, and return its final progress. Raises the errors of `opened` and `answer_batch`."""
     with opened(batch) as one:
-        return await answer_batch(redis_url, one, on_progress)
+        return await answer_batch(redis_url, one, on_progress, on_submit)
 
 
-async def answer_batch(redis_url: str, one: OpenBatch, on_progress: OnProgress) -> BatchProgress:
+async def answer_batch(
+    redis_url: str, one: OpenBatch, on_progress: OnProgress, on_submit: OnSubmit = lambda: None
+) -> BatchProgress:
     """Run an open batch to its end and return its final progress.
 
-    It waits without limit while the queue is busy or Redis is away. A canceled batch can be run again. Raises
+    It waits without limit while the queue is busy or Redis is unreachable. A canceled batch can be run again. Raises
     RequestError if the input changed during the run.
     """
     results = one.results
     on_progress(results.progress)
     if not results.is_whole:
         async with AsyncClient(redis_url) as client:
-            await _BatchRun(client, one.batch, one.batch_id, results, on_progress).answer_all(lines_of(one.path))
+            await _BatchRun(client, one, on_progress, on_submit).answer_all(lines_of(one.path))
         if not results.is_whole:
             raise RequestError("the input changed during the run: some of its lines are gone", param="input")
     return results.progress
 
 
 async def answer(
-    client: AsyncClient, request: Request, model: str | None, key: str, *, delay_s: float | None = None
+    client: AsyncClient,
+    request: Request,
+    model: str | None,
+    key: str,
+    *,
+    delay_s: float | None = None,
+    on_submit: OnSubmit = lambda: None,
 ) -> tuple[str, dict[str, Any]]:
     """Submit one request, wait for its end, and return the job's id and the response body.
 
@@ -97,6 +109,7 @@ async def answer(
         not_before_s=delay_s,
         idempotency_key=key,
     )
+    on_submit()
     result = await job.result(check=False)
     if result.outcome.state != "done":
         error = error_of(result.outcome)
@@ -121,15 +134,14 @@ def _batch_id_of(batch: Batch, digest: bytes) -> str:
 class _BatchRun:
     """One run of a batch: worker tasks turn lines into rows, and one writer task appends the rows to the file."""
 
-    def __init__(
-        self, client: AsyncClient, batch: Batch, batch_id: str, results: ResultsFile, on_progress: OnProgress
-    ) -> None:
+    def __init__(self, client: AsyncClient, one: OpenBatch, on_progress: OnProgress, on_submit: OnSubmit) -> None:
         self._client = client
-        self._batch = batch
-        self._batch_id = batch_id
-        self._results = results
+        self._batch = one.batch
+        self._batch_id = one.batch_id
+        self._results = one.results
         self._on_progress = on_progress
-        self._rows: asyncio.Queue[Row | None] = asyncio.Queue(batch.max_in_flight)
+        self._on_submit = on_submit
+        self._rows: asyncio.Queue[Row | None] = asyncio.Queue(one.batch.max_in_flight)
 
     async def answer_all(self, lines: Iterator[InputLine]) -> None:
         """Answer all lines that have no row yet, and return when every line has its row on disk."""
@@ -163,7 +175,14 @@ class _BatchRun:
     async def _answer_with_retries(self, request: Request, key: str) -> tuple[str, dict[str, Any]]:
         while True:
             try:
-                return await answer(self._client, request, self._batch.model, key, delay_s=self._batch.delay_s)
+                return await answer(
+                    self._client,
+                    request,
+                    self._batch.model,
+                    key,
+                    delay_s=self._batch.delay_s,
+                    on_submit=self._on_submit,
+                )
             except (BusyError, UnavailableError) as error:
                 self._report(error.message)
                 await asyncio.sleep(error.retry_after_ms / 1000 * random.uniform(1, 1 + _JITTER))

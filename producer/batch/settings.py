@@ -21,5 +21,9 @@ class CelerySettings(Settings):
     """Seconds after which Celery queues an unrenewed task again, by the clocks of the workers' machines."""
     soft_shutdown_s: float = Field(default=5.0, ge=0)
     """Seconds that running tasks get to finish when a worker is stopped at once. The others return to the queue."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port for a worker's Prometheus metrics; 0: a free port, named in the log. Default: metrics are off."""
+    metrics_host: str = "127.0.0.1"
+    """Address on which metrics are served."""
     result_ttl_s: int = Field(default=86_400, ge=1)
     """Seconds for which a task's result is kept."""

@@ -91,7 +91,7 @@ def _keep(consumer: Any, stopped: threading.Event) -> None:
                 _renew(channel, consumer.task_consumer.channel.qos)
                 _give_back_silent(channel, observer)
             except (OperationalError, RedisError, OSError) as error:
-                _LOG.info("leases of tasks wait for redis", extra={"reason": str(error)})
+                _LOG.info("task leases cannot be renewed while redis is unreachable", extra={"reason": str(error)})
                 connection.collapse()
 
 

@@ -15,7 +15,8 @@ from celery import Celery, Task
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, Request, request_of
-from penstock.producer.batch.runner import answer, run_batch
+from penstock.producer.batch.runner import OnSubmit, answer, run_batch
+from penstock.producer.batch.worker_metrics import WorkerMetrics
 from penstock.producer.client import AsyncClient
 
 GENERATE = "penstock.generate"
@@ -37,7 +38,7 @@ class _RetryingTask(Task):  # type: ignore[misc]  # celery ships no types
     resultrepr_maxsize = 0
 
 
-def add_tasks(app: Celery, redis_url: str, *, longest_pause_s: float) -> None:
+def add_tasks(app: Celery, redis_url: str, metrics: WorkerMetrics, *, longest_pause_s: float) -> None:
     """Register the tasks with a Celery app.
 
     `longest_pause_s` limits the pause between retries. It must be shorter than the broker's visibility timeout.
@@ -64,7 +65,7 @@ def add_tasks(app: Celery, redis_url: str, *, longest_pause_s: float) -> None:
         given = {"prompt": prompt, "messages": messages}
         body = {name: value for name, value in given.items() if value is not None} | options
         request = request_of(COMPLETIONS_URL if messages is None else CHAT_URL, body)
-        return run(self, _generate(redis_url, request, key=f"task:{self.request.id}"))
+        return run(self, _generate(redis_url, request, f"task:{self.request.id}", metrics.submitted))
 
     @app.task(name=RUN_FILE, bind=True, base=_RetryingTask, shared=False)  # type: ignore[untyped-decorator]
     def run_file(self: Task, input: str, output: str, **options: Any) -> dict[str, Any]:  # noqa: A002
@@ -74,13 +75,17 @@ def add_tasks(app: Celery, redis_url: str, *, longest_pause_s: float) -> None:
         """
         # Not update_state(): it works only on the task's own thread.
         backend, task_id = self.backend, self.request.id
-        with reporting(lambda p: backend.store_result(task_id, asdict(p), PROGRESS_STATE)) as report:
-            return asdict(run(self, run_batch(redis_url, Batch(input, output, **options), report)))
+        with (
+            reporting(lambda p: backend.store_result(task_id, asdict(p), PROGRESS_STATE)) as report,
+            metrics.counting(report) as counted,
+        ):
+            batch = Batch(input, output, **options)
+            return asdict(run(self, run_batch(redis_url, batch, counted, metrics.submitted)))
 
 
-async def _generate(redis_url: str, request: Request, *, key: str) -> dict[str, Any]:
+async def _generate(redis_url: str, request: Request, key: str, on_submit: OnSubmit) -> dict[str, Any]:
     async with AsyncClient(redis_url) as client:
-        return (await answer(client, request, None, key))[1]
+        return (await answer(client, request, None, key, on_submit=on_submit))[1]
 
 
 @contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, TypeVar
@@ -13,6 +14,7 @@ from typing import Generic, TypeVar
 from penstock.contract.errors import BusyError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
 from penstock.contract.priority import NUM_PRIORITIES
+from penstock.producer.client.stats import ADMITTED, decision_of
 from penstock.queue import admission
 from penstock.queue.wire import PoolPressure
 from penstock.runtime.cancellation import cancel_until_done
@@ -82,7 +84,7 @@ class CachedState(Generic[T]):
                 return await self.get()
         except (TimeoutError, UnavailableError):
             if self._held is None:
-                raise UnavailableError("Redis is away", code="redis_away") from None
+                raise UnavailableError("Redis is unreachable", code="redis_away") from None
             return self._held.value
 
     async def close(self) -> None:
@@ -140,34 +142,38 @@ class PoolAdmission(CachedState[PoolPressure]):
         self._fetch_pressure = fetch
         self._admitted_cost = [0] * NUM_PRIORITIES
 
-    async def admit(self, cost: int, priority: Priority) -> None:
+    async def admit(self, cost: int, priority: Priority, *, needs_node: bool = True) -> None:
         """Return if a job of this cost (KV tokens) may be submitted. Otherwise raise BusyError or UnavailableError."""
-        try:
-            self._decide(await self.recent(), cost, priority)
-        except BusyError:
+        refusal = self._refusal(await self.recent(), cost, priority, needs_node)
+        if isinstance(refusal, BusyError):
             # The copy may be too old to refuse by.
-            self._decide(await self.get(), cost, priority)
-        except UnavailableError:
+            refusal = self._refusal(await self.get(), cost, priority, needs_node)
+        elif refusal is not None:
             # The pool's first node may have joined since.
-            self._decide(await self.renewed(), cost, priority)
+            refusal = self._refusal(await self.renewed(), cost, priority, needs_node)
+        if refusal is not None:
+            raise refusal
         self._admitted_cost[priority] += cost
 
     async def admit_task(self) -> None:
         """Return if the pool has a node for a task. Otherwise raise UnavailableError."""
-        try:
-            admission.require_node(await self.recent())
-        except UnavailableError:
+        if not admission.has_node(await self.recent()):
             # The pool's first node may have joined since.
             admission.require_node(await self.renewed())
 
-    def _decide(self, pressure: PoolPressure, cost: int, priority: Priority) -> None:
-        admitted_since = sum(self._admitted_cost[: priority + 1])
+    def _refusal(
+        self, pressure: PoolPressure, cost: int, priority: Priority, needs_node: bool
+    ) -> BusyError | UnavailableError | None:
+        since = sum(self._admitted_cost[: priority + 1])
         try:
-            admission.decide(pressure, cost=cost, priority=priority, admitted_since=admitted_since)
+            admission.decide(pressure, cost=cost, priority=priority, admitted_since=since, needs_node=needs_node)
         except BusyError as error:
             # Jitter, or all refused callers would retry at the same time.
             error.retry_after_ms = round(error.retry_after_ms * random.uniform(1 - _JITTER, 1 + _JITTER))
-            raise
+            return error
+        except UnavailableError as error:
+            return error
+        return None
 
     async def _read(self) -> PoolPressure:
         pressure = await self._fetch_pressure()
@@ -189,6 +195,16 @@ class Admissions:
         if admission is None:
             admission = self._of[pool] = PoolAdmission(lambda: self._fetch(pool))
         return admission
+
+    @contextmanager
+    def counting(self, decisions: Counter[str]) -> Iterator[None]:
+        """Count the submission in the block: by the error that refuses it, or else as admitted."""
+        try:
+            yield
+        except PenstockError as error:
+            decisions[decision_of(error)] += 1
+            raise
+        decisions[ADMITTED] += 1
 
     async def close(self) -> None:
         """Cancel all background fetches."""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, Unpack, cast
 
-from penstock.contract.api_keys import ApiKey
-from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
+from penstock.contract.errors import NotFoundError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import is_job_id
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.priority import Priority
 from penstock.contract.response_record import NO_RESPONSE
 from penstock.contract.rights import class_not_allowed
 from penstock.contract.terms import Terms
-from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
-from penstock.producer.client.cached_state import KEYS_TTL_S, POOLS_TTL_S, Admissions, CachedState
+from penstock.producer.client.cached_state import POOLS_TTL_S, Admissions, CachedState
+from penstock.producer.client.calls.many import ManyCalls
+from penstock.producer.client.calls.reports import ReportCalls
 from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob
@@ -31,58 +31,48 @@ from penstock.producer.client.stats import ClientStats
 from penstock.producer.client.tokens import TaskCalls
 from penstock.producer.client.waiting import QueueWatch
 from penstock.queue.admission import estimate_cost
-from penstock.queue.broker.connection import connect
+from penstock.queue.broker.connection import connect, not_reached
 from penstock.queue.broker.dead_letters import DeadLetters
-from penstock.queue.broker.eviction import warn_of_eviction
 from penstock.queue.broker.job_lists import JobLists, JobPage
-from penstock.queue.broker.key_store import KeyStore
-from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
 from penstock.queue.broker.queue_positions import QueuePositions
 from penstock.queue.broker.responses import ResponseBroker
 from penstock.queue.broker.retry import Retries
-from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.packed_result import PackedResult
-from penstock.queue.pool_stats import PoolStats
 from penstock.queue.wire import PoolPressure
-from penstock.runtime.settings import RedisSettings, without_password
+from penstock.runtime.settings import redis_url_of, without_password
 
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
 
 
-class AsyncClient(TaskCalls):
+class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
     """Submit jobs and stream their chunks.
 
         async with AsyncClient("redis://localhost") as client:
             async for chunk in client.stream("Once upon a time", max_tokens=64):
                 print(chunk.text, end="")
 
-    `redis_url` defaults to $PENSTOCK_REDIS_URL. `tenant` owns the jobs that name no other tenant. One client serves a
-    whole process, and belongs to one event loop.
+    `redis_url` defaults to $PENSTOCK_REDIS_URL, else to the Redis of this user's `penstock serve`. `tenant` owns the
+    jobs that name no other tenant. One client serves a whole process, and belongs to one event loop.
     """
 
     def __init__(
         self, redis_url: str | None = None, *, tenant: str = "default", settings: ClientSettings | None = None
     ) -> None:
-        url = RedisSettings.load(redis_url=redis_url).redis_url
-        if not url:
-            raise ConfigError("no Redis named: pass redis_url or set PENSTOCK_REDIS_URL", param="redis_url")
+        url = redis_url_of(redis_url)
         settings = settings or ClientSettings.load()
         self.stats = ClientStats()
         self._url = without_password(url)
         self._tenant = tenant
         self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._highest_class = Priority.of(settings.highest_class)
-        self._redis = connect(url)
+        self._queues_without_node = settings.queue_without_node
+        ManyCalls.__init__(self, settings.outage_s)
+        ReportCalls.__init__(self, connect(url), Retries(settings.outage_s))
         self._broker = ProducerBroker(self._redis)
-        self._stats_broker = StatsBroker(self._redis)
-        self._usage = UsageBroker(self._redis)
         self._job_lists = JobLists(self._redis)
-        self._retries = Retries(settings.outage_s)
         self._inbox = ClientInbox(self._redis, self._broker, settings, self.stats)
         self._pools = CachedState(lambda: self._retries.call(self._broker.pools), POOLS_TTL_S)
-        keys = KeyStore(self._redis)
-        self._keys = CachedState(lambda: self._retries.call(keys.all), KEYS_TTL_S)
         self.dead = DeadLetterBox(self._retries, DeadLetters(self._redis), self.submit)
         self.responses = StoredResponses(self._retries, ResponseBroker(self._redis), self._broker)
         self._admissions = Admissions(lambda pool: self._retries.call(lambda: self._broker.pressure(pool)))
@@ -93,19 +83,23 @@ class AsyncClient(TaskCalls):
     async def connect(self) -> Self:
         """Subscribe to this client's inbox. `async with` does it too, and a second call does nothing.
 
-        Raises UnavailableError if Redis is away, or if the client was closed: a closed client cannot be reopened.
+        Raises UnavailableError if Redis is unreachable, or if the client was closed, which is final.
         """
         async with self._connecting:
             if self._is_closed:
                 raise UnavailableError("the client was closed: make another one", code="client_closed")
             if not self._retries.is_open:
-                await self._inbox.open()
+                try:
+                    await self._inbox.open()
+                except UnavailableError as error:
+                    raise not_reached(error, self._url) from None
                 self._retries.is_open = True
         return self
 
     async def close(self) -> None:
         """End every stream, task and connection of this client. Only `background` jobs continue without a reader."""
         self._is_closed = True
+        await self.close_runs()
         self._retries.is_open = False
         await self._pools.close()
         await self._queue_watch.close()
@@ -137,56 +131,40 @@ class AsyncClient(TaskCalls):
         """
         return await (self._pools.renewed() if renewed else self._pools.get())
 
-    async def api_keys(self, *, patience_s: float | None = None) -> dict[str, ApiKey]:
-        """Return every API key by id, at most two seconds old.
-
-        With `patience_s`, return the last known keys if Redis does not answer within that time.
-        """
-        return await (self._keys.get() if patience_s is None else self._keys.at_hand(patience_s))
-
-    async def warn_of_eviction(self) -> None:
-        """Log a warning if Redis may evict keys."""
-        await warn_of_eviction(self._redis)
-
-    async def usage(self, query: UsageQuery, *, after: str | None = None, limit: int = MAX_PAGE_ROWS) -> UsagePage:
-        """Return a page of a report of used tokens. `after` is the `next_after` of the page before."""
-        return await self._retries.call(lambda: self._usage.page(query, after=after, limit=limit))
-
-    async def pool_stats(self) -> tuple[list[PoolStats], tuple[int, int]]:
-        """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""
-        return await self._retries.call(self._stats_broker.all), await self._retries.call(self._stats_broker.memory)
-
     async def pressure(self, pool: str) -> PoolPressure:
         """Return a pool's live nodes and backlog, at most a quarter of a second old."""
         return await self._admissions.of(pool).get()
 
     async def served_pool(self, *names: str | None, adapter: str | None = None) -> ServedPool:
         """Return the pool that `choose_pool` chooses for the names. Raises what `choose_pool` raises."""
-        try:
-            return choose_pool((await self._pools.recent()).values(), *names, adapter=adapter)
-        except (NotFoundError, UnavailableError, ProtocolVersionError):
-            # The model's first node may have joined since.
-            return choose_pool((await self.pools(renewed=True)).values(), *names, adapter=adapter)
+        known = await self._pools.recent()
+        with suppress(NotFoundError, UnavailableError, ProtocolVersionError):
+            return choose_pool(known.values(), *names, adapter=adapter)
+        # The model's first node may have joined since.
+        return choose_pool((await self.pools(renewed=True)).values(), *names, adapter=adapter)
 
-    @with_options
+    @with_options()
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
         """Check, admit and enqueue a job, and return its handle. `SubmitOptions` describes each option.
 
-        `prompt` is text, token ids or the messages of a chat.
+        `prompt` is text, token ids or the messages of a chat. A `background` job, the default, goes on if this
+        process ends. `client.attach(job.id)` reads it from any process, and `job.cancel()` ends it.
 
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
         """
-        return await self._enqueue(await self._admitted(prompt, options))
+        with self._admissions.counting(self.stats.decisions):
+            return await self._enqueue(await self._admitted(prompt, options))
 
-    @with_options
+    @with_options()
     async def submit_unread(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Submitted:
         """Submit a job as `submit` does, but do not read it here. Return its id and state.
 
         Unless it is `background`, it is canceled soon if no other reader attaches to it.
         """
-        submission = await self._admitted(prompt, options)
-        return await self._retries.call(lambda: self._broker.submit(submission))
+        with self._admissions.counting(self.stats.decisions):
+            submission = await self._admitted(prompt, options)
+            return await self._retries.call(lambda: self._broker.submit(submission))
 
     async def _admitted(self, prompt: Prompt, options: SubmitOptions) -> Submission:
         """Check and admit a job."""
@@ -203,14 +181,22 @@ class AsyncClient(TaskCalls):
         admission = self._admissions.of(record.pool)
         cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await self._retries.call(lambda: self._inbox.ensure_heartbeat(record.pool))
-        await (admission.admit(cost, job.priority) if job.num_sequences else admission.admit_task())
+        wish = options.get("queue_without_node")
+        needs_node = not (self._queues_without_node if wish is None else wish)
+        if job.num_sequences:
+            await admission.admit(cost, job.priority, needs_node=needs_node)
+        elif needs_node:
+            await admission.admit_task()
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
         return Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE)
 
-    @with_options
+    @with_options(background=False)
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
-        """Submit a job and yield its chunks. Raises what `submit` and `AsyncJob.stream` raise."""
-        job = await self.submit(prompt, **options)
+        """Submit a job and yield its chunks. Raises what `submit` and `AsyncJob.stream` raise.
+
+        If the caller stops reading, such as by Ctrl-C, the job is canceled 5 s later, unless it is `background`.
+        """
+        job = await self.submit(prompt, **cast(SubmitOptions, {"background": False, **options}))
         async with aclosing(job.stream()) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -233,9 +219,16 @@ class AsyncClient(TaskCalls):
             box.nudge()
         return AsyncJob(source, self._inbox, after=after, first_box=box)
 
-    async def result(self, job_id: str, *, check: bool = True, tenant: str | None = None) -> Result:
+    async def result(
+        self,
+        job_id: str,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+        check: bool = True,
+        tenant: str | None = None,
+    ) -> Result:
         """Wait for a job's end and return its result; see `AsyncJob.result`."""
-        return await AsyncJob(self._source(job_id, tenant), self._inbox).result(check=check)
+        return await AsyncJob(self._source(job_id, tenant), self._inbox).result(timeout=timeout, check=check)
 
     async def packed_result(self, job_id: str, *, tenant: str | None = None) -> PackedResult | None:
         """Return an ended job's result with parts that are decoded on access, or None while the job is open."""

@@ -126,7 +126,7 @@ class ClientInbox:
     # Life -------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Subscribe, and start the tasks of the inbox. Raises UnavailableError if Redis is away."""
+        """Subscribe, and start the tasks of the inbox. Raises UnavailableError if Redis is unreachable."""
         self._connection = await self._subscribe()
         self._tasks = asyncio.create_task(self._run(), name=f"penstock inbox {self.name}")
 
@@ -191,7 +191,7 @@ class ClientInbox:
                 await self._until_lost(self._connection)
             finally:
                 self._connection.close()
-            _LOG.warning("redis is away", extra={"inbox": self.name, "reason": "the subscription is lost"})
+            _LOG.warning("redis is unreachable", extra={"inbox": self.name, "reason": "the subscription is lost"})
             self._connection = await self._subscribe_again()
             _LOG.info("subscribed again", extra={"inbox": self.name})
             self.stats.resubscribes += 1

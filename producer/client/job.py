@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
-from penstock.contract.errors import error_of
+from penstock.contract.errors import RequestError, ResultTimeoutError, error_of
 from penstock.contract.job import pool_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.waiting import WaitUpdate
@@ -19,6 +21,28 @@ from penstock.queue.broker.producer import JobStatus
 from penstock.queue.packed_result import PackedResult
 
 AnyResult = TypeVar("AnyResult", Result, PackedResult)
+
+
+MIN_TIMEOUT_S = 0.1
+"""A shorter timeout counts as this. It is the time to look whether the job has ended."""
+
+
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """Return the seconds of a caller's `timeout`, at least MIN_TIMEOUT_S. Raises RequestError for a wrong one."""
+    is_number = isinstance(timeout_s, (int, float)) and not math.isnan(timeout_s)
+    if timeout_s is not None and not (is_number and timeout_s >= 0):
+        raise RequestError("timeout must be None or a number of seconds, at least 0", param="timeout")
+    return None if timeout_s is None else max(timeout_s, MIN_TIMEOUT_S)
+
+
+def _still_open(job_id: str, timeout_s: float | None, is_background: bool | None) -> ResultTimeoutError:
+    goes_on = {
+        True: "It goes on",
+        False: "It is canceled soon unless it is read again",
+        None: "It goes on if it is a background job, and else only while it is read",
+    }[is_background]
+    how = "wait for it with job.result() or client.result(job_id), or end it with job.cancel() or client.cancel(job_id)"
+    return ResultTimeoutError(f"job {job_id} has not ended after {timeout_s} s. {goes_on}: {how}")
 
 
 class AsyncJob:
@@ -42,7 +66,10 @@ class AsyncJob:
         return f"<AsyncJob {self.id}>"
 
     async def stream(self) -> AsyncGenerator[Chunk, None]:
-        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it ended `done`."""
+        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it ended `done`.
+
+        If the reader leaves early, such as by Ctrl-C, a `background` job goes on, and any other is canceled 5 s later.
+        """
         outcome: Outcome | None = None
         async with aclosing(self.batches()) as batches:
             async for batch in batches:
@@ -65,12 +92,21 @@ class AsyncJob:
         cursor = StreamCursor(self._start)
         return StreamReader(self._source, self._box_to_read, cursor, self._inbox.stats, sink).batches()
 
-    async def result(self, *, check: bool = True) -> Result:
+    async def result(self, *, timeout: float | None = None, check: bool = True) -> Result:  # noqa: ASYNC109
         """Wait for the job's end and return its result. With `check`, raise the job's error unless it ended `done`.
 
-        A stream that begins later reads the earlier chunks from the log.
+        Raises ResultTimeoutError after `timeout` seconds. A job that is `background`, the default of `submit`, goes on
+        then; so it does if a cancellation or Ctrl-C ends the wait. `cancel` ends it. A stream that begins later reads
+        the earlier chunks from the log.
         """
-        return await self._once_ended(self._source.result, check=check)
+        limit = asyncio.timeout(checked_timeout(timeout))
+        try:
+            async with limit:
+                return await self._once_ended(self._source.result, check=check)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise _still_open(self.id, timeout, self._source.is_background) from None
 
     async def packed_result(self) -> PackedResult:
         """Wait for the job's end and return its result, with parts that are decoded on access."""

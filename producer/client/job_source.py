@@ -41,6 +41,11 @@ class JobSource:
         self._submission = submission
         self.feed = inbox.feed(job_id)
 
+    @property
+    def is_background(self) -> bool | None:
+        """Whether the job continues without a reader; None if another process submitted it."""
+        return None if self._submission is None else self._submission.job.background
+
     async def attach(self) -> Attached:
         """Register this process as a reader, perhaps again, and return the job's state."""
         await self._inbox.wait_for_detach(self.job_id)
@@ -63,7 +68,7 @@ class JobSource:
                 return await self._broker.submit(submission, self._inbox.name)
             except NotFoundError as error:
                 # Redis lost the pool too; the nodes will announce it again.
-                raise UnavailableError(error.message, code=error.code) from error
+                raise UnavailableError(error.message, code=error.code) from None
 
         return await self._retries.call(attempt)
 

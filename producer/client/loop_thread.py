@@ -9,7 +9,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from penstock.contract.errors import UnavailableError
+from penstock.contract.errors import InvariantError, PenstockError, UnavailableError
 
 _STOP_TIMEOUT_S = 10.0
 
@@ -42,6 +42,11 @@ class LoopThread:
             return future.result()
         except concurrent.futures.CancelledError:
             raise UnavailableError("the client was closed", code="client_closed") from None
+        except InvariantError:
+            raise
+        except PenstockError as error:
+            # The message says all; the frames of the other thread would fill the caller's screen.
+            raise error.with_traceback(None) from None
         except BaseException:
             future.cancel()
             raise

@@ -17,7 +17,7 @@ from penstock.contract.packed_prompt import PackedPrompt, PromptField
 from penstock.contract.problems import request_error
 from penstock.contract.response_record import ResponseRecord
 from penstock.contract.sampling_options import SamplingOptions
-from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Task
+from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed, Task
 from penstock.contract.terms import Terms
 from penstock.contract.tools import ToolChoice
 from penstock.producer.client.tool_use import with_choice
@@ -31,8 +31,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPro
 """Text, token ids, the messages of a chat, or any of these packed by `pack_prompt_of`."""
 
 
-class SubmitOptions(SamplingOptions, total=False):
-    """Keyword arguments of `submit`: how a job is queued, and every field of `SamplingParams`.
+class JobOptions(SamplingOptions, total=False):
+    """Keyword arguments of `submit`, `generate` and `map`: how jobs are queued, and every field of `SamplingParams`.
 
     model: a served model, pool, alias or adapter; optional if only one model is served.
     adapter: one of the model's LoRA adapters; naming it as the model has the same effect.
@@ -43,16 +43,14 @@ class SubmitOptions(SamplingOptions, total=False):
     channel: also publish each chunk on the job's own channel, for any Redis client.
     background: continue without a reader; otherwise the job is canceled soon after its last reader has left.
     return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
+    queue_without_node: queue the job even while its pool has no live node; by default the client's setting.
     idempotency_key: a later submission with the same key and the same request returns the same job.
-    job_id: `<pool>.<uuidv7>`; the client makes one by default.
     tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.
     tool_choice: `auto` (the default) lets the model decide; `required` and a named function allow only calls.
     parallel_tool_calls: whether a text that is constrained to calls may have several (the default).
     chat_template_kwargs: variables for the model's chat template, such as `enable_thinking`.
-    task: what to do with the prompt instead of generating text from it; see `AsyncClient.tokenize`.
     tenant: the tenant that the job belongs to; by default the client's.
     terms: the tenant's limits and weight; by default no limits, and the client's weight.
-    response: the record of a stored response, which is stored in the same step as the job.
     """
 
     model: str | None
@@ -64,15 +62,26 @@ class SubmitOptions(SamplingOptions, total=False):
     channel: bool
     background: bool
     return_progress: bool
+    queue_without_node: bool | None
     idempotency_key: str | None
-    job_id: str | None
     tools: Sequence[Mapping[str, Any]] | str | None
     tool_choice: ToolChoice
     parallel_tool_calls: bool
     chat_template_kwargs: Mapping[str, Any] | str | None
-    task: Task | None
     tenant: str | None
     terms: Terms | None
+
+
+class SubmitOptions(JobOptions, total=False):
+    """Keyword arguments of `submit`: those of `JobOptions`, and what only a single job can have.
+
+    job_id: `<pool>.<uuidv7>`; the client makes one by default.
+    task: what to do with the prompt instead of generating text from it; see `AsyncClient.tokenize`.
+    response: the record of a stored response, which is stored in the same step as the job.
+    """
+
+    job_id: str | None
+    task: Task | None
     response: ResponseRecord | None
 
 
@@ -81,7 +90,7 @@ _OF_JOB = frozenset(
 )
 _ELSEWHERE = frozenset(
     {"model", "adapter", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"}
-    | {"tool_choice", "parallel_tool_calls", "response"}
+    | {"tool_choice", "parallel_tool_calls", "response", "queue_without_node"}
 )
 _ANY_ID = "any.00000000-0000-7000-8000-000000000000"
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
@@ -100,7 +109,7 @@ def choose_pool(
     """
     fitting = list(pools)
     if not fitting:
-        raise UnavailableError("no model is served at the moment", code="no_node")
+        raise UnavailableError("no model is served: `penstock serve` or `penstock node` starts one", code="no_node")
     shown = _live_or_all(fitting)
     names = ", ".join(sorted({pool.model for pool in shown}.union(*(pool.adapters for pool in shown))))
     if job_id is not None:
@@ -144,6 +153,8 @@ def _with_adapter(pools: list[ServedPool], adapter: str) -> list[ServedPool]:
 def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> Job:
     """Build and check a job for a pool. Raises RequestError with the name of the wrong argument."""
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
+    if isinstance(task := options.get("task"), Embed):
+        of_job["task"] = task.within(record.max_model_len)
     sampling = {name: value for name, value in options.items() if name not in _OF_JOB | _ELSEWHERE}
     try:
         job = Job(
@@ -157,7 +168,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
             **of_job,
         )
     except ValidationError as error:
-        raise request_error(error, _ARGUMENT_OF) from error
+        raise request_error(error, _ARGUMENT_OF) from None
     if job.task is not None:
         _check_task(job, record)
         return job
@@ -183,7 +194,7 @@ def pack_prompt_of(prompt: Prompt) -> PackedPrompt:
     try:
         job = Job(id=_ANY_ID, **_prompt_field(prompt))
     except ValidationError as error:
-        raise request_error(error, _ARGUMENT_OF) from error
+        raise request_error(error, _ARGUMENT_OF) from None
     if job.packed_prompt is not None:
         return job.packed_prompt
     fields: dict[str, Any] = {}
@@ -214,7 +225,7 @@ def _prompt_field(prompt: Prompt) -> dict[str, Any]:
     if not prompt:
         raise RequestError("prompt must not be empty", param="prompt")
     if isinstance(prompt[0], str):
-        raise RequestError("prompt must be one text, not a list: submit each text as a separate job", param="prompt")
+        raise RequestError("prompt must be one text, not a list: `generate` and `map` take several", param="prompt")
     if isinstance(prompt[0], (Mapping, Message)):
         return {"messages": tuple(prompt)}
     return {"prompt_token_ids": tuple(prompt)}

@@ -31,5 +31,7 @@ class ClientSettings(Settings):
     """The most urgent class that this client may submit. Clients of Redis are trusted, so the default allows all."""
     memory_percent: int = Field(default=0, ge=0, le=90)
     """Percent of Redis's memory for the tenant's jobs and results; 0 uses the setting of the pool's nodes."""
+    queue_without_node: bool = False
+    """Whether jobs are queued even while their pool has no live node. A node that comes later takes them."""
     outage_s: float = Field(default=30.0, ge=0, le=3600)
-    """How long calls are retried while Redis is away."""
+    """How long calls are retried while Redis is unreachable."""

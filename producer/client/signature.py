@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from penstock.contract.job import Job, SamplingParams
@@ -15,18 +15,28 @@ _DEFAULTS = {"channel": False, "tool_choice": "auto", "parallel_tool_calls": Tru
 """Defaults of options that are fields of neither `Job` nor `SamplingParams`; None for all others of that kind."""
 
 
-def with_options(method: AnyMethod) -> AnyMethod:
-    """Give a method that ends with `**options: Unpack[SubmitOptions]` a signature that lists them."""
-    signature = inspect.signature(method)
-    named = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    method.__signature__ = signature.replace(parameters=[*named, *_options()])  # type: ignore[attr-defined]
-    return method
+def with_options(options: type = SubmitOptions, **defaults: Any) -> Callable[[AnyMethod], AnyMethod]:
+    """Give a method that ends with `**options: Unpack[options]` a signature that lists them.
+
+    `defaults` differ from those of `submit`.
+    """
+
+    def listed(method: AnyMethod) -> AnyMethod:
+        signature = inspect.signature(method)
+        named = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        parameters = [*named, *_parameters(options, defaults)]
+        method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return method
+
+    return listed
 
 
-def _options() -> list[inspect.Parameter]:
+def _parameters(options: type, defaults: Mapping[str, Any]) -> list[inspect.Parameter]:
     return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(name), annotation=_Shown(kind))
-        for name, kind in SubmitOptions.__annotations__.items()
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, _default(name)), annotation=_Shown(kind)
+        )
+        for name, kind in options.__annotations__.items()
     ]
 
 

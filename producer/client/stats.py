@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+
+from penstock.contract.errors import ForbiddenError, PenstockError, PromptTooLongError, RequestError, UnavailableError
+
+ADMITTED = "admitted"
+_DECISION_OF_CODE = {
+    "pool_busy": "busy",
+    "redis_full": "memory",
+    "rate_limit_exceeded": "tenant_limit",
+    "memory_share_exceeded": "tenant_memory",
+    "no_node": "no_node",
+    "id_conflict": "conflict",
+    "idempotency_conflict": "conflict",
+}
+_DECISION_OF_ERROR: tuple[tuple[type[PenstockError], str], ...] = (
+    (UnavailableError, "unavailable"),
+    (PromptTooLongError, "too_long"),
+    (ForbiddenError, "not_allowed"),
+    (RequestError, "invalid"),
+    (PenstockError, "error"),
+)
+"""For codes without an entry of their own, in this order."""
+DECISIONS = (ADMITTED, *dict.fromkeys([*_DECISION_OF_CODE.values(), *(name for _, name in _DECISION_OF_ERROR)]))
+"""How a submission can be decided: it is admitted, or refused for one of these reasons."""
 
 
 @dataclass(slots=True)
@@ -16,3 +40,11 @@ class ClientStats:
     gaps: int = 0
     resubscribes: int = 0
     resubmits: int = 0
+    decisions: Counter[str] = field(default_factory=Counter)
+    """Submissions by decision, one of `DECISIONS`."""
+
+
+def decision_of(error: PenstockError) -> str:
+    """Return the decision that an error of a submission stands for."""
+    by_kind = next(name for kind, name in _DECISION_OF_ERROR if isinstance(error, kind))
+    return _DECISION_OF_CODE.get(error.code, by_kind)

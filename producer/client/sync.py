@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack, cast
 
 from penstock.contract.errors import UnavailableError, error_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.tasks import Embedding, Tokenized
 from penstock.contract.waiting import WaitUpdate
+from penstock.producer.client.calls.many import DEFAULTS, GenerateOptions, checked
+from penstock.producer.client.calls.threaded import run_in_thread
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.loop_thread import LoopThread
@@ -33,8 +35,8 @@ class Client:
             for chunk in client.stream("Once upon a time", max_tokens=64):
                 print(chunk.text, end="")
 
-    The constructor connects, and raises UnavailableError if Redis is away. The client closes at the end of `with`, by
-    `close`, or when the interpreter exits.
+    The constructor connects, and raises UnavailableError if Redis is unreachable. The client closes at the end of
+    `with`, by `close`, or when the interpreter exits.
     """
 
     def __init__(
@@ -71,21 +73,61 @@ class Client:
         """Return every announced model by pool, at most a second old; pools with a live node come first."""
         return self._loop.call(self._client.pools())
 
-    @with_options
+    @with_options()
     def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Job:
         """Check, admit and enqueue a job, and return its handle. `SubmitOptions` describes each option.
 
-        `prompt` is text, token ids or the messages of a chat.
+        `prompt` is text, token ids or the messages of a chat. A `background` job, the default, goes on if this
+        process ends. `client.attach(job.id)` reads it from any process, and `job.cancel()` ends it.
 
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
         """
         return Job(self, self._loop.call(self._client.submit(prompt, **options)))
 
-    @with_options
+    @with_options(background=False)
     def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Iterator[Chunk]:
-        """Submit a job and yield its chunks. Raises what `submit` and `Job.stream` raise."""
-        return self.submit(prompt, **options).stream()
+        """Submit a job and yield its chunks. Raises what `submit` and `Job.stream` raise.
+
+        If the caller stops reading, such as by Ctrl-C, the job is canceled 5 s later, unless it is `background`.
+        """
+        return self.submit(prompt, **cast(SubmitOptions, {"background": False, **options})).stream()
+
+    @with_options(GenerateOptions, **DEFAULTS)
+    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Result]:
+        """Run prompts to their end and return their results, in the order of the prompts; see `AsyncClient.generate`.
+
+            with Client() as client:
+                for result in client.generate(["Once upon a time", "Water boils at"], max_tokens=32):
+                    print(result.text)
+
+        A single prompt counts as a list of one. The call waits while the pool is busy. After an error, `timeout`
+        seconds or Ctrl-C, it cancels its open jobs, unless they are `background`.
+        """
+        return self._loop.call(self._client.generate(prompts, **options))
+
+    @with_options(GenerateOptions, **DEFAULTS)
+    def map(self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]) -> Iterator[Result]:
+        """Run prompts and yield their results, in the order of the prompts; see `AsyncClient.map`.
+
+            for result in client.map(open("prompts.txt"), max_tokens=32):
+                print(result.text)
+
+        It reads the prompts one by one, on the calling thread, as the pool can take them. So a million of them need
+        little memory. All else is as in `generate`.
+        """
+        run = self._client.new_run(options, in_order=True)
+        answers = run_in_thread(self._loop, run, iter(checked(prompts)))
+        return (answer.result for answer in answers)
+
+    @with_options(GenerateOptions, **DEFAULTS)
+    def map_unordered(
+        self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
+    ) -> Iterator[tuple[Prompt, Result]]:
+        """Run prompts and yield pairs of prompt and result as the jobs end. All else is as in `map`."""
+        run = self._client.new_run(options, in_order=False)
+        answers = run_in_thread(self._loop, run, iter(checked(prompts)))
+        return ((answer.prompt, answer.result) for answer in answers)
 
     def tokenize(self, prompt: Prompt, **options: Unpack[TokenizeOptions]) -> Tokenized:
         """Return the tokens of a text or a chat. A node answers from its tokenizer; no KV cache is needed.
@@ -117,9 +159,11 @@ class Client:
         """
         return Job(self, self._loop.call(self._client.attach(job_id, after=after, tenant=tenant)))
 
-    def result(self, job_id: str, *, check: bool = True, tenant: str | None = None) -> Result:
+    def result(
+        self, job_id: str, *, timeout: float | None = None, check: bool = True, tenant: str | None = None
+    ) -> Result:
         """Wait for a job's end and return its result; see `Job.result`."""
-        return self._loop.call(self._client.result(job_id, check=check, tenant=tenant))
+        return self._loop.call(self._client.result(job_id, timeout=timeout, check=check, tenant=tenant))
 
     def status(self, job_id: str, *, tenant: str | None = None) -> JobStatus:
         """Return a job's state, for people."""
@@ -160,7 +204,10 @@ class Job:
         return f"<Job {self.id}>"
 
     def stream(self) -> Iterator[Chunk]:
-        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it ended `done`."""
+        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it ended `done`.
+
+        If the reader leaves early, such as by Ctrl-C, a `background` job goes on, and any other is canceled 5 s later.
+        """
         outcome: Outcome | None = None
         for chunk in self.chunks():
             outcome = chunk.outcome
@@ -188,9 +235,13 @@ class Job:
             with suppress(UnavailableError):
                 self._loop.post(source.aclose())
 
-    def result(self, *, check: bool = True) -> Result:
-        """Wait for the job's end and return its result. With `check`, raise the job's error unless it ended `done`."""
-        return self._loop.call(self._job.result(check=check))
+    def result(self, *, timeout: float | None = None, check: bool = True) -> Result:
+        """Wait for the job's end and return its result. With `check`, raise the job's error unless it ended `done`.
+
+        Raises ResultTimeoutError after `timeout` seconds. A job that is `background`, the default of `submit`, goes on
+        then; so it does if Ctrl-C ends the wait. `cancel` ends it.
+        """
+        return self._loop.call(self._job.result(timeout=timeout, check=check))
 
     def status(self) -> JobStatus:
         """Return the job's state, for people."""

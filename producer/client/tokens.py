@@ -81,7 +81,7 @@ def submit_embed(options: EmbedOptions) -> SubmitOptions:
     try:
         return _of_task(Embed.model_validate(of_task), others)
     except ValidationError as error:
-        raise request_error(error) from error
+        raise request_error(error) from None
 
 
 def _divided(options: Mapping[str, Any], task: type[Tokenize | Embed]) -> tuple[dict[str, Any], dict[str, Any]]:

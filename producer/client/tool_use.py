@@ -12,6 +12,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import Job
 from penstock.contract.problems import problem_of
 from penstock.contract.structured import StructuredOutputs
+from penstock.contract.template_kwargs import reasoning_parser_for
 from penstock.contract.tools import CallFormName, ReasoningParserName, ToolChoice, WantedCalls, WantedFunction
 from penstock.queue.wire import PoolRecord
 
@@ -43,7 +44,7 @@ def with_choice(job: Job, choice: ToolChoice, *, parallel: bool, record: PoolRec
         return job
     answer = None if output is None else _answer_of(output, record, is_forced=is_forced)
     calls = WantedCalls(
-        **_formats_of(record),
+        **_formats_of(record, job),
         functions=tuple(_wanted(one, as_described=is_forced or bool(one.get("strict"))) for one in functions),
         required=is_forced,
         answer=None if is_forced else answer,
@@ -81,7 +82,7 @@ def _wanted(function: Mapping[str, Any], *, as_described: bool) -> WantedFunctio
         return WantedFunction(name=function["name"], parameters=json.dumps(parameters))
     except ValidationError as error:
         problem = problem_of(error)
-        raise RequestError(f"tools: {problem.param} of a function: {problem.message}", param="tools") from error
+        raise RequestError(f"tools: {problem.param} of a function: {problem.message}", param="tools") from None
 
 
 def no_call_format() -> RequestError:
@@ -95,10 +96,11 @@ def no_call_format() -> RequestError:
     return RequestError(message, param="tools")
 
 
-def _formats_of(record: PoolRecord) -> dict[str, Any]:
-    if record.tool_parser not in get_args(CallFormName) or record.reasoning_parser not in get_args(ReasoningParserName):
+def _formats_of(record: PoolRecord, job: Job) -> dict[str, Any]:
+    reasoning = reasoning_parser_for(record.reasoning_parser, record.thinking_switches, job.chat_template_kwargs)
+    if record.tool_parser not in get_args(CallFormName) or reasoning not in get_args(ReasoningParserName):
         raise no_call_format()
-    return {"form": record.tool_parser, "reasoning": record.reasoning_parser}
+    return {"form": record.tool_parser, "reasoning": reasoning}
 
 
 def _answer_of(output: StructuredOutputs, record: PoolRecord, *, is_forced: bool) -> str:

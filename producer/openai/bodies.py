@@ -172,9 +172,17 @@ def prompts_of(value: object, max_prompts: int = MAX_PROMPTS) -> list[str | list
             return [_TOKEN_IDS.validate_python(value)]
         if len(value) > max_prompts:
             raise _wrong_prompt(max_prompts)
-        return [p if isinstance(p, str) else _TOKEN_IDS.validate_python(p) for p in value]
     except ValidationError:
         raise _wrong_prompt(max_prompts) from None
+    return [prompt if isinstance(prompt, str) else _token_ids(prompt, at) for at, prompt in enumerate(value)]
+
+
+def _token_ids(prompt: object, at: int) -> list[int]:
+    try:
+        return _TOKEN_IDS.validate_python(prompt)
+    except ValidationError:
+        message = "item {at} must be a string or a non-empty list of token ids (0 to 2147483647)"
+        raise PydanticCustomError("prompt_type", message, {"at": at}) from None
 
 
 def _prompts_of_completion(value: object) -> list[str | list[int]]:

@@ -67,7 +67,8 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
+WHOLE_NUMBER = BeforeValidator(_whole)
+Whole = Annotated[int, WHOLE_NUMBER]
 """An integer. Some clients write it as 16.0."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 
 import redis as sync_redis
@@ -33,6 +34,11 @@ def test_damage_is_said_then_mended_then_gone(redis_url: str) -> None:
 
     found = audit(redis_url)
     assert (found.returncode, f"I5 missing: waiting:1 {job_id}" in found.stdout) == (1, True)
+
+    (as_json,) = json.loads(audit(redis_url, "--json").stdout)
+    expected = {"invariant": "I5", "name": "missing", "key": "waiting:1", "subject": job_id}
+    assert as_json["pool"] == "m" and as_json["found"] == as_json["left"]
+    assert expected.items() <= as_json["found"][0].items()
 
     mended = audit(redis_url, "--repair", "--pool", "m")
     assert mended.returncode == 0, mended.stdout

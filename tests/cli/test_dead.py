@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 
 from fakes.command import run_command
@@ -42,13 +43,19 @@ def test_dead_letters_are_listed_shown_tried_again_and_forgotten(redis_url: str)
     assert {line.split()[0] for line in lines} == {first, second, third}
     assert {line.partition(" default ")[2] for line in lines} == {f"1 chunks a{n},b{n},c{n}" for n in range(3)}
 
-    said = dead(redis_url, "show", first).stdout
+    said = dead(redis_url, "show", first, "--json").stdout
     assert "a secret" not in said
     shown = json.loads(said)
     assert [loss["node_id"] for loss in shown["losses"]] == ["a0", "b0", "c0"]
     adapter = {"name": "sql", "digest": "0" * 32}
     assert shown["request"] == {"params": {"max_tokens": 7}, "adapter": adapter, "prompt": "8 long"}
-    assert json.loads(dead(redis_url, "show", first, "--prompt").stdout)["request"]["prompt"] == "a secret"
+    assert json.loads(dead(redis_url, "show", first, "--prompt", "--json").stdout)["request"]["prompt"] == "a secret"
+    text = dead(redis_url, "show", first).stdout
+    assert f"job_id             {first}\n" in text and "  prompt             8 long\n" in text
+    assert re.search(r"^losses\n  .*a0.*\n  .*b0.*\n  .*c0", text, re.MULTILINE)
+    listed = json.loads(dead(redis_url, "list", "--json").stdout)
+    assert {letter["job_id"] for letter in listed} == {first, second, third}
+    assert {letter["priority"] for letter in listed} == {"standard"}
 
     old, new = dead(redis_url, "retry", first).stdout.split()
     assert (old == first, new.partition(".")[0]) == (True, "m")
@@ -56,6 +63,7 @@ def test_dead_letters_are_listed_shown_tried_again_and_forgotten(redis_url: str)
     assert dead(redis_url, "purge", second, first).stdout == "1 deleted\n"
     assert dead(redis_url, "purge", "--all", "m").stdout == "1 deleted\n"
     assert dead(redis_url, "list", "--pool", "m").stdout == ""
+    assert json.loads(dead(redis_url, "list", "--pool", "m", "--json").stdout) == []
 
 
 def test_wrong_use_is_said_in_one_line(redis_url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import redis
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 
-from penstock.cli.doctor import (
+from penstock.cli.admin.doctor import (
     check_demo_model,
     check_extras,
     check_kernels,
@@ -90,7 +91,7 @@ def test_card_without_a_matching_torch_is_warned_about() -> None:
 def test_missing_model_and_extras_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.files", lambda _: None)
     assert "pip install" in check_demo_model().advice
-    monkeypatch.setattr("penstock.cli.doctor._version_of", lambda _: None)
+    monkeypatch.setattr("penstock.cli.admin.doctor._version_of", lambda _: None)
     assert {check.level for check in check_extras()} == {"warn"}
 
 
@@ -114,11 +115,17 @@ def test_command_fails_when_something_must_be_mended(redis_url: str) -> None:
 def test_command_without_redis_names_the_one_it_would_start() -> None:
     done = run_command("doctor")
     assert done.returncode == 0, done.stdout
-    assert "started on demand" in done.stdout
+    assert "which `penstock serve` starts" in done.stdout
+
+
+def test_report_as_json_has_every_check() -> None:
+    checks = json.loads(run_command("doctor", "--json").stdout)
+    assert {"Redis", "processor", "GPU", "model", "extra"} <= {check["subject"] for check in checks}
+    assert all(set(check) == {"level", "subject", "finding", "advice"} for check in checks)
 
 
 def test_command_says_when_redis_is_away(tmp_path: Path) -> None:
     done = run_command("doctor", "--redis-url", f"unix://{tmp_path}/none.sock")
     assert done.returncode == 1
-    assert "Redis is away" in done.stdout
+    assert "Redis is unreachable" in done.stdout
     assert "Traceback" not in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 
@@ -50,12 +51,26 @@ def test_job_is_shown_with_its_ledger_and_on_request_with_its_text(pool: str) ->
     with Client(pool) as client:
         job = client.submit("hello", max_tokens=3, seed=1, tenant="acme")
         result = job.result()
-    shown = json.loads(jobs(pool, "show", job.id).stdout)
+    shown = json.loads(jobs(pool, "show", job.id, "--json").stdout)
     assert (shown["state"], shown["tenant"], shown["outcome"]["state"]) == ("done", "acme", "done")
     assert "result" not in shown
     assert [event["event"] for event in shown["ledger"]["events"]] == ["queued", "taken", "first_token", "finished"]
-    with_text = json.loads(jobs(pool, "show", job.id, "--result").stdout)
+    with_text = json.loads(jobs(pool, "show", job.id, "--result", "--json").stdout)
     assert with_text["result"]["choices"][0]["text"] == result.choices[0].text
+    text = jobs(pool, "show", job.id).stdout
+    assert text.startswith(f"id                 {job.id}\n")
+    assert re.search(r"^  finished           2\d{3}-\d\d-\d\dT[\d:.]+\+00:00$", text, re.MULTILINE)
+    assert re.search(r"^    taken  2\d{3}-\S+  \w+", text, re.MULTILINE)
+
+
+def test_list_as_json_has_the_objects_of_the_http_api(pool: str) -> None:
+    with Client(pool) as client:
+        job = client.submit("hello", max_tokens=3, tenant="json")
+        job.result()
+    (shown,) = json.loads(jobs(pool, "list", "--tenant", "json", "--json").stdout)
+    assert (shown["id"], shown["state"], shown["object"]) == (job.id, "done", "job")
+    assert shown == json.loads(jobs(pool, "show", job.id, "--json").stdout)
+    assert json.loads(jobs(pool, "list", "--tenant", "none", "--json").stdout) == []
 
 
 def test_jobs_are_canceled_whatever_their_tenant(pool: str) -> None:

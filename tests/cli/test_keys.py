@@ -136,10 +136,12 @@ def test_usage_of_one_key_is_printed_by_hour_and_as_csv(redis_url: str) -> None:
     hour, rest = line.split(maxsplit=1)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d", hour)
     assert rest == f"m acme {key_id} jobs=1 prompt=11 cached=4 completion=7"
-    rows = list(csv.DictReader(io.StringIO(keys(redis_url, "usage", "--format", "csv").stdout)))
+    rows = list(csv.DictReader(io.StringIO(keys(redis_url, "usage", "--csv").stdout)))
     assert {row["key_id"]: row["completion_tokens"] for row in rows} == {key_id: "7", "other": "7"}
-    text = keys(redis_url, "usage", "--format", "json", "--start", hour[:10], "--end", hour[:10], "--pool", "m").stdout
-    assert [json.loads(line)["date"] for line in text.splitlines()] == [hour[:10]] * 2
+    text = keys(redis_url, "usage", "--json", "--start", hour[:10], "--end", hour[:10], "--pool", "m").stdout
+    assert [row["date"] for row in json.loads(text)] == [hour[:10]] * 2
+    keys(redis_url, "add", "idle")
+    assert json.loads(keys(redis_url, "usage", "idle", "--json").stdout) == []
 
 
 def test_a_terminal_of_another_encoding_shows_what_it_can(redis_url: str) -> None:
@@ -152,25 +154,26 @@ def test_a_terminal_of_another_encoding_shows_what_it_can(redis_url: str) -> Non
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("add", "no spaces"), "penstock: tenant: "),
-        (("add", "acme", "--burst-s", "4000"), "penstock: burst_s: must be at most 3600"),
-        (("add", "acme", "--max-open-jobs", "-1"), "penstock: max_open_jobs: must be at least 0"),
+        (("add", "no spaces"), "penstock: TENANT: "),
+        (("add", "acme", "--burst-s", "4000"), "penstock: --burst-s: must be at most 3600"),
+        (("add", "acme", "--max-open-jobs", "-1"), "penstock: --max-open-jobs: must be at least 0"),
         (("add", "acme", "--scope", "root"), "'infer', 'metrics' or 'admin'"),
         (("add", "acme", "--highest-class", "urgent"), "--highest-class"),
         (("add", "acme", "--max-jobs", "1"), "--max-jobs"),
         (("set", "known"), "penstock: nothing to change"),
-        (("set", "known", "--weight", "0"), "penstock: weight: must be at least 0.001"),
-        (("set", "known", "--weight", "nan"), "penstock: weight: must be at most 1000"),
-        (("set", "known", "--memory-percent", "91"), "penstock: memory_percent: must be at most 90"),
+        (("set", "known", "--weight", "0"), "penstock: --weight: must be at least 0.001"),
+        (("set", "known", "--weight", "nan"), "penstock: --weight: must be at most 1000"),
+        (("set", "known", "--memory-percent", "91"), "penstock: --memory-percent: must be at most 90"),
         (("set", "known", "--tokens-per-minute", "1000000000001"), "must be at most 1000000000000"),
-        (("set", "known", "--label", "x" * 201), "penstock: label: must have at most 200 characters"),
+        (("set", "known", "--label", "x" * 201), "penstock: --label: must have at most 200 characters"),
         (("set", "known", "--scope", "root"), "'infer', 'metrics' or 'admin'"),
         (("set", "known", "--tenant", "other"), "--tenant"),
         (("set", "unknown", "--weight", "2"), "penstock: no API key in use has the id, label or tenant 'unknown'"),
         (("revoke", "nobody"), "'nobody'"),
-        (("usage", "--format", "csv", "--start", "yesterday"), "penstock: start: must be a date such as"),
+        (("usage", "--csv", "--start", "yesterday"), "penstock: --start: must be a date such as"),
         (("usage", "--days", "93"), "--days"),
-        (("usage", "--by", "hour", "--days", "4"), "penstock: days: must be from 1 to 3"),
+        (("usage", "--csv", "--json"), "give --csv or --json, not both"),
+        (("usage", "--by", "hour", "--days", "4"), "penstock: --days: must be from 1 to 3"),
         (("usage", "--pool", "none"), "penstock: no pool 'none'"),
     ],
     ids=" ".join,

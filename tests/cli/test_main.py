@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from fakes.command import run_command
 
 import penstock
-from penstock.cli.demo_model import demo_model
+from penstock.cli.demo_model import ON_HUB, default_model, demo_model
 from penstock.cli.main import app, exit_code_of
 from penstock.contract.errors import (
     EXIT_INTERRUPTED,
@@ -22,9 +23,10 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.gateway.settings import GatewaySettings
-from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.settings import NodeSettings, pool_of_model
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.client import ClientSettings
+from penstock.runtime.logging import LogSettings
 from penstock.runtime.settings import KeySettings, RedisSettings, Settings
 
 
@@ -38,7 +40,7 @@ def test_ctrl_c_is_quiet_while_the_command_is_loaded() -> None:
 import os, runpy, signal, sys
 class Impatient:
     def find_spec(self, name, *_):
-        if name == "penstock.contract.job":
+        if name == "penstock.cli.exit_codes":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Impatient())
 runpy.run_module("penstock", run_name="__main__")
@@ -92,7 +94,8 @@ def test_missing_redis_is_one_clear_line(command: tuple[str, ...]) -> None:
 def test_redis_that_is_away_is_worth_another_try(tmp_path: Path) -> None:
     done = run_command("submit", "hello", "--redis-url", f"unix://{tmp_path}/none.sock")
     assert done.returncode == 75
-    assert "Redis is away" in done.stderr
+    assert f"no Redis answers at unix://{tmp_path}/none.sock: No such file" in done.stderr
+    assert "`penstock serve` starts one" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -118,6 +121,14 @@ def test_missing_demo_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
         demo_model()
 
 
+def test_without_its_package_the_demo_model_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.files", lambda _: None)
+    assert re.fullmatch(r"QuantFactory/[\w.-]+:SmolLM2-135M-Instruct\.Q4_1\.gguf@[0-9a-f]{40}", default_model())
+    monkeypatch.undo()
+    assert default_model() == str(demo_model())
+    assert pool_of_model(ON_HUB) == pool_of_model(default_model()) == "SmolLM2-135M-Instruct-Q4_1"
+
+
 @pytest.mark.parametrize(("command", "settings"), [("node", NodeSettings), ("gateway", GatewaySettings)])
 def test_every_setting_is_an_option(command: str, settings: type[Settings]) -> None:
     shown = run_command(command, "--help", COLUMNS="250").stdout
@@ -127,7 +138,7 @@ def test_every_setting_is_an_option(command: str, settings: type[Settings]) -> N
 
 
 @pytest.mark.parametrize(
-    "settings", [NodeSettings, GatewaySettings, ClientSettings, CelerySettings, RedisSettings, KeySettings]
+    "settings", [NodeSettings, GatewaySettings, ClientSettings, CelerySettings, RedisSettings, KeySettings, LogSettings]
 )
 def test_every_setting_says_what_it_is_for(settings: type[Settings]) -> None:
     assert [name for name, field in settings.model_fields.items() if not field.description] == []
@@ -136,7 +147,7 @@ def test_every_setting_says_what_it_is_for(settings: type[Settings]) -> None:
 def test_vllms_names_are_understood() -> None:
     shown = run_command("node", "--help", COLUMNS="250").stdout
     for flag in ("--alias", "--swap-space", "--num-gpu-blocks-override", "--no-enable-prefix-caching"):
-        assert f"{flag} " in shown or f"{flag}," in shown
+        assert re.search(rf"{flag}[ ,\n]", shown)
 
 
 def test_options_reach_the_node_and_what_is_not_given_comes_from_the_environment(
@@ -164,7 +175,7 @@ def test_options_reach_the_node_and_what_is_not_given_comes_from_the_environment
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--swap-space-gib", "-1"), "swap_space_gib: "),
+        (("--swap-space-gib", "-1"), "--swap-space-gib: must be at least 0"),
         (("--max-num-batched-tokens", "16"), "max_num_batched_tokens (16) must be at least max_num_seqs (64)"),
     ],
 )

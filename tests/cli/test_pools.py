@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 
 from fakes.command import run_command
@@ -44,6 +45,10 @@ def test_a_pool_is_told_of_and_forgotten_when_nobody_needs_it(redis_url: str) ->
     (line,) = pools(redis_url, "list").stdout.splitlines()
     assert line.startswith("m  1 node  2 open jobs, 1 of them queued for up to ")
     assert line.endswith(" s  KV cache 25% used  42 tokens/s")
+    (shown,) = json.loads(pools(redis_url, "list", "--json").stdout)
+    assert (shown["pool"], shown["open_jobs"]) == ("m", 2)
+    assert shown["queued_jobs"] == {"interactive": 0, "standard": 1, "batch": 0}
+    assert (shown["nodes"][0]["node_id"], shown["nodes"][0]["kv_blocks_free"]) == ("n1", 150)
 
     refused = pools(redis_url, "forget", "m")
     assert (refused.returncode, refused.stderr) == (2, "penstock: pool m has live nodes: 1\n")

@@ -189,7 +189,7 @@ import os, pathlib, signal, sys, time
 runs = pathlib.Path({path!r})
 runs.write_text(runs.read_text() + "." if runs.exists() else ".")
 print('{{"event": "ready", "pool": "p"}}', flush=True)
-print('{{"level": "ERROR", "message": "the node ends", "reason": "no step for 120 s"}}', file=sys.stderr, flush=True)
+print('{{"level": "ERROR", "message": "the node stops", "reason": "no step for 120 s"}}', file=sys.stderr, flush=True)
 if len(runs.read_text()) < 3:
     {dies}
 time.sleep(300)
@@ -199,12 +199,12 @@ time.sleep(300)
 @pytest.mark.parametrize(
     ("dies", "told"),
     [
-        ("sys.exit(1)", "status 1: the node ends: no step for 120 s"),
+        ("sys.exit(1)", "status 1: the node stops: no step for 120 s"),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
             "status 137 (SIGKILL, as the system does when memory runs out): the node",
         ),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "status 139 (SIGSEGV): the node ends: no step for 120 s"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "status 139 (SIGSEGV): the node stops: no step for 120 s"),
     ],
 )
 async def test_a_part_that_ends_starts_again_after_longer_and_longer_pauses(

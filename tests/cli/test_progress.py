@@ -1,14 +1,56 @@
-"""The bar over a model's loading."""
+"""The progress of a loading model: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
-from penstock.cli.progress import LoadingBar
+import asyncio
+import io
+import logging
+
+import pytest
+
+from penstock.cli.progress import LoadingProgress
+from penstock.runtime import progress_log
+
+LOG = logging.getLogger("penstock.test")
 
 
-def test_a_bar_takes_events_before_it_shows_and_odd_ones_after() -> None:
-    bar = LoadingBar("models/some.gguf")
-    bar.update({"event": "progress", "stage": "load", "fraction": 0.1})
-    with bar:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+async def test_a_terminal_gets_a_bar_that_survives_odd_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    progress = LoadingProgress(LOG, "some-model")
+    progress.update({"event": "progress", "stage": "load", "fraction": 0.1})
+    async with progress.shown():
         for fraction in (0.2, 1, 7.0, None, "x"):
-            bar.update({"event": "progress", "stage": "load", "fraction": fraction})
-        bar.update({"event": "progress"})
+            progress.update({"event": "progress", "stage": "compile", "fraction": fraction})
+        progress.update({"event": "progress"})
+    assert "Loading some-model" in screen.getvalue()
+    assert "compiling the kernels, once per machine" in screen.getvalue()
+
+
+async def test_a_log_gets_a_line_at_a_slow_pace(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.setattr(progress_log, "FIRST_S", 0.01)
+    monkeypatch.setattr(progress_log, "INTERVAL_S", 0.02)
+    progress = LoadingProgress(LOG, "some-model")
+    with caplog.at_level(logging.INFO):
+        async with progress.shown():
+            for done in range(1000):
+                progress.update({"event": "progress", "stage": "download", "fraction": done / 1000})
+            while len(caplog.records) < 2:
+                await asyncio.sleep(0.005)
+    said = [vars(record) for record in caplog.records]
+    assert {(one["message"], one["model"], one["stage"], one["percent"]) for one in said} == {
+        ("loading", "some-model", "download", 100)
+    }
+    assert len(said) < 10
+
+
+def test_no_start_is_silent_for_two_seconds() -> None:
+    assert progress_log.FIRST_S < 2

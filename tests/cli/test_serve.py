@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from fakes.command import run_command
 
 from penstock.cli.main import app
 from penstock.contract.errors import PenstockError
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
+from penstock.runtime.embedded_redis import EmbeddedRedis
 from penstock.runtime.settings import without_password
 
 
@@ -30,7 +33,7 @@ def test_passwords_of_redis_are_not_shown(url: str, shown: str) -> None:
 
 
 def test_what_is_given_reaches_node_and_gateway_and_their_environment_says_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[tuple[Sequence[str], Sequence[str]]] = []
     nodes: list[NodeSettings] = []
@@ -51,7 +54,9 @@ def test_what_is_given_reaches_node_and_gateway_and_their_environment_says_the_r
     monkeypatch.setenv("PENSTOCK_NODE_MODEL", "m")
     for name, value in environment.items():
         monkeypatch.setenv(f"PENSTOCK_{name}", value)
-    given = ["--kv-cache-gib", "0.25", "--kv-cache-dtype", "fp8", "--port", "5"]
+    adapter = f"ours={tmp_path}"
+    given = ["--kv-cache-gib", "0.25", "--kv-cache-dtype", "fp8", "--port", "5", "--max-model-len", "99"]
+    given += ["--alias", "a", "--served-model-name", "b", "--lora-modules", adapter, "--num-threads", "3"]
     for options in ([], given):
         app(["serve", "--redis-url", "unix://x", *options], standalone_mode=False)
     for of_node, of_gateway in started:
@@ -62,4 +67,37 @@ def test_what_is_given_reaches_node_and_gateway_and_their_environment_says_the_r
         (4, "auto", 9),
         (0.25, "fp8", 9),
     ]
+    assert [(one.aliases, one.lora, one.max_model_len, one.num_threads) for one in nodes] == [
+        ((), (), None, None),
+        (("a", "b"), (adapter,), 99, 3),
+    ]
     assert [(one.host, one.port) for one in gateways] == [("::1", 1234), ("::1", 5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-model-len", "1"), "--max-model-len: must be at least 2"),
+        (("--num-threads", "0"), "--num-threads: must be at least 1"),
+        (("--lora", "nothing"), "lora[0]: must match the pattern"),
+        (("--lora", "one=/proc/none"), "lora: adapter one: there is no folder /proc/none"),
+        (("--lora-modules", "a=x", "--lora-modules", "a=y"), "lora: names an adapter twice"),
+        (("--port", "70000"), "port: must be at most 65535"),
+        (("--log-level", "loud"), "'loud' is not one of"),
+    ],
+)
+def test_bad_values_are_refused_by_name_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setattr(EmbeddedRedis, "start", lambda _: pytest.fail("started a server"))
+    done = run_command("serve", "m", *options)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_missing_packages_are_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmbeddedRedis, "start", lambda _: pytest.fail("started a server"))
+    monkeypatch.setattr("penstock.cli.admin.doctor._version_of", lambda name: None if name == "torch" else "1")
+    done = run_command("serve", "m")
+    assert done.returncode == 2
+    assert done.stderr == "penstock: packages are missing: pip install 'penstock[all]' ([node] lacks torch)\n"

@@ -27,7 +27,7 @@ class Serving:
         model = make_tiny_model(folder / "tiny")
         words = ("serve", str(model), "--kv-cache-gib", "0.01", "--port", "0", *options)
         env = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
-        env |= {"PENSTOCK_NODE_RUNNER": "torch", "PENSTOCK_NODE_LEASE_MS": "3000"}
+        env |= {"PENSTOCK_NODE_RUNNER": "torch", "PENSTOCK_NODE_LEASE_MS": "3000", "PENSTOCK_LOG_FORMAT": "console"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "penstock", *words],
             env=env,
@@ -109,7 +109,7 @@ def test_a_part_that_is_killed_starts_again_at_its_address(serving: Serving, par
     assert serving.answers()
     os.kill(serving.pid_of(part), signal.SIGKILL)
     why = serving.wait_for(f"{part} ended with status 137 (SIGKILL")
-    assert why.startswith("serve   | ") and why.endswith("; it starts again in 0.5 s")
+    assert re.match(r"serve   \| [\d:]{8} WARNING ", why) and why.endswith("; it starts again in 0.5 s")
     serving.wait_for(f"{part} serves again")
     deadline_s = time.monotonic() + PATIENCE_S
     while not serving.answers():

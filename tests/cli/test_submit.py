@@ -49,14 +49,14 @@ def test_what_is_no_text_is_refused_in_one_line(pool: str) -> None:
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     done = subprocess.run(command(pool, "-", "--raw"), input=b"a\xff", env=strict, capture_output=True)
     assert done.returncode == 2
-    assert done.stderr.startswith(b"penstock: prompt: text must be valid Unicode") and done.stderr.count(b"\n") == 1
+    assert done.stderr.startswith(b"penstock: PROMPT: text must be valid Unicode") and done.stderr.count(b"\n") == 1
 
 
 @pytest.mark.parametrize(("option", "value"), [("temperature", "11"), ("top-p", "0"), ("top-p", "1.5")])
 def test_wrong_parameter_is_one_line_and_exit_code_2(pool: str, option: str, value: str) -> None:
     done = submit(pool, "hello", f"--{option}", value)
     assert done.returncode == 2
-    assert option.replace("-", "_") in done.stderr
+    assert f"--{option}: " in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

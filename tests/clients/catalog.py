@@ -20,6 +20,8 @@ class Client:
     python: str = ""
     """The interpreter that it needs, if it does not run with ours."""
     timeout_s: float = 600.0
+    without: tuple[str, ...] = ()
+    """Packages that it requires but that break it here; they are uninstalled."""
 
     @property
     def is_node(self) -> bool:
@@ -78,6 +80,16 @@ CLIENTS = (
         _LOAD,
         installs_in_seconds=False,
         python="python3.12",
+    ),
+    Client(
+        "vllm-bench",
+        "`vllm bench serve`",
+        "vllm_bench_checks.py",
+        "a short load by each of its backends that needs neither images nor audio",
+        installs_in_seconds=False,
+        # Their builds for CUDA do not match a torch for CPUs.
+        without=("torchvision", "torchaudio", "torchcodec"),
+        timeout_s=1200.0,
     ),
 )
 BY_NAME = {client.name: client for client in CLIENTS}

@@ -43,6 +43,8 @@ def _install_python(client: Client, folder: Path) -> list[str]:
         uv = shutil.which("uv")
         pip = (uv, "pip", "install", "--python", python) if uv else (python, "-m", "pip", "install")
         _run(*pip, "--quiet", "--requirement", requirements)
+        if client.without:
+            _run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *client.without)
         _mark_current(folder, requirements)
     return [str(python), "-m", f"clients.python.{Path(client.script).stem}"]
 

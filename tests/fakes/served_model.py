@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,11 +34,19 @@ You call functions. These are there, one in a line:
 
 @contextmanager
 def served(model: Path, log: IO[str] | None = None, **settings: object) -> Iterator[str]:
-    """The gateway's URL; settings of the node by their field names. The log goes to stderr or to a file."""
+    """The gateway's URL; settings of the node by their field names. The log goes to stderr or to a file.
+
+    Its Redis is not that of another `penstock serve`.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_NODE_")}
     command = [sys.executable, "-m", "penstock", "serve", str(model), "--port", "0"]
     env = clean | {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+    with (
+        tempfile.TemporaryDirectory(prefix="serve") as runtime_dir,
+        subprocess.Popen(
+            command, env=env | {"PENSTOCK_RUNTIME_DIR": runtime_dir}, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             lines = iter(process.stdout)

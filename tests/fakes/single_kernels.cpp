@@ -15,7 +15,7 @@ using namespace penstock;
 namespace {
 
 Matrix packed(int format, int source, int rows, int columns, const uint8_t* data, size_t row_bytes) {
-  Matrix matrix((Format)format, rows, columns);
+  Matrix matrix({{(Format)format, rows}}, columns);
   for (int i = 0; i < rows; ++i) matrix.set_row(i, (Source)source, data + i * row_bytes);
   return matrix;
 }
@@ -47,7 +47,7 @@ void penstock_single_repack(int format, int source, int rows, int columns, const
 // Adds to out, [rows, outputs], what parts of an adapter compute from x, [rows, columns].
 void penstock_single_low_rank(int outputs, int columns, const LowRankPart* parts, int num_parts, const float* x,
                               int rows, float* out) {
-  const Matrix matrix(Format::kBf16, outputs, columns);
+  const Matrix matrix({{Format::kBf16, outputs}}, columns);
   const LowRank low(parts, num_parts, matrix, {nullptr, nullptr, nullptr});
   std::vector<float> padded(matrix.padded_columns()), inner(low.rank()), panel(kPanel);
   for (int r = 0; r < rows; ++r) {
@@ -63,12 +63,31 @@ void penstock_single_low_rank(int outputs, int columns, const LowRankPart* parts
   }
 }
 
-// x: [rows, columns], weights: [outputs, columns], out: [rows, outputs].
-void penstock_single_multiply(int format, int source, int outputs, int columns, const uint8_t* data, size_t row_bytes,
-                              const float* x, int rows, int num_threads, float* out) {
-  const Matrix matrix = packed(format, source, outputs, columns, data, row_bytes);
+size_t penstock_single_num_bytes(int format, int rows, int columns) {
+  return Matrix({{(Format)format, rows}}, columns).num_bytes();
+}
+
+// A matrix of parts, one below the other: rows of a format, packed from rows of a source.
+struct MatrixPart {
+  int32_t format, source, rows;
+  const uint8_t* data;
+  size_t row_bytes;
+};
+
+// x: [rows, columns], out: [rows, outputs of all parts].
+void penstock_single_multiply(const MatrixPart* parts, int num_parts, int columns, const float* x, int rows,
+                              int num_threads, float* out) {
+  std::vector<Run> runs;
+  for (int i = 0; i < num_parts; ++i) runs.push_back({(Format)parts[i].format, parts[i].rows});
+  Matrix matrix(runs, columns);
+  int next = 0;
+  for (int i = 0; i < num_parts; ++i) {
+    for (int r = 0; r < parts[i].rows; ++r) {
+      matrix.set_row(next++, (Source)parts[i].source, parts[i].data + r * parts[i].row_bytes);
+    }
+  }
   Activations left;
-  left.prepare(rows, columns, (Format)format);
+  left.prepare(rows, matrix);
   Team team(num_threads);
   team.start([&](Worker& worker) {
     worker.for_each(rows, [&](int i) {
@@ -77,9 +96,9 @@ void penstock_single_multiply(int format, int source, int outputs, int columns, 
       left.set_row(i, padded.data());
     });
     multiply(worker, left, matrix, [&](int first, int count, int panel, const float* products) {
-      const int begin = panel * kPanel, width = std::min(kPanel, outputs - begin);
+      const int begin = panel * kPanel, width = std::min(kPanel, matrix.rows - begin);
       for (int r = 0; r < count; ++r) {
-        std::copy_n(products + r * kPanel, width, out + (size_t)(first + r) * outputs + begin);
+        std::copy_n(products + r * kPanel, width, out + (size_t)(first + r) * matrix.rows + begin);
       }
     });
   });

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu.abi import check_sizes
-from penstock.kernels.cpu.library import Format, KvFormat, LowRankRows, RowLayout, Source, low_rank_table
+from penstock.kernels.cpu.formats import Format, KvFormat, RowLayout, Source
+from penstock.kernels.cpu.library import LowRankRows, low_rank_table
 from penstock.kernels.reference.sampler import SamplingRow
 
 Floats = NDArray[np.float32]
@@ -41,6 +42,16 @@ class _Rule(c.Structure):
     ]
 
 
+class _MatrixPart(c.Structure):
+    """Mirrors MatrixPart of single_kernels.cpp."""
+
+    _fields_ = [
+        *((name, c.c_int32) for name in ("format", "source", "rows")),
+        ("data", c.c_void_p),
+        ("row_bytes", c.c_size_t),
+    ]
+
+
 class Single:
     """The single kernels of a compiled library."""
 
@@ -59,14 +70,28 @@ class Single:
         self._library.penstock_single_repack(weights, source, *out.shape, *_rows(data), _at(out))
         return out
 
+    def num_bytes(self, weights: Format, rows: int, columns: int) -> int:
+        """Return the size of a packed matrix."""
+        count: int = self._library.penstock_single_num_bytes(weights, rows, columns)
+        return count
+
     def multiply(
         self, weights: Format, source: Source, data: NDArray[np.uint8], x: Floats, *, num_threads: int = 1
     ) -> Floats:
         """Return x @ matrix.T, [rows, outputs]. data: [outputs, bytes of a row]; x: [rows, columns]."""
-        data, x, out = np.ascontiguousarray(data), _aligned(x), _poisoned(len(x), len(data))
-        shape = (len(data), x.shape[1])
-        call = self._library.penstock_single_multiply
-        call(weights, source, *shape, *_rows(data), _at(x), len(x), num_threads, _at(out))
+        return self.multiply_fused([(weights, source, data)], x, num_threads=num_threads)
+
+    def multiply_fused(
+        self, parts: Sequence[tuple[Format, Source, NDArray[np.uint8]]], x: Floats, *, num_threads: int = 1
+    ) -> Floats:
+        """Return the products with a matrix whose rows are those of the parts. x: [rows, columns]."""
+        kept = [np.ascontiguousarray(data) for _, _, data in parts]
+        x, out = _aligned(x), _poisoned(len(x), sum(map(len, kept)))
+        table = (_MatrixPart * len(parts))()
+        for row, (weights, source, _), data in zip(table, parts, kept, strict=True):
+            row.format, row.source, row.rows = weights, source, len(data)
+            row.data, row.row_bytes = _rows(data)
+        self._library.penstock_single_multiply(table, len(table), x.shape[1], _at(x), len(x), num_threads, _at(out))
         return out
 
     def add_low_rank(self, out: Floats, x: Floats, parts: Sequence[LowRankRows]) -> Floats:
@@ -229,7 +254,8 @@ def _open(path: Path) -> Any:
     pointer, number, real = c.c_void_p, c.c_int, c.c_float
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "repack": (None, [*[number] * 4, pointer, c.c_size_t, pointer]),
-        "multiply": (None, [*[number] * 4, pointer, c.c_size_t, pointer, number, number, pointer]),
+        "num_bytes": (c.c_size_t, [number] * 3),
+        "multiply": (None, [pointer, number, number, pointer, number, number, pointer]),
         "low_rank": (None, [number, number, pointer, number, pointer, number, pointer]),
         "quantise": (real, [pointer, number, pointer, pointer]),
         "exp": (None, [pointer, number, pointer]),

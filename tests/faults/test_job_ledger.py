@@ -85,7 +85,7 @@ def test_job_of_a_killed_node_and_gateway_is_moved_and_read_whole(redis_url: str
         assert times == sorted(times)
         assert times[3] - times[1] >= LEASE_MS
         assert (ledger["losses"], ledger["num_past_leases"], ledger["usage"]["completion_tokens"]) == (1, 1, 120)
-        shown = run_command("jobs", "show", job_id, "--redis-url", redis_url)
+        shown = run_command("jobs", "show", job_id, "--json", "--redis-url", redis_url)
         assert json.loads(shown.stdout)["ledger"] == ledger
         asyncio.run(check_pool(redis_url))
 

@@ -43,6 +43,7 @@ class ByteTokenizer:
 
     max_token_bytes = 64
     tool_parser = reasoning_parser = "none"
+    thinking_switches: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.last_chat: tuple[Sequence[dict[str, Any]], str | None] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import struct
 from operator import mul
 from typing import Any
@@ -88,12 +89,52 @@ def test_pooling_and_dimensions_reach_the_engine(http: httpx.Client, pooling: st
 def test_long_text_is_refused_or_cut_to_its_last_tokens(http: httpx.Client) -> None:
     text = "a" * MAX_MODEL_LEN + "xyz"
     status, param, message = refusal(http.post("/v1/embeddings", json={"model": MODEL, "input": ["b", text]}))
-    assert (status, param) == (400, "input")
+    assert (status, param) == (400, "input[1]")
     assert "maximum context length" in message
     body = {"model": MODEL, "input": text, "truncate_prompt_tokens": 4}
     found = http.post("/v1/embeddings", json=body).json()
     assert found["data"][0]["embedding"] == near(wanted("axyz"))
     assert found["usage"]["prompt_tokens"] == 4
+    for limit in (-1, -1.0):
+        found = http.post("/v1/embeddings", json={**body, "truncate_prompt_tokens": limit}).json()
+        assert found["data"][0]["embedding"] == near(wanted(text[-MAX_MODEL_LEN:]))
+
+
+LONG = "a" * (MAX_MODEL_LEN + 1)
+"""Too long for the node, which counts tokens."""
+LONGER = "a" * 65 * MAX_MODEL_LEN
+"""Too long even if each token had as many bytes as the longest one, so the queue refuses it."""
+
+
+@pytest.mark.parametrize("long", [LONG, LONGER], ids=["by the node", "by the queue"])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("v1/embeddings", {"input": ["b", "c", "?"]}, "input[2]"),
+        ("v1/embeddings", {"input": "?"}, "input"),
+        ("v1/embeddings", {"input": ["?"]}, "input"),
+        ("rerank", {"query": "?", "documents": ["b"]}, "query"),
+        ("rerank", {"query": "b", "documents": ["c", {"text": "?"}]}, "documents[1]"),
+        ("score", {"text_1": "?", "text_2": ["b"]}, "text_1"),
+        ("score", {"text_1": "b", "text_2": ["?", "c"]}, "text_2[0]"),
+        ("score", {"text_1": ["b", "?"], "text_2": ["c", "d"]}, "text_1[1]"),
+        ("score", {"text_1": ["b", "c"], "text_2": ["d", "?"]}, "text_2[1]"),
+        ("v1/completions", {"prompt": ["b", "?"]}, "prompt[1]"),
+    ],
+)
+def test_refusal_names_the_text_among_several(
+    http: httpx.Client, path: str, body: dict[str, Any], param: str, long: str
+) -> None:
+    given = json.loads(json.dumps({"model": MODEL, **body}).replace("?", long))
+    status, found, message = refusal(http.post(f"/{path}", json=given))
+    assert (status, found) == (400, param)
+    assert "maximum context length" in message
+
+
+def test_stream_names_the_prompt_that_its_node_refuses(http: httpx.Client) -> None:
+    """The refusal is the answer, or an event if the stream has begun."""
+    body = {"model": MODEL, "prompt": ["b", LONG], "stream": True}
+    assert '"param":"prompt[1]"' in http.post("/v1/completions", json=body).text
 
 
 def test_text_may_fill_the_context(http: httpx.Client) -> None:
@@ -127,11 +168,13 @@ def test_as_many_texts_as_openai_allows_are_one_request(http: httpx.Client) -> N
         ("v1/embeddings", {"input": []}, "input", f"a list of 1 to {MAX_INPUTS} of either"),
         ("v1/embeddings", {"input": ["x"] * (MAX_INPUTS + 1)}, "input", f"a list of 1 to {MAX_INPUTS} of either"),
         ("v1/embeddings", {"input": [[]]}, "input", "must be a string"),
-        ("v1/embeddings", {"input": [{"text": "x"}]}, "input", "must be a string"),
+        ("v1/embeddings", {"input": ["x", {"text": "x"}]}, "input", "item 1 must be a string"),
         ("v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
         ("v1/embeddings", {"input": "x", "pooling": "max"}, "pooling", "'mean', 'last' or 'cls'"),
         ("v1/embeddings", {"input": "x", "dimensions": 0}, "dimensions", "at least 1"),
         ("v1/embeddings", {"input": "x", "dimensions": 9}, "dimensions", "this model's embeddings have 8"),
+        ("v1/embeddings", {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
+        ("v1/embeddings", {"input": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1"),
         ("v1/embeddings", {"input": "x", "normalize": False}, "normalize", "not supported"),
         ("v1/embeddings", {"input": "x", "truncation_side": "right"}, "truncation_side", "not supported"),
         ("v1/embeddings", {"input": "x", "stream": True}, "stream", "unknown field"),

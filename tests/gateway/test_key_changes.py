@@ -23,7 +23,7 @@ SLACK_S = 3.0
 def ttl_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """How long the gateway keeps its copy of the keys: short, except where a test takes the real time."""
     seconds: float = getattr(request, "param", 0.1)
-    monkeypatch.setattr("penstock.producer.client.client.KEYS_TTL_S", seconds)
+    monkeypatch.setattr("penstock.producer.client.calls.reports.KEYS_TTL_S", seconds)
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""`/metrics` counts requests, streams and pools at any gateway, and answers while Redis is away."""
+"""`/metrics` counts requests, streams and pools at any gateway, and answers while Redis is unreachable."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ import pytest
 import redis as sync_redis
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.contract.errors import (
+    BusyError,
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+    PromptTooLongError,
+    UnavailableError,
+)
 from penstock.contract.job import Priority
 from penstock.producer.client import ClientStats
-from penstock.producer.client import client as client_module
+from penstock.producer.client.stats import DECISIONS, decision_of
 from penstock.queue import keys
 from penstock.queue.pool_stats import EVENTS
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -63,6 +71,43 @@ def test_requests_are_counted_by_route_and_errors_by_code(fresh):
         *("/v1/completions", "/v1/models/{model:path}", "other", "/metrics")
     }
     assert found["penstock_http_refusals_total", "unknown_field"] == 1
+
+
+def test_submissions_are_counted_by_decision(fresh, redis_url, engine):
+    with httpx.Client(base_url=fresh, timeout=30) as http:
+        before = scrape(fresh)
+        assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}).status_code == 200
+        assert http.post("/tokenize", json={"model": MODEL, "prompt": "hi"}).status_code == 200
+        too_long = {"model": MODEL, "prompt": "x" * 64 * 257}
+        assert http.post("/v1/completions", json=too_long).json()["error"]["code"] == "context_length_exceeded"
+        with sync_redis.Redis.from_url(redis_url) as client:
+            limit = client.hget(keys.config("echo"), "max_open_jobs")
+            client.hset(keys.config("echo"), "max_open_jobs", 0)
+            assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}).status_code == 429
+            client.hset(keys.config("echo"), "max_open_jobs", limit)
+    found = scrape(fresh)
+    decisions = {key[1]: value for key, value in found.items() if key[0] == "penstock_admission_decisions_total"}
+    assert decisions == dict.fromkeys(DECISIONS, 0) | {"admitted": 2, "too_long": 1, "busy": 1}
+    assert found["penstock_pool_refused_busy_total", "echo"] == before["penstock_pool_refused_busy_total", "echo"] + 1
+
+
+@pytest.mark.parametrize(
+    ("error", "decision"),
+    [
+        (BusyError("", retry_after_ms=1), "busy"),
+        (BusyError("", retry_after_ms=1, code="rate_limit_exceeded"), "tenant_limit"),
+        (BusyError("", retry_after_ms=1, code="a new code"), "error"),
+        (UnavailableError("", code="no_node"), "no_node"),
+        (UnavailableError("", code="redis_away"), "unavailable"),
+        (ConflictError("", code="idempotency_conflict"), "conflict"),
+        (ForbiddenError("", code="class_not_allowed"), "not_allowed"),
+        (PromptTooLongError(""), "too_long"),
+        (NotFoundError("", code="model_not_found"), "invalid"),
+    ],
+)
+def test_every_error_of_a_submission_is_one_of_the_decisions(error, decision):
+    assert decision_of(error) == decision
+    assert decision in DECISIONS
 
 
 def test_metrics_of_vllms_router_have_its_names(fresh):
@@ -118,12 +163,13 @@ def test_pools_figures_are_those_of_redis(fresh, redis_url, engine):
     assert found["penstock_redis_max_bytes",] == 512 << 20
     assert found["penstock_client_chunks_total",] > 0
     meanings = re.findall(r"# HELP penstock_client_\w+ (.+)", httpx.get(f"{fresh}/metrics").text)
-    assert len(set(meanings)) == len(fields(ClientStats)), "each says what it counts"
+    # The decisions have a metric of their own, with a label.
+    assert len(set(meanings)) == len(fields(ClientStats)) - 1, "each says what it counts"
 
 
 def test_what_a_gateway_knows_by_itself_is_told_while_redis_is_away(stack, monkeypatch):
     # Or the copy of them would do for as long as the test takes.
-    monkeypatch.setattr(client_module, "KEYS_TTL_S", 0.01)
+    monkeypatch.setattr("penstock.producer.client.calls.reports.KEYS_TTL_S", 0.01)
     with EmbeddedRedis() as server:
         url = stack.start_gateway(redis_url=server.url)
         assert scrape(url)["penstock_redis_up",] == 1

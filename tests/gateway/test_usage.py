@@ -266,7 +266,6 @@ def test_report_of_many_keys_leaves_the_event_loop_free(callers: Callers, stack:
         # As a gateway's process does: a collection of all objects of this test process would hold the loop.
         gc.freeze()
         page = admin.get("/v1/usage", params=query).json()
-        gc.unfreeze()
         redis.delete(name)
         assert len(page["data"]) == 10_000 and page["has_more"]
         held_s = re.search(r'penstock_gateway_loop_hold_seconds\{clock="cpu"\} (\S+)', admin.get("/metrics").text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -17,9 +16,6 @@ from redis.asyncio import Redis
 
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.queue.broker.producer import ProducerBroker
-
-# As in Engine: tests share their processors. Read when torch is first loaded, which no import above does.
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 @pytest.fixture(scope="session")

@@ -60,4 +60,4 @@ async def test_an_engine_without_figures_is_told_as_that_and_the_node_joins_once
         telling = group.create_task(tell())
         async with running_node(redis_url, engine, pool="silent"):
             assert telling.done()
-    assert "redis is away" not in caplog.text
+    assert "redis is unreachable" not in caplog.text

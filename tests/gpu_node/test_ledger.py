@@ -12,7 +12,7 @@ from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.contract.output import Chunk, Outcome, Usage
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.held_job import HeldJob
-from penstock.gpu_node.ledger import Ledger
+from penstock.gpu_node.ledger import MAX_REPORTED_TENANTS, Ledger
 from penstock.queue import results, wire
 from penstock.queue.broker.node import Taken
 
@@ -175,3 +175,17 @@ def test_the_next_node_keeps_what_an_earlier_one_logged_of_a_prompt() -> None:
     assert decoded(second.emission().chunks)[0].position == 2 * PROMPT_TOKENS_PER_CHUNK
     result = results.decode_result(second.result(), JOB_ID, Outcome("done"), (1, 2, 3, 4))
     assert result.prompt_logprobs == entries
+
+
+def test_ledger_counts_its_jobs_by_class_and_names_the_largest_tenants() -> None:
+    ledger = Ledger()
+    counts = {f"t{number}": number + 1 for number in range(MAX_REPORTED_TENANTS + 2)}
+    for tenant, count in counts.items():
+        for number in range(count):
+            job_id = f"{tenant}.{number}"
+            taken = Taken(job_id, job_id, 0, 0, 1, 0, tenant=tenant, priority=number % 3)
+            ledger.add(HeldJob(taken))
+    largest = dict(sorted(counts.items(), key=lambda row: -row[1])[:MAX_REPORTED_TENANTS])
+    assert ledger.jobs_by_tenant == largest
+    assert sum(ledger.jobs_by_class) == len(ledger) == sum(counts.values())
+    assert ledger.jobs_by_class == tuple(sum(len(range(p, c, 3)) for c in counts.values()) for p in range(3))

@@ -190,7 +190,7 @@ async def test_a_drained_node_gives_back_and_the_next_one_goes_on_token_exact(
     assert 10 < status.num_chunks < 600
     last = vars(caplog.records[-1])
     assert (last["message"], last["num_given_back"], last["num_kept"]) == ("left", 1, 0)
-    assert "a part is not well" not in caplog.text
+    assert "a part of this node is unhealthy" not in caplog.text
     async with running(redis_url, ReferenceEngine()):
         result = await ended(broker, job)
     prompt = (job.prompt or "").encode()
@@ -244,7 +244,9 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.wait((asyncio.wrap_future(node._worker.stopped),))
     assert caught.group_contains(RuntimeError, match="the device is gone")
-    (held,) = (vars(record)["jobs"] for record in caplog.records if record.message == "the engine died with jobs")
+    (held,) = (
+        vars(record)["jobs"] for record in caplog.records if record.message == "the engine died while it held jobs"
+    )
     ((lease, job_id),) = held.items()
     of_lease = node.ledger.of_lease(lease)
     assert of_lease is not None and of_lease.job_id == job_id == job.id

@@ -36,7 +36,12 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
     return subprocess.Popen(
         [sys.executable, "-m", "penstock", *arguments],
-        env={**clean, "TMPDIR": str(folder)},
+        env={
+            **clean,
+            "TMPDIR": str(folder),
+            "PENSTOCK_RUNTIME_DIR": str(folder / "run"),
+            "PENSTOCK_LOG_FORMAT": "console",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -152,8 +157,9 @@ def test_serve_starts_its_node_again_and_says_why_it_ended(folder: Path) -> None
     try:
         next(process for process in reversed(processes) if is_node(process)).kill()
         assert serve.stderr is not None
-        said = "".join(iter(lambda: next(line for line in serve.stderr if line.startswith("serve ")), AGAIN))
-        assert said.startswith("serve   | node ended with status 137 (SIGKILL"), said
+        told = (line.partition(" WARNING ")[2] for line in serve.stderr if line.startswith("serve "))
+        said = "".join(iter(lambda: next(filter(None, told)), AGAIN))
+        assert said.startswith("node ended with status 137 (SIGKILL"), said
         assert said.endswith("; it starts again in 0.5 s\n")
         body = json.loads(curl[curl.index("{") : curl.rindex("}") + 1])
         answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "stream": False, "max_tokens": 8}, timeout=60)
@@ -166,7 +172,7 @@ def test_serve_starts_its_node_again_and_says_why_it_ended(folder: Path) -> None
     wait_until_gone(processes)
 
 
-AGAIN = "serve   | node serves again\n"
+AGAIN = "node serves again\n"
 
 
 def test_taken_port_is_one_clear_error(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""JSON schemas over HTTP, from a model as a user serves it: enforced, or refused by the name of the field."""
+"""JSON schemas over HTTP, with a real model: enforced, or refused by the name of the field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any, Literal
 import httpx
 import pytest
 from bench import schemas
+from fakes.processes.node_process import NodeProcess
 from fakes.served_model import served
+from faults.tools.processes import GatewayProcess
 from fixtures.tiny_model import make_tiny_model
 from hostile.grammars import SCHEMAS_FOLDER, real_schemas
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl
@@ -51,9 +53,10 @@ class Owner(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(make_tiny_model(tmp_path_factory.mktemp("models") / "tiny"), dtype="float32") as url:
-        yield url
+def url(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    model = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    with NodeProcess(redis_server, model=model, dtype="float32"), GatewayProcess(redis_server) as gateway:
+        yield gateway.url
 
 
 def ask(url: str, **options: Any) -> httpx.Response:

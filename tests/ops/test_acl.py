@@ -33,6 +33,7 @@ from penstock.queue.broker.job_lists import JobLists
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, Submission
+from penstock.queue.broker.profiles import TRACE, ProfileBroker, ProfileSummary
 from penstock.queue.broker.usage import UsageBroker
 from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT
@@ -315,6 +316,18 @@ def test_a_health_check_may_ping_and_nothing_else(server: Path) -> None:
 def test_api_keys_are_the_gateways_and_the_operators(server: Path) -> None:
     assert {role for role in ROLES if may(server, role, "HGETALL", keys.API_KEYS)} == {"gateway", "admin"}
     assert {role for role in ROLES if may(server, role, *EVAL, "HGETALL", keys.API_KEYS)} == {"gateway", "admin"}
+
+
+async def test_only_the_operator_asks_for_a_profile_and_the_node_answers(clients: dict[str, Redis]) -> None:
+    request = await ProfileBroker(clients["admin"]).ask(POOL, "n1", 1.0)
+    assert await ProfileBroker(clients["node"]).request("n1") == request
+    await ProfileBroker(clients["node"]).send(POOL, request, ProfileSummary("n1", files={TRACE: 3}), [b"abc"])
+    _, files = await ProfileBroker(clients["admin"]).answer(POOL, request)
+    assert files == {TRACE: b"abc"}
+    assert await clients["watcher"].acl_log() == []
+    for role in ("gateway", "worker"):
+        with pytest.raises(ConfigError, match="refuses this user"):
+            await ProfileBroker(clients[role]).ask(POOL, "n1", 1.0)
 
 
 async def test_what_no_rule_stops(server: Path, clients: dict[str, Redis]) -> None:

@@ -11,7 +11,7 @@ from fakes.processes.node_process import NodeProcess
 from faults.tools.processes import GatewayProcess
 
 SAID = "redis may evict keys: an evicted key is a lost job"
-HIDDEN = "redis does not tell its memory policy"
+HIDDEN = "redis's memory policy cannot be read"
 
 
 @pytest.fixture

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from fakes.queue.harness import LEASE_MS, POOL, P, Queue
+from fakes.queue.harness import LEASE_MS, POOL, P, Queue, new_job
 from redis.asyncio import Redis
 
+from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority
+from penstock.contract.terms import UNLIMITED, Terms
+from penstock.queue import keys
 from penstock.queue.broker.pool_stats import StatsBroker
+from penstock.queue.broker.producer import Submission
 from penstock.queue.pool_stats import EVENTS, PoolStats
 
 
@@ -31,6 +35,27 @@ async def test_a_life_without_trouble_counts_its_ends_only(queue: Queue, broker:
         await node.finish(await queue.running(node), 0, 3)
     await queue.producer.cancel(await queue.submit(), "default")
     assert await counted(broker) == {"submitted": 3, "ended_done": 2, "ended_cancelled": 1}
+
+
+async def refused(queue: Queue, terms: Terms = UNLIMITED, *, cost: int = 100) -> str:
+    with pytest.raises(BusyError) as caught:
+        await queue.producer.submit(Submission(new_job(), cost, terms=terms))
+    return caught.value.code
+
+
+async def test_refusals_are_counted_by_their_limit(queue: Queue, broker: StatsBroker) -> None:
+    await queue.node(max_queued_cost=1000)
+    await queue.submit()
+    assert await refused(queue, cost=1000) == await refused(queue, cost=1001) == "pool_busy"
+    assert await refused(queue, Terms(max_open_jobs=1)) == "rate_limit_exceeded"
+    assert await refused(queue, Terms(max_queued_cost=1)) == "rate_limit_exceeded"
+    await queue.redis.hset(keys.kept_bytes(POOL), "default", 300 << 20)
+    assert await refused(queue) == "memory_share_exceeded"
+    await queue.redis.config_set("maxmemory", 1)
+    assert await refused(queue) == "redis_full"
+    await queue.redis.config_set("maxmemory", "512mb")
+    expected = {"refused_busy": 2, "refused_tenant_limit": 2, "refused_tenant_memory": 1, "refused_memory": 1}
+    assert await counted(broker) == {"submitted": 1, **expected}
 
 
 async def test_losses_takeovers_zombies_and_dead_letters_are_counted(queue: Queue, broker: StatsBroker) -> None:

@@ -186,14 +186,25 @@ def test_result_bytes() -> None:
 def test_pool_record_bytes() -> None:
     data = wire.encode_record(
         PoolRecord(
-            "m", "acme/model", ("alias",), 2048, 7, "r1", 32, "hermes", "think", {"sql": "02"}, ("generate", "x")
+            "m",
+            "acme/model",
+            ("alias",),
+            2048,
+            7,
+            "r1",
+            32,
+            "hermes",
+            "think",
+            {"sql": "02"},
+            ("generate", "x"),
+            ("thinking=true",),
         )
     )
     assert data == (
-        b"\x8c\xa1v\x02\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
+        b"\x8d\xa1v\x02\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
         b"\xa9created_s\x07\xa8revision\xa2r1"
         b"\xafmax_token_bytes\x20\xabtool_parser\xa6hermes\xb0reasoning_parser\xa5think\xa8adapters\x81\xa3sql\xa202"
-        b"\xa5kinds\x92\xa8generate\xa1x"
+        b"\xa5kinds\x92\xa8generate\xa1x\xb1thinking_switches\x91\xadthinking=true"
     )
 
 

@@ -66,6 +66,6 @@ async def test_a_holder_is_named(caplog):
     compute(3 * HOLD_S)
     await asyncio.sleep(4 * INTERVAL_S)
     watch.stop()
-    (line,) = [record for record in caplog.records if record.message == "the event loop is held"]
+    (line,) = [record for record in caplog.records if record.message == "the event loop is blocked"]
     assert any("compute" in frame for frame in line.stack)
     assert line.held_ms >= 50

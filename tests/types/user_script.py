@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from penstock import (
@@ -20,6 +21,7 @@ from penstock import (
     PenstockError,
     Priority,
     Result,
+    ResultTimeoutError,
     SamplingParams,
     StructuredOutputs,
     Terms,
@@ -43,7 +45,22 @@ def read(client: Client) -> str:
     job: Job = client.submit("Once upon a time", params=PARAMS, priority=Priority.BATCH, terms=Terms(weight=2.0))
     text = "".join(chunk.text for chunk in job.stream())
     result: Result = client.attach(job.id, after=4).result(check=False)
-    return text + result.choices[0].text
+    return text + result.text
+
+
+def many(client: Client, lines: Iterator[str]) -> int:
+    results: list[Result] = client.generate(["Once upon a time"], max_tokens=8, timeout=60.0, check=False)
+    results += client.generate([[1, 2, 3], [4, 5]], params=PARAMS)
+    texts: list[str] = [result.text for result in client.map(lines, params=PARAMS, max_in_flight=8)]
+    for prompt, result in client.map_unordered([[1, 2], [3]], priority=Priority.BATCH, queue_without_node=True):
+        print(prompt, result.text, result.token_ids, result.finish_reason)
+    (single,) = client.generate("Once upon a time")
+    try:
+        single = client.submit("Once upon a time").result(timeout=5)
+    except ResultTimeoutError as error:
+        wait: TimeoutError = error
+        print(wait)
+    return len(results) + len(texts) + len(single.text)
 
 
 def chat(client: Client) -> int:
@@ -60,16 +77,25 @@ async def stream() -> None:
     async with AsyncClient("redis://localhost", settings=SETTINGS) as client:
         async for chunk in client.stream([{"role": "user", "content": "Hello"}], temperature=0.0):
             print(chunk.text, end="")
+        results: list[Result] = await client.generate([[{"role": "user", "content": "Hello"}]], timeout=9)
+        async for result in client.map(result.text for result in results):
+            print(result.text)
+        async for _, result in client.map_unordered(prompts()):
+            print(result.finish_reason)
+
+
+async def prompts() -> AsyncIterator[str]:
+    yield "Once upon a time"
 
 
 def offline() -> list[str]:
     engine = Engine(Path("model.gguf"), kv_cache_dtype="int8")
     generations = engine.generate(["Once upon a time"], PARAMS)
     again = Engine(EngineConfig(model="model.gguf", kv_cache_dtype="int8")).generate([[1, 2, 3]], [MORE])
-    return [generation.choices[0].text for generation in generations + again]
+    return [generation.text for generation in generations + again]
 
 
 if __name__ == "__main__":
     with Client() as one:
-        print(read(one), chat(one), offline())
+        print(read(one), chat(one), many(one, iter(["Once upon a time"])), offline())
     asyncio.run(stream())

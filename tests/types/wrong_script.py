@@ -13,4 +13,8 @@ def read(client: Client) -> None:
     client.submit("Hello", max_token=8)  # wrong
     client.submit("Hello", temperature="hot")  # wrong
     print(client.submit("Hello").text)  # wrong
+    client.generate(["Hello"], job_id="one")  # wrong
+    client.generate(["Hello"], max_token=8)  # wrong
+    client.map(5)  # wrong
+    print(client.generate("Hello").text)  # wrong
     Engine("model.gguf").generate(["Hello"], 8)  # wrong

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from datetime import datetime
 
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.runtime.process_memory import resident_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class MemoryTrace:
         self._record(f"step failed: {error!r}")
         if isinstance(error, MemoryError) and now_s - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now_s
-            _log.error("a step found no memory", extra={"reason": repr(error), "trail": self.lines()[-_NUM_LOGGED:]})
+            _log.error("a step ran out of memory", extra={"reason": repr(error), "trail": self.lines()[-_NUM_LOGGED:]})
 
     def _record(self, event: str) -> None:
         scheduler, queues = self._scheduler, self._scheduler.queues
@@ -120,18 +120,10 @@ class MemoryTrace:
             num_waiting=queues.num_waiting,
             num_swapped=len(queues.swapped),
             max_step_tokens=scheduler.max_step_tokens,
-            resident_bytes=_resident_bytes(),
+            resident_bytes=resident_bytes(),
             holders=tuple(held.most_common(NUM_HOLDERS)),
         )
         self._records.append(record)
         if record.resident_bytes > _GROWTH * self._logged_bytes:
             self._logged_bytes = record.resident_bytes
             _log.info("memory grew", extra={"record": str(record)})
-
-
-def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

@@ -61,6 +61,7 @@ class Preemptor:
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks: swap them to the host if that is possible and cheaper, else free them."""
         self.num_preemptions += 1
+        seq.num_preemptions += 1
         num_stored = int(self._batch.table.num_computed[seq.row])
         num_blocks = self._memory.num_to_swap(seq.blocks[: self._batch.num_blocks(num_stored)])
         can_swap = num_stored and not seq.forks and num_blocks <= self._memory.host.num_free

@@ -27,7 +27,7 @@ from penstock.gpu_node.engine.structured.limits import TRIAL_CPU_S, TRIAL_MEMORY
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
 from penstock.gpu_node.engine.structured.reasons import reason_of
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.gpu_node.model.protocol import TokenMasks
+from penstock.gpu_node.model.token_masks import TokenMasks
 
 MAX_CACHED_BYTES = 32 << 20
 """Limit of the cache of grammars and refusals."""

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.contract.template_kwargs import THINKING_VARIABLES, thinking_setting
 from penstock.contract.tools import ReasoningParserName, ToolParserName
-from penstock.gpu_node.engine.text.chat_template import ChatTemplate
+from penstock.gpu_node.engine.text.chat_template import NO_VARIABLES, ChatTemplate
 
 _MARKS: tuple[tuple[str, ToolParserName], ...] = (
     ("<tool_call>", "hermes"),
@@ -32,12 +33,31 @@ def reasoning_parser_of(template: ChatTemplate) -> ReasoningParserName:
     """Return the reasoning parser, by the template's use of `<think>` and whether it opens it for the assistant."""
     if "<think>" not in template.source:
         return "none"
+    return "think_open" if _opens_reasoning(template, NO_VARIABLES) else "think"
+
+
+def thinking_switches_of(template: ChatTemplate) -> tuple[str, ...]:
+    """Return the settings of thinking variables with which the template does not do what it does without them.
+
+    Without them, it opens the reasoning for the assistant or leaves it closed.
+    """
+    if "<think>" not in template.source:
+        return ()
+    is_open = _opens_reasoning(template, NO_VARIABLES)
+    return tuple(
+        thinking_setting(name, value)
+        for name in THINKING_VARIABLES
+        for value in (False, True)
+        if _opens_reasoning(template, {name: value}) != is_open
+    )
+
+
+def _opens_reasoning(template: ChatTemplate, variables: Mapping[str, bool]) -> bool:
     try:
-        is_open = template.render([{"role": "user", "content": "x"}]).rstrip().endswith("<think>")
+        return template.render([{"role": "user", "content": "x"}], None, variables).rstrip().endswith("<think>")
     except Exception:
         # The template may not accept this message, and may raise anything.
-        is_open = False
-    return "think_open" if is_open else "think"
+        return False
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from penstock.gpu_node.engine.text.chat_format import (
     TELLING_MARKS,
     reasoning_parser_of,
     template_messages,
+    thinking_switches_of,
     tool_parser_of,
 )
 from penstock.gpu_node.engine.text.chat_template import NO_VARIABLES, ChatTemplate
@@ -102,6 +103,11 @@ class Tokenizer:
     def reasoning_parser(self) -> ReasoningParserName:
         """The parser of the model's reasoning, as detected from its chat template."""
         return "none" if self._template is None else reasoning_parser_of(self._template)
+
+    @property
+    def thinking_switches(self) -> tuple[str, ...]:
+        """The settings of the chat template's variables that turn the reasoning on or off."""
+        return () if self._template is None else thinking_switches_of(self._template)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens to text, without special tokens."""
@@ -193,7 +199,7 @@ def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     kinds = {step["type"] for step in steps}
     if "ByteLevel" not in kinds and not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-        raise ConfigError(f"tokenizer decoder {sorted(kinds)} is not supported: want ByteLevel or ByteFallback")
+        raise ConfigError(f"tokenizer decoder {sorted(kinds)} is not supported; supported: ByteLevel or ByteFallback")
     return steps
 
 

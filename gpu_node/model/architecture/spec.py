@@ -133,18 +133,20 @@ class ModelSpec:
             raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         # Kernels rotate pairs of channels, and never more channels than a head has.
         if self.rope is not None and (self.rope.dim % 2 or not 0 <= self.rope.dim <= self.head_dim):
-            raise ConfigError(f"rope dim is {self.rope.dim}, want an even number from 0 to head_dim {self.head_dim}")
+            raise ConfigError(
+                f"rope dim is {self.rope.dim} but must be an even number from 0 to head_dim {self.head_dim}"
+            )
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or window < 1):
-                raise ConfigError(f"an attention window is {window!r}, want a whole number of at least 1")
+                raise ConfigError(f"an attention window is {window!r} but must be a whole number of at least 1")
 
     def _check_numbers(self) -> None:
         sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "int"}
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{name} is {size!r}, want a whole number of at least 1")
+                raise ConfigError(f"{name} is {size!r} but must be a whole number of at least 1")
         if not isinstance(self.norm_eps, int | float) or not 0 <= self.norm_eps < math.inf:
-            raise ConfigError(f"norm_eps is {self.norm_eps!r}, want a finite number of at least 0")
+            raise ConfigError(f"norm_eps is {self.norm_eps!r} but must be a finite number of at least 0")
 
     @property
     def is_gated(self) -> bool:

@@ -157,7 +157,7 @@ def weight_files(source: ModelSource) -> list[Path]:
     if files:
         return files
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise ConfigError(f"{folder} has only pickled weights, which can run code; want .safetensors or .gguf")
+        raise ConfigError(f"{folder} has only pickled weights, which can run code; use .safetensors or .gguf")
     raise ConfigError(f"{folder} has no .safetensors weights")
 
 
@@ -240,7 +240,7 @@ def _conventions(header: GgufHeader) -> tuple[dict[str, int], Any]:
 def _count(header: GgufHeader, key: str) -> int:
     count = header.metadata.get(key)
     if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"the metadata says {count!r} for {key}, want a whole number of at least 1")
+        raise ConfigError(f"{key} of the metadata is {count!r} but must be a whole number of at least 1")
     return count
 
 

@@ -57,7 +57,7 @@ def read_header(content: memoryview) -> GgufHeader:
         raise ConfigError(f"the header is cut short or broken: {error}") from error
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
-        raise ConfigError(f"general.alignment is {alignment!r}, want a whole number of at least 1")
+        raise ConfigError(f"general.alignment is {alignment!r} but must be a whole number of at least 1")
     data_start = -(-cursor.at // alignment) * alignment
     tensors = {name: _tensor(name, dims, kind, data_start + offset) for name, dims, kind, offset in infos}
     for name, tensor in tensors.items():

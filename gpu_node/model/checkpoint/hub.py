@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +49,7 @@ class HubModel:
         if named and revision not in (None, named):
             raise ConfigError(f"model {name} contradicts revision {revision}: give only one revision")
         if file and not file.endswith(".gguf"):
-            raise ConfigError(f"model {name}: want a .gguf file of {repo_id} after the colon, not {file}")
+            raise ConfigError(f"model {name}: the part after the colon must be a .gguf file of {repo_id}, not {file}")
         return cls(repo_id, file or None, named or revision or None)
 
     def __str__(self) -> str:
@@ -84,7 +86,11 @@ def _snapshot(
 ) -> Path:
     from huggingface_hub import snapshot_download
 
+    if logging.getLogger().handlers:
+        # huggingface_hub writes its events to stderr by itself too, in a format of its own.
+        logging.getLogger("huggingface_hub").handlers.clear()
     revision = commit or model.revision
+    bar_class = bar_class or _bar_class(0, lambda _: None)
     kinds = {"allow_patterns": names, "ignore_patterns": ignored, "tqdm_class": bar_class}
     return Path(snapshot_download(model.repo_id, revision=revision, **kinds))
 
@@ -136,7 +142,7 @@ def _weight_names(model: HubModel, folder: Path, sizes: Mapping[str, int]) -> li
         files = _listed(names, ".gguf")
         raise ConfigError(f"model {model} has no .safetensors; name one of its files as {model.repo_id}:FILE: {files}")
     if any(name.endswith(_PICKLES) for name in names):
-        raise ConfigError(f"model {model} has only pickled weights, which can run code; want .safetensors or .gguf")
+        raise ConfigError(f"model {model} has only pickled weights, which can run code; use .safetensors or .gguf")
     raise ConfigError(f"model {model} has no .safetensors weights")
 
 
@@ -147,7 +153,7 @@ def _listed(names: Mapping[str, int] | list[str], ending: str) -> str:
 def _bar_class(num_bytes: int, progress: Progress) -> type[Any]:
     """Return a subclass of huggingface_hub's progress bar that also reports downloaded bytes to `progress`.
 
-    num_bytes: the bytes to download in total.
+    num_bytes: the bytes to download in total. Bars show on terminals only, so that they fill no logs.
     """
     from huggingface_hub.utils.tqdm import tqdm
 
@@ -159,6 +165,7 @@ def _bar_class(num_bytes: int, progress: Progress) -> type[Any]:
 
         def __init__(self, *args: Any, name: str | None = None, **kwargs: Any) -> None:
             self._counts = name == _BYTES_WRITTEN
+            kwargs["disable"] = kwargs.get("disable") or not sys.stderr.isatty()
             super().__init__(*args, name=name, **kwargs)
 
         def update(self, n: float | None = 1) -> bool | None:
@@ -196,5 +203,5 @@ def _errors_in_plain_words(model: HubModel) -> Iterator[None]:
         if constants.HF_HUB_OFFLINE:
             state = f"not complete in the hub's cache, {constants.HF_HUB_CACHE}"
             raise ConfigError(f"model {model} is {state}, and HF_HUB_OFFLINE forbids downloading it") from error
-        reason = re.sub(r"\s+", " ", str(error))[:300]
+        reason = re.sub(r"\s+", " ", str(error))[:300].rstrip(". ")
         raise ConfigError(f"cannot download model {model} from {constants.ENDPOINT}: {reason}") from error

@@ -44,6 +44,15 @@ class Device:
         """Whether kernels can convert to float8 and multiply it."""
         return not self.is_gpu or torch.cuda.get_device_capability(self.torch) >= (8, 9)
 
+    @property
+    def uuid(self) -> str:
+        """The GPU, as its driver names it; empty on the CPU."""
+        return f"GPU-{torch.cuda.get_device_properties(self.torch).uuid}" if self.is_gpu else ""
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes of the tensors on the GPU; 0 on the CPU."""
+        return torch.cuda.memory_allocated(self.torch) if self.is_gpu else 0
+
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return zeroed pinned host memory, which the GPU copies from and to asynchronously."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=self.is_gpu)

@@ -52,6 +52,7 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))
     gather = stream if options.cpu_offload_gib else tuple
     weights = load_weights(tensors, spec, _DTYPES[name], report, device.torch, keep, gather)
+    weight_bytes = device.allocated_bytes()
     decoder = GpuDecoder(spec, weights, described.max_model_len)
     adapters = GpuAdapters(spec, options.num_adapter_slots, options.max_lora_rank, _DTYPES[name], device.torch)
     sizes = _sizes(described, options, decoder, layout, device)
@@ -59,7 +60,7 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     limits = Limits(options.max_num_seqs, described.max_model_len, options.block_size, options.deterministic)
     if options.deterministic and device.is_gpu:
         _forbid_split_sums()
-    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device)
+    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes)
     if device.is_gpu:
         _compile_rest(runner, decoder, pool, options)
     formats = "+".join(sorted(keep.formats))
@@ -85,7 +86,7 @@ def _device() -> torch.device:
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if capability < MIN_COMPUTE_CAPABILITY:
             has, wanted = (".".join(map(str, pair)) for pair in (capability, MIN_COMPUTE_CAPABILITY))
-            raise ConfigError(f"runner gpu: {name} has compute capability {has}, want at least {wanted}")
+            raise ConfigError(f"runner gpu: {name} has compute capability {has}; at least {wanted} is needed")
         return device
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
@@ -97,7 +98,9 @@ def _device() -> torch.device:
 def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
     quantization = options.quantization
     if quantization not in ("auto", "none", "int4", *SCALED):
-        raise ConfigError(f"quantization {quantization} is not supported on a GPU: want auto, none, int8, int4 or fp8")
+        raise ConfigError(
+            f"quantization {quantization} is not supported on a GPU; supported: auto, none, int8, int4 or fp8"
+        )
     if quantization == "int4" and not can_pack_int4(
         spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     ):

@@ -119,7 +119,7 @@ def _num_covering(offload_gib: float, layer_bytes: int, num_layers: int) -> int:
     if count <= _NUM_BUFFERS:
         least = _NUM_BUFFERS * layer_bytes / _GIB
         raise ConfigError(
-            f"cpu_offload_gib {offload_gib:g} frees nothing: want more than {least:.4g}, the size of the GPU buffers"
+            f"cpu_offload_gib {offload_gib:g} frees nothing: it must exceed {least:.4g}, the size of the GPU buffers"
         )
     return count
 

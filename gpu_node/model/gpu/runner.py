@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,9 +19,10 @@ from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, PooledTokens, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
+from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, sample
 from penstock.kernels.triton.sending import to_device_async
@@ -58,13 +60,16 @@ class GpuRunner:
         sizes: CacheSizes,
         limits: Limits,
         device: Device,
+        weight_bytes: int = 0,
     ) -> None:
         self._decoder = decoder
         self._adapters = adapters
         self._pool = pool
         self._sizes = sizes
+        self._profiler = TorchProfiler()
         self._limits = limits
         self._device = device
+        self._placement = Placement(weight_bytes, device.uuid)
         rows, vocab = limits.max_num_seqs, decoder.spec.vocab_size
         self._row_marks = RowMarks(vocab, device.torch)
         self._no_marks = Marks.empty(0, vocab, device.torch)
@@ -82,12 +87,29 @@ class GpuRunner:
         return self._sizes
 
     @property
+    def placement(self) -> Placement:
+        """On the GPU, without offloaded layers."""
+        return self._placement
+
+    @property
     def verifies_drafts(self) -> bool:
         """False: graphs and marks support one sample per sequence."""
         return False
 
     def bind_thread(self) -> None:
         """Do nothing: the GPU computes."""
+
+    def start_profile(self) -> None:
+        """Start to record the operations of the calling thread and of the GPU."""
+        self._profiler.start()
+
+    def stop_profile(self) -> None:
+        """Stop to record, on the same thread."""
+        self._profiler.stop()
+
+    def write_profile(self, path: Path) -> None:
+        """Write what was recorded as a compressed Chrome trace."""
+        self._profiler.write(path)
 
     @translate_out_of_memory()
     @torch.inference_mode()

@@ -139,9 +139,9 @@ def _rank_and_factor(config: Mapping[str, Any]) -> tuple[int, float]:
         raise ConfigError(f"{CONFIG_FILE}: init_lora_weights {start!r} is not supported, it changes the base model too")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
-        raise ConfigError(f"{CONFIG_FILE}: r is {rank!r}, want a whole number of at least 1")
+        raise ConfigError(f"{CONFIG_FILE}: r is {rank!r} but must be a whole number of at least 1")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ConfigError(f"{CONFIG_FILE}: lora_alpha is {alpha!r}, want a number")
+        raise ConfigError(f"{CONFIG_FILE}: lora_alpha is {alpha!r} but must be a number")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -150,5 +150,5 @@ def _weights_of(folder: Path) -> Path:
     if path.is_file():
         return path
     if (folder / _PICKLE_FILE).is_file():
-        raise ConfigError(f"{folder} has only {_PICKLE_FILE}, a pickle, which can run code; want {WEIGHTS_FILE}")
+        raise ConfigError(f"{folder} has only {_PICKLE_FILE}, a pickle, which can run code; use {WEIGHTS_FILE}")
     raise ConfigError(f"there is no {path}")

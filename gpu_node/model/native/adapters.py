@@ -13,7 +13,8 @@ from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.lora.low_rank import LowRank
 from penstock.gpu_node.model.protocol import Adapter
-from penstock.kernels.cpu.library import LowRankRows, NativeModel, RowLayout, Slot
+from penstock.kernels.cpu.formats import RowLayout
+from penstock.kernels.cpu.library import LowRankRows, NativeModel, Slot
 
 _SLOTS: dict[MatrixName, Slot] = {"qkv": Slot.QKV, "out": Slot.OUT, "mlp_in": Slot.MLP_IN, "mlp_out": Slot.MLP_OUT}
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.checkpoint.files import Stored
 from penstock.gpu_node.model.checkpoint.gguf_blocks import block_kind, in_blocks
-from penstock.kernels.cpu.library import Format, Source
+from penstock.kernels.cpu.formats import Format, Run, Source
 
 _FORMATS = {"none": Format.BF16, "int8": Format.INT8, "int8_group": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
 _OWN = {
     **dict.fromkeys(("bfloat16", "float16", "float32"), Format.BF16),
     **dict.fromkeys(("q4_0", "q4_1"), Format.INT4_GROUP),
+    "q8_0": Format.INT8_GROUP,
+    "q4_k": Format.Q4_K,
+    "q5_k": Format.Q5_K,
+    "q6_k": Format.Q6_K,
 }
 """The lossless format of each stored kind. Every other kind is dequantized and kept as grouped int8."""
-_BY_PRECISION = (Format.BF16, Format.INT8, Format.INT8_GROUP, Format.INT4_GROUP)
+_PANEL_ROWS = 32
 _SOURCES = {
     "float32": Source.FLOAT32,
     "bfloat16": Source.BFLOAT16,
@@ -31,14 +35,23 @@ _SOURCES = {
 }
 
 
-def format_of(parts: Iterable[Stored], quantization: str) -> Format:
-    """Return the format of a matrix made of `parts`.
+def runs_of(parts: Sequence[Stored], quantization: str, *, interleaved: bool) -> list[Run]:
+    """Return the format of the rows of each part of a matrix.
 
-    With `auto` it is the most precise format among those of the parts, else the format that was asked for.
+    With `auto`, each part keeps its own format, if they can stand beside each other. Otherwise the matrix has the most
+    precise format of any part, or the format that was asked for. `interleaved`: the rows of the parts alternate.
     """
+    num_rows = [part.shape[0] for part in parts]
     if quantization != "auto":
-        return _FORMATS[quantization]
-    return min((_OWN.get(block_kind(part), Format.INT8_GROUP) for part in parts), key=_BY_PRECISION.index)
+        return [(_FORMATS[quantization], sum(num_rows))]
+    formats = [_OWN.get(block_kind(part), Format.INT8_GROUP) for part in parts]
+    if len(set(formats)) == 1:
+        return [(formats[0], sum(num_rows))]
+    if Format.BF16 in formats:
+        return [(Format.BF16, sum(num_rows))]
+    if interleaved or any(count % _PANEL_ROWS for count in num_rows[:-1]):
+        return [(Format.INT8_GROUP, sum(num_rows))]
+    return list(zip(formats, num_rows, strict=True))
 
 
 def rows_of(tensor: Stored) -> tuple[Source, NDArray[np.uint8], NDArray[np.int32] | None]:

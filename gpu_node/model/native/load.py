@@ -18,9 +18,10 @@ from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import packed_once
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.kernels.cpu.abi import AbiError, KernelError
-from penstock.kernels.cpu.build import BuildError, library_path
-from penstock.kernels.cpu.library import Activation, Format, KvFormat, NativeModel, NativeSpec
-from penstock.kernels.cpu.probe import Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
+from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path
+from penstock.kernels.cpu.formats import Format, KvFormat
+from penstock.kernels.cpu.library import Activation, NativeModel, NativeSpec, Slot
+from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 from penstock.runtime.cache_folders import private_folder
 
 _log = logging.getLogger(__name__)
@@ -33,6 +34,11 @@ _KV_FORMATS = {"auto": KvFormat.BF16, "bfloat16": KvFormat.BF16, "int8": KvForma
 
 class NativeUnavailableError(Exception):
     """The native kernels do not support this machine or this model; the message says why."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        """`remedy`: what an operator does about it."""
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 def load_native(described: Description, options: RunnerOptions, progress: Progress) -> tuple[NativeRunner, str]:
@@ -71,20 +77,36 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     _log.info("native runner", extra=facts)
     adapters = NativeAdapters(model, described, rotated=rotated)
     runner = NativeRunner(
-        model, adapters, sizes, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, num_threads=threads
+        model,
+        adapters,
+        sizes,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_threads=threads,
+        weight_bytes=_weight_bytes(model, spec.num_layers, has_embedding=rotated or not spec.tied_head),
     )
     return runner, arithmetic
+
+
+def _weight_bytes(model: NativeModel, num_layers: int, *, has_embedding: bool) -> int:
+    """Return the size of all matrices. A tied embedding has no matrix of its own."""
+    of_layer = (Slot.QKV, Slot.OUT, Slot.MLP_IN, Slot.MLP_OUT)
+    matrices = [(slot, layer) for layer in range(num_layers) for slot in of_layer]
+    tables = [(Slot.HEAD, 0), *([(Slot.EMBEDDING, 0)] if has_embedding else [])]
+    return sum(model.packed(slot, layer).nbytes for slot, layer in matrices + tables)
 
 
 def _kernels(progress: Progress) -> tuple[Isa, Path]:
     """Return this CPU's instruction set and the path of its kernel library, which is compiled if necessary."""
     isa = best_isa(cpu_flags())
     if isa is None:
-        raise NativeUnavailableError("the CPU has neither AVX-512 with BF16 and VNNI nor AVX2")
+        raise NativeUnavailableError(NO_ISA, NO_ISA_REMEDY)
     try:
         return isa, _library_in(cache_folder() / "native", isa, progress)
-    except (BuildError, OSError) as error:
-        raise NativeUnavailableError(str(error)) from error
+    except BuildError as error:
+        raise NativeUnavailableError(str(error), BUILD_REMEDY) from error
+    except OSError as error:
+        raise NativeUnavailableError(str(error), "set PENSTOCK_CACHE to a folder that can be written") from error
 
 
 def _library_in(folder: Path, isa: Isa, progress: Progress) -> Path:
@@ -96,21 +118,24 @@ def _library_in(folder: Path, isa: Isa, progress: Progress) -> Path:
 
 
 def _check(described: Description, options: RunnerOptions) -> None:
-    spec = described.spec
     if options.dtype not in ("auto", "bfloat16"):
-        raise NativeUnavailableError(f"the kernels compute in bfloat16, not {options.dtype}")
+        raise NativeUnavailableError(f"the kernels compute in bfloat16, not {options.dtype}", "--dtype bfloat16")
     if options.dtype == "auto" and described.source.gguf is None and described.stored_dtype == "float32":
-        raise NativeUnavailableError("the checkpoint is float32; dtype bfloat16 would round it")
+        reason = "the checkpoint is float32; dtype bfloat16 would round it"
+        raise NativeUnavailableError(reason, "--dtype bfloat16 accepts that")
     if options.quantization == "fp8":
-        raise NativeUnavailableError("quantization may be none, int8, int8_group and int4, not fp8, which needs a GPU")
+        reason = "quantization may be none, int8, int8_group and int4, not fp8, which needs a GPU"
+        raise NativeUnavailableError(reason, "--quantization int8")
     if options.kv_cache_dtype not in _KV_FORMATS:
-        raise NativeUnavailableError(f"the KV cache may be bfloat16 or int8, not {options.kv_cache_dtype}")
+        reason = f"the KV cache may be bfloat16 or int8, not {options.kv_cache_dtype}"
+        raise NativeUnavailableError(reason, "--kv-cache-dtype int8")
     if options.block_size % PAGE_TOKENS:
-        raise NativeUnavailableError(f"block_size {options.block_size} is not a multiple of {PAGE_TOKENS}")
-    if spec.head_dim % PAGE_TOKENS or spec.head_dim > MAX_HEAD_DIM:
-        raise NativeUnavailableError(
-            f"head_dim {spec.head_dim} is not a multiple of {PAGE_TOKENS} of at most {MAX_HEAD_DIM}"
-        )
+        reason = f"block_size {options.block_size} is not a multiple of {PAGE_TOKENS}"
+        raise NativeUnavailableError(reason, f"--block-size {PAGE_TOKENS}")
+    head_dim = described.spec.head_dim
+    if head_dim % PAGE_TOKENS or head_dim > MAX_HEAD_DIM:
+        reason = f"head_dim {head_dim} is not a multiple of {PAGE_TOKENS} of at most {MAX_HEAD_DIM}"
+        raise NativeUnavailableError(reason, "use a model with another head_dim, or a GPU")
 
 
 def _kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:

@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +20,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu.library import Format, NativeModel, RowLayout, Slot, Vector
+from penstock.kernels.cpu.formats import Format, RowLayout, Run
+from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 
 KEY_DIGITS = 32
 _MAGIC = b"penstock weights"
@@ -37,15 +38,13 @@ class PackedWriter:
         """key: identifies the source of the weights, `KEY_DIGITS` characters."""
         self._file = file
         self._key = key
-        self._table: dict[str, list[list[int]]] = {"matrices": [], "vectors": [], "biases": []}
+        self._table: dict[str, list[list[Any]]] = {"matrices": [], "vectors": [], "biases": []}
         file.seek(_PAGE)
 
-    def add_matrix(
-        self, slot: Slot, layer: int, weights: Format, rows: int, columns: int, packed: NDArray[np.uint8]
-    ) -> None:
+    def add_matrix(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int, packed: NDArray[np.uint8]) -> None:
         """Add a matrix in the kernels' packed layout."""
         start = self._put(packed, _PAGE)
-        self._table["matrices"].append([slot, layer, weights, rows, columns, start, packed.nbytes])
+        self._table["matrices"].append([slot, layer, runs, columns, start, packed.nbytes])
 
     def add_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
         """Add a vector, with the arguments of `NativeModel.set_vector`."""
@@ -103,9 +102,9 @@ class PackedWeights:
 
     def give_to(self, model: NativeModel) -> None:
         """Let a model read the matrices in place, and set its biases and vectors."""
-        for slot, layer, weights, rows, columns, start, size in self._table["matrices"]:
+        for slot, layer, runs, columns, start, size in self._table["matrices"]:
             packed = self._content[start : start + size]
-            model.use(Slot(slot), layer, Format(weights), rows, columns, packed)
+            model.use(Slot(slot), layer, [(Format(weights), rows) for weights, rows in runs], columns, packed)
         for slot, layer, first, layout, start, size in self._table["biases"]:
             model.set_bias(Slot(slot), layer, self._numbers(start, size), first=first, layout=RowLayout(layout))
         for vector, layer, start, size in self._table["vectors"]:

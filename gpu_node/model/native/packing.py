@@ -11,9 +11,10 @@ from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.checkpoint.files import Checkpoint, Stored
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
-from penstock.gpu_node.model.native.formats import format_of, rows_of
+from penstock.gpu_node.model.native.formats import rows_of, runs_of
 from penstock.gpu_node.model.native.packed_file import PackedWriter
-from penstock.kernels.cpu.library import Format, NativeModel, RowLayout, Slot, Vector
+from penstock.kernels.cpu.formats import Format, RowLayout, Run
+from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 
 _SLAB_BYTES = 16 << 20
 """Rows of an embedding table are read in slabs of this many bytes, counted in float32."""
@@ -88,7 +89,8 @@ class Packer:
     def _fill(
         self, slot: Slot, layer: int, linear: StoredLinear, layouts: list[tuple[RowLayout, int]], gains: _Gains
     ) -> None:
-        weights = self._allocate(slot, layer, linear.weights)
+        interleaved = layouts[0][0] is not RowLayout.PLAIN
+        runs = self._allocate(slot, layer, linear.weights, interleaved=interleaved)
         for part, (layout, first) in zip(linear.weights, layouts, strict=True):
             self._pack_rows(slot, layer, part, layout, first, gains)
         for bias, (layout, first) in zip(linear.biases, layouts, strict=False):
@@ -96,36 +98,35 @@ class Packer:
             self._model.set_bias(slot, layer, values, first=first, layout=layout)
             if self._keep is not None:
                 self._keep.add_bias(slot, layer, values, first, layout)
-        self._finish(slot, layer, linear.weights, weights)
+        self._finish(slot, layer, linear.weights, runs)
 
     def _pack_table(self, slot: Slot, table: Stored, gains: _Gains) -> None:
         """Pack a matrix with one row per vocabulary token in slabs; its rows are independent of each other."""
-        weights = self._allocate(slot, 0, (table,))
+        runs = self._allocate(slot, 0, (table,))
         rows, columns = table.shape
         slab_rows = max(1, _SLAB_BYTES // (4 * columns))
         for first in range(0, rows, slab_rows):
             self._pack_rows(slot, 0, table.span(first, min(first + slab_rows, rows)), RowLayout.PLAIN, first, gains)
-        self._finish(slot, 0, (table,), weights)
+        self._finish(slot, 0, (table,), runs)
 
     def _pack_rows(self, slot: Slot, layer: int, part: Stored, layout: RowLayout, first: int, gains: _Gains) -> None:
         source, data, order = rows_of(part)
         self._model.fill(slot, layer, source, data, first=first, layout=layout, row_order=order, gains=gains)
         self._tensors.release()
 
-    def _finish(self, slot: Slot, layer: int, parts: tuple[Stored, ...], weights: Format) -> None:
+    def _finish(self, slot: Slot, layer: int, parts: tuple[Stored, ...], runs: list[Run]) -> None:
         if self._keep is not None:
-            rows, columns = _rows_and_columns(parts)
-            self._keep.add_matrix(slot, layer, weights, rows, columns, self._model.packed(slot, layer))
+            self._keep.add_matrix(slot, layer, runs, parts[0].shape[1], self._model.packed(slot, layer))
             self._model.release(slot, layer)
 
-    def _allocate(self, slot: Slot, layer: int, parts: tuple[Stored, ...]) -> Format:
+    def _allocate(self, slot: Slot, layer: int, parts: tuple[Stored, ...], *, interleaved: bool = False) -> list[Run]:
         # Keep a rotated embedding in bfloat16: an error in its row stays in the residual stream through all layers.
         precise = self._rotated and slot is Slot.EMBEDDING
-        weights = Format.BF16 if precise else format_of(parts, self._quantization)
+        runs = runs_of(parts, "none" if precise else self._quantization, interleaved=interleaved)
         if not precise:
-            self._formats.add(weights)
-        self._model.allocate(slot, layer, weights, *_rows_and_columns(parts))
-        return weights
+            self._formats.update(weights for weights, _ in runs)
+        self._model.allocate(slot, layer, runs, parts[0].shape[1])
+        return runs
 
     def _set_norm(self, vector: Vector, layer: int, norm: StoredNorm) -> _Gains:
         """Set a norm's weights. With rotation, set ones and return the weights to fold into the next matrix."""
@@ -139,8 +140,3 @@ class Packer:
         self._model.set_vector(vector, layer, values)
         if self._keep is not None:
             self._keep.add_vector(vector, layer, values)
-
-
-def _rows_and_columns(parts: tuple[Stored, ...]) -> tuple[int, int]:
-    """Return the shape of the matrix that consists of the parts' rows."""
-    return sum(part.shape[0] for part in parts), parts[0].shape[1]

@@ -14,11 +14,12 @@ from penstock.gpu_node.model.protocol import (
     Adapter,
     CacheSizes,
     Logprobs,
+    Placement,
     SamplingRows,
     StepPlan,
     StepResult,
-    TokenMasks,
 )
+from penstock.gpu_node.model.token_masks import TokenMasks
 from penstock.kernels.cpu.library import NativeModel, NativePlan
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class NativeRunner:
         vocab_size: int,
         hidden_size: int,
         num_threads: int,
+        weight_bytes: int,
     ) -> None:
         self._model = model
         self._adapters = adapters
@@ -45,6 +47,7 @@ class NativeRunner:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
         self._num_threads = num_threads
+        self._weight_bytes = weight_bytes
         self._is_warned = False
         self.num_threads_in_use = num_threads
         """The threads that computed the last step; fewer than num_threads while other processes occupy some cores."""
@@ -53,6 +56,11 @@ class NativeRunner:
     def cache_sizes(self) -> CacheSizes:
         """The number and size of the KV blocks."""
         return self._sizes
+
+    @property
+    def placement(self) -> Placement:
+        """On the CPU."""
+        return Placement(self._weight_bytes)
 
     @property
     def verifies_drafts(self) -> bool:
@@ -94,7 +102,7 @@ class NativeRunner:
         if 0 < self.num_threads_in_use < self._num_threads and not self._is_warned:
             self._is_warned = True
             extra = {"num_threads": self._num_threads, "num_in_use": self.num_threads_in_use}
-            _log.warning("cores are taken", extra=extra)
+            _log.warning("other processes use the cores", extra=extra)
 
     def _logprobs(self, plan: StepPlan) -> tuple[Logprobs | None, Logprobs | None]:
         """Allocate the logprobs of the sampling rows and of the scored tokens; None where they are not wanted."""

@@ -18,7 +18,7 @@ from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.files import weight_files
 from penstock.gpu_node.model.checkpoint.revision import revision_of
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter
-from penstock.kernels.cpu.library import Format
+from penstock.kernels.cpu.formats import Format
 
 _log = logging.getLogger(__name__)
 _UNUSED_S = 7 * 24 * 60 * 60
@@ -110,7 +110,7 @@ def _require_free_space(folder: Path, num_bytes: int) -> None:
     """Raise OSError if the disk has less than `num_bytes` free, rather than fill it up for other programs."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
-        raise OSError(f"{folder} has {free >> 20} MiB free, want {num_bytes >> 20}")
+        raise OSError(f"{folder} has {free >> 20} MiB free; {num_bytes >> 20} are needed")
 
 
 def _sweep(folder: Path, before_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,9 +12,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Logprobs, SamplingRows, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import (
+    Adapter,
+    CacheSizes,
+    Logprobs,
+    Placement,
+    SamplingRows,
+    StepPlan,
+    StepResult,
+)
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
+from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.gpu_node.model.torch_common.sampler import sample
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
@@ -43,11 +53,17 @@ class TorchRunner:
         ]
         # Only this thread computes, because every thread that calls torch keeps its own team of OpenMP threads.
         self._thread = ThreadPoolExecutor(1, "penstock-torch")
+        self._profiler = TorchProfiler()
 
     @property
     def cache_sizes(self) -> CacheSizes:
         """The number and size of the KV blocks."""
         return self._sizes
+
+    @property
+    def placement(self) -> Placement:
+        """On the CPU. Layers are read from the checkpoint at the first step."""
+        return Placement()
 
     @property
     def verifies_drafts(self) -> bool:
@@ -68,6 +84,18 @@ class TorchRunner:
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, after the steps that were already submitted."""
         self._thread.submit(self._decoder.adapters.set, adapter_slot, adapter).result()
+
+    def start_profile(self) -> None:
+        """Start to record the operations of steps."""
+        self._thread.submit(self._profiler.start).result()
+
+    def stop_profile(self) -> None:
+        """Stop to record."""
+        self._thread.submit(self._profiler.stop).result()
+
+    def write_profile(self, path: Path) -> None:
+        """Write what was recorded as a compressed Chrome trace."""
+        self._profiler.write(path)
 
     @torch.inference_mode()
     def _logits(self, plan: StepPlan) -> Tensor:

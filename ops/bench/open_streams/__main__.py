@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.machine import describe, revision
 from bench.open_streams.measure import Setup, measure_rates, measure_stopped
 from bench.open_streams.node import serve
-from bench.open_streams.processes import Answer, Cores
+from bench.open_streams.processes import SSE, TRANSPORTS, WEBSOCKET, Answer, Cores
 from bench.open_streams.report import Scene, report
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -30,6 +30,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=5000)
     parser.add_argument("--rates", type=float, nargs="*", default=[20_000], help="events per second")
     parser.add_argument("--direct-rates", type=float, nargs="*", default=[20_000, 40_000], help="without the script")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    parser.add_argument("--socket-rates", type=float, nargs="*", default=[10_000, 20_000], help="rates of WebSockets")
+    parser.add_argument("--socket-direct-rates", type=float, nargs="*", default=[20_000], help="without the script")
     parser.add_argument("--readers", type=int, default=500, help="streams beside which some readers stop; 0: none")
     parser.add_argument("--stopped", type=int, default=50, help="readers that stop")
     parser.add_argument("--stopped-rate", type=float, default=10_000, help="events per second beside them")
@@ -56,8 +59,8 @@ def run(options: argparse.Namespace) -> tuple[list[Answer], list[Answer]]:
     for turn in range(options.turns):
         for gateway in options.gateways:
             of_run = {"gateway": name_of(gateway), "turn": turn}
-            if options.rates or options.direct_rates:
-                found = measure_rates(gateway, options.streams, options.rates, options.direct_rates, setup)
+            for transport, rates in rates_of(options).items():
+                found = measure_rates(gateway, options.streams, *rates, setup, transport)
                 loads += [{**of_run, **one} for one in found]
                 print(json.dumps(loads[-len(found) :]), flush=True)
             if options.readers:
@@ -65,6 +68,12 @@ def run(options: argparse.Namespace) -> tuple[list[Answer], list[Answer]]:
                 stops.append({**of_run, **measure_stopped(gateway, *among, setup)})
                 print(json.dumps(stops[-1]), flush=True)
     return loads, stops
+
+
+def rates_of(options: argparse.Namespace) -> dict[str, tuple[list[float], list[float]]]:
+    """Return the rates to measure of each transport: by the script, and without it."""
+    rates = {SSE: (options.rates, options.direct_rates), WEBSOCKET: (options.socket_rates, options.socket_direct_rates)}
+    return {transport: of for transport, of in rates.items() if transport in options.transports and any(of)}
 
 
 def name_of(gateway: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from bench.machine import ForeignCpu
 from bench.open_streams.node import Load
-from bench.open_streams.processes import Answer, Cores, Process, Stand, resident_kib, stand
+from bench.open_streams.processes import SSE, Answer, Cores, Process, Stand, resident_kib, stand
 from bench.queue_cost.processes import cpu_us
 
 WARM_S = 2.0
@@ -32,13 +32,18 @@ class Setup:
 
 
 def measure_rates(
-    python: str, num_streams: int, rates: Sequence[float], direct_rates: Sequence[float], setup: Setup
+    python: str,
+    num_streams: int,
+    rates: Sequence[float],
+    direct_rates: Sequence[float],
+    setup: Setup,
+    transport: str = SSE,
 ) -> list[Answer]:
     """Measure one gateway at several rates of events, over the same open streams. Direct ones leave no logs behind."""
     cores = setup.cores
     with stand(python, 0, cores) as running:
         before_kib, before_s = resident_kib(running.gateway.pid), time.monotonic()
-        with running.reader(num_streams, cores) as reader:
+        with running.reader(num_streams, cores, transport) as reader:
             opened_s, opened_kib = time.monotonic() - before_s, resident_kib(running.gateway.pid)
             found = [measure(running, reader, rate, setup) for rate in rates]
             found += [measure(running, reader, rate, setup, direct=True) for rate in direct_rates]
@@ -48,7 +53,7 @@ def measure_rates(
         "open_kib_per_stream": (opened_kib - before_kib) / num_streams,
         "kib_per_stream": (after_kib - before_kib) / num_streams,
     }
-    return [{"num_streams": num_streams, **opening, **one} for one in found]
+    return [{"transport": transport, "num_streams": num_streams, **opening, **one} for one in found]
 
 
 def measure_stopped(python: str, num_streams: int, num_stopped: int, rate: float, setup: Setup) -> Answer:

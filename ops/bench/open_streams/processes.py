@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,10 @@ REDIS_MIB = 4096
 MAX_TOKENS = 4000
 """Of a stream. The node says more if a measurement needs more; the queue predicts a job's memory by this."""
 OPENING_AT_ONCE = 64
+MAX_SOCKETS = 100_000
+SSE, WEBSOCKET = TRANSPORTS = "SSE", "WebSocket"
+CHAT_PATH = "/v1/chat/completions"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": MAX_TOKENS}
 Answer = dict[str, Any]
 
 
@@ -107,24 +112,41 @@ class Stand:
     pids: dict[str, int]
 
     @contextmanager
-    def reader(self, num_streams: int, cores: Cores) -> Iterator[Process]:
+    def reader(self, num_streams: int, cores: Cores, transport: str = SSE) -> Iterator[Process]:
         """A reader that has opened its streams."""
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(sse_request(self.url))
-            file.flush()
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder) / str(number) for number in range(2)]
+            parts = sse_parts(self.url) if transport == SSE else websocket_parts(self.url)
+            for file, part in zip(files, parts, strict=False):
+                file.write_bytes(part)
             address = urlsplit(self.url)
-            argv = [str(compiled_reader()), str(address.hostname), str(address.port), file.name]
-            with _process([*argv, str(num_streams), str(OPENING_AT_ONCE)], cores.others) as reader:
+            request, *frame = map(str, files[: len(parts)])
+            argv = [str(compiled_reader()), str(address.hostname), str(address.port), request]
+            with _process([*argv, str(num_streams), str(OPENING_AT_ONCE), *frame], cores.others) as reader:
                 reader.answer()
                 yield reader
 
 
-def sse_request(url: str) -> bytes:
-    """Return the request that opens one stream. A reader of another transport would begin with other bytes."""
-    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": MAX_TOKENS}
-    body = json.dumps({**chat, "stream": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nContent-Type: application/json\r\n"
-    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+def sse_parts(url: str) -> list[bytes]:
+    """Return the request that opens a stream of server-sent events."""
+    body = json.dumps({**CHAT, "stream": True}).encode()
+    head = f"POST {CHAT_PATH} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nContent-Type: application/json\r\n"
+    return [head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body]
+
+
+def websocket_parts(url: str) -> list[bytes]:
+    """Return the handshake that opens a WebSocket, and the frame that then submits the chat of `sse_parts`."""
+    message = {"type": "submit", "id": "s", "path": CHAT_PATH, "body": CHAT, "event_ids": False}
+    handshake = (
+        f"GET /v1/stream HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    return [handshake.encode(), text_frame(json.dumps(message).encode())]
+
+
+def text_frame(payload: bytes) -> bytes:
+    """Return a client's WebSocket frame (RFC 6455, 5.2) with a payload of 126 to 65,535 bytes and a mask of zeros."""
+    return struct.pack(">BBH4x", 0x81, 0xFE, len(payload)) + payload
 
 
 @contextmanager
@@ -138,7 +160,7 @@ def stand(python: str, num_chars: int, cores: Cores) -> Iterator[Stand]:
         node = stack.enter_context(_process(argv, cores.others))
         node.answer()
         argv = [python, "-m", "penstock", "gateway", "--redis-url", server.url, "--port", "0"]
-        env = os.environ | {"PENSTOCK_GATEWAY_PROGRESS": "json"}
+        env = os.environ | {"PENSTOCK_GATEWAY_PROGRESS": "json", "PENSTOCK_GATEWAY_MAX_SOCKETS": str(MAX_SOCKETS)}
         gateway = stack.enter_context(_process(argv, cores.gateway, env=env, stderr=subprocess.DEVNULL))
         url = gateway.answer()["url"]
         yield Stand(node, gateway, url, {"gateway": gateway.pid, "redis": redis_pid(server), "node": node.pid})

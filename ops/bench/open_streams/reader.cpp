@@ -1,8 +1,9 @@
-// Holds thousands of HTTP streams open, counts their events, and measures when they arrive.
+// Holds thousands of streams open, counts their events, and measures when they arrive.
 //
-//   reader HOST PORT REQUEST_FILE STREAMS AT_ONCE
+//   reader HOST PORT REQUEST_FILE STREAMS AT_ONCE [FRAME_FILE]
 //
-// Opens STREAMS connections, AT_ONCE at a time, and sends the file's bytes on each. An event's text holds a stamp
+// Opens STREAMS connections, AT_ONCE at a time, and sends the file's bytes on each. With FRAME_FILE, each one becomes a
+// WebSocket, and the bytes of that file follow its handshake. An event's text holds a stamp
 // `@@<time>:<index>;`: the publication's time in ns on CLOCK_MONOTONIC, and the event's place in its stream. A stream
 // is open once its first event has come. Each answer on stdout is one line of JSON. Commands on stdin, one per line:
 //
@@ -40,6 +41,7 @@ constexpr int64_t kGraceNs = 1'000'000'000;
 constexpr size_t kReadBytes = 1 << 16;
 constexpr int kMaxReady = 512;
 constexpr int kStoppedReceiveBytes = 4096;
+constexpr int kClose = 8, kPing = 9;  // Codes of WebSocket frames.
 
 int64_t now_ns() {
     timespec now{};
@@ -55,6 +57,7 @@ int64_t now_ns() {
 struct Stream {
     int socket = -1;
     bool stopped = false;
+    bool is_websocket = false;
     int64_t next_index = 0;
     int64_t last_arrival_ns = 0;
     std::string rest;  // The beginning of an event whose end has not arrived.
@@ -68,8 +71,14 @@ struct Interval {
 
 class Reader {
 public:
-    Reader(sockaddr_in address, std::string request, size_t streams)
-        : address_(address), request_(std::move(request)), streams_(streams), epoll_(epoll_create1(0)) {}
+    // frame: the first frame of a WebSocket; empty for server-sent events.
+    Reader(sockaddr_in address, std::string request, std::string frame, size_t streams)
+        : address_(address),
+          request_(std::move(request)),
+          frame_(std::move(frame)),
+          mark_(frame_.empty() ? "data: {" : "\"data\":{"),
+          streams_(streams),
+          epoll_(epoll_create1(0)) {}
 
     void open_all(size_t at_once) {
         for (size_t started = 0; num_open_ < streams_.size();) {
@@ -142,10 +151,14 @@ private:
         if (descriptor < 0) fail("socket");
         if (connect(descriptor, reinterpret_cast<sockaddr*>(&address_), sizeof address_) < 0) fail("connect");
         setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-        if (send(descriptor, request_.data(), request_.size(), 0) != static_cast<ssize_t>(request_.size())) fail("send");
+        send_all(descriptor, request_);
         fcntl(descriptor, F_SETFL, O_NONBLOCK);
         streams_[id].socket = descriptor;
         watch(descriptor, id);
+    }
+
+    static void send_all(int descriptor, const std::string& bytes) {
+        if (send(descriptor, bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) fail("send");
     }
 
     void receive(Stream& stream) {
@@ -163,14 +176,52 @@ private:
         char* begin = buffer_ + kReadBytes - stream.rest.size();
         std::memcpy(begin, stream.rest.data(), stream.rest.size());
         std::string_view data(begin, stream.rest.size() + size);
-        // An event of an SSE stream ends with an empty line. Other transports need another end of an event here.
-        for (size_t end; (end = data.find("\n\n")) != data.npos; data.remove_prefix(end + 2))
-            count(stream, data.substr(0, end), at_ns);
+        if (frame_.empty())
+            take_events(stream, data, at_ns);
+        else if (stream.is_websocket || shakes_hands(stream, data))
+            take_frames(stream, data, at_ns);
         stream.rest = data;
     }
 
+    // An event of an SSE stream ends with an empty line.
+    void take_events(Stream& stream, std::string_view& data, int64_t at_ns) {
+        for (size_t end; (end = data.find("\n\n")) != data.npos; data.remove_prefix(end + 2))
+            count(stream, data.substr(0, end), at_ns);
+    }
+
+    // Whether the answer to the handshake is complete. The first frame follows it.
+    bool shakes_hands(Stream& stream, std::string_view& data) {
+        size_t end = data.find("\r\n\r\n");
+        if (end == data.npos) return false;
+        if (!data.starts_with("HTTP/1.1 101 ")) fail("the WebSocket was refused");
+        data.remove_prefix(end + 4);
+        send_all(stream.socket, frame_);
+        return stream.is_websocket = true;
+    }
+
+    // RFC 6455, 5.2: a server's frames have no mask. Each message of this server is one frame.
+    void take_frames(Stream& stream, std::string_view& data, int64_t at_ns) {
+        while (data.size() >= 2) {
+            size_t size = data[1] & 127, head = size == 127 ? 10 : size == 126 ? 4 : 2;
+            if (data.size() < head) return;
+            if (head > 2) {
+                size = 0;
+                for (size_t at = 2; at < head; ++at) size = size << 8 | static_cast<uint8_t>(data[at]);
+            }
+            if (data.size() < head + size) return;
+            std::string_view payload = data.substr(head, size);
+            if (int code = data[0] & 15; code == kPing)
+                send_all(stream.socket, std::string("\x8A") + char(0x80 | size) + std::string(4, 0) + std::string(payload));
+            else if (code == kClose)
+                fail("the server closed a WebSocket");
+            else
+                count(stream, payload, at_ns);
+            data.remove_prefix(head + size);
+        }
+    }
+
     void count(Stream& stream, std::string_view event, int64_t at_ns) {
-        size_t at = event.find("data: {");
+        size_t at = event.find(mark_);
         if (at == event.npos || (at = event.find("@@", at)) == event.npos) return;
         char* end = nullptr;
         int64_t published_ns = std::strtoll(event.data() + at + 2, &end, 10);
@@ -210,7 +261,7 @@ private:
     }
 
     sockaddr_in address_;
-    std::string request_;
+    std::string request_, frame_, mark_;
     std::vector<Stream> streams_;
     int epoll_;
     Interval interval_;
@@ -219,20 +270,24 @@ private:
     char buffer_[2 * kReadBytes];
 };
 
+std::string content_of(const char* path) {
+    std::ifstream file(path, std::ios::binary);
+    return std::string((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc != 6) {
-        std::fprintf(stderr, "usage: reader HOST PORT REQUEST_FILE STREAMS AT_ONCE\n");
+    if (argc != 6 && argc != 7) {
+        std::fprintf(stderr, "usage: reader HOST PORT REQUEST_FILE STREAMS AT_ONCE [FRAME_FILE]\n");
         return 2;
     }
     sockaddr_in address{};
     address.sin_family = AF_INET;
     address.sin_port = htons(std::atoi(argv[2]));
     if (inet_pton(AF_INET, argv[1], &address.sin_addr) != 1) fail("the address");
-    std::ifstream file(argv[3], std::ios::binary);
-    std::string request((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-    static Reader* reader = new Reader(address, request, std::strtoull(argv[4], nullptr, 10));
+    std::string frame = argc == 7 ? content_of(argv[6]) : "";
+    static Reader* reader = new Reader(address, content_of(argv[3]), frame, std::strtoull(argv[4], nullptr, 10));
     reader->open_all(std::strtoull(argv[5], nullptr, 10));
     char line[256];
     while (true) {

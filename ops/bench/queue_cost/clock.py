@@ -24,6 +24,7 @@ class ClockTokenizer:
 
     max_token_bytes = 8
     tool_parser = reasoning_parser = "none"
+    thinking_switches: tuple[str, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         return [SPOKEN] * max(1, len(text) // 4)

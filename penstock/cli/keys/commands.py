@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args
 
 import typer
 from pydantic import ValidationError
 
+from penstock.cli.command_line.commands import App
 from penstock.cli.keys.output import key_object, line_of, lines_of, usage_line_of
 from penstock.cli.options import options_of, takes
+from penstock.cli.output import AsJson, JsonArray, print_object
 from penstock.contract.api_keys import ApiKey, Scope
 from penstock.contract.errors import RequestError
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.terms import Terms
-from penstock.contract.usage import MAX_DAYS, Period, UsagePage, UsageQuery, csv_of, usage_object
+from penstock.contract.usage import MAX_DAYS, Period, UsageQuery, csv_of, usage_object
 from penstock.runtime.settings import KeySettings, redis_url_of
 
 if TYPE_CHECKING:
@@ -29,13 +31,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RedisUrl = Annotated[str | None, typer.Option(help="URL of the gateways' Redis. Default: $PENSTOCK_REDIS_URL.")]
 KeyName = Annotated[
-    str, typer.Argument(help="The key's id (pk-ID-…), or its label or tenant if no other key in use has that name.")
+    str,
+    typer.Argument(
+        help="The key's id (as in pk-ID-SECRET), or its label or tenant if no other key in use has that name."
+    ),
 ]
 Days = Annotated[int, typer.Option(min=1, max=MAX_DAYS, help="Days of usage to add up.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Scopes = Annotated[
     list[str] | None,
-    typer.Option(help=f"{', '.join(get_args(Scope))}. Repeat it for several. A new key has infer by default."),
+    typer.Option(
+        help=f"What the key may do: {', '.join(get_args(Scope))}. Repeat it for several. A new key has infer.",
+        rich_help_panel="Key",
+    ),
 ]
 LIMITS = tuple(name for name in Terms.model_fields if name != "account")
 DEFAULT_DAYS = 31
@@ -51,7 +58,7 @@ class Brokers(NamedTuple):
     producer: ProducerBroker
 
 
-app = typer.Typer(no_args_is_help=True)
+app = App()
 
 
 @app.callback()
@@ -65,13 +72,19 @@ def add(
     tenant: Annotated[str, typer.Argument(help="Tenant for which the key's requests are made.")],
     scope: Scopes = None,
     highest_class: Annotated[
-        ClassName, typer.Option(help="Most urgent priority class that the key may use.")
+        ClassName, typer.Option(help="Most urgent priority class that the key may use.", rich_help_panel="Key")
     ] = "standard",
-    label: Annotated[str, typer.Option(help="Note on what the key is for.")] = "",
+    label: Annotated[str, typer.Option(help="Note on what the key is for.", rich_help_panel="Key")] = "",
     redis_url: RedisUrl = None,
     **limits: Any,
 ) -> None:
-    """Create a key and print it. The key cannot be shown again."""
+    """Create a key and print it. The key cannot be shown again.
+
+    Examples:
+        penstock keys add acme --max-open-jobs 100 --tokens-per-minute 60000
+        penstock keys add chat --highest-class interactive
+        penstock keys add prometheus --scope metrics
+    """
     try:
         terms = Terms(**_given(limits))
     except ValidationError as error:
@@ -91,9 +104,9 @@ def set_key(
     name: KeyName,
     scope: Scopes = None,
     highest_class: Annotated[
-        ClassName | None, typer.Option(help="Most urgent priority class that the key may use.")
+        ClassName | None, typer.Option(help="Most urgent priority class that the key may use.", rich_help_panel="Key")
     ] = None,
-    label: Annotated[str | None, typer.Option(help="Note on what the key is for.")] = None,
+    label: Annotated[str | None, typer.Option(help="Note on what the key is for.", rich_help_panel="Key")] = None,
     redis_url: RedisUrl = None,
     **limits: Any,
 ) -> None:
@@ -101,6 +114,9 @@ def set_key(
 
     The key itself stays valid. Every gateway applies the change to new requests within two seconds. Accepted jobs keep
     the terms with which they were submitted.
+
+    Examples:
+        penstock keys set acme --tokens-per-minute 120000
     """
     terms = _given(limits)
     changes = _given({"scopes": scope, "highest_class": highest_class, "label": label})
@@ -124,7 +140,10 @@ def show(name: KeyName, days: Days = DEFAULT_DAYS, as_json: AsJson = False, redi
         return key_object(key, (await brokers.usage.kept()).get(key.tenant, 0), used, days)
 
     shown = _run(redis_url, find)
-    print(json.dumps(shown, indent=2, ensure_ascii=False) if as_json else "\n".join(lines_of(shown)))
+    if as_json:
+        print_object(shown, as_json=True)
+    else:
+        print("\n".join(lines_of(shown)))
 
 
 @app.command("list")
@@ -139,8 +158,8 @@ def list_keys(days: Days = DEFAULT_DAYS, as_json: AsJson = False, redis_url: Red
 
     found = _run(redis_url, find)
     if as_json:
-        objects = [key_object(key, kept or 0, used or NOTHING, days) for key, kept, used in found]
-        print(json.dumps(objects, indent=2, ensure_ascii=False))
+        with JsonArray() as array:
+            array.add(*(key_object(key, kept or 0, used or NOTHING, days) for key, kept, used in found))
         return
     for key, kept, used in found:
         print(line_of(key, kept, used))
@@ -154,12 +173,17 @@ def usage(
     end: Annotated[str | None, typer.Option(help="Last day or hour, which is part of it. Default: now.")] = None,
     by: Annotated[Period, typer.Option(help="Length of a row. Usage by hour is kept for 3 days.")] = "day",
     pool: Annotated[list[str] | None, typer.Option(help="Pool to show. Repeat it for several. Default: all.")] = None,
-    output_format: Annotated[
-        Literal["text", "csv", "json"], typer.Option("--format", help="Lines of text, CSV, or a JSON object per line.")
-    ] = "text",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of text for people.")] = False,
+    as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Print the usage per day, pool, tenant and key: jobs, and prompt, cached and completion tokens."""
+    """Print the usage per day, pool, tenant and key: jobs, and prompt, cached and completion tokens.
+
+    Examples:
+        penstock keys usage acme --by hour --csv
+    """
+    if as_csv and as_json:
+        raise RequestError("give --csv or --json, not both", param="as_csv")
 
     async def report(brokers: Brokers) -> None:
         query = UsageQuery(by, start, end, days, frozenset(pool) if pool else None)
@@ -168,17 +192,28 @@ def usage(
             query = replace(query, tenant=key.tenant, account=key.key_id)
         models = {served: record.model for served, record in (await brokers.producer.pools()).items()}
         after, is_first = None, True
-        while is_first or after is not None:
-            page = await brokers.usage.page(query, after=after)
-            print(_text_of(page, models, output_format, with_head=is_first), end="")
-            after, is_first = page.next_after, False
+        with JsonArray() if as_json else nullcontext() as array:
+            while is_first or after is not None:
+                page = await brokers.usage.page(query, after=after)
+                objects = [usage_object(row, models.get(row.pool)) for row in page.rows]
+                if array is not None:
+                    array.add(*objects)
+                elif as_csv:
+                    print(csv_of(objects, with_head=is_first), end="")
+                else:
+                    print("".join(f"{usage_line_of(row)}\n" for row in page.rows), end="")
+                after, is_first = page.next_after, False
 
     _run(redis_url, report)
 
 
 @app.command()
 def revoke(name: KeyName, redis_url: RedisUrl = None) -> None:
-    """Revoke a key. Every gateway refuses it within two seconds."""
+    """Revoke a key. Every gateway refuses it within two seconds.
+
+    Examples:
+        penstock keys revoke acme
+    """
 
     async def end(brokers: Brokers) -> None:
         await brokers.keys.revoke((await brokers.keys.find(name)).key_id)
@@ -188,15 +223,6 @@ def revoke(name: KeyName, redis_url: RedisUrl = None) -> None:
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _text_of(page: UsagePage, models: Mapping[str, str], output_format: str, *, with_head: bool) -> str:
-    if output_format == "text":
-        return "".join(f"{usage_line_of(row)}\n" for row in page.rows)
-    objects = [usage_object(row, models.get(row.pool)) for row in page.rows]
-    if output_format == "csv":
-        return csv_of(objects, with_head=with_head)
-    return "".join(f"{json.dumps(one)}\n" for one in objects)
 
 
 def _run(redis_url: str | None, work: Callable[[Brokers], Awaitable[T]]) -> T:

@@ -56,10 +56,16 @@ def connect(url: str) -> Redis:
         cast(Any, redis.connection_pool).make_connection()
     except ValueError as error:
         # The message omits the URL, which may hold a password.
-        raise ConfigError(f"redis_url: {error}", param="redis_url") from error
+        raise ConfigError(f"redis_url: {error}", param="redis_url") from None
     except TypeError as error:
-        raise ConfigError(f"redis_url: unknown option {str(error).rpartition(' ')[2]}", param="redis_url") from error
+        raise ConfigError(f"redis_url: unknown option {str(error).rpartition(' ')[2]}", param="redis_url") from None
     return redis
+
+
+def not_reached(error: UnavailableError, shown_url: str) -> UnavailableError:
+    """Return the error of a first connection that failed: what was tried, and what to do."""
+    remedy = "`penstock serve` starts a Redis and a model; redis_url or PENSTOCK_REDIS_URL names another Redis"
+    return UnavailableError(f"{error.message.rstrip('.')}; tried {shown_url}. {remedy}", code=error.code)
 
 
 @contextmanager
@@ -67,25 +73,26 @@ def translated() -> Iterator[None]:
     """Translate redis-py's errors.
 
     An unreachable Redis raises UnavailableError, a full one BusyError, refused credentials or rights ConfigError, and a
-    pool of another protocol version ProtocolVersionError. Any other error is a bug and raises InvariantError.
+    pool of another protocol version ProtocolVersionError. Their messages say all that callers need, so redis-py's error
+    is not shown as their cause. Any other error is a bug and raises InvariantError, with that cause.
     """
     try:
         with preserve_cancellation():
             yield
     except exceptions.AuthenticationError as error:
-        raise ConfigError(f"Redis refuses our credentials: {error}", param="redis_url") from error
+        raise ConfigError(f"Redis refuses our credentials: {error}", param="redis_url") from None
     except exceptions.NoPermissionError as error:
-        raise ConfigError(f"Redis refuses this user: {error}", param="redis_url") from error
+        raise ConfigError(f"Redis refuses this user: {error}", param="redis_url") from None
     except _UNREACHABLE as error:
-        raise UnavailableError(f"Redis is away: {error}", code="redis_away") from error
-    except exceptions.OutOfMemoryError as error:
-        raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from error
+        raise UnavailableError(f"Redis is unreachable: {error}", code="redis_away") from None
+    except exceptions.OutOfMemoryError:
+        raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from None
     except exceptions.ResponseError as error:
         text = str(error)
         if found := _OTHER_VERSION.search(text):
-            raise other_version(found[2], found[1]) from error
+            raise other_version(found[2], found[1]) from None
         if "OOM" in text:
-            raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from error
+            raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from None
         if _UNREACHABLE_CODES.search(text):
-            raise UnavailableError(f"Redis is away: {text}", code="redis_away") from error
+            raise UnavailableError(f"Redis is unreachable: {text}", code="redis_away") from None
         raise InvariantError(f"Redis: {text}") from error

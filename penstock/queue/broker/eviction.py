@@ -21,7 +21,7 @@ async def warn_of_eviction(redis: Redis) -> None:
             info = await redis.info("memory")
     except PenstockError as error:
         # The ACL user may not call INFO, or a managed service hides it.
-        _LOG.info("redis does not tell its memory policy", extra={"reason": error.message})
+        _LOG.info("redis's memory policy cannot be read", extra={"reason": error.message})
         return
     policy, max_bytes = str(info.get("maxmemory_policy", SAFE_POLICY)), int(info.get("maxmemory", 0))
     if policy != SAFE_POLICY:

@@ -6,10 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from redis.asyncio import Redis
+
 from penstock.contract.job import Priority
 from penstock.contract.job_ledger import JobLedger, LeaseEnd, PastLease
 from penstock.contract.output import TERMINAL_STATES, Outcome, Usage
 from penstock.contract.waiting import QueuePosition
+from penstock.queue import keys
+from penstock.queue.broker.connection import translated
 
 STATUS_FIELDS = (
     *("state", "tenant", "priority", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
@@ -90,6 +94,13 @@ def times_ms_of(fields: Mapping[str, str]) -> tuple[int, int, int, int]:
     """Return when a job was submitted, first taken, got its first token, and finished; 0 for a stage not reached."""
     submitted, taken, first, finished = (int(fields[f] or 0) for f in ("submitted", "taken", "first", "finished"))
     return submitted, taken, first, finished
+
+
+async def past_leases_of(redis: Redis, job_id: str) -> tuple[PastLease, ...]:
+    """Read which leases of a job have ended before the job did; the newest 8."""
+    with translated():
+        text = await cast(Any, redis).hget(keys.job(job_id), "past_leases")
+    return tuple(_past_leases((text or b"").decode()))
 
 
 def _past_leases(text: str) -> Iterator[PastLease]:

@@ -23,8 +23,7 @@ from penstock.runtime.cooperative import LoopYielder
 
 MAX_EMIT_JOBS = 512
 MAX_EMIT_BYTES = 512 << 10
-"""Limit of one emit call, so that neither a backlog after an outage nor a long prompt's log-probabilities block Redis
-or the node's event loop. A single larger chunk still goes out."""
+"""Limit of one emit call, so that no backlog blocks Redis or the event loop. A single larger chunk still goes out."""
 MAX_GIVE_BACK_JOBS = 128
 MAX_PREEMPTIONS = 3
 """As in give_back.lua: a job that was given back this often costs its maximum KV tokens from then on."""
@@ -75,6 +74,8 @@ class Taken:
     priority: int = int(Priority.STANDARD)
     waited_ms: int = field(default=0, compare=False)
     """Milliseconds since its submission."""
+    taken_ms: int = field(default=0, compare=False)
+    """When this lease began, in milliseconds of Redis's clock."""
 
 
 @dataclass(frozen=True, slots=True)

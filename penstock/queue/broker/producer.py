@@ -26,11 +26,12 @@ from penstock.queue.broker.job_records import STATUS_FIELDS, outcome_of, status_
 from penstock.queue.broker.job_records import JobStatus as JobStatus
 from penstock.queue.broker.submit_errors import submit_error
 from penstock.queue.broker.sweep import sweep
-from penstock.queue.msgpack_codec import MAX_BYTES, WireError
+from penstock.queue.msgpack_codec import MAX_BYTES, WireError, pack, with_members
 from penstock.queue.packed_result import PackedResult
 from penstock.queue.protocol_version import PROTOCOL_VERSION, other_version
 from penstock.queue.wire import PoolPressure, PoolRecord
 from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.tracing.context import Carried, carried_by, start_enqueue_span
 
 _LOG = logging.getLogger(__name__)
 LARGE_RESULT_BYTES = 65_536
@@ -87,18 +88,28 @@ class ProducerBroker:
         """Pools already logged as unreadable. Clients list all pools every second, so each is logged once."""
 
     async def submit(self, submission: Submission, inbox: str = "") -> Submitted:
-        """Enqueue a job. `inbox` is the process to push chunks to.
+        """Enqueue a job. `inbox` is the process to push chunks to. The job carries the caller's trace context.
 
         Raises NotFoundError (unknown pool), TooLargeError, and RequestError (the id is too old or from the future).
         Raises ConflictError if the id or idempotency key belongs to another body or tenant. Raises BusyError at a limit
         of the pool or tenant, or if Redis is full.
         """
+        span = start_enqueue_span(submission.job.id, submission.job.pool)
+        if span is None:
+            return await self._submit(submission, inbox, ())
+        with span:
+            return await self._submit(submission, inbox, carried_by(span))
+
+    async def _submit(self, submission: Submission, inbox: str, trace: Carried) -> Submitted:
         job, terms = submission.job, submission.terms
         request = wire.encode_request(job)
         if len(request) > MAX_BYTES:
             raise TooLargeError(f"the request has {len(request)} bytes; the limit is {MAX_BYTES}", param="prompt")
         record = submission.response
         body = hashlib.blake2b(request, digest_size=16).hexdigest()
+        if trace:
+            # Added after the hash, since the same request of another trace is still the same request.
+            request = with_members(request, [("trace", [pack(trace)])])
         idem = job.idempotency_key or ""
         answer = await scripts.call(
             self._redis,

@@ -28,7 +28,7 @@ def pauses() -> Iterator[float]:
 
 
 class Retries:
-    """Retry a client's calls while Redis is away, and bound their number.
+    """Retry a client's calls while Redis is unreachable, and bound their number.
 
     `outage_s` is how long a call is retried. The client sets `is_open` while it is connected.
     """
@@ -58,7 +58,7 @@ class Retries:
             async with asyncio.timeout_at(give_up_s):
                 await self._slots.acquire()
         except TimeoutError:
-            raise UnavailableError(f"Redis is away: {MAX_CALLS} calls wait for it", code="redis_away") from None
+            raise UnavailableError(f"Redis is unreachable: {MAX_CALLS} calls wait for it", code="redis_away") from None
 
     def free_slot(self) -> None:
         """End a call that `take_slot` began."""

@@ -47,7 +47,7 @@ class UsageBroker:
         periods = periods_of(query, now_s)
         pools = sorted(name.decode() for name in announced)
         if unknown := sorted((query.pools or frozenset()).difference(pools)):
-            raise NotFoundError(f"no pool {unknown[0][:MAX_SHOWN]!r} is announced", code="pool_not_found", param="pool")
+            raise NotFoundError(f"no pool {unknown[0][:MAX_SHOWN]!r} exists", code="pool_not_found", param="pool")
         rows: list[PeriodUsage] = []
         last: Position | None = None
         for number, pool in _hashes(periods, pools, query, begin):

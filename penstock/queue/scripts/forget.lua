@@ -10,7 +10,7 @@ redis.call('DEL', KEYS[1])
 for _, tenant in ipairs(redis.call('HKEYS', P .. ':kept_bytes')) do redis.call('DEL', P .. ':jobs:' .. tenant) end
 for _, name in ipairs({'schema', 'nodes', 'revisions', 'free', 'pressure', 'adapters', 'reservations', 'head_served',
   'delayed', 'deadlines', 'tasks', 'backlog', 'queued', 'promised_bytes', 'kept_bytes', 'expiry', 'refused', 'readers', 'seats',
-  'sweep', 'counts', 'audit', 'dead_letters'}) do
+  'sweep', 'counts', 'events', 'audit', 'dead_letters'}) do
   redis.call('DEL', P .. ':' .. name)
 end
 for p = 0, CLASSES - 1 do

@@ -18,6 +18,6 @@ redis.call('HSET', KEYS[1], 'version', PROTOCOL_VERSION, unpack(ARGV, 3))
 -- A node of protocol version 1 reads its version and lease here. While P:nodes lists a node, it refuses to join, and
 -- with an endless lease its scripts sweep nothing.
 redis.call('HSET', P .. ':schema', 'version', PROTOCOL_VERSION, 'lease_ms', ENDLESS_MS)
-redis.call('ZADD', P .. ':nodes', now, node)
+if redis.call('ZADD', P .. ':nodes', now, node) == 1 then note_event(now, 'node_joined', node, '-', '-', '-') end
 redis.call('ZADD', P .. ':revisions', now, revision)
 return {'OK'}

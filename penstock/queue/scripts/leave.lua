@@ -7,7 +7,7 @@ redis.call('ZREM', P .. ':free', node)
 redis.call('HDEL', P .. ':reservations', node)
 redis.call('DEL', P .. ':last_take:' .. node)
 if left == 0 then
-  redis.call('ZREM', P .. ':nodes', node)
+  if redis.call('ZREM', P .. ':nodes', node) == 1 then note_event(clock(), 'node_left', node, '-', '-', '-') end
   redis.call('HDEL', P .. ':pressure', node)
   redis.call('HDEL', P .. ':adapters', node)
   free_seats(node)

@@ -38,6 +38,7 @@ local MAX_PAST_LEASES = 8
 local MAX_DEAD, DEAD_LIFE_MS = 10000, 604800000
 local LARGE_RESULT_BYTES, LOG_PAGE = 65536, 500
 local RECORD_BYTES, MOVED_RECORD_BYTES = 2048, 5120
+local MAX_EVENTS = 256
 local DAY_MS, USAGE_DAYS = 86400000, 92
 local HOUR_MS, USAGE_HOURS = 3600000, 72
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
@@ -98,11 +99,18 @@ local function is_older(one, other)
   return one.id < other.id
 end
 
--- Adds to an event counter for operators; only for rare events, or once per job. It begins with a free write (see
--- above), because this may be the script's first write.
+-- Adds to an event counter for operators; only for rare events, or once per submission. It begins with a free write
+-- (see above), because this may be the script's first write.
 local function count_event(event, by)
   redis.call('HDEL', P .. ':counts', '')
   redis.call('HINCRBY', P .. ':counts', event, by or 1)
+end
+
+-- Adds to the newest events of nodes and jobs that operators see; only for rare events, and after a free write (see
+-- above). `fields`: kind, node, job, from, why; '-' for an absent one.
+local function note_event(now, ...)
+  redis.call('ZADD', P .. ':events', now, table.concat({string.format('%d', now), ...}, ' '))
+  redis.call('ZREMRANGEBYRANK', P .. ':events', 0, -MAX_EVENTS - 1)
 end
 
 -- Whether `name` is in the list `names`, which is separated by spaces.

@@ -368,7 +368,10 @@ local function end_job(job, config, now, state, code, message, param, reported)
   redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
   local is_dead = code == 'node_lost'
   count_event('ended_' .. state)
-  if is_dead then count_event('dead_letters') end
+  if is_dead then
+    count_event('dead_letters')
+    note_event(now, 'dead_letter', job.node, job.id, '-', '-')
+  end
   if is_dead then dead_letter(job, now) else redis.call('DEL', P .. ':request:' .. job.id) end
   local bytes, idem, ms_per_token, charged, account, has_moved = unpack(redis.call('HMGET', job_key(job.id), 'bytes',
     'idem', 'ms_per_token', 'charged', 'account', 'num_past_leases'))

@@ -72,7 +72,11 @@ local function jittered(ms)
   return math.floor(ms * (1 - JITTER + 2 * JITTER * share))
 end
 
+local REFUSALS = {memory = 'refused_memory', ["tenant's memory"] = 'refused_tenant_memory'}
+
 local function busy(what, limit, retry_ms, wait_ms)
+  local is_of_tenant = string.find(what, "tenant's ", 1, true)
+  count_event(REFUSALS[what] or (is_of_tenant and 'refused_tenant_limit' or 'refused_busy'))
   local num_ahead = 0
   for class = 0, tonumber(p) do num_ahead = num_ahead + redis.call('ZCARD', P .. ':waiting:' .. class) end
   return {'BUSY', what, limit, math.ceil(math.min(MAX_RETRY_MS, math.max(MIN_RETRY_MS, retry_ms))), num_ahead,

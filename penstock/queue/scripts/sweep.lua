@@ -87,6 +87,7 @@ for _, dead in ipairs(lost) do
     free_seats(dead.node)
     nodes_lost[#nodes_lost + 1] = dead.node
     count_event('nodes_lost')
+    note_event(now, 'node_lost', dead.node, '-', '-', '-')
   end
 end
 for _, job in ipairs(due) do

@@ -11,8 +11,8 @@
 --   hold_ms: expected time for which a KV token of cost is held. A tenant is charged cost × hold_ms ÷ weight.
 -- Answer: {OK, {row…}, {depth0, depth1, depth2}, again_in_ms, num_nodes} | {UNKNOWN_NODE} | {STALE}
 --   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n, priority,
---   waited_ms}. urgency is the class that the job counts as. waited_ms: time since its submission. A request above
---   MAX_REQUEST_BYTES is '' here; the node reads it separately.
+--   waited_ms, taken_at}. urgency is the class that the job counts as. waited_ms: time since its submission. taken_at:
+--   when this lease began. A request above MAX_REQUEST_BYTES is '' here; the node reads it separately.
 --   depth: jobs still queued per class. again_in_ms: when a job may become available, 0 if unknown.
 --   STALE: a later take of this node was already answered.
 local MAX_TAKEN, MAX_EXAMINED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 128, 32, 16384
@@ -37,13 +37,13 @@ local function depths()
   return depth
 end
 
-local function row(job)
+local function row(job, taken_at)
   local deadline_in = job.deadline == '' and 0 or math.max(1, tonumber(job.deadline) - now)
   local request_key = P .. ':request:' .. job.id
   local request = redis.call('STRLEN', request_key) <= MAX_REQUEST_BYTES and redis.call('GET', request_key)
   return {job.id, job.lease, tonumber(job.losses), redis.call('LLEN', log_key(job.id)), tonumber(job.cost), deadline_in,
     request or '', job.tenant, tonumber(job.urgency), tonumber(job.preemptions), tostring(weight_of(job)),
-    tonumber(job.n), tonumber(job.priority), math.max(0, now - tonumber(job.submitted))}
+    tonumber(job.n), tonumber(job.priority), math.max(0, now - tonumber(job.submitted)), taken_at}
 end
 
 -- A repeated call gets the same answer, without jobs that the node no longer holds.
@@ -56,7 +56,10 @@ if last then
     local rows = {}
     for i, id in ipairs(last.ids) do
       local job = read_job(id)
-      if job and holds(job, node, last.leases[i]) then rows[#rows + 1] = row(job) end
+      if job and holds(job, node, last.leases[i]) then
+        local taken, retaken = unpack(redis.call('HMGET', job_key(id), 'taken', 'retaken'))
+        rows[#rows + 1] = row(job, tonumber(retaken or taken))
+      end
     end
     return {'OK', rows, depths(), 0, num_nodes}
   end
@@ -449,8 +452,12 @@ for i, job in ipairs(taken) do
   redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
     'revision', revision, 'urgency', job.urgency, 'charge', job.charge, 'window', window, taken_at, now)
   redis.call('SADD', P .. ':running:' .. node, job.id)
-  ids[i], leases[i], rows[i] = job.id, job.lease, row(job)
-  if rows[i][3] > 0 or rows[i][4] > 0 then count_event('takeovers') end
+  ids[i], leases[i], rows[i] = job.id, job.lease, row(job, now)
+  if rows[i][3] > 0 or rows[i][4] > 0 then
+    count_event('takeovers')
+    local past = redis.call('HGET', job_key(job.id), 'past_leases') or ''
+    note_event(now, 'takeover', node, job.id, string.match(past, '(%S+)@%S+$') or '-', string.match(past, ':(%a+)$') or '-')
+  end
 end
 redis.call('SET', last_take_key, cmsgpack.pack({call = call, ids = ids, leases = leases}), 'PX', 60000)
 flush()

@@ -23,6 +23,8 @@ class ChildProcess:
 
     runner = ARMED
     """The script that runs the command."""
+    imports: Sequence[str] = ()
+    """What the command imports beyond what all services import; a fork server imports it once."""
     fork_server: ForkServer | None = None
     """Starts the commands of armed.py, where a test session has one; else each is a new interpreter."""
 
@@ -32,7 +34,7 @@ class ChildProcess:
 
     def _start(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes] | ForkedProcess:
         if self.fork_server is not None and self.runner == ARMED:
-            return self.fork_server.start(command, env, self._log.fileno())
+            return self.fork_server.start(command, env, self._log.fileno(), self.imports)
         words = [sys.executable, self.runner, *command]
         return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=self._log)
 

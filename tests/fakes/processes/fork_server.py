@@ -1,101 +1,187 @@
-"""`python fork_server.py <fd>`: imports penstock's services once, and forks for each command that a test starts.
+"""`python fork_server.py <fd> services`, `... <fd> tests <pytest's arguments>`: import once, fork for each request.
 
-A child has the command's own environment, folder, streams and process id, and runs it as armed.py does. A start takes a
-few milliseconds of CPU time instead of most of a second. See forked_process.py for the other end of the socket.
+`services` runs commands of penstock as armed.py does. `tests` collects the tests and becomes xdist's workers, which
+then find each test file imported. A child has its own streams, process id and exit status. A start takes milliseconds
+of CPU time instead of a second for a service, and of ten seconds for a worker. See forked_process.py for the other end.
 """
 
 from __future__ import annotations
 
 import array
+import gc
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from armed import arm, end_with_parent, run  # type: ignore[import-not-found]
 
 MAX_REQUEST_BYTES = 1 << 20
 STREAMS = 3
-"""Descriptors that come with a request: stdout, stderr, and the pipe that gets the exit status."""
+"""Stdin, stdout and stderr come with a request, and behind them the pipe that gets the exit status."""
 PRELOADED = (
     *("penstock.cli.main", "penstock.cli.gateway", "penstock.cli.node", "penstock.gateway.app"),
     *("penstock.gpu_node.process", "penstock.producer.client", "reference_engine"),
 )
-"""Services, without torch: only nodes with a real model need it."""
+"""Services, without torch: a request of a node with a real model names that."""
 
 Request = dict[str, Any]
 
 
-def serve(control: socket.socket) -> Request | None:
-    """Fork for each request. Return the request in a child, and None in the server when the test process has ended."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(control, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.data is not None:
-                    selector.unregister(key.fileobj)
-                    _report_end(key.fd, *key.data)
-                    continue
-                message, fds, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, STREAMS)
-                if not message:
-                    return None
-                *streams, status = fds
-                pid = os.fork()
-                if pid == 0:
-                    # Objects that a child still held would later close descriptors of its own.
-                    selector.close()
-                    control.close()
-                    _take_streams(streams)
-                    request: Request = json.loads(message)
-                    return request
-                for stream in streams:
-                    os.close(stream)
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
-                control.send(str(pid).encode())
+class Server:
+    """Forks for its clients. The first one is the process that started it."""
 
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._opener, _ = listener.accept()
+        self._clients = {self._opener}
+        self._children: dict[int, tuple[int, int, socket.socket]] = {}
+        """By its pidfd: a child's id, the pipe of its exit status, and the client that asked for it."""
+        self._selector = selectors.DefaultSelector()
+        for readable in (listener, self._opener):
+            self._selector.register(readable, selectors.EVENT_READ)
 
-def _report_end(pidfd: int, pid: int, status: int) -> None:
-    """Reap a child and write its exit status, negative for a signal."""
-    os.close(pidfd)
-    _, ended = os.waitpid(pid, 0)
-    os.write(status, array.array("i", [os.waitstatus_to_exitcode(ended)]).tobytes())
-    os.close(status)
+    def serve(self) -> Request | None:
+        """Fork for each request. Return the request in a child, and None in the server when the opener has ended."""
+        while self._opener in self._clients:
+            for key, _ in self._selector.select():
+                if key.fd in self._children:
+                    self._report_end(key.fd)
+                elif key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket):
+                    request = self._answer(key.fileobj)
+                    if request is not None:
+                        return request
+        return None
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        self._clients.add(client)
+        self._selector.register(client, selectors.EVENT_READ)
+
+    def _answer(self, client: socket.socket) -> Request | None:
+        """Fork for a client's request, which is returned in the child."""
+        message, fds, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, STREAMS + 1)
+        if not message:
+            self._end_children_of(client)
+            return None
+        request: Request = json.loads(message)
+        *streams, status = fds
+        for name in request["imports"]:
+            import_module(name)
+        pid = os.fork()
+        if pid == 0:
+            os.close(status)
+            self._close()
+            _take_streams(streams)
+            return request
+        for stream in streams:
+            os.close(stream)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = pid, status, client
+        self._selector.register(pidfd, selectors.EVENT_READ)
+        with suppress(BrokenPipeError):
+            client.send(str(pid).encode())
+        return None
+
+    def _end_children_of(self, client: socket.socket) -> None:
+        """Kill what a client that has ended has left."""
+        self._selector.unregister(client)
+        self._clients.remove(client)
+        client.close()
+        for pid, _, asked_by in self._children.values():
+            if asked_by is client:
+                os.kill(pid, signal.SIGKILL)
+
+    def _report_end(self, pidfd: int) -> None:
+        """Reap a child and write its exit status, negative for a signal."""
+        pid, status, _ = self._children.pop(pidfd)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, ended = os.waitpid(pid, 0)
+        with suppress(BrokenPipeError):
+            os.write(status, array.array("i", [os.waitstatus_to_exitcode(ended)]).tobytes())
+        os.close(status)
+
+    def _close(self) -> None:
+        """Close, in a child, what belongs to the server and to its other children."""
+        self._selector.close()
+        for connection in (self._listener, *self._clients):
+            connection.close()
+        for pidfd, (_, status, _) in self._children.items():
+            os.close(pidfd)
+            os.close(status)
 
 
 def _take_streams(streams: list[int]) -> None:
-    """Make the streams stdout and stderr, and close what the server has open for its other children."""
-    for own, stream in enumerate(streams, start=1):
+    """Make the streams stdin, stdout and stderr."""
+    for own, stream in enumerate(streams):
         os.dup2(stream, own)
-    os.closerange(STREAMS, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+        os.close(stream)
     # The server's own objects remember whether its descriptors can seek.
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  open as long as the process
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  open as long as the process
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
-def become(request: Request) -> None:
-    """Take over the environment and the working folder of a request."""
+def import_services() -> None:
+    """Import what commands need."""
+    # As in the node's loading of a model: the OpenMP runtime reads these when torch is first imported.
+    os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="2000")
+    sys.path.insert(0, str(Path(__file__).parent))
+    for name in PRELOADED:
+        import_module(name)
+
+
+def run_command(request: Request) -> None:
+    """Run a command in its own environment and working folder."""
+    from armed import arm, end_with_parent, run  # type: ignore[import-not-found]
+
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    end_with_parent()
+    if os.environ.get("FAULT_AT"):
+        arm(os.environ["FAULT_AT"])
+    run(request["command"])
+
+
+def import_tests(arguments: list[str]) -> None:
+    """Collect the tests of a run."""
+    import pytest
+
+    status = pytest.main([*arguments, "--collect-only", "-qq", "-n0"])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        # Pytest keeps a module whose import has failed. Workers import it again, and report why it fails.
+        for name, module in list(sys.modules.items()):
+            if Path(getattr(module, "__file__", None) or "").name.startswith(("test_", "conftest.")):
+                del sys.modules[name]
+
+
+def run_worker(request: Request) -> None:
+    """Run the code that xdist gives a worker, as `python -c` does."""
+    sys.argv = ["-c"]
+    sys.modules["__main__"] = main_module = ModuleType("__main__")
+    exec(request["command"][0], vars(main_module))
 
 
 def main() -> None:
-    """Serve until the test process ends; in a child, run its command."""
-    for name in PRELOADED:
-        import_module(name)
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    """Serve until the test process ends; in a child, do what the request says."""
+    fd, kind, *arguments = sys.argv[1:]
+    import_services() if kind == "services" else import_tests(arguments)
+    gc.freeze()
+    # An interrupt is for the processes that run tests: they end, and this one ends with them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    request = Server(socket.socket(fileno=int(fd))).serve()
     if request is not None:
-        become(request)
-        end_with_parent()
-        if os.environ.get("FAULT_AT"):
-            arm(os.environ["FAULT_AT"])
-        run(request["command"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        run_command(request) if kind == "services" else run_worker(request)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import array
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,42 +21,75 @@ SERVER = str(Path(__file__).parent / "fork_server.py")
 
 
 class ForkServer:
-    """The server process. It ends with this process, and all its children with it."""
+    """A server process. It ends with the process that opened it, and all its children with it.
 
-    def __init__(self) -> None:
+    `words`: its arguments. `address`: that of a server which another process has opened.
+    """
+
+    def __init__(self, *words: str, address: str = "") -> None:
+        self.address = address
+        self._words = words
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._control, self._far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control: socket.socket | None = None
 
     def open(self) -> None:
-        """Start the server without waiting for it, which takes a second or two. Otherwise the first command does."""
+        """Start the server without waiting for it, which takes a second or more. Otherwise the first command does."""
         with self._lock:
-            if self._process is None:
-                fd = self._far_end.fileno()
-                self._process = subprocess.Popen([sys.executable, SERVER, str(fd)], pass_fds=[fd])
-                self._far_end.close()
+            self._connection()
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], log: int) -> ForkedProcess:
-        """Run `python <command>`; `log`: a descriptor for stderr."""
-        request = json.dumps({"command": command, "env": dict(env), "cwd": os.getcwd()}).encode()
-        (stdout, said), (status, ended) = os.pipe(), os.pipe()
-        self.open()
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], log: int, imports: Sequence[str] = ()
+    ) -> ForkedProcess:
+        """Run `python <command>`; `log`: a descriptor for stderr. `imports`: what the server is to have imported."""
+        (stdout, said) = os.pipe()
         try:
-            with self._lock:
-                socket.send_fds(self._control, [request], [said, log, ended])
-                answer = self._control.recv(64)
+            pid, status = self.fork(
+                {"command": command, "env": dict(env), "cwd": os.getcwd(), "imports": imports}, [0, said, log]
+            )
+        except BaseException:
+            os.close(stdout)
+            raise
         finally:
             os.close(said)
-            os.close(ended)
-        assert answer, "the fork server has died"
-        return ForkedProcess(int(answer), os.fdopen(stdout, "rb"), status)
+        return ForkedProcess(pid, os.fdopen(stdout, "rb"), status)
 
     def close(self) -> None:
-        """End the server."""
-        self._far_end.close()
-        self._control.close()
+        """End the server, if this process has opened it."""
+        if self._control is not None:
+            self._control.close()
         if self._process is not None:
             self._process.wait()
+            shutil.rmtree(Path(self.address).parent)
+
+    def fork(self, request: Mapping[str, object], streams: Sequence[int]) -> tuple[int, int]:
+        """Have the server fork. Return the child's id and a pipe that gets its exit status."""
+        status, ended = os.pipe()
+        try:
+            with self._lock:
+                control = self._connection()
+                socket.send_fds(control, [json.dumps(request).encode()], [*streams, ended])
+                answer = control.recv(64)
+        finally:
+            os.close(ended)
+        assert answer, "the fork server has died"
+        return int(answer), status
+
+    def _connection(self) -> socket.socket:
+        if self._control is None:
+            self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            if not self.address:
+                self._start()
+            self._control.connect(self.address)
+        return self._control
+
+    def _start(self) -> None:
+        self.address = f"{tempfile.mkdtemp(prefix='forks-')}/socket"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.address)
+            listener.listen()
+            words = [sys.executable, SERVER, str(listener.fileno()), *self._words]
+            self._process = subprocess.Popen(words, pass_fds=[listener.fileno()], stdout=subprocess.DEVNULL)
 
 
 class ForkedProcess:

@@ -22,6 +22,7 @@ from penstock.contract.output import Choice, Usage
 from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.text.end_rule import EndReason
+from penstock.runtime.process_memory import resident_bytes
 
 VOCAB = 26
 BLOCK_SIZE = 16
@@ -73,6 +74,7 @@ class ReferenceTokenizer:
 
     max_token_bytes = 1
     tool_parser = reasoning_parser = "none"
+    thinking_switches: tuple[str, ...] = ()
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Bytes."""
@@ -270,6 +272,8 @@ class ReferenceEngine:
             decode_tokens=self._done_tokens,
             step_ms_p50=self._step_s * 1e3,
             step_ms_p99=self._step_s * 1e3,
+            process_bytes=resident_bytes(),
+            arithmetic="reference",
         )
 
     def requests_in_flight(self) -> set[str]:

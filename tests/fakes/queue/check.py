@@ -24,7 +24,7 @@ OF_THE_POOL = {
     "queued",
     "promised_bytes",
 }
-OF_THE_POOL |= {"counts", "adapters", "kept_bytes", "expiry", "usage", "hour_usage"}
+OF_THE_POOL |= {"counts", "events", "adapters", "kept_bytes", "expiry", "usage", "hour_usage"}
 OF_POLICY = {"virtual_time", "virtual_clock", "debt", "head_served", "reservations", "recent_use"}
 Dump = dict[str, Any]
 

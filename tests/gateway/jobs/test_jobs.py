@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from fakes.fake_node import FakeNode
 
 from penstock.queue import keys
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
@@ -340,3 +342,25 @@ def test_wrong_times_of_a_generation_are_named(http: httpx.Client, path: str) ->
     for times, param in (({"deadline_s": 0}, "deadline_s"), ({"not_before_s": 9, "deadline_s": 3}, "not_before_s")):
         answer = http.post(f"/v1/{path}", json={"model": MODEL, **prompt, **times})
         assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+
+
+def test_a_job_may_wait_for_a_node(stack: Stack, http: httpx.Client, redis_url: str) -> None:
+    async def leave() -> None:
+        async with FakeNode(redis_url, auto=False, pool="away", model="acme/away") as node:
+            await node.broker.leave()
+
+    async def serve(job_id: str) -> None:
+        async with FakeNode(redis_url, pool="away", model="acme/away"):
+            while shown(http, job_id)["outcome"] is None:
+                await asyncio.sleep(0.05)
+
+    asyncio.run(leave())
+    body = {"model": "acme/away", "prompt": TEXT, "params": {"max_tokens": 2}}
+    refused = http.post("/v1/jobs", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_node")
+    answer = http.post("/v1/jobs", json={**body, "queue_without_node": True})
+    assert answer.status_code == 202, answer.text
+    job_id = answer.json()["id"]
+    assert shown(http, job_id)["state"] == "queued"
+    asyncio.run(asyncio.wait_for(serve(job_id), 20))
+    assert ended(http, job_id)["state"] == "done"

@@ -190,6 +190,12 @@ def test_allowed_pages_may_open_a_websocket(stack: Stack, shared_engine: EchoEng
         assert other.ask({"Origin": "https://other.example"})[0] == 403
 
 
+@pytest.mark.parametrize("origin", ["http://[", "null", "https://", "//"])
+def test_origin_that_is_no_page_of_this_gateway_may_not(url: str, engine: EchoEngine, origin: str) -> None:
+    with RawSocket(url, opens=False) as connection:
+        assert connection.ask({"Origin": origin})[0] == 403
+
+
 def test_frames_right_behind_the_handshake_are_handled_after_it(url: str, engine: EchoEngine) -> None:
     with RawSocket(url, opens=False) as connection:
         head = "\r\n".join(f"{name}: {value}" for name, value in HANDSHAKE.items())

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import JobFailedError, PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams
-from penstock.contract.tasks import Embed, Embedding, Pooling
+from penstock.contract.tasks import WHOLE_CONTEXT, Embed, Embedding, Pooling
 from penstock.gpu_node.engine import Engine, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.protocol import StepPlan
@@ -171,8 +171,9 @@ def test_prompt_may_fill_the_context(model: Any, make_engine: Callable[..., Engi
     assert _distance(found, _wanted(model, prompt[:128], pooling)) < 1e-5
     with pytest.raises(PromptTooLongError, match="maximum context length is 128 tokens; the prompt has 129 tokens"):
         engine.embed([prompt[:129]], pooling=pooling)
-    (cut,) = engine.embed([[9, *prompt[:128]]], pooling=pooling, truncate_prompt_tokens=128)
-    assert cut == found
+    for limit in (128, WHOLE_CONTEXT):
+        (cut,) = engine.embed([[9, *prompt[:128]]], pooling=pooling, truncate_prompt_tokens=limit)
+        assert cut == found
 
 
 def test_first_dimensions_are_normalized_again(make_engine: Callable[..., Engine]) -> None:
@@ -187,7 +188,8 @@ def test_first_dimensions_are_normalized_again(make_engine: Callable[..., Engine
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"), [([], "at least one token"), ([100_000], "outside the vocabulary"), (5, "must be a list")]
+    ("prompt", "message"),
+    [([], "at least one token"), ([100_000], "outside the vocabulary"), (None, "must be a text, token ids or a chat")],
 )
 def test_wrong_prompt_is_refused(make_engine: Callable[..., Engine], prompt: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):

@@ -53,6 +53,14 @@ def test_how_requests_are_batched_does_not_change_what_they_say(
     check_idle(engine)
 
 
+def test_last_outputs_count_the_preemptions_of_their_choices(make_engine: MakeEngine) -> None:
+    small = make_engine(num_kv_blocks=12)
+    for i, prompt in enumerate(PROMPTS):
+        small.add(EngineRequest(str(i), small.tokenizer.encode(prompt), GREEDY, seed=0))
+    ends = [output for output in drain(small) if output.finish_reason is not None]
+    assert sum(output.num_preemptions for output in ends) == small.stats().num_preemptions > 0
+
+
 def test_small_pools_do_preempt_and_known_prompts_are_not_computed_again(make_engine: MakeEngine) -> None:
     small, large = make_engine(num_kv_blocks=12), make_engine()
     small.generate(PROMPTS, GREEDY)
@@ -215,9 +223,18 @@ def test_prompts_may_be_text_tokens_or_chats(plain: Engine) -> None:
 
 
 @pytest.mark.parametrize("prompts", ["hi", [1, 2], [{"role": "user", "content": "hi"}]])
-def test_a_single_prompt_is_no_list_of_prompts(plain: Engine, prompts: Any) -> None:
-    with pytest.raises(RequestError, match="prompts must be a list"):
+def test_a_single_prompt_counts_as_a_list_of_one(plain: Engine, prompts: Any) -> None:
+    (generation,) = plain.generate(prompts, GREEDY)
+    assert generation == plain.generate([prompts], GREEDY)[0]
+    assert generation.text == generation.choices[0].text
+    assert (generation.token_ids, generation.finish_reason) == (generation.choices[0].token_ids, "length")
+
+
+@pytest.mark.parametrize("prompts", [5, {"role": "user"}, ["hi", 5], b"hi"])
+def test_what_is_no_list_of_prompts_is_refused(plain: Engine, prompts: Any) -> None:
+    with pytest.raises(RequestError) as caught:
         plain.generate(prompts, GREEDY)
+    assert caught.value.param == "prompts"
 
 
 def test_a_request_whose_logits_break_fails_alone(make_engine: MakeEngine) -> None:

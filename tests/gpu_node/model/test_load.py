@@ -57,8 +57,8 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -5}, "an attention window is -5"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 2.5}, r"an attention window is 2\.5"),
-        ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 8.0}, "rope dim is 128, .* head_dim 16"),
-        ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.2}, "rope dim is 3, .* head_dim 16"),
+        ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 8.0}, "rope dim is 128 .* head_dim 16"),
+        ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.2}, "rope dim is 3 .* head_dim 16"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_copy: Path, changes: dict[str, Any], named: str) -> None:

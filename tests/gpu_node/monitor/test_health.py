@@ -1,4 +1,4 @@
-"""What is seen of a node names the part that is not well, once, and for long enough to be noticed."""
+"""What is seen of a node names the part that is unhealthy, once, and for long enough to be noticed."""
 
 from __future__ import annotations
 
@@ -72,4 +72,4 @@ def test_a_passing_trouble_is_told_for_a_while_and_logged_once(caplog: pytest.Lo
         assert health.look(seen) == {"runner": "2 steps failed"}
         assert health.look(later(seen)) == {}
     said = [(record.message, record.part) for record in caplog.records]  # type: ignore[attr-defined]
-    assert said == [("a part is not well", "runner"), ("a part is well again", "runner")]
+    assert said == [("a part of this node is unhealthy", "runner"), ("a part of this node is healthy again", "runner")]

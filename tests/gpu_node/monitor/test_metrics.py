@@ -96,6 +96,18 @@ async def test_times_and_ends_of_jobs_are_counted_by_class(redis_url: str) -> No
     assert sum(parts) == pytest.approx(found["penstock_job_seconds_sum:reference:batch"])
 
 
+async def test_longest_choice_of_a_job_is_counted_under_the_name_of_vllm(redis_url: str) -> None:
+    async with running(redis_url) as node, AsyncClient(redis_url) as client:
+        with serving_metrics(node, settings_of(redis_url)) as port:
+            await (await client.submit("hello", max_tokens=20, n=3, temperature=1.0, ignore_eos=True)).result()
+            await (await client.submit("hello", max_tokens=5, ignore_eos=True)).result()
+            while node.ledger.counts.finished < 2:
+                await asyncio.sleep(0.01)
+            found = await scrape(port)
+    assert found["vllm:request_max_num_generation_tokens_sum:0:reference"] == 20 + 5
+    assert found["vllm:request_generation_tokens_sum:0:reference"] == 3 * 20 + 5
+
+
 async def test_a_job_that_was_taken_over_counts_no_second_first_token(redis_url: str) -> None:
     async with AsyncClient(redis_url) as client:
         async with running(redis_url, drain_s=0.0):
@@ -168,6 +180,10 @@ async def test_dashboards_of_vllm_find_their_metrics(redis_url: str, tiny_model:
         assert any(key.startswith(f"vllm:{name}:") for key in found), name
     parts = [found[f"penstock_engine_step_part_seconds_total:{part}"] for part in ("schedule", "forward", "output")]
     assert 0 < sum(parts) < found["penstock_engine_step_seconds_sum"] * 1.5
+    blocks = found["penstock_engine_kv_blocks_total"]
+    assert found["penstock_engine_kv_cache_bytes:device"] == blocks * node.engine_stats.block_bytes > 0
+    assert found["penstock_engine_kv_cache_bytes:host"] == 0
+    assert not any(name.startswith("penstock_gpu_") for name in found)
     assert found["penstock_engine_batch_tokens_sum"] == found["penstock_engine_prefill_tokens_total"] + 16
 
 

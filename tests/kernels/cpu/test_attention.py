@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu.library import KvFormat
+from penstock.kernels.cpu.formats import KvFormat
 from penstock.kernels.reference.quantised import quantise_activations, to_bf16
 
 CONTEXTS = (1, 15, 16, 17, 511, 512, 513, 1030)

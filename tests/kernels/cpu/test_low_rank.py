@@ -8,7 +8,8 @@ from fixtures.matrices import random_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.cpu.library import LowRankRows, RowLayout
+from penstock.kernels.cpu.formats import RowLayout
+from penstock.kernels.cpu.library import LowRankRows
 from penstock.kernels.reference.quantised import to_bf16
 
 

@@ -6,12 +6,22 @@ import numpy as np
 import pytest
 from fakes.cover import examples
 from fakes.single_kernels import Floats, Single
-from fixtures.matrices import padded, quantised, random_floats, stored
+from fixtures.matrices import (
+    K_BLOCKS,
+    OWN_SOURCES,
+    PLAIN_FORMATS,
+    padded,
+    quantised,
+    random_blocks,
+    random_floats,
+    stored,
+    values_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.cpu.library import Format, Source
-from penstock.kernels.reference.quantised import multiply_quantised, quantise_activations, to_bf16
+from penstock.kernels.cpu.formats import Format, Run, Source
+from penstock.kernels.reference.quantised import GROUP, multiply_quantised, quantise_activations, to_bf16
 
 NUM_ROWS = (*range(1, 14), 17, 64, 97)
 SHAPES = ((1, 1), (31, 33), (32, 32), (33, 64), (70, 200))
@@ -39,7 +49,7 @@ def _assert_is_reference(got: Floats, weights: Format, x: Floats, matrix: Floats
 
 
 @pytest.mark.parametrize("rows", NUM_ROWS)
-@pytest.mark.parametrize("weights", Format)
+@pytest.mark.parametrize("weights", PLAIN_FORMATS)
 def test_products_are_the_references(kernels: Single, weights: Format, rows: int) -> None:
     for outputs, columns in SHAPES:
         x, matrix = random_floats(rows, columns, seed=rows), random_floats(outputs, columns, seed=columns)
@@ -48,7 +58,7 @@ def test_products_are_the_references(kernels: Single, weights: Format, rows: int
 
 @settings(max_examples=examples(40))
 @given(
-    weights=st.sampled_from(Format),
+    weights=st.sampled_from(PLAIN_FORMATS),
     rows=st.integers(1, 120),
     outputs=st.integers(1, 150),
     columns=st.integers(1, 700),
@@ -89,7 +99,7 @@ def test_the_largest_sums_do_not_overflow(kernels: Single, weights: Format, sign
     np.testing.assert_allclose(got, x @ matrix.T, rtol=2e-3 if weights is Format.INT4_GROUP else 1e-5)
 
 
-@pytest.mark.parametrize("weights", Format)
+@pytest.mark.parametrize("weights", PLAIN_FORMATS)
 @pytest.mark.parametrize("num_threads", [2, 3, 5])
 def test_a_rows_bits_do_not_depend_on_rows_beside_it_or_threads(
     kernels: Single, weights: Format, num_threads: int
@@ -100,7 +110,7 @@ def test_a_rows_bits_do_not_depend_on_rows_beside_it_or_threads(
         np.testing.assert_array_equal(_product(kernels, weights, x[:rows], matrix, num_threads), alone[:rows])
 
 
-@pytest.mark.parametrize("weights", Format)
+@pytest.mark.parametrize("weights", PLAIN_FORMATS)
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_in_its_row(kernels: Single, weights: Format, odd: float) -> None:
     x, matrix = random_floats(14, 100), np.abs(random_floats(40, 100, seed=1)) + 0.1
@@ -110,6 +120,62 @@ def test_what_is_not_finite_stays_in_its_row(kernels: Single, weights: Format, o
     assert not np.isfinite(got[4]).any()
     others = np.arange(14) != 4
     np.testing.assert_array_equal(got[others], clean[others])
+
+
+def _k_product(kernels: Single, weights: Format, x: Floats, outputs: int, seed: int, num_threads: int = 1) -> Floats:
+    data = random_blocks(outputs, x.shape[1], K_BLOCKS[OWN_SOURCES[weights]], seed=seed)
+    return kernels.multiply(weights, OWN_SOURCES[weights], data, x, num_threads=num_threads)
+
+
+@pytest.mark.parametrize("rows", NUM_ROWS)
+@pytest.mark.parametrize("weights", OWN_SOURCES)
+def test_products_with_k_quants_are_those_of_what_gguf_says(kernels: Single, weights: Format, rows: int) -> None:
+    for outputs, columns in ((1, 256), (33, 512), (70, 1280)):
+        x, source = random_floats(rows, columns, seed=rows), OWN_SOURCES[weights]
+        matrix = values_of(source, random_blocks(outputs, columns, K_BLOCKS[source], seed=columns)).astype(np.float64)
+        left = quantise_activations(x, GROUP).values().astype(np.float64)
+        got = _k_product(kernels, weights, x, outputs, columns)
+        # A kernel adds the parts of a group's scale and minimum separately.
+        terms = np.abs(left) @ np.abs(matrix.T) + np.abs(left).sum(-1, keepdims=True) * np.abs(matrix).max()
+        assert (np.abs(got - left @ matrix.T) <= 2e-6 * terms + 1e-30).all()
+
+
+@pytest.mark.parametrize("weights", OWN_SOURCES)
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_a_rows_bits_with_k_quants_do_not_depend_on_rows_beside_it_or_threads(
+    kernels: Single, weights: Format, num_threads: int
+) -> None:
+    x = random_floats(41, 512)
+    alone = np.concatenate([_k_product(kernels, weights, x[i : i + 1], 97, seed=1) for i in range(len(x))])
+    for rows in (2, 3, 7, 12, 13, 41):
+        np.testing.assert_array_equal(_k_product(kernels, weights, x[:rows], 97, 1, num_threads), alone[:rows])
+
+
+@pytest.mark.parametrize("weights", OWN_SOURCES)
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_row_with_k_quants(kernels: Single, weights: Format, odd: float) -> None:
+    x = random_floats(14, 256)
+    clean = _k_product(kernels, weights, x, 40, seed=1)
+    x[4, 37] = odd
+    got = _k_product(kernels, weights, x, 40, seed=1)
+    assert not np.isfinite(got[4]).any()
+    others = np.arange(14) != 4
+    np.testing.assert_array_equal(got[others], clean[others])
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [((Format.Q4_K, 64), (Format.Q6_K, 40)), ((Format.INT4_GROUP, 32), (Format.Q5_K, 32), (Format.INT8_GROUP, 5))],
+)
+def test_runs_of_several_formats_have_the_products_of_each(kernels: Single, runs: tuple[Run, ...]) -> None:
+    x = random_floats(7, 512)
+    parts = [
+        (weights, source, stored(source, random_floats(rows, 512, seed=rows)))
+        for weights, rows in runs
+        for source in [OWN_SOURCES.get(weights, Source.FLOAT32)]
+    ]
+    alone = [kernels.multiply(weights, source, data, x) for weights, source, data in parts]
+    np.testing.assert_array_equal(kernels.multiply_fused(parts, x), np.concatenate(alone, axis=1))
 
 
 @pytest.mark.parametrize("count", [16, 32, 48, 576])

@@ -6,12 +6,22 @@ import numpy as np
 import pytest
 from fakes.cover import examples, pairwise
 from fakes.single_kernels import Single
-from fixtures.matrices import BLOCKS, K_BLOCKS, kept, random_floats, stored, values_of
+from fixtures.matrices import (
+    BLOCKS,
+    K_BLOCKS,
+    OWN_SOURCES,
+    PLAIN_FORMATS,
+    kept,
+    random_blocks,
+    random_floats,
+    stored,
+    values_of,
+)
 from gguf import GGMLQuantizationType, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.cpu.library import Format, RowLayout, Source
+from penstock.kernels.cpu.formats import Format, RowLayout, Source
 
 LOSSLESS = {
     (Format.BF16, Source.BFLOAT16),
@@ -21,7 +31,7 @@ LOSSLESS = {
 }
 
 
-@pytest.mark.parametrize(("weights", "source", "rows"), pairwise(Format, Source, [1, 31, 32, 33, 70]))
+@pytest.mark.parametrize(("weights", "source", "rows"), pairwise(PLAIN_FORMATS, Source, [1, 31, 32, 33, 70]))
 def test_packed_rows_are_the_references(kernels: Single, weights: Format, source: Source, rows: int) -> None:
     for columns in (256, 768) if source in K_BLOCKS else (32, 96, 160) if source in BLOCKS else (1, 31, 32, 50, 160):
         data = stored(source, random_floats(rows, columns, seed=rows))
@@ -30,7 +40,7 @@ def test_packed_rows_are_the_references(kernels: Single, weights: Format, source
         np.testing.assert_array_equal(kernels.repack(weights, source, data, columns), want)
 
 
-@pytest.mark.parametrize("weights", Format)
+@pytest.mark.parametrize("weights", PLAIN_FORMATS)
 @settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 1 << 32),
@@ -62,7 +72,7 @@ def test_what_is_lost_is_at_most_half_a_step(kernels: Single, weights: Format) -
     assert (np.abs(got - values).reshape(groups.shape) <= step[..., None] * 0.501).all()
 
 
-@pytest.mark.parametrize("weights", Format)
+@pytest.mark.parametrize("weights", PLAIN_FORMATS)
 def test_bytes_around_the_rows_are_not_read_as_weights(kernels: Single, weights: Format) -> None:
     """Columns that end within a group, with a NaN right behind each row's end."""
     values = np.full((5, 51), np.nan, np.float32)
@@ -71,7 +81,7 @@ def test_bytes_around_the_rows_are_not_read_as_weights(kernels: Single, weights:
     np.testing.assert_array_equal(got, kept(weights, values[:, :50].copy()))
 
 
-@pytest.mark.parametrize("weights", Format)
+@pytest.mark.parametrize("weights", PLAIN_FORMATS)
 def test_infinity_in_a_row_leaves_the_rows_beside_it_alone(kernels: Single, weights: Format) -> None:
     values = random_floats(34, 64)
     odd = values.copy()
@@ -82,7 +92,7 @@ def test_infinity_in_a_row_leaves_the_rows_beside_it_alone(kernels: Single, weig
     np.testing.assert_array_equal(got[others], kept(weights, values)[others])
 
 
-@pytest.mark.parametrize("weights", Format)
+@pytest.mark.parametrize("weights", PLAIN_FORMATS)
 def test_nan_in_a_row_does_not_become_a_number(kernels: Single, weights: Format) -> None:
     values = random_floats(2, 64)
     values[1, 9] = np.nan
@@ -102,6 +112,21 @@ def test_the_extremes_of_ggufs_blocks_come_back(kernels: Single) -> None:
         blocks[0, header:], blocks[1, header:], blocks[2, header:] = 0x80, 0x7F, 0xFF
         weights = Format.INT8_GROUP if source is Source.Q8_0 else Format.INT4_GROUP
         np.testing.assert_array_equal(kernels.repack(weights, source, data, 64), values_of(source, data))
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 70])
+@pytest.mark.parametrize("weights", OWN_SOURCES)
+def test_packed_k_quants_are_what_gguf_says(kernels: Single, weights: Format, rows: int) -> None:
+    source = OWN_SOURCES[weights]
+    for columns in (256, 768):
+        data = random_blocks(rows, columns, K_BLOCKS[source], seed=rows)
+        np.testing.assert_array_equal(kernels.repack(weights, source, data, columns), values_of(source, data))
+
+
+@pytest.mark.parametrize("weights", OWN_SOURCES)
+def test_k_quants_take_as_many_bytes_as_their_blocks(kernels: Single, weights: Format) -> None:
+    data = random_blocks(64, 512, K_BLOCKS[OWN_SOURCES[weights]])
+    assert kernels.num_bytes(weights, 64, 512) == data.nbytes
 
 
 @pytest.mark.parametrize("rows", [16, 40, 64])

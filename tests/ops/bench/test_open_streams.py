@@ -9,7 +9,7 @@ import pytest
 from bench.open_streams import measure as measuring
 from bench.open_streams.emit_calls import FIRST_TOKEN, EmitCall, text_of
 from bench.open_streams.measure import Setup, measure_rates, measure_stopped
-from bench.open_streams.processes import Cores
+from bench.open_streams.processes import TRANSPORTS, Cores
 from bench.open_streams.report import Scene, report
 
 from penstock.contract.output import Chunk
@@ -45,14 +45,16 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Setup:
     return Setup(SECONDS, 4, Cores.of_this_machine(pinned=False))
 
 
-def test_every_event_of_every_stream_arrives_in_order(setup: Setup) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_event_of_every_stream_arrives_in_order(setup: Setup, transport: str) -> None:
     cores = os.sched_getaffinity(0)
-    script, direct = measure_rates(sys.executable, NUM_STREAMS, [PER_S], [PER_S], setup)
+    script, direct = measure_rates(sys.executable, NUM_STREAMS, [PER_S], [PER_S], setup, transport)
     for found in (script, direct):
         # Each round has a chunk for every stream; the interval may begin and end inside a round.
         assert abs(found["num_events"] - PER_S * SECONDS) <= 2 * NUM_STREAMS
         assert 0 < found["latency_p50_ms"] <= found["latency_p99_ms"] <= found["latency_max_ms"]
         assert found["gateway_us_per_event"] > 0
+        assert found["transport"] == transport
     assert os.sched_getaffinity(0) == cores
 
 

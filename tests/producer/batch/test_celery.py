@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -297,3 +298,14 @@ def test_worker_without_redis_says_what_to_set(monkeypatch: pytest.MonkeyPatch) 
     done = subprocess.run(WORKER, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
     assert "PENSTOCK_REDIS_URL" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_worker_logs_as_the_other_processes_do(app: Celery, idle_log: Path) -> None:
+    app.send_task(GENERATE, args=["logged"], kwargs={"max_tokens": 2}).get(timeout=30, interval=0.05)
+
+    def events() -> list[dict[str, str]]:
+        return [json.loads(line) for line in idle_log.read_text().splitlines() if line.startswith("{")]
+
+    while not (done := [event for event in events() if "succeeded" in event["message"]]):
+        time.sleep(0.05)
+    assert done[0]["level"] == "INFO" and done[0]["time"]

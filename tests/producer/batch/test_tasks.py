@@ -16,7 +16,7 @@ def test_progress_that_cannot_be_stored_neither_fails_nor_blocks_the_run() -> No
     def store(progress: BatchProgress) -> None:
         stored.append(progress)
         release.wait(10)
-        raise UnavailableError("Redis is away")
+        raise UnavailableError("Redis is unreachable")
 
     started_s = time.monotonic()
     with reporting(store) as report:

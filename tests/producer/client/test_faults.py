@@ -136,7 +136,7 @@ async def test_a_client_that_lost_its_rights_says_so(
                 await asyncio.sleep(0.05)
     finally:
         await redis.execute_command("ACL", "SETUSER", "default", "+publish", "+subscribe")
-    assert "redis is away" in caplog.text
+    assert "redis is unreachable" in caplog.text
     check_whole(await read_all((job := await quick_client.submit("hello", max_tokens=20)).stream()), job, 20)
 
 

@@ -20,27 +20,13 @@ from fakes.fake_node import FakeNode, fake_text, fake_tokens
 
 from penstock.contract.errors import JobCancelledError, RequestError, UnavailableError
 from penstock.producer.client import Client
+from tests.producer.client.conftest import node_on_thread
 
 
 @pytest.fixture
 def node(redis_url: str) -> Iterator[FakeNode]:
-    """A fake node on a thread of its own."""
-    started, stop = threading.Event(), threading.Event()
-    nodes: list[FakeNode] = []
-
-    async def serve() -> None:
-        async with FakeNode(redis_url, step_s=0.002) as node:
-            nodes.append(node)
-            started.set()
-            while not stop.is_set():
-                await asyncio.sleep(0.01)
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    started.wait()
-    yield nodes[0]
-    stop.set()
-    thread.join()
+    with node_on_thread(redis_url) as node:
+        yield node
 
 
 @pytest.fixture

@@ -218,6 +218,7 @@ async def test_ended_job_leaves_nothing_that_lives_for_ever(
         "sweep",
         "dead_letters",
         "counts",
+        "events",
     }
     of_the_pool |= {"head_served", "virtual_clock", "debt", "kept_bytes", "expiry", "recent_use", "jobs"}
     of_the_pool |= {"usage", "hour_usage"}

@@ -11,6 +11,7 @@ from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority
 from penstock.contract.tasks import Tokenize
 from penstock.contract.terms import Terms
+from penstock.queue import keys
 from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.producer import Submission
@@ -118,6 +119,16 @@ async def test_canceled_and_expired_tasks_leave_the_queue_once(queue: Queue) -> 
     assert [await queue.state(one) for one in (canceled, expired)] == ["cancelled", "expired"]
     assert len(await queue.log(expired)) == 1
     assert await queue.ids("tasks") == set()
+
+
+async def test_expired_task_that_the_walk_reaches_ends_once(queue: Queue) -> None:
+    node = await queue.node()
+    expired = await submit_task(queue, deadline_ms=60_000)
+    await queue.change(expired, deadline=1)
+    assert ids_of(await node.take(**FULL)) == []
+    assert await queue.redis.hget(keys.counts(POOL), "ended_expired") == b"1"
+    assert len(await queue.log(expired)) == 1
+    assert await is_sound(queue)
 
 
 async def test_tasks_of_all_tenants_are_taken_in_fair_order(queue: Queue) -> None:

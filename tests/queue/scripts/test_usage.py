@@ -149,6 +149,24 @@ async def test_more_than_predicted_is_a_debt_and_less_comes_back(queue: Queue) -
     await submit(queue, terms, cost=100, tenant="other")
 
 
+async def test_refund_is_made_at_the_rate_of_the_debt(queue: Queue) -> None:
+    node, slow = await queue.node(), Terms(tokens_per_minute=60, burst_s=1)
+    await submit(queue, slow, cost=200)
+    taken = await node.take_one()
+    fast = Terms(tokens_per_minute=6000, burst_s=60)
+    await submit(queue, fast, cost=500)
+    assert await owed_ms(queue) == pytest.approx(7_000, abs=TOLERANCE_MS)
+    await end(node, taken, Usage(50, 50))
+    assert await owed_ms(queue) == pytest.approx(6_000, abs=TOLERANCE_MS)
+
+
+async def test_refund_of_tokens_leaves_the_debt_of_jobs(queue: Queue) -> None:
+    node, terms = await queue.node(), Terms(jobs_per_minute=2, tokens_per_minute=6000, burst_s=10)
+    await run(queue, node, terms, cost=100, used=0)
+    with pytest.raises(BusyError, match="2 jobs per minute"):
+        await submit(queue, terms, cost=100)
+
+
 async def test_what_comes_back_makes_no_more_than_a_burst(queue: Queue) -> None:
     node, terms = await queue.node(), Terms(tokens_per_minute=6000, burst_s=2)
     for _ in range(5):

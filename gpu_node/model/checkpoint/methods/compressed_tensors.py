@@ -88,7 +88,7 @@ def _shape(parts: Parts) -> tuple[int, int]:
     stored = parts.get("weight_shape")
     layout = {"i32": "<i4", "i64": "<i8"}.get(stored.kind)
     if layout is None or stored.shape != (2,):
-        raise ConfigError(f"tensor {stored.name} is {stored.kind} {list(stored.shape)}, want two integers")
+        raise ConfigError(f"tensor {stored.name} is {stored.kind} {list(stored.shape)} but must be two integers")
     rows, columns = stored.data.view(layout).ravel().tolist()
     return rows, columns
 

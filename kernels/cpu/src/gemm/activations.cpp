@@ -40,7 +40,8 @@ float quantise_row(const float* values, int count, int8_t* q, int32_t* total) {
   return quantise_runs(values, count, q, kGroup, total);
 }
 
-void quantise_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums) {
+void quantise_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums,
+                     int32_t* half_sums) {
   constexpr int kBatch = kLanes;
   const Floats infinity = broadcast(std::numeric_limits<float>::infinity());
   Floats poison = zeros();
@@ -60,12 +61,13 @@ void quantise_groups(const float* values, int groups, int8_t* q, float* scales, 
     alignas(64) float inverse[kBatch], scale[kBatch];
     store(inverse, select(greater(infinity, steps), steps, zeros()));
     store(scale, largest_values / broadcast(127.f));
-    Ints totals[kBatch];
+    Ints totals[kBatch], firsts[kBatch];
     for (int g = 0; g < kBatch; ++g) {
-      totals[g] = broadcast_int(0);
+      totals[g] = firsts[g] = broadcast_int(0);
       if (g >= count) continue;
       for (int i = g * kGroup; i < (g + 1) * kGroup; i += kLanes) {
         const Ints rounded = to_ints(max(load(x + i) * broadcast(inverse[g]), broadcast(-127.f)));
+        firsts[g] = totals[g];
         totals[g] = totals[g] + rounded;
         store_s8(q + first * kGroup + i, rounded);
       }
@@ -74,35 +76,45 @@ void quantise_groups(const float* values, int groups, int8_t* q, float* scales, 
     store_ints(total, sum_of_each(totals));
     std::copy_n(scale, count, scales + first);
     std::copy_n(total, count, sums + first);
+    if (half_sums) {
+      alignas(64) int32_t first_half[kBatch];
+      store_ints(first_half, sum_of_each(firsts));
+      for (int g = 0; g < count; ++g) {
+        half_sums[2 * (first + g)] = first_half[g];
+        half_sums[2 * (first + g) + 1] = total[g] - first_half[g];
+      }
+    }
   }
   const float not_finite = sum(poison);
   if (not_finite != 0) std::fill_n(scales, groups, not_finite);
 }
 
-void Activations::prepare(int rows, int columns, Format format) {
-  format_ = format;
-  tiling_ = Tiling(std::max(rows, 1), format);
-  padded_ = round_up(columns, kGroup);
-  words_ = padded_ / (format == Format::kBf16 ? 2 : 4);
-  groups_ = format == Format::kBf16 || format == Format::kInt8 ? 1 : padded_ / kGroup;
+void Activations::prepare(int rows, const Matrix& right) {
+  encoding_ = right.encoding();
+  has_halves_ = right.has(Format::kQ6_K);
+  tiling_ = Tiling(std::max(rows, 1), encoding_);
+  padded_ = right.padded_columns();
+  words_ = padded_ / (encoding_ == Encoding::kBf16 ? 2 : 4);
+  groups_ = encoding_ == Encoding::kByGroup ? padded_ / kGroup : 1;
   data_.reserve((size_t)rows * words_);
   scales_.reserve((size_t)rows * groups_);
   biases_.reserve((size_t)rows * groups_);
   offsets_.reserve((size_t)rows * groups_);
+  if (has_halves_) half_biases_.reserve((size_t)rows * groups_ * 2);
 }
 
 void Activations::set_row(int row, const float* values) {
   const int tile = tiling_.tile_of(row), first = tiling_.first(tile), stride = tiling_.size(tile), at = row - first;
-  const int run = run_words(format_);
+  const int run = run_words(encoding_);
   uint32_t* out = data_.data() + (size_t)first * words_ + at * run;
-  if (format_ == Format::kBf16) {
+  if (encoding_ == Encoding::kBf16) {
     for (int i = 0; i < padded_; i += kGroup, out += stride * run) {
       store_bf16(reinterpret_cast<bf16*>(out), load(values + i));
       store_bf16(reinterpret_cast<bf16*>(out) + kLanes, load(values + i + kLanes));
     }
     return;
   }
-  if (format_ == Format::kInt8) {
+  if (encoding_ == Encoding::kByRow) {
     const size_t i = (size_t)first + at;
     int32_t total;
     scales_[i] = quantise_runs(values, padded_, reinterpret_cast<int8_t*>(out), stride * run * sizeof *out, &total);
@@ -111,16 +123,22 @@ void Activations::set_row(int row, const float* values) {
   }
   thread_local std::vector<int8_t> q;
   thread_local std::vector<float> scales;
-  thread_local std::vector<int32_t> totals;
+  thread_local std::vector<int32_t> totals, half_totals;
   q.resize(padded_);
   scales.resize(groups_);
   totals.resize(groups_);
-  quantise_groups(values, groups_, q.data(), scales.data(), totals.data());
+  half_totals.resize(2 * groups_);
+  quantise_groups(values, groups_, q.data(), scales.data(), totals.data(), has_halves_ ? half_totals.data() : nullptr);
   for (int g = 0; g < groups_; ++g) {
     const size_t i = (size_t)first * groups_ + g * stride + at;
     scales_[i] = scales[g];
     biases_[i] = -128 * totals[g];
     offsets_[i] = scales[g] * totals[g];
+  }
+  if (has_halves_) {
+    for (int g = 0; g < 2 * groups_; ++g) {
+      half_biases_[(size_t)first * 2 * groups_ + g * stride + at] = -32 * half_totals[g];
+    }
   }
   for (int i = 0; i < padded_; i += kGroup, out += stride * run) std::memcpy(out, q.data() + i, kGroup);
 }
@@ -128,7 +146,8 @@ void Activations::set_row(int row, const float* values) {
 Tile Activations::tile(int i) const {
   const size_t first = tiling_.first(i);
   return {tiling_.size(i), data_.data() + first * words_, scales_.data() + first * groups_,
-          biases_.data() + first * groups_, offsets_.data() + first * groups_};
+          biases_.data() + first * groups_, offsets_.data() + first * groups_,
+          has_halves_ ? half_biases_.data() + first * 2 * groups_ : nullptr};
 }
 
 }  // namespace penstock

@@ -9,20 +9,21 @@
 namespace penstock {
 
 // Rows that a kernel multiplies with one panel at a time.
-constexpr int max_tile_rows(Format format) {
-  const bool grouped = format == Format::kInt8Group || format == Format::kInt4Group;
+constexpr int max_tile_rows(Encoding encoding) {
+  const bool grouped = encoding == Encoding::kByGroup;
   if (kRegisters >= 32) return grouped ? 6 : 12;
   return grouped ? 2 : 4;
 }
 
 // Consecutive words of one row: those of 32 columns.
-constexpr int run_words(Format format) { return format == Format::kBf16 ? kGroup / 2 : kGroup / 4; }
+constexpr int run_words(Encoding encoding) { return encoding == Encoding::kBf16 ? kGroup / 2 : kGroup / 4; }
 
 // Cuts `rows` rows into as few tiles as possible; the sizes of tiles differ by at most one.
 struct Tiling {
   int rows, tiles;
 
-  Tiling(int rows, Format format) : rows(rows), tiles((rows + max_tile_rows(format) - 1) / max_tile_rows(format)) {}
+  Tiling(int rows, Encoding encoding)
+      : rows(rows), tiles((rows + max_tile_rows(encoding) - 1) / max_tile_rows(encoding)) {}
   int first(int tile) const { return (int)((int64_t)rows * tile / tiles); }
   int size(int tile) const { return first(tile + 1) - first(tile); }
   int tile_of(int row) const { return (int)(((int64_t)(row + 1) * tiles - 1) / rows); }
@@ -35,9 +36,10 @@ enum class Fetch { kNothing, kThisPanel, kNextPanel };
 struct Tile {
   int rows;
   const uint32_t* words;    // [columns / 32][rows][run_words]
-  const float* scales;      // [groups][rows]; one group per row for int8
-  const int32_t* biases;    // [groups][rows]: -128 * sum of the quantized values, for weights stored as 128 + q
-  const float* offsets;     // [groups][rows]: scale * sum
+  const float* scales;           // [groups][rows]; one group per row for kByRow.
+  const int32_t* biases;         // [groups][rows]: -128 * sum of the quantized values, for weights stored as 128 + q.
+  const float* offsets;          // [groups][rows]: scale * sum.
+  const int32_t* half_biases;    // [2 * groups][rows]: -32 * sum of half a group, for weights stored as 32 + q
   // What to prefetch while the tile is computed.
   Fetch fetch = Fetch::kNothing;
   const uint8_t* ahead[2] = {nullptr, nullptr};  // for kNextPanel: where two streams of cache lines begin
@@ -45,8 +47,8 @@ struct Tile {
 
 class Activations {
  public:
-  // Reserves memory for `rows` rows of `columns` numbers, for products with matrices of `format`.
-  void prepare(int rows, int columns, Format format);
+  // Reserves memory for `rows` rows, for products with a matrix.
+  void prepare(int rows, const Matrix& right);
 
   // Writes a row. `values` has the padded length and is zero past `columns`.
   void set_row(int row, const float* values);
@@ -55,8 +57,9 @@ class Activations {
   Tile tile(int i) const;
 
  private:
-  Format format_ = Format::kBf16;
-  Tiling tiling_{1, Format::kBf16};
+  Encoding encoding_ = Encoding::kBf16;
+  bool has_halves_ = false;
+  Tiling tiling_{1, Encoding::kBf16};
   int padded_ = 0;
   int words_ = 0;
   int groups_ = 0;
@@ -64,6 +67,7 @@ class Activations {
   Buffer<float> scales_;
   Buffer<int32_t> biases_;
   Buffer<float> offsets_;
+  Buffer<int32_t> half_biases_;
 };
 
 // Quantizes `count` values (a multiple of 16) to scale * q with q in [-127, 127]. A NaN or infinity makes the scale
@@ -71,6 +75,7 @@ class Activations {
 float quantise_row(const float* values, int count, int8_t* q, int32_t* sum);
 
 // Quantizes each of `groups` groups of 32 in the same way, but one non-finite value makes all scales NaN.
-void quantise_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums);
+// `half_sums`: null, or the sums of the halves of each group, [2 * groups].
+void quantise_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums, int32_t* half_sums);
 
 }  // namespace penstock

@@ -1,38 +1,9 @@
 #include "gemm/gemm.h"
-
-#include <algorithm>
-#include <array>
-#include <utility>
+#include "gemm/k_quant_kernels.h"
+#include "gemm/tile_kernels.h"
 
 namespace penstock {
 namespace {
-
-// Halves of a panel that are computed in one pass over the columns.
-constexpr int kHalves = kRegisters >= 32 ? 2 : 1;
-// Words of a run of quantized rows.
-constexpr int kRun = run_words(Format::kInt8);
-
-// How far ahead a kernel prefetches in the panel that it reads.
-constexpr int kNearBytes = 8192;
-
-// Prefetches two cache lines for every two lines of the panel that are read.
-template <Fetch F>
-struct Prefetcher {
-  const uint8_t *first, *second;
-
-  explicit Prefetcher(const Tile& tile) : first(tile.ahead[0]), second(tile.ahead[1]) {}
-  PENSTOCK_INLINE void step(Prefetcher& it, const uint8_t* at) {
-    if constexpr (F == Fetch::kThisPanel) {
-      _mm_prefetch(at + kNearBytes, _MM_HINT_T0);
-      _mm_prefetch(at + kNearBytes + kLine, _MM_HINT_T0);
-    } else if constexpr (F == Fetch::kNextPanel) {
-      _mm_prefetch(it.first, _MM_HINT_T1);
-      _mm_prefetch(it.second, _MM_HINT_T1);
-      it.first += kLine;
-      it.second += kLine;
-    }
-  }
-};
 
 template <int R, Fetch F>
 struct Bf16Kernel {
@@ -43,7 +14,7 @@ struct Bf16Kernel {
     Floats acc[R][kHalves];
     for (int r = 0; r < R; ++r)
       for (int h = 0; h < kHalves; ++h) acc[r][h] = zeros();
-    constexpr int kPairs = run_words(Format::kBf16);
+    constexpr int kPairs = run_words(Encoding::kBf16);
     for (int i = 0; i < columns; i += kGroup, x += (R - 1) * kPairs) {
 #pragma GCC unroll 2
       for (int k = 0; k < kPairs; ++k, w += 2 * kLine, ++x) {
@@ -180,34 +151,6 @@ struct Int4GroupKernel {
   }
 };
 
-template <template <int, Fetch> class Kernel, int R, Fetch F>
-void run_kernel(const uint8_t* panel, const Tile& tile, int columns, float* out) {
-  for (int half = 0; half < 2; half += kHalves) Kernel<R, F>::run(panel, tile, columns, half, out);
-}
-
-template <template <int, Fetch> class Kernel, Fetch F, int... R>
-constexpr std::array<TileKernel, sizeof...(R)> kernels_of(std::integer_sequence<int, R...>) {
-  return {run_kernel<Kernel, R + 1, F>...};
-}
-
-template <template <int, Fetch> class Kernel, Format F>
-TileKernel kernel_of(const Tile& tile) {
-  constexpr int kMaxRows = max_tile_rows(F);
-  constexpr auto kAll = std::make_integer_sequence<int, kMaxRows>();
-  constexpr auto kFew = std::make_integer_sequence<int, std::min(kMaxRows, kMemoryBoundRows)>();
-  static constexpr auto kThis = kernels_of<Kernel, Fetch::kThisPanel>(kFew);
-  static constexpr auto kNext = kernels_of<Kernel, Fetch::kNextPanel>(kAll);
-  static constexpr auto kNothing = kernels_of<Kernel, Fetch::kNothing>(kAll);
-  switch (tile.fetch) {
-    case Fetch::kThisPanel:
-      return kThis[tile.rows - 1];
-    case Fetch::kNextPanel:
-      return kNext[tile.rows - 1];
-    default:
-      return kNothing[tile.rows - 1];
-  }
-}
-
 }  // namespace
 
 TileKernel tile_kernel(Format format, const Tile& tile) {
@@ -220,8 +163,9 @@ TileKernel tile_kernel(Format format, const Tile& tile) {
       return kernel_of<Int8GroupKernel, Format::kInt8Group>(tile);
     case Format::kInt4Group:
       return kernel_of<Int4GroupKernel, Format::kInt4Group>(tile);
+    default:
+      return k_quant_kernel(format, tile);
   }
-  return nullptr;
 }
 
 }  // namespace penstock

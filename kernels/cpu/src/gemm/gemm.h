@@ -4,14 +4,12 @@
 // therefore do not depend on the batch.
 #pragma once
 #include "gemm/activations.h"
+#include "gemm/k_quant_kernels.h"
 #include "threads/team.h"
 
 namespace penstock {
 
-// out: [tile.rows][kPanel].
-using TileKernel = void (*)(const uint8_t* panel, const Tile& tile, int padded_columns, float* out);
-
-// The kernel for a tile of at most max_tile_rows(format) rows.
+// The kernel for a tile of at most max_tile_rows(encoding_of(format)) rows.
 TileKernel tile_kernel(Format format, const Tile& tile);
 
 // A product with at most this many rows is bound by memory.
@@ -42,17 +40,25 @@ inline void add_bias(const float* bias, int rows, float* out) {
 template <class Finish>
 void multiply(Worker& worker, const Activations& left, const Matrix& right, const Finish& finish) {
   const Tiling& tiling = left.tiling();
-  const int tiles_per_pass = std::max(1, kRowsPerPass / max_tile_rows(right.format));
+  const int tiles_per_pass = std::max(1, kRowsPerPass / max_tile_rows(right.encoding()));
   const int passes = (tiling.tiles + tiles_per_pass - 1) / tiles_per_pass;
   const int num_panels = right.num_panels();
+  thread_local Buffer<uint8_t> unpacked;
   const auto unit_of_work = [&](int unit) {
     const int pass = unit / num_panels, panel = unit % num_panels;
-    alignas(64) float out[max_tile_rows(Format::kBf16) * kPanel];
-    const int end = std::min(tiling.tiles, (pass + 1) * tiles_per_pass);
-    for (int i = pass * tiles_per_pass; i < end; ++i) {
+    const Matrix::Panel weights = right.panel(panel);
+    alignas(64) float out[max_tile_rows(Encoding::kBf16) * kPanel];
+    const int begin = pass * tiles_per_pass, end = std::min(tiling.tiles, begin + tiles_per_pass);
+    const bool unpacks = is_k_quant(weights.format) && end - begin >= kTilesToUnpack;
+    if (unpacks) {
+      unpacked.reserve(unpacked_bytes(right.padded_columns()));
+      unpack_k_quant(weights.format, weights.bytes, right.padded_columns(), unpacked.data());
+    }
+    for (int i = begin; i < end; ++i) {
       Tile tile = left.tile(i);
-      look_ahead(tile, i - pass * tiles_per_pass, tiling.tiles, right.panel(panel), right.panel_bytes());
-      tile_kernel(right.format, tile)(right.panel(panel), tile, right.padded_columns(), out);
+      look_ahead(tile, i - begin, tiling.tiles, weights.bytes, weights.num_bytes);
+      const TileKernel kernel = unpacks ? unpacked_kernel(weights.format, tile) : tile_kernel(weights.format, tile);
+      kernel(unpacks ? unpacked.data() : weights.bytes, tile, right.padded_columns(), out);
       if (right.bias.count()) add_bias(&right.bias[panel * kPanel], tile.rows, out);
       finish(tiling.first(i), tile.rows, panel, out);
     }

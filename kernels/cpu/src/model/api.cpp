@@ -2,6 +2,7 @@
 #include <cstring>
 #include <exception>
 #include <string>
+#include <vector>
 
 #include "gemm/gemm.h"
 #include "model/model.h"
@@ -84,11 +85,15 @@ PENSTOCK_API void penstock_bind_thread(Model* model) { model->team().bind_leader
 
 PENSTOCK_API void penstock_model_free(Model* model) { delete model; }
 
-// `packed`: null for a matrix of zeros to fill; else the bytes that penstock_matrix_bytes returned for such a matrix.
-// They must outlive the model.
-PENSTOCK_API const char* penstock_matrix_new(Model* model, int layer, int slot, int format, int rows, int columns,
-                                             uint8_t* packed) {
-  return guarded([&] { model->weights().matrix((Slot)slot, layer) = Matrix((Format)format, rows, columns, packed); });
+// The matrix consists of `num_runs` runs of rows, each with a format. `packed`: null for a matrix of zeros to fill; else
+// the bytes that penstock_matrix_bytes returned for such a matrix. They must outlive the model.
+PENSTOCK_API const char* penstock_matrix_new(Model* model, int layer, int slot, const int32_t* formats,
+                                             const int32_t* rows, int num_runs, int columns, uint8_t* packed) {
+  return guarded([&] {
+    std::vector<Run> runs;
+    for (int i = 0; i < num_runs; ++i) runs.push_back({(Format)formats[i], rows[i]});
+    model->weights().matrix((Slot)slot, layer) = Matrix(runs, columns, packed);
+  });
 }
 
 PENSTOCK_API const uint8_t* penstock_matrix_bytes(Model* model, int layer, int slot, size_t* count) {

@@ -42,7 +42,7 @@ void HeadStage::prepare(int num_threads) {
     if (step_.plan.logits || wants_logprobs(i) || !rule_of(step_.plan, i).is_plain_greedy()) logits_row_[i] = kept++;
   }
   logits_.reserve(kept);
-  inputs_.prepare(rows, head_.columns, head_.format);
+  inputs_.prepare(rows, head_);
   bests_.reset(rows, num_threads);
   poisoned_.assign(rows, 0);
 }

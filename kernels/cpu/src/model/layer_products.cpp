@@ -13,7 +13,7 @@ void LayerProducts::prepare(const Layer& layer, Slot slot) {
   const int rows = (int)tokens_.size();
   if (step_.plan.adapters) inner_.reserve((size_t)rows * adapters_.largest_rank());
   for (Inputs& own : inputs_) {
-    own[input_of(slot)][(int)matrix.format].prepare(rows, matrix.columns, matrix.format);
+    own[input_of(slot)][(int)matrix.encoding()].prepare(rows, matrix);
     if (rows > kRowsToRepeat) return;
   }
 }

@@ -35,7 +35,7 @@ class LayerProducts {
   // Inputs of a layer's matrices: the normed hidden state, the output of the attention, the gated product.
   enum Input { kNormed = 0, kAttended = 1, kGated = 2 };
   static constexpr int kNumInputs = 3;
-  using Inputs = std::array<std::array<Activations, kNumFormats>, kNumInputs>;
+  using Inputs = std::array<std::array<Activations, kNumEncodings>, kNumInputs>;
 
   static Input input_of(Slot slot) {
     if (slot == Slot::kOut) return kAttended;
@@ -56,7 +56,7 @@ class LayerProducts {
 template <class Read, class Finish>
 void LayerProducts::run(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Finish& finish) {
   const Matrix& matrix = layer.matrix(slot);
-  Activations& left = inputs_[repeats() ? worker.index() : 0][input_of(slot)][(int)matrix.format];
+  Activations& left = inputs_[repeats() ? worker.index() : 0][input_of(slot)][(int)matrix.encoding()];
   const auto set_row = [&](int i) {
     const float* x = read(i);
     left.set_row(i, x);

@@ -16,7 +16,7 @@ constexpr int kScoredAtOnce = 64;
 void ScoreStage::prepare() {
   if (step_.plan.num_scored == 0) return;
   const int rows = std::min(kScoredAtOnce, step_.plan.num_scored);
-  inputs_.prepare(rows, head_.columns, head_.format);
+  inputs_.prepare(rows, head_);
   logits_.reserve(rows);
 }
 

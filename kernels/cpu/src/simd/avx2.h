@@ -99,6 +99,11 @@ PENSTOCK_INLINE Ints operator+(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y
 PENSTOCK_INLINE Ints operator&(Ints x, Ints y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 PENSTOCK_INLINE Ints operator|(Ints x, Ints y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 PENSTOCK_INLINE Ints shift_left(Ints x, int bits) { return {_mm256_slli_epi32(x.a, bits), _mm256_slli_epi32(x.b, bits)}; }
+PENSTOCK_INLINE Ints shift_right(Ints x, int bits) { return {_mm256_srli_epi32(x.a, bits), _mm256_srli_epi32(x.b, bits)}; }
+PENSTOCK_INLINE Ints widen_s8(const void* p) {
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
 PENSTOCK_INLINE Ints widen_u8(const void* p) {
   const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
   return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
@@ -149,6 +154,10 @@ PENSTOCK_INLINE void store_u8(uint8_t* p, Ints x) {
 PENSTOCK_INLINE Bytes load_bytes(const void* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
 }
+PENSTOCK_INLINE void store_bytes(void* p, Bytes x) {
+  _mm256_storeu_si256((__m256i*)p, x.a);
+  _mm256_storeu_si256((__m256i*)p + 1, x.b);
+}
 PENSTOCK_INLINE Bytes broadcast_word(uint32_t x) { return {_mm256_set1_epi32((int)x), _mm256_set1_epi32((int)x)}; }
 PENSTOCK_INLINE Bytes low_nibbles(Bytes x) {
   const __m256i mask = _mm256_set1_epi8(15);
@@ -156,6 +165,17 @@ PENSTOCK_INLINE Bytes low_nibbles(Bytes x) {
 }
 PENSTOCK_INLINE Bytes high_nibbles(Bytes x) {
   return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
+}
+template <int Shift>
+PENSTOCK_INLINE __m256i shifted(__m256i x) {
+  return Shift < 0 ? _mm256_srli_epi32(x, Shift < 0 ? -Shift : 0) : _mm256_slli_epi32(x, Shift < 0 ? 0 : Shift);
+}
+// a | (bits & mask) per byte, after a left shift of the 32-bit words of `bits` by Shift; a negative one goes right.
+template <int Shift>
+PENSTOCK_INLINE Bytes with_bits(Bytes a, Bytes bits, uint8_t mask) {
+  const __m256i wanted = _mm256_set1_epi8((char)mask);
+  return {_mm256_or_si256(a.a, _mm256_and_si256(shifted<Shift>(bits.a), wanted)),
+          _mm256_or_si256(a.b, _mm256_and_si256(shifted<Shift>(bits.b), wanted))};
 }
 PENSTOCK_INLINE __m256 dot_bf16(__m256 acc, __m256i x, __m256i y) {
   const __m256i high = _mm256_set1_epi32((int)0xffff0000);

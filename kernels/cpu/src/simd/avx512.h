@@ -59,6 +59,8 @@ PENSTOCK_INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b
 PENSTOCK_INLINE Ints operator&(Ints a, Ints b) { return {_mm512_and_si512(a.v, b.v)}; }
 PENSTOCK_INLINE Ints operator|(Ints a, Ints b) { return {_mm512_or_si512(a.v, b.v)}; }
 PENSTOCK_INLINE Ints shift_left(Ints a, int bits) { return {_mm512_slli_epi32(a.v, bits)}; }
+PENSTOCK_INLINE Ints shift_right(Ints a, int bits) { return {_mm512_srli_epi32(a.v, bits)}; }
+PENSTOCK_INLINE Ints widen_s8(const void* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
 PENSTOCK_INLINE Ints widen_u8(const void* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
 PENSTOCK_INLINE Ints widen_u16(const void* p) { return {_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p))}; }
 PENSTOCK_INLINE Floats load_bf16(const uint16_t* p) { return {_mm512_castsi512_ps(shift_left(widen_u16(p), 16).v)}; }
@@ -78,10 +80,18 @@ PENSTOCK_INLINE void store_s8(int8_t* p, Ints a) { _mm_storeu_si128((__m128i*)p,
 PENSTOCK_INLINE void store_u8(uint8_t* p, Ints a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtusepi32_epi8(a.v)); }
 
 PENSTOCK_INLINE Bytes load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
+PENSTOCK_INLINE void store_bytes(void* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
 PENSTOCK_INLINE Bytes broadcast_word(uint32_t x) { return {_mm512_set1_epi32((int)x)}; }
 PENSTOCK_INLINE Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 PENSTOCK_INLINE Bytes high_nibbles(Bytes a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
+}
+// a | (bits & mask) per byte, after a left shift of the 32-bit words of `bits` by Shift; a negative one goes right.
+template <int Shift>
+PENSTOCK_INLINE Bytes with_bits(Bytes a, Bytes bits, uint8_t mask) {
+  const __m512i shifted = Shift < 0 ? _mm512_srli_epi32(bits.v, Shift < 0 ? -Shift : 0)
+                                    : _mm512_slli_epi32(bits.v, Shift < 0 ? 0 : Shift);
+  return {_mm512_ternarylogic_epi32(a.v, shifted, _mm512_set1_epi8((char)mask), 0xf8)};
 }
 // acc + a0 * b0 + a1 * b1 per lane.
 PENSTOCK_INLINE Floats dot_bf16(Floats acc, Bytes a, Bytes b) {

@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 #include <vector>
 
-#include "gemm/k_quants.h"
+#include "weights/k_quants.h"
 
 namespace penstock {
 namespace {
@@ -133,6 +134,33 @@ void put_int8(uint8_t* panel, int lane, const float* w, int padded) {
   reinterpret_cast<float*>(panel + (size_t)padded * kPanel)[lane] = scale;
 }
 
+// Returns the bytes of a panel with that many columns.
+size_t bytes_of_panel(Format format, int columns) {
+  const size_t padded = round_up(columns, kGroup);
+  if (is_k_quant(format) && columns % kKBlock) throw std::invalid_argument("a k-quant needs a multiple of 256 columns");
+  switch (format) {
+    case Format::kBf16:
+      return padded * kPanel * sizeof(bf16);
+    case Format::kInt8:
+      return padded * kPanel + kPanel * sizeof(float);
+    case Format::kInt8Group:
+      return padded / kGroup * kInt8GroupBytes;
+    case Format::kInt4Group:
+      return padded / kGroup * kInt4GroupBytes;
+    case Format::kQ4_K:
+      return padded / kKBlock * Q4_KPanel::kBytes;
+    case Format::kQ5_K:
+      return padded / kKBlock * Q5_KPanel::kBytes;
+    case Format::kQ6_K:
+      return padded / kKBlock * Q6_KPanel::kBytes;
+  }
+  return 0;
+}
+
+void check_source(Source source, Source expected) {
+  if (source != expected) throw std::invalid_argument("a k-quant takes only rows of its own format");
+}
+
 }  // namespace
 
 void widen_row(Source source, const uint8_t* data, int columns, float* out) {
@@ -183,81 +211,117 @@ void widen_row(Source source, const uint8_t* data, int columns, float* out) {
   }
 }
 
-Matrix::Matrix(Format format, int rows, int columns, uint8_t* packed) : format(format), rows(rows), columns(columns) {
+Matrix::Matrix(const std::vector<Run>& runs, int columns, uint8_t* packed) : columns(columns) {
+  size_t start = 0;
+  for (const Run& run : runs) {
+    if (rows % kPanel) throw std::invalid_argument("only the last rows of a matrix may fill a part of a panel");
+    const int count = (run.rows + kPanel - 1) / kPanel;
+    const size_t panel_bytes = bytes_of_panel(run.format, columns);
+    sections_.push_back({run.format, rows / kPanel, count, start, panel_bytes});
+    if (encoding_of(run.format) != encoding()) throw std::invalid_argument("the formats of a matrix do not mix");
+    rows += run.rows;
+    start += count * panel_bytes;
+  }
   bytes = packed ? Buffer<uint8_t>(packed, num_bytes()) : Buffer<uint8_t>(num_bytes());
 }
 
-size_t Matrix::panel_bytes() const {
-  const size_t padded = padded_columns();
-  switch (format) {
-    case Format::kBf16:
-      return padded * kPanel * sizeof(bf16);
-    case Format::kInt8:
-      return padded * kPanel + kPanel * sizeof(float);
-    case Format::kInt8Group:
-      return padded / kGroup * kInt8GroupBytes;
-    case Format::kInt4Group:
-      return padded / kGroup * kInt4GroupBytes;
+size_t Matrix::num_bytes() const {
+  return sections_.empty() ? 0 : sections_.back().start + sections_.back().num_panels * sections_.back().panel_bytes;
+}
+
+bool Matrix::has(Format format) const {
+  for (const Section& section : sections_) {
+    if (section.format == format) return true;
   }
-  return 0;
+  return false;
+}
+
+Matrix::Panel Matrix::panel(int i) const {
+  const Section* section = sections_.data();
+  while (i >= section->first_panel + section->num_panels) ++section;
+  const size_t at = section->start + (i - section->first_panel) * section->panel_bytes;
+  return {section->format, bytes.data() + at, section->panel_bytes};
 }
 
 void Matrix::set_row(int row, Source source, const uint8_t* data) {
-  const int padded = padded_columns();
+  const Panel panel = this->panel(row / kPanel);
+  auto* at = const_cast<uint8_t*>(panel.bytes);
+  const int lane = lane_in_panel(row), padded = padded_columns(), num_blocks = columns / kKBlock;
+  switch (panel.format) {
+    case Format::kQ4_K:
+      check_source(source, Source::kQ4_K);
+      return put_q4_k(data, num_blocks, at, lane);
+    case Format::kQ5_K:
+      check_source(source, Source::kQ5_K);
+      return put_q5_k(data, num_blocks, at, lane);
+    case Format::kQ6_K:
+      check_source(source, Source::kQ6_K);
+      return put_q6_k(data, num_blocks, at, lane);
+    default:
+      break;
+  }
   thread_local std::vector<float> w;
   w.assign(padded, 0.f);
   widen_row(source, data, columns, w.data());
-  uint8_t* panel = bytes.data() + row / kPanel * panel_bytes();
-  const int lane = lane_in_panel(row);
-  switch (format) {
+  switch (panel.format) {
     case Format::kBf16:
       for (int i = 0; i < padded; ++i) {
-        reinterpret_cast<bf16*>(panel)[(i / 2 * kPanel + lane) * 2 + i % 2] = narrow(w[i]);
+        reinterpret_cast<bf16*>(at)[(i / 2 * kPanel + lane) * 2 + i % 2] = narrow(w[i]);
       }
       break;
     case Format::kInt8:
-      put_int8(panel, lane, w.data(), padded);
+      put_int8(at, lane, w.data(), padded);
       break;
     case Format::kInt8Group:
       for (int g = 0; g < padded / kGroup; ++g) {
-        put_group8(panel + g * kInt8GroupBytes, lane, read_group8(source, data, w.data(), g));
+        put_group8(at + g * kInt8GroupBytes, lane, read_group8(source, data, w.data(), g));
       }
       break;
-    case Format::kInt4Group:
+    default:
       for (int g = 0; g < padded / kGroup; ++g) {
-        put_group4(panel + g * kInt4GroupBytes, lane, read_group4(source, data, w.data(), g));
+        put_group4(at + g * kInt4GroupBytes, lane, read_group4(source, data, w.data(), g));
       }
       break;
   }
 }
 
 void Matrix::get_row(int row, float* out) const {
-  const uint8_t* at = panel(row / kPanel);
-  const int lane = lane_in_panel(row), padded = padded_columns();
-  for (int i = 0; i < columns; ++i) {
-    const int g = i / kGroup, c = i % kGroup;
-    switch (format) {
-      case Format::kBf16:
+  const Panel panel = this->panel(row / kPanel);
+  const uint8_t* at = panel.bytes;
+  const int lane = lane_in_panel(row), padded = padded_columns(), num_blocks = columns / kKBlock;
+  switch (panel.format) {
+    case Format::kBf16:
+      for (int i = 0; i < columns; ++i) {
         out[i] = widen(reinterpret_cast<const bf16*>(at)[(i / 2 * kPanel + lane) * 2 + i % 2]);
-        break;
-      case Format::kInt8:
-        out[i] = reinterpret_cast<const float*>(at + (size_t)padded * kPanel)[lane] * (at[byte_at(i, lane)] - 128);
-        break;
-      case Format::kInt8Group: {
-        const uint8_t* group = at + g * kInt8GroupBytes;
-        const float scale = widen_f16(reinterpret_cast<const f16*>(group)[lane]);
-        out[i] = scale * (group[kPanel * sizeof(f16) + byte_at(c, lane)] - 128);
-        break;
       }
-      case Format::kInt4Group: {
-        const uint8_t* group = at + g * kInt4GroupBytes;
+      break;
+    case Format::kInt8: {
+      const float scale = reinterpret_cast<const float*>(at + (size_t)padded * kPanel)[lane];
+      for (int i = 0; i < columns; ++i) out[i] = scale * (at[byte_at(i, lane)] - 128);
+      break;
+    }
+    case Format::kInt8Group:
+      for (int i = 0; i < columns; ++i) {
+        const uint8_t* group = at + i / kGroup * kInt8GroupBytes;
+        const float scale = widen_f16(reinterpret_cast<const f16*>(group)[lane]);
+        out[i] = scale * (group[kPanel * sizeof(f16) + byte_at(i % kGroup, lane)] - 128);
+      }
+      break;
+    case Format::kInt4Group:
+      for (int i = 0; i < columns; ++i) {
+        const uint8_t* group = at + i / kGroup * kInt4GroupBytes;
         const float scale = widen_f16(reinterpret_cast<const f16*>(group)[lane]);
         const float minimum = widen_f16(reinterpret_cast<const f16*>(group)[kPanel + lane]);
-        const uint8_t pair = group[2 * kPanel * sizeof(f16) + nibble_at(c, lane)];
-        out[i] = scale * (c % 8 < 4 ? pair & 15 : pair >> 4) + minimum;
-        break;
+        const uint8_t pair = group[2 * kPanel * sizeof(f16) + nibble_at(i % kGroup, lane)];
+        out[i] = scale * (i % 8 < 4 ? pair & 15 : pair >> 4) + minimum;
       }
-    }
+      break;
+    case Format::kQ4_K:
+      return get_q4_k(at, lane, num_blocks, out);
+    case Format::kQ5_K:
+      return get_q5_k(at, lane, num_blocks, out);
+    case Format::kQ6_K:
+      return get_q6_k(at, lane, num_blocks, out);
   }
 }
 

@@ -7,10 +7,13 @@
 //   int8_group     per 32 columns: 32 f16 scales, [8][32 rows][4] u8;      w = scale * (u8 - 128)      (GGUF's Q8_0)
 //   int4_group     per 32 columns: 32 f16 scales, 32 f16 minima, [4][32 rows][4] nibble pairs;
 //                  w = scale * nibble + minimum                            (GGUF's Q4_1; Q4_0 with minimum = -8 scale)
+//   q4_k, q5_k, q6_k   see k_quants.h
 //
-// A nibble pair holds column c in its low half and column c + 4 in its high half. Rows are padded to whole panels and
+// The parts of a fused matrix may have different formats, each with whole panels. A nibble pair holds column c in its low half and column c + 4 in its high half. Rows are padded to whole panels and
 // columns to multiples of 32, with zero weights.
 #pragma once
+#include <vector>
+
 #include "threads/memory.h"
 #include "simd/simd.h"
 
@@ -19,8 +22,18 @@ namespace penstock {
 constexpr int kPanel = 32;
 constexpr int kGroup = 32;
 
-enum class Format : int { kBf16 = 0, kInt8 = 1, kInt8Group = 2, kInt4Group = 3 };
-constexpr int kNumFormats = 4;
+enum class Format : int { kBf16 = 0, kInt8 = 1, kInt8Group = 2, kInt4Group = 3, kQ4_K = 4, kQ5_K = 5, kQ6_K = 6 };
+
+constexpr bool is_k_quant(Format format) { return format >= Format::kQ4_K; }
+
+// How the other side of a product is encoded: bf16; bytes with one scale per row; bytes with a scale per 32 columns.
+enum class Encoding : int { kBf16 = 0, kByRow = 1, kByGroup = 2 };
+constexpr int kNumEncodings = 3;
+
+constexpr Encoding encoding_of(Format format) {
+  if (format == Format::kBf16) return Encoding::kBf16;
+  return format == Format::kInt8 ? Encoding::kByRow : Encoding::kByGroup;
+}
 
 // Format of a checkpoint's rows: plain numbers, or GGUF's blocks of 32 or 256 weights.
 enum class Source : int { kFloat32 = 0, kBf16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4_K = 5, kQ5_K = 6, kQ6_K = 7, kF16 = 8 };
@@ -29,28 +42,51 @@ enum class Source : int { kFloat32 = 0, kBf16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 =
 // row i of one part and row i of the other are 16 rows apart.
 enum class RowLayout : int { kPlain = 0, kFirstHalf = 1, kSecondHalf = 2 };
 
+// Consecutive rows of one format.
+struct Run {
+  Format format;
+  int rows;
+};
+
 struct Matrix {
-  Format format = Format::kBf16;
   int rows = 0;
   int columns = 0;
   Buffer<uint8_t> bytes;
   Buffer<float> bias;  // one per padded row, or empty
 
   Matrix() = default;
-  // Creates a matrix of zeros. With `packed`, borrows num_bytes() bytes that were packed before, which the caller
-  // must keep alive.
-  Matrix(Format format, int rows, int columns, uint8_t* packed = nullptr);
+  // Creates a matrix of zeros. Every run but the last has whole panels, and all formats have the same encoding. With
+  // `packed`, borrows num_bytes() bytes that were packed before, which the caller must keep alive. Throws
+  // std::invalid_argument.
+  Matrix(const std::vector<Run>& runs, int columns, uint8_t* packed = nullptr);
 
   int padded_columns() const { return round_up(columns, kGroup); }
   int num_panels() const { return (rows + kPanel - 1) / kPanel; }
-  size_t panel_bytes() const;
-  size_t num_bytes() const { return num_panels() * panel_bytes(); }
-  const uint8_t* panel(int i) const { return bytes.data() + i * panel_bytes(); }
+  size_t num_bytes() const;
+  Encoding encoding() const { return sections_.empty() ? Encoding::kBf16 : encoding_of(sections_[0].format); }
+  bool has(Format format) const;
 
-  // Packs source row `data` of `columns` numbers as row `row`. Never reads past the end of the source row.
+  struct Panel {
+    Format format;
+    const uint8_t* bytes;
+    size_t num_bytes;
+  };
+  Panel panel(int i) const;
+
+  // Packs source row `data` of `columns` numbers as row `row`, which must not be packed yet. Never reads past the end
+  // of the source row. A k-quant takes only rows of its own format; throws std::invalid_argument.
   void set_row(int row, Source source, const uint8_t* data);
   // Writes a row as the kernels see it, dequantized and without padding.
   void get_row(int row, float* out) const;
+
+ private:
+  // Panels of one format; the first one is at byte `start`.
+  struct Section {
+    Format format;
+    int first_panel, num_panels;
+    size_t start, panel_bytes;
+  };
+  std::vector<Section> sections_;
 };
 
 // Returns the matrix row of row i of a part; `first` is the matrix row of its row 0.

@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.contract.errors import RequestError
-from penstock.gpu_node.engine.text.chat_format import reasoning_parser_of, tool_parser_of
+from penstock.contract.template_kwargs import reasoning_parser_for
+from penstock.gpu_node.engine.text.chat_format import reasoning_parser_of, thinking_switches_of, tool_parser_of
 from penstock.gpu_node.engine.text.chat_template import ChatTemplate
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.producer.openai.tool_calls import CALL_FORMS
@@ -94,6 +95,55 @@ def test_no_form_is_claimed_that_no_parser_reads() -> None:
 )
 def test_a_template_shows_whether_the_model_reasons(source: str, parser: str) -> None:
     assert reasoning_parser_of(ChatTemplate(source, {})) == parser
+
+
+HYBRID = (
+    "{{ messages[0].content }}{% if add_generation_prompt %}<assistant>{% if CONDITION %}<think>{% else %}</think>"
+    "{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("condition", "parser", "switches"),
+    [
+        ("enable_thinking is not defined or enable_thinking", "think_open", ("enable_thinking=false",)),
+        ("thinking is defined and thinking", "think", ("thinking=true",)),
+        ("true", "think_open", ()),
+        ("false", "think", ()),
+    ],
+)
+def test_template_shows_which_variables_open_the_reasoning(
+    condition: str, parser: str, switches: tuple[str, ...]
+) -> None:
+    template = ChatTemplate(HYBRID.replace("CONDITION", condition), {})
+    assert reasoning_parser_of(template) == parser
+    assert thinking_switches_of(template) == switches
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_open"),
+    [
+        (None, True),
+        ({}, True),
+        ({"enable_thinking": True}, True),
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}, False),
+        ({"thinking": False}, True),
+        ({"enable_thinking": 0}, True),
+        ({"continue_final_message": True}, False),
+        ({"add_generation_prompt": False}, False),
+    ],
+)
+def test_parser_of_an_answer_follows_what_the_template_renders(
+    variables: dict[str, object] | None, is_open: bool
+) -> None:
+    source = HYBRID.replace("CONDITION", "enable_thinking is not defined or enable_thinking is not false")
+    template = ChatTemplate(source, {})
+    chat = [{"role": "user", "content": "x"}]
+    assert template.render(chat, None, variables or {}).endswith("<think>") == is_open
+    kwargs = None if variables is None else json.dumps(variables)
+    parser = reasoning_parser_for(reasoning_parser_of(template), thinking_switches_of(template), kwargs)
+    assert parser == ("think_open" if is_open else "think")
 
 
 def test_tools_are_refused_where_the_template_has_no_place_for_them(model_copy: Path) -> None:

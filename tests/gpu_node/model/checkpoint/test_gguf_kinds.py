@@ -29,7 +29,7 @@ FORMATS = {
     "q4_0": "int4_group",
     "q4_1": "int4_group",
     "q8_0": "int8_group",
-    **dict.fromkeys(("q4_k", "q5_k", "q6_k"), "int8_group"),
+    **{kind: kind for kind in ("q4_k", "q5_k", "q6_k")},
     **dict.fromkeys(("f16", "bf16"), "bf16"),
 }
 """What the native kernels keep each in."""

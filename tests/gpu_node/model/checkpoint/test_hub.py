@@ -143,7 +143,7 @@ def test_a_gguf_file_is_named_behind_a_colon(hub: HubServer, change: Callable[..
         _get(f"{MODEL}:m.q2.gguf")
     with pytest.raises(ConfigError, match=r"name one of its files as org/tiny:FILE: m\.q4_0\.gguf"):
         _get(MODEL)
-    with pytest.raises(ConfigError, match=r"want a \.gguf file"):
+    with pytest.raises(ConfigError, match=r"must be a \.gguf file"):
         _get(f"{MODEL}:model.bin")
 
 

@@ -42,7 +42,7 @@ def _load(folder: Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"quantization": "int8_group"}, "int8_group .* want auto, none, int8, int4 or fp8"),
+        ({"quantization": "int8_group"}, "int8_group .* supported: auto, none, int8, int4 or fp8"),
         ({"cpu_offload_gib": 1.0}, "cpu_offload_gib"),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_card_that_is_too_old_is_refused_by_name(tiny_model: Path, monkeypatch
     facts = {"is_available": True, "current_device": 0, "get_device_capability": (7, 5), "get_device_name": "Tesla T4"}
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    with pytest.raises(ConfigError, match=r"Tesla T4 has compute capability 7\.5, want at least 8\.0"):
+    with pytest.raises(ConfigError, match=r"Tesla T4 has compute capability 7\.5; at least 8\.0 is needed"):
         _load(tiny_model)
 
 

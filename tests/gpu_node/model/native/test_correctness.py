@@ -26,7 +26,7 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.kernels.cpu.library import Format
+from penstock.kernels.cpu.formats import Format
 from penstock.kernels.reference.hadamard import hadamard_rotation
 
 Llama = Callable[..., Path]

@@ -28,12 +28,15 @@ from fakes.runners.stale_blocks import logits_over
 from fixtures.plans import Track, logits_alone, plan_of, tokens_of_step
 from fixtures.sampling import rows_of
 
+from penstock.cli.admin import doctor
+from penstock.cli.admin.doctor import check_machine
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import LoadedModel
-from penstock.kernels.cpu.library import Format, Slot, Vector
+from penstock.kernels.cpu.formats import Format
+from penstock.kernels.cpu.library import Slot, Vector
 from penstock.kernels.cpu.probe import Isa
 
 Llama = Callable[..., Path]
@@ -118,12 +121,13 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 def _other_cpu(monkeypatch: pytest.MonkeyPatch, _tmp_path: Path) -> str:
-    monkeypatch.setattr(native_load, "cpu_flags", frozenset)
-    return "the CPU has neither AVX-512 with BF16 and VNNI nor AVX2"
+    for user in (native_load, doctor):
+        monkeypatch.setattr(user, "cpu_flags", frozenset)
+    return "the CPU has neither AVX2 nor AVX-512 with BF16 and VNNI"
 
 
 @pytest.mark.parametrize("break_it", [_no_compiler, _other_cpu])
-def test_without_kernels_torch_computes_and_a_line_says_why(
+def test_without_kernels_torch_computes_and_one_warning_says_why_and_what_to_do(
     llama: Llama,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -131,10 +135,14 @@ def test_without_kernels_torch_computes_and_a_line_says_why(
     break_it: Callable[[pytest.MonkeyPatch, Path], str],
 ) -> None:
     folder, reason = llama(), break_it(monkeypatch, tmp_path)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         assert _load(folder).arithmetic == "torch-bfloat16"
-    (said,) = [vars(record) for record in caplog.records if "no native kernels" in record.getMessage()]
-    assert re.search(reason, said["reason"])
+    (said,) = [vars(record) for record in caplog.records if "torch computes" in record.getMessage()]
+    assert re.search(reason, said["reason"]) and said["remedy"]
+    # `penstock doctor` says the same of this machine.
+    warnings = [check for check in check_machine() if "torch computes" in check.finding]
+    assert [check.advice for check in warnings] == [said["remedy"]]
+    assert re.search(reason, warnings[0].finding)
     with pytest.raises(ConfigError, match=f"runner native: {reason}"):
         _load(folder, runner="native")
     with pytest.raises(ConfigError, match=r"quantization int8 is not supported: .* the native runner has int8"):
@@ -230,6 +238,7 @@ def test_threads_that_are_not_as_many_as_the_cores_run_anywhere(llama: Llama, th
 
 
 @pytest.mark.skipif(_linux() < (6, 12), reason="time slices have one length")
+@pytest.mark.skipif("os.sched_getscheduler(0) != os.SCHED_OTHER", reason="only the usual policy takes a length")
 def test_threads_that_compute_ask_for_long_time_slices(llama: Llama, this_isa: Isa) -> None:
     before = _cores().keys()
     loaded = _load(llama(), runner="native", num_threads=2)
@@ -277,7 +286,7 @@ def test_a_thread_whose_core_is_taken_is_left_out_until_it_is_free_again(
         taken.kill()
         taken.wait()
     step_until_it_uses(len(cores))
-    assert caplog.text.count("cores are taken") == 1
+    assert caplog.text.count("other processes use the cores") == 1
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -307,7 +316,7 @@ def test_lack_of_memory_is_known_as_such(llama: Llama, this_isa: Isa) -> None:
     runner = _load(llama()).runner
     assert isinstance(runner, NativeRunner)
     with pytest.raises(MemoryError):
-        runner._model.allocate(Slot.HEAD, 0, Format.BF16, 1 << 30, 1 << 20)
+        runner._model.allocate(Slot.HEAD, 0, [(Format.BF16, 1 << 30)], 1 << 20)
 
 
 @contextmanager

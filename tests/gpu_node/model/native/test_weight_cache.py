@@ -27,7 +27,7 @@ from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.kernels.cpu.library import Format
+from penstock.kernels.cpu.formats import Format
 from penstock.kernels.cpu.probe import Isa
 
 Load: TypeAlias = Callable[..., NativeRunner]
@@ -95,6 +95,15 @@ def test_mapped_weights_compute_bitwise_what_private_ones_do(
     assert len(packings) == 2
     (path,) = cache.iterdir()
     assert str(path) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_size_of_the_weights_is_the_same_from_any_source(llama: Make, load: Load, cache: Path, is_tied: bool) -> None:
+    folder = llama(tie_word_embeddings=is_tied)
+    sizes = {load(folder, weight_cache=cached).placement.weight_bytes for cached in (False, True, True)}
+    (path,) = cache.iterdir()
+    assert 0.8 * path.stat().st_size < sizes.pop() <= path.stat().st_size
+    assert not sizes
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "falcon rw"])

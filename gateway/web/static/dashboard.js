@@ -1,0 +1,230 @@
+// The dashboard: pools, nodes, tenants, times and events, drawn anew with each state.
+
+import { BlockMap, LineChart } from "./charts.js";
+import { byId, duration, el, number } from "./dom.js";
+import { PoolHistory, WINDOW_MS, states } from "./feed.js";
+
+const MAX_EVENTS = 40;
+const LATE_MS = 5_000; // A node sends a heartbeat every 2 s.
+const REASONS = {
+  lost: "its node was lost",
+  drain: "its node was draining",
+  pressure: "its node was full",
+  lacking: "its node lacks the adapter",
+  unlisted: "its node did not know it",
+  repaired: "an audit repaired it",
+};
+const pools = new Map(); // name → PoolView
+let controller;
+
+/** Read the feed until `stopDashboard`. */
+export async function startDashboard() {
+  if (controller) return;
+  controller = new AbortController();
+  const { signal } = controller;
+  say("Connecting…");
+  for await (const { state, problem } of states(signal)) {
+    if (signal.aborted) return;
+    if (problem) say(problem, "bad");
+    else show(state);
+  }
+}
+
+export function stopDashboard() {
+  controller?.abort();
+  controller = undefined;
+}
+
+function say(text, kind = "") {
+  const status = byId("feed-status");
+  // A screen reader announces a changed text only.
+  if (status.textContent !== text) status.textContent = text;
+  status.className = `feed ${kind}`;
+}
+
+function show(state) {
+  if (!state.redis_up) say("Redis does not answer: what is shown is the last known state.", "bad");
+  else if (!state.pools.length) say("No model is served yet. Start a node.", "bad");
+  else say(`Live · from the gateway ${state.gateway.name}`);
+  showTimes(state.gateway);
+  if (!state.redis_up) return;
+  removeOthers(pools, state.pools.map(({ pool }) => pool));
+  for (const pool of state.pools) {
+    if (!pools.has(pool.pool)) {
+      pools.set(pool.pool, new PoolView(pool));
+      byId("pools").append(pools.get(pool.pool).element);
+    }
+    pools.get(pool.pool).show(pool, state.at_ms);
+  }
+}
+
+/** Remove the views of what is not listed any more. */
+function removeOthers(views, listed) {
+  for (const [name, view] of views) {
+    if (listed.includes(name)) continue;
+    view.element.remove();
+    views.delete(name);
+  }
+}
+
+function showTimes({ name, window_s: seconds, first_token: first, per_token: each }) {
+  const section = byId("times");
+  section.hidden = false;
+  const cells = (times) => ["p50_ms", "p90_ms", "p99_ms"].map((key) => (times.count ? duration(times[key]) : "–"));
+  section.replaceChildren(
+    el("h2", {}, "Latency"),
+    table(["", "p50", "p90", "p99"], [
+      ["Time to first token", ...cells(first)],
+      ["Time between tokens", ...cells(each)],
+    ]),
+    el("p", { className: "hint" }, `Streams of the last ${seconds / 60} minutes through the gateway ${name}: ` +
+      `${number(first.count)}. Other gateways measure their own. The time between tokens is a mean for each stream.`),
+  );
+}
+
+/** One pool: its sums, charts, nodes, classes, tenants and events. */
+class PoolView {
+  constructor({ pool, model }) {
+    this.history = new PoolHistory();
+    this.nodes = new Map(); // node → NodeView
+    this.tiles = el("div", { className: "tiles" });
+    this.charts = {
+      out: new LineChart("Tokens out/s", WINDOW_MS),
+      in: new LineChart("Tokens in/s", WINDOW_MS),
+      running: new LineChart("Running jobs", WINDOW_MS),
+      queued: new LineChart("Waiting jobs", WINDOW_MS),
+    };
+    this.nodeList = el("div", { className: "nodes" });
+    this.more = el("p", { className: "hint" });
+    this.classes = el("div");
+    this.tenants = el("div");
+    this.events = el("ol", { className: "events" });
+    this.events.setAttribute("role", "log");
+    this.events.setAttribute("aria-label", "Events");
+    this.element = el("section", { className: "pool" },
+      el("h2", {}, model, " ", el("span", { className: "hint" }, pool === model ? "" : `pool ${pool}`)), this.tiles,
+      el("div", { className: "charts" }, ...Object.values(this.charts).map((chart) => chart.element)),
+      el("h3", {}, "Nodes and their KV blocks"), legend(), this.nodeList, this.more,
+      el("div", { className: "columns" },
+        el("div", { className: "panel" }, el("h3", {}, "Jobs by class"), this.classes),
+        el("div", { className: "panel" }, el("h3", {}, "Jobs by tenant"), this.tenants),
+        el("div", { className: "panel" }, el("h3", {}, "Events"), this.events)));
+  }
+
+  show(pool, at) {
+    this.history.add(pool, at);
+    this.charts.out.draw(this.history.rates("tokensOut"));
+    this.charts.in.draw(this.history.rates("tokensIn"));
+    this.charts.running.draw(this.history.values("running"));
+    this.charts.queued.draw(this.history.values("queued"));
+    this.showTiles(pool);
+    this.showNodes(pool);
+    this.showTables(pool);
+    this.showEvents(pool);
+  }
+
+  showTiles({ totals, num_nodes: numNodes, counts }) {
+    const used = totals.kv_blocks_total - totals.kv_blocks_free;
+    const share = totals.kv_blocks_total ? Math.round((100 * used) / totals.kv_blocks_total) : 0;
+    const tiles = [["Nodes", number(numNodes)], ["KV blocks used", `${share} %`],
+      ["Jobs completed", number(counts.ended_done)], ["Takeovers", number(counts.takeovers)],
+      ["Nodes lost", number(counts.nodes_lost)], ["Preemptions", number(totals.num_preemptions)]];
+    this.tiles.replaceChildren(...tiles.map(([name, value]) => el("div", {}, el("span", {}, name), el("strong", {}, value))));
+  }
+
+  showNodes({ nodes, num_nodes: numNodes }) {
+    removeOthers(this.nodes, nodes.map((node) => node.node_id));
+    for (const node of nodes) {
+      if (!this.nodes.has(node.node_id)) {
+        this.nodes.set(node.node_id, new NodeView(node));
+        this.nodeList.append(this.nodes.get(node.node_id).element);
+      }
+      this.nodes.get(node.node_id).show(node);
+    }
+    if (!numNodes) this.more.textContent = "No node is alive.";
+    else this.more.textContent = numNodes > nodes.length ? `and ${numNodes - nodes.length} more nodes` : "";
+  }
+
+  showTables({ classes, tenants }) {
+    this.classes.replaceChildren(table(["Class", "Running", "Waiting", "Oldest"],
+      classes.map((one) => [one.class, number(one.running), number(one.queued), one.queued ? duration(one.oldest_ms) : "–"])));
+    const rows = tenants.map((one) => [one.tenant ?? "all others", number(one.running), number(one.queued)]);
+    this.tenants.replaceChildren(rows.length ? table(["Tenant", "Running", "Waiting"], rows) : "No jobs now.");
+  }
+
+  showEvents({ events }) {
+    const all = [...events, ...this.history.preemptions].sort((one, other) => other.at_ms - one.at_ms).slice(0, MAX_EVENTS);
+    const key = JSON.stringify(all);
+    if (key === this.shownEvents) return;
+    this.shownEvents = key;
+    this.events.replaceChildren(...all.map((event) => el("li", { className: event.kind },
+      el("time", {}, new Date(event.at_ms).toLocaleTimeString()), " ", wordsOfEvent(event))));
+    if (!all.length) this.events.append(el("li", {}, "None yet."));
+  }
+}
+
+/** One node: its KV blocks as a map, and its load. */
+class NodeView {
+  constructor(node) {
+    const name = shortNode(node.node_id);
+    this.device = new BlockMap(`KV blocks of ${name}`);
+    this.host = new BlockMap(`Host blocks of ${name}`);
+    this.badge = el("span", { className: "badge" });
+    this.load = el("p", { className: "load" });
+    this.hostTitle = el("p", { className: "hint" }, "On the host:");
+    this.element = el("article", { className: "panel node" },
+      el("h4", { title: node.node_id }, name, " ", this.badge), this.device.element, this.hostTitle, this.host.element, this.load);
+  }
+
+  show(node) {
+    this.device.draw(node.kv_blocks_total, node.kv_blocks_total - node.kv_blocks_free, node.kv_blocks_cached);
+    this.host.draw(node.swap_blocks_total, node.swap_blocks_total - node.swap_blocks_free, node.swap_blocks_cached);
+    this.hostTitle.hidden = this.host.element.hidden = !node.swap_blocks_total;
+    const [words, kind] = stateOf(node);
+    this.badge.textContent = words;
+    this.badge.className = `badge ${kind}`;
+    this.load.textContent = `${number(node.num_running)} of ${number(node.max_num_seqs)} sequences run, ` +
+      `${number(node.num_waiting)} wait · step ${duration(node.step_ms_p50)}`;
+  }
+}
+
+function stateOf(node) {
+  if (node.silent_ms > LATE_MS) return [`silent for ${duration(node.silent_ms)}`, "bad"];
+  const [trouble] = Object.entries(node.troubles);
+  if (trouble) return [trouble.join(": "), "bad"];
+  return node.draining ? ["draining", "warn"] : ["healthy", "good"];
+}
+
+function wordsOfEvent({ kind, node: nodeId, job, from, reason, count }) {
+  const node = shortNode(nodeId);
+  switch (kind) {
+    case "node_joined": return `${node} joined`;
+    case "node_left": return `${node} left`;
+    case "node_lost": return `${node} was lost`;
+    case "takeover": return `Job ${shortId(job)} moved from ${shortNode(from) || "another node"} to ${node}: ${REASONS[reason] ?? reason}`;
+    case "dead_letter": return `Job ${shortId(job)} lost too many nodes and was given up`;
+    case "preempted": return `${node} preempted ${number(count)} ${count === 1 ? "sequence" : "sequences"}`;
+    default: return `${kind} ${node} ${job}`;
+  }
+}
+
+/** A node's id is its name and 16 digits, of which four tell it apart. */
+function shortNode(id) {
+  return id.replace(/(-[0-9a-f]{4})[0-9a-f]{12}$/, "$1");
+}
+
+function shortId(job) {
+  return `…${job.slice(-6)}`;
+}
+
+function legend() {
+  const entry = (kind, text) => el("span", {}, el("i", { className: kind }), text);
+  return el("p", { className: "legend" }, entry("used", "used by sequences"), entry("cached", "cached prefixes"), entry("free", "free"));
+}
+
+function table(head, rows) {
+  const cells = (tag, row) => row.map((text, i) => el(i ? tag : "th", i ? {} : { scope: "row" }, text));
+  return el("table", {},
+    el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col" }, text)))),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...cells("td", row)))));
+}

@@ -1,0 +1,37 @@
+// Small helpers around the DOM. Text always becomes text nodes, never markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export const byId = (id) => document.getElementById(id);
+
+/** Make an element. `props` are properties, `children` are nodes or text. */
+export function el(tag, props = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), props);
+  made.append(...children);
+  return made;
+}
+
+/** Make an SVG element with attributes. */
+export function svg(tag, attributes = {}, ...children) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+/** Make a button that calls `onclick`. */
+export function button(text, onclick, className = "quiet") {
+  return el("button", { type: "button", className, onclick }, text);
+}
+
+/** Format a number for people: 12,345 or 0.42. */
+export function number(value, digits = 0) {
+  return value.toLocaleString("en-US", { maximumFractionDigits: digits });
+}
+
+/** Format milliseconds: 42 ms, 1.3 s or 5 min. */
+export function duration(ms) {
+  if (ms < 10) return `${number(ms, 1)} ms`;
+  if (ms < 999.5) return `${number(ms)} ms`;
+  return ms < 100_000 ? `${number(ms / 1000, ms < 10_000 ? 1 : 0)} s` : `${number(ms / 60_000)} min`;
+}

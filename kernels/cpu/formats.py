@@ -1,0 +1,53 @@
+"""The formats of weights and of the KV cache. They mirror the enums of src/weights/weights.h and kv_cache.h."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Format(IntEnum):
+    """Storage format of a matrix; a group is 32 columns. See src/weights/weights.h."""
+
+    BF16 = 0
+    INT8 = 1
+    INT8_GROUP = 2
+    INT4_GROUP = 3
+    Q4_K = 4
+    Q5_K = 5
+    Q6_K = 6
+
+
+class Source(IntEnum):
+    """Format of the checkpoint rows that a matrix is packed from."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q8_0 = 4
+    Q4_K = 5
+    Q5_K = 6
+    Q6_K = 7
+    FLOAT16 = 8
+
+
+class RowLayout(IntEnum):
+    """Where rows go in a fused matrix: one after the other, or interleaved with those of another part."""
+
+    PLAIN = 0
+    FIRST_HALF = 1
+    SECOND_HALF = 2
+
+
+class KvFormat(IntEnum):
+    """Storage format of keys and values."""
+
+    BF16 = 0
+    INT8 = 1
+
+
+K_QUANTS = frozenset((Format.Q4_K, Format.Q5_K, Format.Q6_K))
+"""Formats that keep GGUF's blocks of 256 weights. They hold only rows that are stored in the same format."""
+
+Run = tuple[Format, int]
+"""Consecutive rows of a matrix in one format, and their number."""

@@ -1,0 +1,100 @@
+"""`penstock audit`: check that all keys of the pools in Redis match the records of their jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.output import AsJson, JsonArray
+from penstock.runtime.settings import redis_url_of
+
+if TYPE_CHECKING:
+    from penstock.queue.audit import Finding
+
+EXIT_FOUND = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAudit:
+    """The findings of one pool."""
+
+    pool: str
+    found: list[Finding]
+    left: list[Finding]
+    """What a repair did not correct. Without a repair, all findings."""
+
+
+def audit(
+    pool: Annotated[
+        list[str] | None, typer.Option(help="Pool to check. Repeat it for several. Default: all pools.")
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Repair the findings. Nodes and gateways may keep running.")
+    ] = False,
+    as_json: AsJson = False,
+    redis_url: Annotated[
+        str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
+    ] = None,
+) -> None:
+    """Recompute every set, index and sum in Redis from the jobs. Exit code 1 if any finding remains.
+
+    Examples:
+        penstock audit
+        penstock audit --pool POOL --repair
+    """
+    show = _show_as_json if as_json else _show
+    if asyncio.run(show(redis_url_of(redis_url), pool, repair=repair)):
+        raise typer.Exit(EXIT_FOUND)
+
+
+async def audit_pools(redis_url: str, pools: list[str] | None, *, repair: bool = False) -> AsyncIterator[PoolAudit]:
+    """Yield the findings of each of these pools (None: of all pools)."""
+    from penstock.queue.audit import audit
+    from penstock.queue.broker.admin import AdminBroker
+    from penstock.queue.broker.connection import connect
+
+    async with connect(redis_url) as redis:
+        broker = AdminBroker(redis)
+        for pool in pools or await broker.pools():
+            found = await audit(broker, pool, repair=repair)
+            yield PoolAudit(pool, found, await audit(broker, pool) if found and repair else found)
+
+
+def audit_lines(audited: PoolAudit, *, repair: bool) -> Iterator[str]:
+    """Yield the lines for people about one pool."""
+    for finding in audited.found:
+        yield f"{audited.pool}: {finding}"
+    if audited.found and repair:
+        yield f"{audited.pool}: repaired"
+        for finding in audited.left:
+            yield f"{audited.pool}: {finding}"
+    if not audited.left:
+        yield f"{audited.pool}: all keys match the jobs"
+
+
+async def _show(redis_url: str, pools: list[str] | None, *, repair: bool) -> int:
+    """Print the findings, and return how many remain."""
+    num_left = 0
+    async for audited in audit_pools(redis_url, pools, repair=repair):
+        print("\n".join(audit_lines(audited, repair=repair)))
+        num_left += len(audited.left)
+    return num_left
+
+
+async def _show_as_json(redis_url: str, pools: list[str] | None, *, repair: bool) -> int:
+    """Print the findings as JSON, and return how many remain."""
+    num_left = 0
+    with JsonArray() as array:
+        async for audited in audit_pools(redis_url, pools, repair=repair):
+            found, left = ([_object_of(one) for one in findings] for findings in (audited.found, audited.left))
+            array.add({"pool": audited.pool, "found": found, "left": left})
+            num_left += len(left)
+    return num_left
+
+
+def _object_of(finding: Finding) -> dict[str, str]:
+    return {"invariant": finding.invariant, **asdict(finding)}

@@ -1,0 +1,247 @@
+"""`penstock doctor`: check this machine and its Redis, and advise how to repair what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import platform
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+import typer
+
+from penstock.cli.admin.gpus import list_gpus
+from penstock.cli.demo_model import REMEDY, SIZE_MB, demo_model
+from penstock.cli.output import AsJson, JsonArray
+from penstock.contract.errors import ConfigError, PenstockError
+from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, origin_of
+from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cpu_flags, usable_cores
+from penstock.queue.pool_stats import PoolStats
+from penstock.queue.wire import NodePressure
+from penstock.runtime.local_redis import running_url
+from penstock.runtime.settings import RedisSettings, without_password
+
+MIN_REDIS = (6, 2)
+EXTRAS = ("gateway", "node", "embedded", "batch", "tracing")
+_TORCH_COMPUTES = "torch computes, several times slower than the native kernels"
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report."""
+
+    level: Literal["ok", "warn", "fail"]
+    subject: str
+    finding: str
+    advice: str = ""
+    """What the operator should do. Empty: nothing."""
+
+
+def doctor(
+    redis_url: Annotated[
+        str | None,
+        typer.Option(help="URL of the Redis to check. Default: $PENSTOCK_REDIS_URL, or that of penstock serve."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check Redis, nodes, CPU, GPU, model files and optional packages. Exit code 1 if something must be repaired."""
+    url = _redis_url(redis_url)
+    checks = asyncio.run(check_redis(url))
+    if url and all(check.level != "fail" for check in checks):
+        checks += asyncio.run(check_nodes(url))
+    checks += check_machine()
+    checks += [check_demo_model(), *check_extras()]
+    if as_json:
+        with JsonArray() as array:
+            array.add(*map(asdict, checks))
+    else:
+        _print(checks)
+    if any(check.level == "fail" for check in checks):
+        raise typer.Exit(1)
+
+
+def _print(checks: list[Check]) -> None:
+    from rich.console import Console
+
+    console = Console(soft_wrap=True, highlight=False)
+    for check in checks:
+        style = _STYLES[check.level]
+        console.print(f"[{style}]{check.level:4}[/{style}]  {check.subject:10} ", end="")
+        console.print(check.finding, markup=False)
+        if check.advice:
+            console.print(f"{'':18}{check.advice}", markup=False, style="dim")
+
+
+def _redis_url(given: str | None) -> str | None:
+    """Return the URL of the Redis that commands use, or None if there is none."""
+    settings = RedisSettings.load(redis_url=given)
+    return settings.redis_url or running_url(settings.runtime_dir)
+
+
+async def check_redis(url: str | None) -> list[Check]:
+    """Check the Redis at `url`. Without a URL, check the Redis that would be started."""
+    if not url:
+        return [_check_embedded()]
+    from penstock.queue.broker.connection import connect, translated
+
+    try:
+        async with connect(url) as redis:
+            with translated():
+                info = await redis.info("everything")
+    except PenstockError as error:
+        return [Check("fail", "Redis", error.message, "start it, or correct PENSTOCK_REDIS_URL")]
+    return [Check("ok", "Redis", f"at {without_password(url)}"), *judge_redis(info)]
+
+
+async def check_nodes(url: str) -> list[Check]:
+    """Check the pools: which ones have no node, and what the live nodes of the others report."""
+    from penstock.producer.client import AsyncClient
+
+    async with AsyncClient(url) as client:
+        pools, _ = await client.pool_stats()
+    return [check for pool in pools for check in judge_pool(pool)]
+
+
+def judge_pool(pool: PoolStats) -> Iterator[Check]:
+    """Yield the checks of a pool's nodes, or a warning if it has none."""
+    if not pool.nodes:
+        yield Check(
+            "warn",
+            "pool",
+            f"{pool.pool}: no live node, {pool.num_open} open jobs",
+            "start a node (penstock node) or remove the pool (penstock pools forget)",
+        )
+    for node in pool.nodes:
+        yield from judge_node(node)
+
+
+def judge_node(node: NodePressure) -> Iterator[Check]:
+    """Yield a warning for each unhealthy part of a node, or its load if it is healthy."""
+    for part, why in node.troubles.items():
+        yield Check("warn", "node", f"{node.node_id}: {part} {why}", "see the node's log")
+    if not node.troubles:
+        used = node.kv_blocks_total - node.kv_blocks_free
+        yield Check(
+            "ok", "node", f"{node.node_id}: {node.num_jobs} jobs, {used} of {node.kv_blocks_total} KV blocks used"
+        )
+
+
+def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
+    """Yield checks of Redis's version, memory and persistence from the fields of INFO."""
+    yield _judge_version(str(info.get("redis_version", "0")))
+    max_bytes, policy = int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "unknown"))
+    if policy != "noeviction":
+        advice = "CONFIG SET maxmemory-policy noeviction: an evicted key is a lost job"
+        yield Check("fail" if max_bytes else "warn", "Redis", f"eviction policy is {policy}", advice)
+    else:
+        yield Check("ok", "Redis", "eviction policy is noeviction")
+    if max_bytes:
+        yield Check("ok", "Redis", f"maxmemory is {max_bytes / 2**20:.0f} MiB")
+    else:
+        yield Check(
+            "warn",
+            "Redis",
+            "no maxmemory",
+            "set it: a full machine kills Redis, but a full Redis only refuses new jobs",
+        )
+    if int(info.get("aof_enabled", 0)):
+        yield Check("ok", "Redis", "append-only file is on")
+    else:
+        advice = "set appendonly yes; without it, a restart of Redis loses all jobs"
+        yield Check("warn", "Redis", "append-only file is off", advice)
+
+
+def check_machine() -> Iterator[Check]:
+    """Yield checks of the CPU, the native kernels, the cores and the GPUs."""
+    isa = best_isa(cpu_flags())
+    yield judge_cpu(platform.machine(), isa)
+    if isa is not None:
+        yield check_kernels(isa)
+    cores = usable_cores()
+    advice = "a node needs two: one for the model, one for the queue" if cores < 2 else ""
+    yield Check("warn" if advice else "ok", "cores", f"{cores} usable", advice)
+    yield judge_gpus(list_gpus(), _version_of("torch"))
+
+
+def judge_cpu(machine: str, isa: Isa | None) -> Check:
+    """Return which native kernels this CPU can run. Without any, torch computes."""
+    if isa is None:
+        return Check("warn", "processor", f"{machine}: {NO_ISA}; {_TORCH_COMPUTES}", NO_ISA_REMEDY)
+    return Check("ok", "processor", f"{machine}, {isa} kernels")
+
+
+def check_kernels(isa: Isa) -> Check:
+    """Check that the native kernels are installed or can be built."""
+    try:
+        return Check("ok", "kernels", origin_of(isa))
+    except BuildError as error:
+        return Check("warn", "kernels", f"{error}; {_TORCH_COMPUTES}", BUILD_REMEDY)
+
+
+def judge_gpus(names: list[str], torch_version: str | None) -> Check:
+    """Check that the installed torch can use the GPUs."""
+    if not names:
+        return Check("ok", "GPU", "none: models run on the CPU")
+    if torch_version is not None and "+cpu" in torch_version:
+        return Check(
+            "warn", "GPU", "; ".join(names), f"torch {torch_version} cannot use a GPU; install a CUDA build of torch"
+        )
+    return Check("ok", "GPU", "; ".join(names))
+
+
+def check_demo_model() -> Check:
+    """Check that the demo model is installed, which demo and serve use by default."""
+    try:
+        return Check("ok", "model", f"demo model at {demo_model()}")
+    except ConfigError:
+        finding = f"the demo model is not installed; serve downloads it from the hub ({SIZE_MB} MB)"
+        return Check("ok", "model", finding, f"without access to the hub: {REMEDY}")
+
+
+def check_extras(extras: Sequence[str] = EXTRAS) -> Iterator[Check]:
+    """Yield a check for each of the package's extras: whether its packages are installed."""
+    for extra in extras:
+        missing = [name for name in _packages_of(extra) if _version_of(name) is None]
+        if missing:
+            finding = f"[{extra}] lacks {', '.join(missing)}"
+            yield Check("warn", "extra", finding, f"if this machine needs it: pip install 'penstock[{extra}]'")
+        else:
+            yield Check("ok", "extra", f"[{extra}] is installed")
+
+
+def _check_embedded() -> Check:
+    from penstock.runtime.embedded_redis import find_redis_server
+
+    try:
+        binary = find_redis_server()
+    except ConfigError as error:
+        return Check("fail", "Redis", "none", error.message)
+    output = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    match = re.search(r"v=([0-9.]+)", output)
+    check = _judge_version(match[1] if match else "0")
+    finding = f"{check.finding}, which `penstock serve` starts: {binary} (PENSTOCK_REDIS_URL is not set)"
+    return Check(check.level, "Redis", finding, check.advice)
+
+
+def _judge_version(version: str) -> Check:
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers < MIN_REDIS:
+        return Check("fail", "Redis", f"version {version}", "install Redis 6.2 or later, or Valkey")
+    return Check("ok", "Redis", f"version {version}")
+
+
+def _packages_of(extra: str) -> list[str]:
+    required = importlib.metadata.requires("penstock") or []
+    marker = re.compile(rf"extra\s*==\s*['\"]{extra}['\"]")
+    return [re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] for line in required if marker.search(line)]
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,103 @@
+"""`penstock pools`: list the pools with their load, and remove pools that are no longer served."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.command_line.commands import App
+from penstock.cli.output import AsJson, JsonArray
+from penstock.contract.priority import Priority
+from penstock.runtime.settings import redis_url_of
+
+if TYPE_CHECKING:
+    from penstock.queue.pool_stats import PoolStats
+
+RedisUrl = Annotated[str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")]
+
+_MIB = 1 << 20
+_SHOWN_BYTES = _MIB // 10
+"""From this many bytes on, a pool's line shows the data that its tenants keep in Redis."""
+
+app = App()
+
+
+@app.callback()
+def pools() -> None:
+    """List or remove pools. A pool is the nodes that serve one model and the jobs that wait for them."""
+
+
+@app.command("list")
+def list_pools(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
+    """Print one line per pool: nodes, open and queued jobs, KV cache usage, and tokens per second."""
+    found = asyncio.run(_stats(redis_url_of(redis_url)))
+    if as_json:
+        with JsonArray() as array:
+            array.add(*map(object_of, found))
+        return
+    for pool in found:
+        print(line_of(pool))
+
+
+@app.command()
+def forget(
+    pool: Annotated[str, typer.Argument(help="Name of the pool as printed by `list`.")], redis_url: RedisUrl = None
+) -> None:
+    """Remove a pool without nodes and open jobs. Its dead letters are deleted; results stay until they expire.
+
+    Examples:
+        penstock pools forget POOL
+    """
+    asyncio.run(_forget(redis_url_of(redis_url), pool))
+
+
+def object_of(pool: PoolStats) -> dict[str, Any]:
+    """Return a pool as a JSON object."""
+    classes = [priority.label for priority in Priority]
+    return {
+        "pool": pool.pool,
+        "open_jobs": pool.num_open,
+        "queued_jobs": dict(zip(classes, pool.depth, strict=True)),
+        "oldest_queued_ms": dict(zip(classes, pool.oldest_ms, strict=True)),
+        "queued_kv_tokens": dict(zip(classes, pool.cost, strict=True)),
+        "kept_bytes": dict(pool.kept),
+        "events": dict(pool.counts),
+        "nodes": [asdict(node) for node in pool.nodes],
+    }
+
+
+def line_of(pool: PoolStats) -> str:
+    """Return the line of a pool in `penstock pools list`."""
+    num_queued, num_nodes = sum(pool.depth), len(pool.nodes)
+    parts = [pool.pool, f"{num_nodes} node{'' if num_nodes == 1 else 's'}"]
+    parts.append(f"{pool.num_open} open jobs, {num_queued} of them queued")
+    if oldest_ms := max(pool.oldest_ms):
+        parts[-1] += f" for up to {oldest_ms / 1e3:.1f} s"
+    if total := sum(node.kv_blocks_total for node in pool.nodes):
+        used = total - sum(node.kv_blocks_free for node in pool.nodes)
+        parts.append(f"KV cache {used / total:.0%} used")
+        parts.append(f"{sum(node.decode_tokens_per_s for node in pool.nodes):.0f} tokens/s")
+    if sum(pool.kept.values()) >= _SHOWN_BYTES:
+        largest = max(pool.kept, key=lambda tenant: pool.kept[tenant])
+        kept_mib, largest_mib = sum(pool.kept.values()) / _MIB, pool.kept[largest] / _MIB
+        parts.append(f"{kept_mib:.1f} MiB kept, most by {largest} ({largest_mib:.1f})")
+    return "  ".join(parts)
+
+
+async def _stats(redis_url: str) -> list[PoolStats]:
+    from penstock.queue.broker.connection import connect
+    from penstock.queue.broker.pool_stats import StatsBroker
+
+    async with connect(redis_url) as redis:
+        return await StatsBroker(redis).all()
+
+
+async def _forget(redis_url: str, pool: str) -> None:
+    from penstock.queue.broker.admin import AdminBroker
+    from penstock.queue.broker.connection import connect
+
+    async with connect(redis_url) as redis:
+        await AdminBroker(redis).forget(pool)

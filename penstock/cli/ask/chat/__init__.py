@@ -1,0 +1,1 @@
+"""`penstock chat`: a conversation in the terminal, through the queue."""

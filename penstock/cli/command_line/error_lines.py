@@ -1,0 +1,123 @@
+"""Errors of the command line in one line: each names the option that is wrong, and says what to do.
+
+Imports that take time are inside the functions, because every command imports this module.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+
+from penstock.cli.command_line.help_page import argument_name, examples_in
+from penstock.contract.errors import ConfigError, PenstockError, RequestError, UnavailableError
+
+_EXTRA_ARGUMENTS = re.compile(r"unexpected extra argument\S* \((\S+).*\)")
+_VARIABLE_PREFIXES = {
+    "node": ("PENSTOCK_NODE_",),
+    "gateway": ("PENSTOCK_GATEWAY_",),
+    "serve": ("PENSTOCK_NODE_", "PENSTOCK_GATEWAY_"),
+}
+"""Command → prefix of the environment variables that set its options."""
+
+
+def usage_line(error: Any) -> str:
+    """Return the line for an error of the parser: what is wrong, and an example or the help to read."""
+    ctx = error.ctx
+    return f"{_usage_problem(error)} ({_advice(ctx)})" if ctx is not None else _usage_problem(error)
+
+
+@contextmanager
+def with_names_of(ctx: Any) -> Iterator[None]:
+    """Change errors of a command: they name its option instead of our field, and the Redis that does not answer."""
+    try:
+        yield
+    except UnavailableError as error:
+        if error.code == "redis_away":
+            error.message = _without_redis(error, ctx.params.get("redis_url"))
+        raise
+    except (ConfigError, RequestError) as error:
+        _name_option(error, ctx)
+        raise
+
+
+def _usage_problem(error: Any) -> str:
+    if isinstance(error, typer.BadParameter):
+        name = _name_of(error.param) if error.param is not None else "value"
+        if not error.message:
+            return f"{name} is missing"
+        return f"{name}: {_value_problem(error)}"
+    option = getattr(error, "option_name", None)
+    if option is None:
+        extra = _EXTRA_ARGUMENTS.search(error.message)
+        return f"unexpected argument {extra[1]}" if extra else str(error.message)
+    if not hasattr(error, "possibilities"):
+        return f"{option} needs a value"
+    known = [name for one in error.ctx.command.params for name in (*one.opts, *one.secondary_opts)]
+    nearest = get_close_matches(option, [name for name in known if name.startswith("-")], n=1)
+    return f"no option {option}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+
+
+def _value_problem(error: typer.BadParameter) -> str:
+    """Return what is wrong with a value, in our own words where the library has checked it."""
+    from pydantic import ValidationError
+
+    from penstock.contract.problems import problem_of
+
+    cause = error.__cause__
+    return problem_of(cause).message if isinstance(cause, ValidationError) else error.message.rstrip(".")
+
+
+def _advice(ctx: Any) -> str:
+    if examples := examples_in(ctx.command.help or ""):
+        return f"example: {examples[0]}"
+    return f"see {ctx.command_path} --help"
+
+
+def _name_of(parameter: Any) -> str:
+    is_argument = parameter.param_type_name == "argument"
+    return argument_name(parameter) if is_argument else next(name for name in parameter.opts if name.startswith("--"))
+
+
+def _name_option(error: PenstockError, ctx: Any) -> None:
+    """Name the option in `error`, or the environment variable if that gave the value."""
+    field = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
+    # The option of a field such as deadline_s is --deadline.
+    names = {field, field.removesuffix("_s")}
+    parameter = next((one for one in ctx.command.params if one.name in names), None)
+    is_absent = parameter is None or ctx.params.get(parameter.name) in (None, (), [])
+    variable = _variable_of(field, ctx.info_name) if field and is_absent else None
+    if variable is None and parameter is None:
+        return
+    name = variable or _name_of(parameter)
+    if is_absent and not variable and error.message == f"{field}: is required":
+        error.message = f"{name} is missing ({_advice(ctx)})"
+    else:
+        # Otherwise the message begins with a word of prose, as in "pool m has live nodes".
+        error.message = re.sub(rf"^{re.escape(field)}(?=[:.\[]| must )", name, error.message)
+
+
+def _variable_of(field: str, command: str) -> str | None:
+    """Return the environment variable that is set for a setting of this command, or None."""
+    prefixes = (*_VARIABLE_PREFIXES.get(command, ()), "PENSTOCK_")
+    variables = [f"{prefix}{field.upper()}" for prefix in prefixes]
+    return next((variable for variable in variables if variable in os.environ), None)
+
+
+def _without_redis(error: UnavailableError, given_url: str | None) -> str:
+    """Return one line: the address that was tried, why it failed, and how to start a Redis."""
+    from penstock.runtime.settings import redis_url_of, without_password
+
+    address = without_password(redis_url_of(given_url))
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return f"Redis at {address} does not serve: {error.message.removeprefix('Redis is unreachable: ')}"
+    reason = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else str(cause) or "no answer in time"
+    return f"no Redis answers at {address}: {reason}; `penstock serve` starts one"

@@ -1,0 +1,76 @@
+"""What commands print: JSON for programs, and lines for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Annotated, Any, Self
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
+_FIRST_YEAR_MS = 10**12
+"""A value in milliseconds from here on is a time since 1970, not a duration."""
+
+
+def print_object(shown: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print an object as JSON, or as lines for people."""
+    print(json.dumps(shown, indent=2, ensure_ascii=False) if as_json else "\n".join(object_lines(shown)))
+
+
+class JsonArray:
+    """A JSON array on stdout, with one object per line. It is written while the objects come."""
+
+    def __init__(self) -> None:
+        self._is_empty = True
+
+    def add(self, *objects: Mapping[str, Any]) -> None:
+        """Print objects."""
+        for shown in objects:
+            print("[" if self._is_empty else ",")
+            print(json.dumps(shown, ensure_ascii=False), end="")
+            self._is_empty = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # After an error the array stays open, so that no program takes it for the whole answer.
+        if error is None:
+            print("[]" if self._is_empty else "\n]")
+
+
+def object_lines(shown: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Yield a JSON object as lines for people. Members without a value are left out."""
+    for name, value in shown.items():
+        if value is None or value in ("", [], (), {}):
+            continue
+        label = name.removesuffix("_ms") if _is_time(name, value) else name
+        if isinstance(value, Mapping):
+            yield f"{indent}{label}"
+            yield from object_lines(value, f"{indent}  ")
+        elif isinstance(value, list | tuple) and isinstance(value[0], Mapping):
+            yield f"{indent}{label}"
+            for one in value:
+                yield f"{indent}  " + "  ".join(_in_words(key, part) for key, part in one.items())
+        else:
+            yield f"{indent}{label:<18} {_in_words(name, value)}"
+
+
+def time_in_words(unix_ms: int) -> str:
+    """Return a time in UTC to the second."""
+    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="seconds")
+
+
+def _is_time(name: str, value: object) -> bool:
+    return name.endswith("_ms") and isinstance(value, int) and value >= _FIRST_YEAR_MS
+
+
+def _in_words(name: str, value: Any) -> str:
+    if _is_time(name, value):
+        return datetime.fromtimestamp(value / 1000, UTC).isoformat(timespec="milliseconds")
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)

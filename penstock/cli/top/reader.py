@@ -1,0 +1,175 @@
+"""Reads frames. A frame takes at most 5 + 64 × pools short Redis commands in five round trips, and no scan of keys.
+
+Two are for the list of pools. A pool takes three for its record, and thirteen for its queue, nodes and events. Each
+tenant with queued jobs takes six more, eight tenants at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.cli.top.frame import ClassRow, Frame, NodeRow, NodeState, PoolFrame, TenantRow
+from penstock.contract.priority import Priority
+from penstock.queue.broker.pool_activity import ActivityBroker
+from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.pool_activity import LiveNode, PoolActivity
+from penstock.queue.protocol_version import PROTOCOL_VERSION
+from penstock.queue.wire import NodePressure
+
+MAX_POOLS = 16
+MAX_TENANTS = 8
+SILENT_MS = 5_000
+"""A node sends a heartbeat every two seconds or more often."""
+DEAD_SHOWN_S = 60.0
+"""How long a dead node stays in view."""
+_MIN_INTERVAL_S = 0.2
+"""Least time between two heartbeats. A late read would make it look shorter, and a rate too high."""
+_QUIET_S = 4.0
+"""A busy node without progress keeps its last rate for this time: its next heartbeat may be about to come."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A node's last row, when its heartbeat came, and the counters that it had."""
+
+    row: NodeRow
+    heartbeat_s: float
+    tokens_in: int
+    tokens_out: int
+    gone_s: float | None = None
+
+    def has_same_counters(self, pressure: NodePressure) -> bool:
+        """Whether the node reports what it reported before."""
+        counters = (pressure.prefill_tokens, pressure.decode_tokens)
+        return self.gone_s is None and counters == (self.tokens_in, self.tokens_out)
+
+
+class FrameReader:
+    """Reads frame after frame. It remembers nodes, for rates between two heartbeats and to show which ones died."""
+
+    def __init__(self, activity: ActivityBroker, producer: ProducerBroker, *, pool: str | None = None) -> None:
+        self._activity = activity
+        self._producer = producer
+        self._pool = pool
+        self._seen: dict[tuple[str, str], _Seen] = {}
+
+    async def read(self) -> Frame:
+        """Return the next frame. Raises UnavailableError while Redis is unreachable."""
+        served = await self._producer.pools()
+        # The records of another protocol version cannot be read.
+        usable = [name for name, record in served.items() if record.protocol_version == PROTOCOL_VERSION]
+        names = [name for name in usable if self._pool in (None, name)]
+        shown = names[:MAX_POOLS]
+        activities = await self._activity.of(shown)
+        now_s = time.monotonic()
+        pools = tuple(self._pool_of(served[activity.pool].model, activity, now_s) for activity in activities)
+        return Frame(time.time_ns() // 1_000_000, pools, len(names) - len(shown))
+
+    def _pool_of(self, model: str, activity: PoolActivity, now_s: float) -> PoolFrame:
+        live = {node.pressure.node_id: node for node in activity.nodes}
+        rows = [self._row_of(activity.pool, node, now_s) for node in live.values()]
+        return PoolFrame(
+            activity.pool,
+            model,
+            nodes=(*rows, *self._dead(activity, live, now_s)),
+            classes=_classes(activity),
+            tenants=_tenants(activity),
+            events=activity.events,
+            counts=dict(activity.counts),
+        )
+
+    def _row_of(self, pool: str, node: LiveNode, now_s: float) -> NodeRow:
+        pressure, key = node.pressure, (pool, node.pressure.node_id)
+        heartbeat_s, seen = now_s - node.silent_ms / 1000, self._seen.get(key)
+        if seen is not None and seen.has_same_counters(pressure) and heartbeat_s - seen.heartbeat_s < _QUIET_S:
+            is_idle = not pressure.num_running
+            rates = (0.0, 0.0) if is_idle else (seen.row.tokens_in_per_s, seen.row.tokens_out_per_s)
+            counters = (seen.heartbeat_s, seen.tokens_in, seen.tokens_out)
+        else:
+            rates = _rates(seen, node, heartbeat_s)
+            counters = (heartbeat_s, pressure.prefill_tokens, pressure.decode_tokens)
+        state, reason = _state_of(node)
+        row = NodeRow(
+            pressure.node_id,
+            state,
+            reason,
+            silent_ms=node.silent_ms,
+            num_jobs=pressure.num_jobs,
+            num_running=pressure.num_running,
+            num_waiting=pressure.num_waiting,
+            kv_blocks_used=pressure.kv_blocks_total - pressure.kv_blocks_free,
+            kv_blocks_cached=pressure.kv_blocks_cached,
+            kv_blocks_total=pressure.kv_blocks_total,
+            tokens_in_per_s=rates[0],
+            tokens_out_per_s=rates[1],
+            # A node reports the last speed that it had while it worked.
+            mean_batch=pressure.mean_batch if pressure.num_running else 0.0,
+            num_preemptions=pressure.num_preemptions,
+            step_ms_p50=pressure.step_ms_p50,
+            step_ms_p99=pressure.step_ms_p99,
+            process_bytes=pressure.process_bytes,
+            arithmetic=pressure.arithmetic,
+        )
+        self._seen[key] = _Seen(row, *counters)
+        return row
+
+    def _dead(self, activity: PoolActivity, live: Mapping[str, LiveNode], now_s: float) -> list[NodeRow]:
+        """Return nodes that died lately: declared so by the pool, or seen alive before and silent for a lease."""
+        last = {event.node_id: event for event in activity.events if event.kind in ("node_left", "node_lost")}
+        found = {}
+        for node_id, event in last.items():
+            age_s = max(0.0, time.time() - event.at_ms / 1000)
+            if event.kind == "node_lost" and node_id not in live and age_s < DEAD_SHOWN_S:
+                found[node_id] = NodeRow(node_id, "dead", f"declared dead {age_s:.0f} s ago")
+        for (pool, node_id), seen in list(self._seen.items()):
+            if pool != activity.pool or node_id in live:
+                continue
+            seen.gone_s = seen.gone_s or now_s
+            has_left = node_id in last and last[node_id].kind == "node_left"
+            if has_left or now_s - seen.gone_s > DEAD_SHOWN_S:
+                del self._seen[pool, node_id]
+            elif node_id not in found:
+                found[node_id] = NodeRow(node_id, "dead", f"silent for {now_s - seen.heartbeat_s:.0f} s")
+        return list(found.values())
+
+
+def _rates(seen: _Seen | None, node: LiveNode, heartbeat_s: float) -> tuple[float, float]:
+    """Return tokens per second, in and out: between two heartbeats, or as the node reports its speed."""
+    pressure = node.pressure
+    if seen is not None and seen.gone_s is None and pressure.decode_tokens >= seen.tokens_out:
+        elapsed_s = max(_MIN_INTERVAL_S, heartbeat_s - seen.heartbeat_s)
+        gained = pressure.prefill_tokens - seen.tokens_in, pressure.decode_tokens - seen.tokens_out
+        return gained[0] / elapsed_s, gained[1] / elapsed_s
+    if not pressure.num_running:
+        return 0.0, 0.0
+    return pressure.prefill_tokens_per_s, pressure.decode_tokens_per_s
+
+
+def _state_of(node: LiveNode) -> tuple[NodeState, str]:
+    pressure = node.pressure
+    if node.silent_ms > SILENT_MS:
+        return "silent", f"no heartbeat for {node.silent_ms / 1000:.0f} s"
+    if pressure.troubles:
+        return "unhealthy", "; ".join(f"{part}: {reason}" for part, reason in pressure.troubles.items())
+    return ("draining", "") if pressure.draining else ("ok", "")
+
+
+def _classes(activity: PoolActivity) -> tuple[ClassRow, ...]:
+    running = Counter[int]()
+    for node in activity.nodes:
+        running.update(dict(enumerate(node.pressure.jobs_by_class)))
+    return tuple(
+        ClassRow(priority.label, activity.depth[priority], activity.oldest_ms[priority], running[priority])
+        for priority in Priority
+    )
+
+
+def _tenants(activity: PoolActivity) -> tuple[TenantRow, ...]:
+    running, waiting = Counter[str](), Counter(activity.queued_of_tenants)
+    for node in activity.nodes:
+        running.update(node.pressure.jobs_by_tenant)
+    busiest = [tenant for tenant, _ in (running + waiting).most_common(MAX_TENANTS)]
+    return tuple(TenantRow(tenant, waiting[tenant], running[tenant]) for tenant in busiest)

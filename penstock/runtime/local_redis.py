@@ -1,0 +1,160 @@
+"""The Redis of this user's `penstock serve`: one fixed address, which clients and commands find by themselves.
+
+A client or a command uses, in this order:
+
+1. the URL that it is given, by `--redis-url` or `Client(url)`;
+2. `PENSTOCK_REDIS_URL`;
+3. the Redis that this user's `penstock serve` runs, at `unix:///tmp/penstock-UID/redis.sock`.
+
+It tries nothing else. Port 6379, for example, is open to every user of the machine.
+
+The folder has mode 0700 and must belong to this user, or it is refused: otherwise another user could read the prompts.
+It is the same in each session. XDG_RUNTIME_DIR would not be: cron and many SSH sessions do not set it, and the system
+removes that folder when the user logs out. PENSTOCK_RUNTIME_DIR selects another folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from penstock.contract.errors import ConfigError
+
+SOCKET = "redis.sock"
+_MAX_SOCKET_PATH = 100
+"""Linux limits a socket's path to 108 bytes with the closing zero; other systems to 104."""
+_LOCK = "serve.lock"
+_CONNECT_TIMEOUT_S = 1.0
+_POLL_S = 0.05
+_TAKE_TIMEOUT_S = 20.0
+"""Seconds to wait for an earlier Redis that is starting or ending."""
+
+
+def local_folder(given: Path | None) -> Path:
+    """Return the folder of the socket: `given` (PENSTOCK_RUNTIME_DIR), else /tmp/penstock-UID."""
+    return given.expanduser().absolute() if given is not None else Path(f"/tmp/penstock-{os.getuid()}")
+
+
+def fits_socket(folder: Path) -> bool:
+    """Return whether the path of a socket in `folder` is short enough for the system."""
+    return len(os.fsencode(folder / SOCKET)) <= _MAX_SOCKET_PATH
+
+
+def running_url(given: Path | None) -> str | None:
+    """Return the URL of the Redis that this user's `penstock serve` runs, or None if none runs.
+
+    Raises ConfigError if another user could have created the socket.
+    """
+    folder = local_folder(given)
+    if not os.path.lexists(folder):
+        return None
+    _check_private(folder)
+    return _url_in(folder) if _accepts(folder / SOCKET) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAddress:
+    """The address of the local Redis, held by this process: no other process may start a server there."""
+
+    folder: Path
+    lock: int
+    """Open, locked file descriptor. The lock lasts until each process that inherited the descriptor has closed it."""
+
+    @classmethod
+    def take(cls, given: Path | None) -> Self | RunningRedis:
+        """Take the address, or return the Redis that another `penstock serve` runs there.
+
+        Waits while an earlier Redis starts or ends. Raises ConfigError for a folder that is not private to this user,
+        and if the other Redis does not answer.
+        """
+        folder = local_folder(given)
+        if not fits_socket(folder):
+            raise ConfigError(f"runtime_dir: {folder} is too long a path for a socket", param="runtime_dir")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(folder)
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"runtime_dir: {error.filename}: {error.strerror}", param="runtime_dir") from error
+        try:
+            running = _locked_or_running(lock, folder)
+        except BaseException:
+            os.close(lock)
+            raise
+        if running is None:
+            return cls(folder, lock)
+        os.close(lock)
+        return running
+
+    def close(self) -> None:
+        """Give the address up."""
+        os.close(self.lock)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRedis:
+    """A Redis that another `penstock serve` of this user runs."""
+
+    url: str
+    pid: int
+    """The process id of that command."""
+
+
+def _locked_or_running(lock: int, folder: Path) -> RunningRedis | None:
+    """Lock the file and return None, or return the Redis of the process that holds the lock."""
+    deadline = time.monotonic() + _TAKE_TIMEOUT_S
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            return None
+        # After a killed command, its Redis holds the lock until it has ended.
+        pid = int(os.pread(lock, 20, 0) or b"0")
+        if _is_alive(pid) and _accepts(folder / SOCKET):
+            return RunningRedis(_url_in(folder), pid)
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{folder} is in use by process {pid}, whose Redis does not answer", param="runtime_dir")
+        time.sleep(_POLL_S)
+
+
+def _url_in(folder: Path) -> str:
+    return f"unix://{folder / SOCKET}"
+
+
+def _check_private(folder: Path) -> None:
+    """Raise ConfigError unless `folder` is a folder of this user, not a link, which no other user may enter."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        problem = f"{folder} is not a folder of this user; set PENSTOCK_RUNTIME_DIR to one that is"
+    elif stat.S_IMODE(found.st_mode) & 0o077:
+        problem = f"{folder} is open to other users; `chmod 700 {folder}` closes it"
+    else:
+        return
+    raise ConfigError(f"runtime_dir: {problem}", param="runtime_dir")
+
+
+def _accepts(path: Path) -> bool:
+    """Return whether a server accepts connections on a Unix socket."""
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_CONNECT_TIMEOUT_S)
+            connection.connect(str(path))
+    except OSError:
+        return False
+    return True
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return pid > 0

@@ -1,0 +1,55 @@
+"""What gateways and commands ask a client: keys, usage and the state of pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from redis.asyncio import Redis
+
+from penstock.contract.api_keys import ApiKey
+from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
+from penstock.producer.client.cached_state import KEYS_TTL_S, CachedState
+from penstock.queue.broker.eviction import warn_of_eviction
+from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.broker.pool_activity import ActivityBroker
+from penstock.queue.broker.pool_stats import StatsBroker
+from penstock.queue.broker.retry import Retries
+from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.pool_activity import PoolActivity
+from penstock.queue.pool_stats import PoolStats
+
+
+class ReportCalls:
+    """The calls of `AsyncClient` that read what concerns no single job."""
+
+    def __init__(self, redis: Redis, retries: Retries) -> None:
+        self._redis = redis
+        self._retries = retries
+        self._stats_broker = StatsBroker(redis)
+        self._activity = ActivityBroker(redis)
+        self._usage = UsageBroker(redis)
+        keys = KeyStore(redis)
+        self._keys = CachedState(lambda: retries.call(keys.all), KEYS_TTL_S)
+
+    async def api_keys(self, *, patience_s: float | None = None) -> dict[str, ApiKey]:
+        """Return every API key by id, at most two seconds old.
+
+        With `patience_s`, return the last known keys if Redis does not answer within that time.
+        """
+        return await (self._keys.get() if patience_s is None else self._keys.at_hand(patience_s))
+
+    async def warn_of_eviction(self) -> None:
+        """Log a warning if Redis may evict keys."""
+        await warn_of_eviction(self._redis)
+
+    async def usage(self, query: UsageQuery, *, after: str | None = None, limit: int = MAX_PAGE_ROWS) -> UsagePage:
+        """Return a page of a report of used tokens. `after` is the `next_after` of the page before."""
+        return await self._retries.call(lambda: self._usage.page(query, after=after, limit=limit))
+
+    async def pool_stats(self) -> tuple[list[PoolStats], tuple[int, int]]:
+        """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""
+        return await self._retries.call(self._stats_broker.all), await self._retries.call(self._stats_broker.memory)
+
+    async def activity(self, pools: Sequence[str]) -> list[PoolActivity]:
+        """Return what happens in these pools: their queues, nodes and newest events."""
+        return await self._retries.call(lambda: self._activity.of(pools))

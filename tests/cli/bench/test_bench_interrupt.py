@@ -1,0 +1,34 @@
+"""Ctrl-C ends a load of `penstock bench serve`, and what was answered by then is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.cli.bench.stub_server import NUM_PROBES, StubServer, running
+
+
+def test_ctrl_c_shows_what_was_answered_so_far(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    with running(StubServer(faults={4: "hang"})) as server:
+        words = ["bench", "serve", "--base-url", server.url, "--num-prompts", "9", "--max-concurrency", "1"]
+        command = [sys.executable, "-m", "penstock", *words, "--output-json", str(result)]
+        env = {**os.environ, "PYTHONSAFEPATH": "1"}
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+            deadline_s = time.monotonic() + 30
+            while len(server.bodies) < NUM_PROBES + 5:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            shown, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Interrupted: 5 requests that were not answered yet are left out." in " ".join(
+        shown.replace("│", "").split()
+    )
+    found = json.loads(result.read_text())
+    assert (found["completed"], found["failed"], found["num_prompts"]) == (4, 0, 4)

@@ -1,0 +1,91 @@
+"""Shell completion, in bash itself, and what completing loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PENSTOCK = Path(sys.executable).parent / "penstock"
+BASH = """
+set -eu
+eval "$(penstock --show-completion)"
+COMP_WORDS=("$@")
+COMP_CWORD=$(( $# - 1 ))
+_penstock_completion penstock
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def in_bash(*words: str) -> list[str]:
+    """Return what bash offers for the last of these words."""
+    path = f"{PENSTOCK.parent}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", "-c", BASH, "bash", *words]
+    done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def loaded_by(*words: str, **env: str) -> set[str]:
+    """Return the packages that `penstock <words>` loads."""
+    code = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
+    code += f"sys.argv = ['penstock', *{list(words)!r}]; from penstock.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=60
+    )
+    return {name.partition(".")[0] for name in done.stderr.split()} | set(done.stderr.split())
+
+
+@pytest.mark.skipif(
+    shutil.which("bash") is None or not PENSTOCK.exists(), reason="needs bash and an installed penstock"
+)
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("penstock", "j"), ["jobs"]),
+        (("penstock", "--ver"), ["--version"]),
+        (("penstock", "jobs", "c"), ["cancel"]),
+        (("penstock", "jobs", "list", "--st"), ["--state"]),
+        (("penstock", "jobs", "list", "--state", "q"), ["queued"]),
+        (("penstock", "node", "--kv-cache-d"), ["--kv-cache-dtype"]),
+        (("penstock", "chat", "--priority", ""), ["interactive", "standard", "batch"]),
+    ],
+)
+def test_bash_completes_commands_options_and_their_values(words: tuple[str, ...], offered: list[str]) -> None:
+    assert in_bash(*words) == offered
+
+
+def test_zsh_and_fish_get_completions_with_descriptions() -> None:
+    env = {"_PENSTOCK_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "penstock do"}
+    code = "from penstock.cli.main import app; app(prog_name='penstock')"
+    command = [sys.executable, "-c", code]
+    zsh = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60).stdout
+    assert '"doctor":"Check this machine, its Redis and its nodes, with advice"' in zsh
+    env |= {"_PENSTOCK_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    fish = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60).stdout
+    assert fish == "doctor\tCheck this machine, its Redis and its nodes, with advice\n"
+
+
+def test_completing_a_command_loads_no_command() -> None:
+    env = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": "penstock ", "COMP_CWORD": "1"}
+    loaded = loaded_by(**env)
+    assert "penstock.cli.main" in loaded
+    assert not loaded & {"penstock.cli.node", "penstock.cli.admin.jobs", "torch", "redis", "rich", "fastapi"}
+
+
+def test_completing_an_option_loads_neither_torch_nor_redis() -> None:
+    env = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": "penstock node --", "COMP_CWORD": "2"}
+    loaded = loaded_by(**env)
+    assert "penstock.cli.node" in loaded
+    assert not loaded & {"torch", "numpy", "redis", "rich", "fastapi", "transformers"}
+
+
+def test_help_loads_no_command_and_a_list_only_its_own() -> None:
+    assert not loaded_by("--help") & {"pydantic", "redis", "asyncio", "rich", "penstock.cli.node"}
+    loaded = loaded_by("jobs", "list", "--redis-url", "redis://127.0.0.1:1")
+    assert "penstock.cli.admin.jobs" in loaded
+    assert not loaded & {"torch", "numpy", "rich", "fastapi", "httpx", "penstock.cli.node", "penstock.producer.client"}

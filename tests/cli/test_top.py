@@ -1,0 +1,222 @@
+"""`penstock top` shows what real nodes report, which of them died, and where their jobs went."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fakes.command import run_command
+from fakes.processes.node_process import NodeProcess
+from fakes.queue.harness import Queue
+from redis.asyncio import Redis
+
+from penstock import Client
+from penstock.cli.top.reader import FrameReader
+from penstock.contract.priority import Priority
+from penstock.queue.broker.pool_activity import ActivityBroker
+from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.wire import NodePressure
+
+PATIENCE_S = 30.0
+
+
+def top(redis_url: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return run_command("top", *arguments, "--redis-url", redis_url, **env)
+
+
+def frame_of(redis_url: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(top(redis_url, "--json").stdout)
+    return found
+
+
+def node_process(redis_url: str, **settings: Any) -> NodeProcess:
+    return NodeProcess(redis_url, pool="m", lease_ms=3000, step_s=0.02, **settings)
+
+
+@pytest.fixture
+def busy(redis_url: str) -> Iterator[str]:
+    """Redis with a node that has three sequences, and a job that waits."""
+    with node_process(redis_url, max_num_seqs=3), Client(redis_url) as client:
+        for priority in (Priority.INTERACTIVE, Priority.STANDARD, Priority.STANDARD, Priority.BATCH):
+            client.submit("Once upon a time", max_tokens=1500, priority=priority)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while frame_of(redis_url)["pools"][0]["totals"]["num_running"] < 3:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.2)
+        yield redis_url
+
+
+def test_a_view_of_80_columns_has_nodes_classes_and_tenants(busy: str) -> None:
+    shown = top(busy, "--once", COLUMNS="80").stdout
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].endswith("1 pool, 1 node")
+    assert "…" not in "".join(line for line in lines if line.startswith(("node", "class")))
+    (header,) = (line for line in lines if line.startswith("node "))
+    assert header.split() == ["node", "state", "KV", "used", "run", "wait", "in/s", "out/s", "batch", "step"]
+    row = lines[lines.index(header) + 1].split()
+    assert row[1] == "ok"
+    assert re.search(r"class +queued oldest running +tenant +queued running", shown)
+    assert re.search(r"interactive +0 +– +1 +default", shown)
+    assert "node joined" in shown
+
+
+def test_a_wide_view_has_more_columns(busy: str) -> None:
+    lines = top(busy, "--once", COLUMNS="140").stdout.splitlines()
+    (header,) = (line for line in lines if line.startswith("node "))
+    assert header.split()[-4:] == ["p99", "preempt", "used+cached/blocks", "memory"]
+    assert max(map(len, lines)) <= 140
+    assert re.search(r" \d+M$", lines[lines.index(header) + 1])
+
+
+def test_json_has_every_number_of_the_view(busy: str) -> None:
+    frame = frame_of(busy)
+    assert frame.keys() == {"time_ms", "pools", "num_pools_left_out"}
+    (pool,) = frame["pools"]
+    assert pool.keys() == {*("pool", "model", "nodes", "classes", "tenants", "events", "counts", "num_alive", "totals")}
+    (node,) = pool["nodes"]
+    assert node.keys() == {
+        *("node_id", "state", "reason", "silent_ms", "num_jobs", "num_running", "num_waiting"),
+        *("kv_blocks_used", "kv_blocks_cached", "kv_blocks_total", "tokens_in_per_s", "tokens_out_per_s"),
+        *("mean_batch", "num_preemptions", "step_ms_p50", "step_ms_p99", "process_bytes", "arithmetic"),
+    }
+    assert (node["state"], node["num_running"]) == ("ok", 3)
+    assert node["kv_blocks_total"] > 0
+    assert node["process_bytes"] > 1 << 20
+    assert [row["name"] for row in pool["classes"]] == ["interactive", "standard", "batch"]
+    assert sum(row["num_waiting"] + row["num_running"] for row in pool["classes"]) == 4
+    (tenant,) = pool["tenants"]
+    assert (tenant["name"], tenant["num_waiting"] + tenant["num_running"]) == ("default", 4)
+    assert pool["counts"]["submitted"] == 4
+
+
+def test_a_killed_node_is_shown_as_dead_and_its_jobs_as_taken_over(redis_url: str) -> None:
+    with node_process(redis_url) as first, Client(redis_url) as client:
+        client.submit("Once upon a time", max_tokens=2000)
+        wait_for(redis_url, lambda pool: pool["totals"]["num_running"] == 1)
+        with node_process(redis_url):
+            first.kill()
+            pool = wait_for(redis_url, lambda pool: pool["counts"]["takeovers"] == 1)
+            states = sorted(node["state"] for node in pool["nodes"])
+            assert states == ["dead", "ok"]
+            assert pool["num_alive"] == 1
+            assert [event["kind"] for event in pool["events"]][-2:] == ["node_lost", "takeover"]
+            dead = next(node["node_id"] for node in pool["nodes"] if node["state"] == "dead")
+            shown = top(redis_url, "--once", "--sort", "state", COLUMNS="80").stdout
+    lines = shown.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("node "))
+    assert lines[at + 1].split()[1] == "dead"
+    assert re.search(rf"{dead}: declared dead \d+ s ago", shown)
+    assert re.search(rf"takeover \S+ ← {dead} \(lost\) job …", shown)
+
+
+def wait_for(redis_url: str, reached: Any) -> dict[str, Any]:
+    """The pool once it is so."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        pools = frame_of(redis_url)["pools"]
+        if pools and reached(pools[0]):
+            return dict(pools[0])
+        assert time.monotonic() < deadline_s, pools
+        time.sleep(0.2)
+
+
+async def test_a_node_that_falls_silent_is_dead_although_no_process_sweeps(redis: Redis) -> None:
+    queue = Queue(redis)
+    node = await queue.node("n1")
+    reader = FrameReader(ActivityBroker(redis), ProducerBroker(redis))
+    await node.broker.heartbeat(NodePressure("n1", kv_blocks_total=10), free=10, answered_call=0, held=None)
+    assert [row.state for row in (await reader.read()).pools[0].nodes] == ["ok"]
+    await queue.age("nodes", "n1", 3_600_000)
+    (row,) = (await reader.read()).pools[0].nodes
+    assert (row.state, row.reason[:10]) == ("dead", "silent for")
+
+
+async def test_rates_are_those_between_two_heartbeats(redis: Redis) -> None:
+    queue = Queue(redis)
+    node = await queue.node("n1")
+    reader = FrameReader(ActivityBroker(redis), ProducerBroker(redis))
+
+    async def rates(num_in: int, num_out: int, silent_ms: int) -> tuple[float, float]:
+        told = NodePressure(
+            "n1", num_running=1, prefill_tokens=num_in, decode_tokens=num_out, decode_tokens_per_s=7.0, mean_batch=2.0
+        )
+        await node.broker.heartbeat(told, free=10, answered_call=0, held=None)
+        await queue.age("nodes", "n1", silent_ms)
+        (row,) = (await reader.read()).pools[0].nodes
+        return row.tokens_in_per_s, row.tokens_out_per_s
+
+    # Without an earlier heartbeat, the speed that the node reports is the best estimate.
+    assert await rates(1000, 500, silent_ms=2000) == (0.0, 7.0)
+    num_in, num_out = await rates(1200, 600, silent_ms=0)
+    assert num_in == pytest.approx(100, rel=0.2)
+    assert num_out == pytest.approx(50, rel=0.2)
+
+
+async def test_a_view_asks_redis_for_little(redis: Redis, redis_url: str) -> None:
+    queue = Queue(redis)
+    node = await queue.node("n1")
+    await node.broker.heartbeat(NodePressure("n1"), free=10, answered_call=0, held=None)
+    for _ in range(50):
+        await queue.submit()
+    reader = FrameReader(ActivityBroker(redis), ProducerBroker(redis))
+    await reader.read()
+    await redis.config_resetstat()
+    await reader.read()
+    calls = {
+        name.removeprefix("cmdstat_"): stats["calls"] for name, stats in (await redis.info("commandstats")).items()
+    }
+    calls.pop("config|resetstat", None)
+    assert not calls.keys() & {"keys", "scan", "sscan", "zscan", "eval", "evalsha", "smembers", "lrange"}
+    assert sum(calls.values()) <= 5 + 64
+
+
+def test_an_empty_redis_and_an_unknown_pool_are_named(redis_url: str) -> None:
+    assert "No pool: no node has announced a model" in top(redis_url, "--once").stdout
+    done = top(redis_url, "--once", "--pool", "gone")
+    assert (done.returncode, done.stderr) == (2, "penstock: no pool 'gone' is announced\n")
+
+
+def test_keys_sort_and_quit_on_a_terminal(busy: str) -> None:
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (30, 80))
+    before = termios.tcgetattr(follower)
+    env = {**os.environ, "PENSTOCK_REDIS_URL": busy, "TERM": "xterm-256color", "PYTHONSAFEPATH": "1"}
+    env.pop("COLUMNS", None)
+    command = [sys.executable, "-m", "penstock", "top", "--interval", "0.2"]
+    with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=env) as process:
+        try:
+            assert "sort (node)" in read_until(leader, "pool (all)")
+            os.write(leader, b"s")
+            read_until(leader, "sort (state)")
+            os.write(leader, b"p")
+            read_until(leader, "pool (m)")
+            os.write(leader, b"q")
+            read_until(leader, "\x1b[?1049l")
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+    assert termios.tcgetattr(follower) == before
+    os.close(leader)
+    os.close(follower)
+
+
+def read_until(fd: int, text: str) -> str:
+    """What the terminal got until the text came."""
+    found = b""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while text.encode() not in found:
+        assert time.monotonic() < deadline_s, found.decode(errors="replace")
+        if select.select([fd], [], [], 0.2)[0]:
+            found += os.read(fd, 1 << 16)
+    return found.decode(errors="replace")

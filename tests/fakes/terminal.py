@@ -1,0 +1,71 @@
+"""A program on a terminal of its own, typed at and read by a test."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
+
+
+class TerminalProcess:
+    """A running program whose stdin, stdout and stderr are a terminal. Ctrl-C reaches it as a signal."""
+
+    def __init__(self, command: Sequence[str], **env: str) -> None:
+        self._terminal, self._program_side = pty.openpty()
+        self._process = subprocess.Popen(
+            command,
+            stdin=self._program_side,
+            stdout=self._program_side,
+            stderr=self._program_side,
+            env=os.environ | {"TERM": "xterm"} | env,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(self._program_side, termios.TIOCSCTTY, 0),  # noqa: PLW1509
+        )
+        self.screen = ""
+        """All that the program has written."""
+        self._num_read = 0
+
+    def press(self, text: str) -> None:
+        """Press these keys."""
+        os.write(self._terminal, text.encode())
+
+    def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
+        """Return what follows on the screen up to this text, which must come."""
+        return self._read_until(lambda new: new.find(text) + len(text) if text in new else 0, repr(text), timeout_s)
+
+    def wait_for_more(self, num_characters: int, timeout_s: float = 30.0) -> str:
+        """Return the next characters on the screen, this many."""
+        wanted = f"{num_characters} characters"
+        return self._read_until(lambda new: num_characters * (len(new) >= num_characters), wanted, timeout_s)
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        """Return the program's exit status."""
+        return self._process.wait(timeout_s)
+
+    def _read_until(self, end_in: Callable[[str], int], wanted: str, timeout_s: float) -> str:
+        """Return the unread part of the screen up to where `end_in` says that it ends (0: not yet)."""
+        deadline = time.monotonic() + timeout_s
+        while not (end := end_in(self.screen[self._num_read :])):
+            readable, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))
+            assert readable, f"{wanted} did not come on the screen:\n{self.screen}"
+            self.screen += os.read(self._terminal, 4096).decode(errors="replace")
+        start, self._num_read = self._num_read, self._num_read + end
+        return self.screen[start : self._num_read]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._terminal)
+        os.close(self._program_side)

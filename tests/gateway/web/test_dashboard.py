@@ -1,0 +1,173 @@
+"""The dashboard: the feed of its states, and what a browser shows of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+import redis as sync_redis
+from fakes.processes.node_process import NodeProcess
+from fakes.processes.reference_engine import ReferenceTokenizer, reference_tokens, text_of
+from playwright.sync_api import Page, expect
+
+from penstock.contract.job import SamplingParams
+from penstock.gateway.web import dashboard
+from penstock.queue import keys
+from tests.gateway.conftest import EchoEngine, Stack
+from tests.gateway.test_streams import wait_until
+from tests.gateway.web.conftest import Playground
+
+EVENTS = {"accept": "text/event-stream"}
+POOL = "pair"
+QUESTION, PARAMS = "tell me", SamplingParams(seed=5, max_tokens=400)
+STEP_S = 0.01
+
+
+def read_states(url: str, count: int, found: list[dict[str, Any]]) -> None:
+    """Read so many states as a viewer."""
+    with httpx.stream("GET", f"{url}/dashboard", headers=EVENTS, timeout=10) as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+        found += [json.loads(line[6:]) for line, _ in zip(lines, range(count), strict=False)]
+
+
+def num_reads(redis_url: str) -> int:
+    """How often anything looked for tenants with queued jobs; only the dashboard does."""
+    with sync_redis.Redis.from_url(redis_url) as client:
+        stats: dict[str, Any] = client.info("commandstats")
+    return int(stats.get("cmdstat_hscan", {"calls": 0})["calls"])
+
+
+def test_state_shows_pools_nodes_classes_and_times(http: httpx.Client) -> None:
+    body = {"model": "echo-alias", "prompt": "hello", "stream": True}
+    http.post("/v1/completions", json=body).raise_for_status()
+    state = http.get("/dashboard").json()
+    (pool,) = (pool for pool in state["pools"] if pool["pool"] == "echo")
+    (node,) = pool["nodes"]
+    assert state["redis_up"] is True
+    assert state["gateway"]["first_token"]["count"] >= 1
+    assert state["gateway"]["per_token"]["p99_ms"] > 0
+    assert [row["class"] for row in pool["classes"]] == ["interactive", "standard", "batch"]
+    assert node["kv_blocks_total"] == node["kv_blocks_free"] == 4096
+    assert pool["counts"]["ended_done"] >= 1
+    assert [event["kind"] for event in pool["events"]] == ["node_joined"]
+
+
+def test_state_counts_running_and_waiting_jobs_by_class_and_tenant(stack: Stack, url: str) -> None:
+    engine = EchoEngine()
+    engine.step_s = 0.05
+    stack.start_node(engine, model="acme/slow", pool="slow", max_num_seqs=1, reattach_grace_ms=500)
+    with httpx.Client(base_url=url) as http:
+        body = {"model": "acme/slow", "prompt": "x" * 200, "params": {"max_tokens": 200}, "priority": "batch"}
+        jobs = [http.post("/v1/jobs", json=body).raise_for_status().json()["id"] for _ in range(3)]
+
+        def tenants() -> list[dict[str, Any]]:
+            pools = [pool for pool in http.get("/dashboard").json()["pools"] if pool["pool"] == "slow"]
+            assert all(
+                pool["classes"][2]["queued"] == pool["tenants"][0]["queued"] for pool in pools if pool["tenants"]
+            )
+            return [row for pool in pools for row in pool["tenants"]]
+
+        wait_until(lambda: tenants() == [{"tenant": "default", "running": 1, "queued": 2}])
+        for job in jobs:
+            http.delete(f"/v1/jobs/{job}").raise_for_status()
+
+
+def test_viewers_share_a_state_and_none_is_made_without_viewers(
+    stack: Stack, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "INTERVAL_S", 0.2)
+    url = stack.start_gateway()
+    with httpx.Client(base_url=url) as http:
+        num_pools = len(http.get("/dashboard").json()["pools"])
+    before = num_reads(redis_url)
+    viewers: list[list[dict[str, Any]]] = [[] for _ in range(6)]
+    threads = [threading.Thread(target=read_states, args=(url, 3, found)) for found in viewers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    times = {state["at_ms"] for found in viewers for state in found}
+    made = num_reads(redis_url) - before
+    assert len(times) * num_pools >= made > 0
+    assert len(times) < 3 * len(viewers)
+    time.sleep(5 * dashboard.INTERVAL_S)
+    assert num_reads(redis_url) == before + made
+
+
+def test_further_viewers_are_refused(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "MAX_VIEWERS", 1)
+    url = stack.start_gateway()
+    with httpx.stream("GET", f"{url}/dashboard", headers=EVENTS) as first:
+        states = first.iter_raw()
+        next(states)
+        refused = httpx.get(f"{url}/dashboard", headers=EVENTS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_viewers")
+        assert refused.headers["retry-after"] == "10"
+    wait_until(lambda: not httpx.head(f"{url}/dashboard", headers=EVENTS).is_error)
+
+
+@pytest.fixture
+def nodes(redis_url: str) -> Iterator[dict[str, NodeProcess]]:
+    """Two nodes of one pool, in processes of their own."""
+    with ExitStack() as stack:
+        settings: dict[str, Any] = {"pool": POOL, "lease_ms": 3000, "step_s": STEP_S, "aliases": '["pair-model"]'}
+        started = {name: NodeProcess(redis_url, name=name, **settings) for name in ("node-a", "node-b")}
+        for node in started.values():
+            stack.enter_context(node)
+        yield started
+
+
+def ask(chat: Playground) -> None:
+    chat.choose("pair-model")
+    for label, value in {"Seed": PARAMS.seed, "Max tokens": PARAMS.max_tokens}.items():
+        chat.page.get_by_label(label).fill(str(value))
+    chat.ask(QUESTION)
+
+
+def test_chat_goes_on_after_its_node_is_killed_and_the_dashboard_shows_the_takeover(
+    page: Page, url: str, nodes: dict[str, NodeProcess], redis_url: str
+) -> None:
+    chat = Playground(page, url)
+    watched = page.context.new_page()
+    watched.goto(f"{url}/#dashboard")
+    cards = watched.locator(".node", has_text="node-")
+    expect(cards).to_have_count(2)
+    for name in nodes:
+        blocks = re.compile(rf"^KV blocks of {name}-\w+: 0 used, .* free of 4,096")
+        expect(watched.get_by_role("img", name=blocks)).to_be_visible()
+
+    ask(chat)
+    expect(chat.answer.locator(".said")).to_have_text(re.compile("[a-z]{20}"))
+    with sync_redis.Redis.from_url(redis_url) as client:
+        (busy,) = client.scan_iter(f"{keys.prefix(POOL)}:running:*")
+    (victim,) = (name for name in nodes if name in busy.decode())
+    used = re.compile(rf"^KV blocks of {victim}-\w+: [1-9]\d* used")
+    expect(watched.get_by_role("img", name=used)).to_be_visible()
+    nodes[victim].kill()
+    assert chat.wait_end() == text_of(reference_tokens("", PARAMS, ReferenceTokenizer().encode(QUESTION)))
+
+    (heir,) = nodes.keys() - {victim}
+    events = watched.locator("section.pool", has_text="pool pair").get_by_role("log", name="Events")
+    expect(events).to_contain_text(re.compile(rf"{victim}-\w+ was lost"))
+    expect(events).to_contain_text(re.compile(rf"moved from {victim}-\w+ to {heir}-\w+: its node was lost"))
+    expect(cards).to_have_count(1)
+
+
+def test_dashboard_draws_throughput_and_waits_for_a_lost_gateway(page: Page, stack: Stack, engine: EchoEngine) -> None:
+    url = stack.start_gateway()
+    page.goto(f"{url}/#dashboard")
+    expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
+    expect(page.get_by_role("img", name="Running jobs: now 0").first).to_be_visible()
+    page.route("**/dashboard", lambda route: route.abort())
+    page.get_by_role("link", name="Playground").click()
+    page.get_by_role("link", name="Dashboard").click()
+    expect(page.get_by_text("The gateway cannot be reached. Trying again")).to_be_visible()
+    page.unroute("**/dashboard")
+    expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()

@@ -1,0 +1,254 @@
+"""The playground in a real browser, against a real gateway, node and Redis."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import redis as sync_redis
+from faults.tools.processes import GatewayProcess
+from playwright.sync_api import Page, expect
+
+from penstock.contract.terms import Terms
+from penstock.queue import keys
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.key_store import KeyStore
+from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.test_streams import wait_until
+from tests.gateway.web.conftest import Playground, scroll_width
+
+LONG = "a long prompt that the model says back " * 4
+STEP_S = 0.03
+
+
+@pytest.fixture
+def chat(page: Page, url: str, engine: EchoEngine) -> Playground:
+    playground = Playground(page, url)
+    playground.choose(MODEL)
+    return playground
+
+
+def test_chat_streams_an_answer_with_its_speed(chat: Playground, engine: EchoEngine) -> None:
+    engine.step_s = STEP_S
+    chat.ask("what the user says")
+    said = chat.answer.locator(".said")
+    expect(said).to_contain_text("what")
+    assert said.inner_text() != "what the user says"  # it is still streaming
+    assert chat.wait_end() == "what the user says"
+    # The prompt has 18 tokens and is said back.
+    figures = re.compile(r"TTFT [\d.]+ m?s · [\d.]+ tokens/s · 18 tokens · 18 in the prompt")
+    expect(chat.answer.locator(".figures")).to_have_text(figures)
+
+
+def test_model_text_never_becomes_markup(chat: Playground) -> None:
+    chat.ask("<img src=x onerror=alert(1)> **bold** `code`\n```\n<b>block</b>\n```")
+    assert "<img src=x onerror=alert(1)>" in chat.wait_end()
+    said = chat.answer.locator(".said")
+    assert said.locator("img, b, script").count() == 0
+    expect(said.locator("strong")).to_have_text("bold")
+    expect(said.locator("p code")).to_have_text("code")
+    expect(said.locator("pre code")).to_have_text("<b>block</b>")
+
+
+def test_parameters_reach_the_engine(chat: Playground, engine: EchoEngine) -> None:
+    values = {"Temperature": "0.5", "Top p": "0.9", "Top k": "7", "Max tokens": "20", "Seed": "11"}
+    for label, value in {**values, "Stop strings, one a line": "X\nYZ", "System prompt": "Be brief."}.items():
+        chat.page.get_by_label(label).fill(value)
+    chat.ask("hello")
+    assert chat.wait_end() == "hello"
+    params = engine.last_params
+    assert params is not None
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.5, 0.9, 7, 20)
+    assert (params.seed, params.stop) == (11, ("X", "YZ"))
+    assert engine.tokenizer.last_chat is not None
+    assert [turn["role"] for turn in engine.tokenizer.last_chat[0]] == ["system", "user"]
+    chat.page.reload()
+    expect(chat.page.get_by_label("Temperature")).to_have_value("0.5")
+
+
+@pytest.mark.parametrize("how", ["button", "Escape"])
+def test_stop_cancels_the_job(chat: Playground, engine: EchoEngine, http: httpx.Client, how: str) -> None:
+    engine.step_s = STEP_S
+    chat.ask(LONG)
+    expect(chat.answer.locator(".said")).to_contain_text("a long")
+    with chat.page.expect_response("**/v1/jobs/*") as cancelled:
+        if how == "button":
+            chat.page.get_by_role("button", name="Stop").click()
+        else:
+            chat.page.keyboard.press(how)
+    expect(chat.status).to_have_text("Stopped")
+    job = cancelled.value.json()["id"]
+    wait_until(lambda: http.get(f"/v1/jobs/{job}").json()["state"] == "cancelled")
+    expect(chat.page.get_by_role("button", name="Send")).to_be_visible()
+
+
+def test_retry_edit_and_clear_change_the_conversation(chat: Playground, engine: EchoEngine) -> None:
+    for text in ("first", "second"):
+        chat.ask(text)
+        assert chat.wait_end() == text
+    chat.page.get_by_role("button", name="Retry").first.click()
+    expect(chat.page.locator(".turn")).to_have_count(2)
+    assert chat.wait_end() == "first"
+    chat.page.get_by_role("button", name="Edit").click()
+    expect(chat.prompt).to_have_value("first")
+    expect(chat.page.locator(".turn")).to_have_count(0)
+    chat.ask("changed")
+    assert chat.wait_end() == "changed"
+    chat.ask("again")
+    chat.wait_end()
+    assert engine.tokenizer.last_chat is not None
+    assert [turn["content"] for turn in engine.tokenizer.last_chat[0]] == ["changed", "changed", "again"]
+    chat.page.get_by_role("button", name="Clear").click()
+    expect(chat.page.locator(".turn")).to_have_count(0)
+
+
+def test_refusal_is_shown_in_plain_words(chat: Playground) -> None:
+    chat.page.get_by_label("Top p").fill("7")
+    chat.ask("hello")
+    expect(chat.status).to_contain_text("The request failed.")
+    expect(chat.status).to_contain_text("top_p")
+
+
+def test_waiting_request_shows_its_position(page: Page, stack: Stack, url: str) -> None:
+    engine = EchoEngine()
+    engine.step_s = STEP_S
+    stack.start_node(engine, model="acme/narrow", pool="narrow", max_num_seqs=1, reattach_grace_ms=500)
+    while "acme/narrow" not in httpx.get(f"{url}/v1/models").text:
+        time.sleep(0.05)
+    first = Playground(page, url)
+    first.choose("acme/narrow")
+    first.ask(LONG)
+    expect(first.answer.locator(".said")).to_contain_text("a long")
+    second = Playground(page.context.new_page(), url)
+    second.choose("acme/narrow")
+    second.ask("hello")
+    expect(second.status).to_contain_text("Waiting in the queue: position 1")
+    page.keyboard.press("Escape")
+    assert second.wait_end() == "hello"
+
+
+@pytest.fixture
+def limited_key(stack: Stack, url: str) -> Iterator[str]:
+    """A key that permits one job per minute. It closes its own gateway only: others have seen no key."""
+
+    async def add() -> str:
+        async with connect(stack.redis_url) as redis:
+            key, _ = await KeyStore(redis).add("small", ["infer"], Terms(jobs_per_minute=1, burst_s=1))
+            return key
+
+    yield stack.call(add())
+    with sync_redis.Redis.from_url(stack.redis_url) as client:
+        client.delete(keys.API_KEYS)
+
+
+def test_key_is_asked_for_and_a_limit_says_when_to_return(
+    page: Page, stack: Stack, engine: EchoEngine, limited_key: str
+) -> None:
+    chat = Playground(page, stack.start_gateway())
+    expect(page.get_by_text("This gateway needs a valid API key.")).to_be_visible()
+    page.get_by_role("button", name="API key").click()
+    page.get_by_label("Key", exact=True).fill(limited_key)
+    page.get_by_role("button", name="Save").click()
+    chat.choose(MODEL)
+    chat.ask("hello")
+    assert chat.wait_end() == "hello"
+    assert limited_key in page.evaluate("JSON.stringify(sessionStorage)")
+    assert limited_key not in page.evaluate("JSON.stringify(localStorage)")
+    chat.ask("again")
+    expect(chat.status).to_contain_text("The server is busy. Try again in ")
+    page.get_by_role("link", name="Dashboard").click()
+    expect(page.get_by_text("This API key does not permit the request.")).to_be_visible()
+
+
+def test_answer_goes_on_after_the_gateway_is_killed(page: Page, stack: Stack, engine: EchoEngine) -> None:
+    engine.step_s = STEP_S
+    with GatewayProcess(stack.redis_url) as gateway:
+        chat = Playground(page, gateway.url)
+        chat.choose(MODEL)
+        chat.ask(LONG.strip())
+        expect(chat.answer.locator(".said")).to_contain_text("a long")
+        gateway.kill()
+        expect(chat.status).to_contain_text("The connection was lost.")
+    with GatewayProcess(stack.redis_url, port=gateway.url.rpartition(":")[2]):
+        assert chat.wait_end() == LONG.strip()
+
+
+def test_chat_works_with_the_keyboard_alone(chat: Playground, engine: EchoEngine) -> None:
+    page = chat.page
+    page.evaluate("document.activeElement.blur()")
+    reached: list[str] = []
+    while (name := _focused(page)) != "prompt":
+        assert len(reached) < 12, reached
+        reached.append(name)
+        page.keyboard.press("Tab")
+    assert reached[1:] == ["Playground", "Dashboard", "API", "key-button", "theme-button", "turns"]
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    page.keyboard.press("Enter")
+    assert chat.wait_end() == "one\ntwo"
+    assert _focused(page) == "prompt"
+    for name in ("clear", "send", "model"):
+        page.keyboard.press("Tab")
+        assert _focused(page) == name
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    expect(chat.page.get_by_role("log", name="Conversation")).to_be_visible()
+
+
+def _focused(page: Page) -> str:
+    return str(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim().slice(0, 20)"))
+
+
+def test_theme_follows_the_system_until_the_button_chooses(chat: Playground) -> None:
+    page = chat.page
+
+    def is_dark() -> bool:
+        color = str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        return sum(map(int, re.findall(r"\d+", color))) < 3 * 128
+
+    button = page.get_by_role("button", name="Theme")
+    page.emulate_media(color_scheme="dark")
+    assert is_dark()
+    page.emulate_media(color_scheme="light")
+    assert not is_dark()
+    for theme, dark in (("light", False), ("dark", True)):
+        button.click()
+        expect(button).to_have_text(f"Theme: {theme}")
+        assert is_dark() is dark
+    page.reload()
+    assert is_dark()
+
+
+def test_phone_shows_all_without_horizontal_scrolling(page: Page, url: str, engine: EchoEngine) -> None:
+    page.set_viewport_size({"width": 360, "height": 740})
+    chat = Playground(page, url)
+    chat.choose(MODEL)
+    chat.ask("x" * 90 + "\n```\n" + "y" * 120 + "\n```")
+    chat.wait_end()
+    assert scroll_width(page) == 360
+    expect(chat.prompt).to_be_in_viewport()
+    page.get_by_role("link", name="Dashboard").click()
+    expect(page.get_by_role("heading", name="Nodes and their KV blocks").first).to_be_visible()
+    assert scroll_width(page) == 360
+
+
+def test_motion_stops_where_the_reader_prefers_that(chat: Playground, engine: EchoEngine) -> None:
+    engine.step_s = STEP_S
+    cursor = "getComputedStyle(document.querySelector('.said p:last-child'), '::after').animationName"
+    chat.ask(LONG)
+    expect(chat.answer.locator(".said p")).to_be_visible()
+    assert chat.page.evaluate(cursor) == "blink"
+    chat.page.emulate_media(reduced_motion="reduce")
+    assert chat.page.evaluate(cursor) == "none"
+
+
+def test_unset_parameters_are_not_sent(chat: Playground) -> None:
+    with chat.page.expect_request("**/v1/chat/completions") as request:
+        chat.ask("hello")
+    assert sorted(request.value.post_data_json) == [
+        *("messages", "model", "return_progress", "stream", "stream_options")
+    ]
+    assert chat.wait_end() == "hello"

@@ -1,0 +1,119 @@
+"""A node's log has one line for each job, with its numbers as fields."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, cast
+
+import pytest
+from fakes.processes.reference_engine import ReferenceEngine
+from fakes.processes.running_node import running_node
+
+from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.output import Outcome
+from penstock.gpu_node.held_job import HeldJob
+from penstock.gpu_node.monitor.job_reports import JobReports
+from penstock.gpu_node.monitor.job_times import EndedJob
+from penstock.gpu_node.monitor.job_trace import JobTrace
+from penstock.producer.client import AsyncClient
+from penstock.queue.broker.node import Taken
+from penstock.queue.wire import Request
+
+POOL = "logged"
+
+
+def reference_engine(step_s: float = 0.0) -> Any:
+    """An engine without a model; as Any, since its tokenizer has fewer members than a real one."""
+    return ReferenceEngine(step_s=step_s)
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [vars(record) for record in caplog.records if record.getMessage() == "job.ended"]
+
+
+async def until_logged(caplog: pytest.LogCaptureFixture, num_lines: int) -> list[dict[str, Any]]:
+    async with asyncio.timeout(10):
+        while len(lines_of(caplog)) < num_lines:
+            await asyncio.sleep(0.01)
+    return lines_of(caplog)
+
+
+async def test_a_job_that_is_done_has_one_line(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with running_node(redis_url, reference_engine(step_s=0.001), pool=POOL), AsyncClient(redis_url) as client:
+        job = await client.submit("hello", max_tokens=20, tenant="acme", priority=Priority.BATCH)
+        await job.result()
+        (line,) = await until_logged(caplog, 1)
+    expected = {
+        "job_id": job.id,
+        "model": "reference",
+        "tenant": "acme",
+        "class": "batch",
+        "finish_reason": "length",
+        "prompt_tokens": 5,
+        "cached_tokens": 0,
+        "output_tokens": 20,
+        "preemptions": 0,
+    }
+    assert {name: line[name] for name in expected} == expected
+    assert 0 <= line["queue_s"] <= line["ttft_s"] < line["total_s"] < 10
+    assert "code" not in line
+
+
+async def test_a_line_says_how_a_job_ended_that_is_not_done(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with running_node(redis_url, reference_engine(step_s=0.01), pool=POOL), AsyncClient(redis_url) as client:
+        canceled = await client.submit("hello", max_tokens=2000)
+        await anext(canceled.stream())
+        await canceled.cancel()
+        (line,) = await until_logged(caplog, 1)
+        assert (line["finish_reason"], line["code"]) == ("cancelled", "cancelled")
+        await client.tokenize("three small words")
+        *_, line = await until_logged(caplog, 2)
+        assert (line["finish_reason"], line["output_tokens"], line["ttft_s"]) == ("stop", 0, None)
+
+
+async def test_lines_can_be_switched_off(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with (
+        running_node(redis_url, reference_engine(), pool=POOL, log_jobs=False) as node,
+        AsyncClient(redis_url) as client,
+        asyncio.timeout(10),
+    ):
+        await (await client.submit("hello", max_tokens=5)).result()
+        while node.ledger.counts.finished < 1:
+            await asyncio.sleep(0.01)
+    assert lines_of(caplog) == []
+
+
+class BrokenSpans:
+    """A recorder of spans that fails at each call."""
+
+    async def taken(self, job: HeldJob, request: Request) -> None:
+        job.trace = cast(JobTrace, object())
+        raise ValueError("taken")
+
+    def began(self, job: HeldJob) -> None:
+        raise ValueError("began")
+
+    def lost(self, job: HeldJob) -> None:
+        raise ValueError("lost")
+
+    def gave_back(self, job: HeldJob, why: str) -> None:
+        raise ValueError("gave_back")
+
+    def ended(self, job: HeldJob, ended: EndedJob, at_s: float) -> None:
+        raise ValueError("ended")
+
+
+async def test_no_error_of_spans_reaches_a_job(caplog: pytest.LogCaptureFixture) -> None:
+    reports = JobReports("model", logs_jobs=True, spans=BrokenSpans())
+    caplog.set_level(logging.INFO)
+    job = HeldJob(Taken("p.1", "lease", 0, 0, 1, 0, tenant="acme"))
+    await reports.taken(job, Request(SamplingParams(), prompt="hello", trace=("00-1",)))
+    reports.began(job)
+    reports.lost(job)
+    reports.gave_back(job, "drain")
+    reports.ended(job, job.ended(Outcome("done")), 1.0)
+    assert [record.getMessage() for record in caplog.records] == ["tracing.failed"] * 5 + ["job.ended"]

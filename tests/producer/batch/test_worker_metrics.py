@@ -1,0 +1,86 @@
+"""A Celery worker's metrics, scraped while it works."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+
+import pytest
+from faults.tools.redis_process import free_port
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.producer.batch.celery_app import make_app
+from penstock.producer.batch.settings import CelerySettings
+from penstock.producer.batch.tasks import GENERATE, RUN_FILE
+from tests.producer.batch.conftest import chat_row, kill_group, wait_for_lines
+from tests.producer.batch.test_celery import send_file, wait_until, worker
+
+pytestmark = pytest.mark.process
+
+
+def scrape(port: int) -> dict[tuple[str, ...], float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name.removeprefix("penstock_batch_"), *(sample.labels[name] for name in sorted(sample.labels))): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_worker_tells_what_its_child_processes_did(served_url: str, tmp_path: Path) -> None:
+    port, folders = free_port(), tmp_path / "folders"
+    folders.mkdir()
+    app = make_app(CelerySettings.load(), served_url)
+    rows = [chat_row(f"row-{i}", max_tokens=5) for i in range(20)]
+    rows[7]["body"]["temperature"] = -1
+    settings = {"PENSTOCK_CELERY_METRICS_PORT": str(port), "TMPDIR": str(folders)}
+    with worker(served_url, **settings) as running:
+        assert send_file(app, tmp_path, rows).get(timeout=60, interval=0.05)["num_failed"] == 1
+        app.send_task(GENERATE, kwargs={"prompt": "hi", "max_tokens": 3}).get(timeout=60, interval=0.05)
+        wrong = app.send_task(GENERATE, kwargs={"prompt": "hi", "temperature": -1})
+        wrong.get(timeout=60, interval=0.05, propagate=False)
+        wait_until(lambda: scrape(port).get(("tasks_total", "failed", GENERATE)) == 1)
+        found = scrape(port)
+        running.terminate()
+        running.communicate(timeout=20)
+    app.close()
+    assert found["rows_total", "answered"] == 19
+    assert found["rows_total", "failed"] == 1
+    # A row whose result could not be read is submitted again.
+    assert 20 <= found["jobs_submitted_total",] <= 22, "the wrong row and the wrong task are not submitted"
+    assert found["tokens_total", "completion"] > 19
+    assert found["tasks_total", "succeeded", RUN_FILE] == found["tasks_total", "succeeded", GENERATE] == 1
+    assert found["task_seconds_count", GENERATE] == 2
+    assert found["tasks_running", RUN_FILE] == found["rows_left",] == found["tasks_waiting",] == 0
+    assert found["process_resident_memory_bytes",] > 1 << 20
+    assert [*folders.glob("penstock-metrics-*")] == []
+
+
+def test_waiting_and_running_tasks_are_those_of_the_moment(served_url: str, tmp_path: Path) -> None:
+    port = free_port()
+    app = make_app(CelerySettings.load(), served_url)
+    rows = [chat_row(f"row-{i}", max_tokens=200) for i in range(200)]
+    task = send_file(app, tmp_path, rows)
+    with worker(served_url, PENSTOCK_CELERY_METRICS_PORT=str(port)) as running:
+        wait_for_lines(tmp_path / "out.jsonl.partial", 5, running)
+        waiting = [app.send_task(GENERATE, kwargs={"prompt": "hi", "max_tokens": 3}) for _ in range(4)]
+        wait_until(lambda: scrape(port)["tasks_waiting",] >= 3)
+        found = scrape(port)
+        assert found["tasks_running", RUN_FILE] == 1
+        assert 0 < found["rows_left",] <= 195
+        kill_group(running)
+    with worker(served_url) as last:
+        assert task.get(timeout=60, interval=0.05)["num_answered"] == 200
+        for one in waiting:
+            one.get(timeout=60, interval=0.05)
+        assert last.poll() is None
+    app.close()
+
+
+def test_without_a_port_nothing_is_served_and_no_folder_is_made(served_url: str, tmp_path: Path) -> None:
+    app = make_app(CelerySettings.load(), served_url)
+    assert app.steps["worker"] == set()
+    app.close()

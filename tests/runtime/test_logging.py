@@ -1,0 +1,134 @@
+"""Logs: lines for people on a terminal, JSON elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from penstock.contract.errors import ConfigError
+from penstock.runtime.logging import LogSettings, has_color, log_formatter
+
+PROGRAM = """
+import logging
+from penstock.runtime.logging import LogSettings, configure_logging
+configure_logging(LogSettings.load())
+for name in ("penstock.part", "other.library"):
+    for level in ("debug", "info", "warning"):
+        getattr(logging.getLogger(name), level)(level)
+"""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _no_color_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "PENSTOCK_LOG_LEVEL", "PENSTOCK_LOG_FORMAT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def shown(stream: io.StringIO, *, name: str = "penstock.node", message: str = "took a job", **fields: object) -> str:
+    record = logging.getLogger(name).makeRecord(name, logging.WARNING, "f", 1, message, (), None, extra=fields)
+    return log_formatter(LogSettings.load(), stream).format(record)
+
+
+def test_a_terminal_gets_time_level_event_and_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    time, _, rest = shown(Terminal(), num_jobs=3, pool="a", why="two words", none=None).partition(" ")
+    assert len(time.split(":")) == 3
+    assert rest == 'WARNING took a job num_jobs=3 pool=a why="two words" none=null'
+
+
+def test_a_pipe_gets_json() -> None:
+    said = json.loads(shown(io.StringIO(), num_jobs=3, color_message="\x1b[1m"))
+    assert said.pop("time")
+    assert said == {"level": "WARNING", "logger": "penstock.node", "message": "took a job", "num_jobs": 3}
+
+
+def test_the_setting_overrides_what_stderr_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "json")
+    assert json.loads(shown(Terminal()))
+    monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "console")
+    assert "WARNING took a job" in shown(io.StringIO())
+    monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "xml")
+    with pytest.raises(ConfigError, match="log_format"):
+        LogSettings.load()
+
+
+def test_values_cannot_forge_lines_or_move_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    said = shown(Terminal(), message="evil\n10:00:00 INFO", tenant="a\x1b[2J\u2028b", items=["x\n"])
+    assert said.isprintable()
+
+
+def test_events_of_other_libraries_name_their_logger() -> None:
+    assert "uvicorn.error: took a job" in shown(Terminal(), name="uvicorn.error")
+
+
+def test_a_traceback_is_one_line_of_json_and_readable_on_a_terminal() -> None:
+    try:
+        raise ValueError("deep down")
+    except ValueError:
+        error = sys.exc_info()
+    record = logging.LogRecord("penstock.node", logging.ERROR, "f", 1, "the node ends", (), error)
+    as_json = log_formatter(LogSettings.load(), io.StringIO()).format(record)
+    assert "\n" not in as_json and "ValueError: deep down" in json.loads(as_json)["exc_info"]
+    lines = log_formatter(LogSettings.load(), Terminal()).format(record).splitlines()
+    assert lines[1] == "Traceback (most recent call last):" and lines[-1] == "ValueError: deep down"
+
+
+@pytest.mark.parametrize(
+    ("variables", "terminal", "pipe"),
+    [
+        ({}, True, False),
+        ({"NO_COLOR": "1"}, False, False),
+        ({"FORCE_COLOR": "1"}, True, True),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
+        ({"TERM": "dumb"}, False, False),
+    ],
+)
+def test_color_follows_the_usual_variables(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], terminal: bool, pipe: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (has_color(Terminal()), has_color(io.StringIO())) == (terminal, pipe)
+
+
+@pytest.mark.parametrize(
+    ("level", "events"),
+    [
+        ("debug", ["penstock.part debug", "penstock.part info", "penstock.part warning"]),
+        ("info", ["penstock.part info", "penstock.part warning"]),
+        ("warning", ["penstock.part warning"]),
+    ],
+)
+def test_the_level_selects_events_and_other_libraries_log_no_debug_events(level: str, events: list[str]) -> None:
+    env = os.environ | {"PENSTOCK_LOG_LEVEL": level}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True)
+    said = [json.loads(line) for line in done.stderr.splitlines()]
+    ours = [f"{one['logger']} {one['message']}" for one in said if one["logger"] == "penstock.part"]
+    assert ours == events
+    others = [one["message"] for one in said if one["logger"] == "other.library"]
+    assert others == [event.split()[1] for event in events if not event.endswith("debug")]
+
+
+def test_stderr_on_a_real_terminal_gets_lines_for_people() -> None:
+    ours, theirs = pty.openpty()
+    try:
+        subprocess.run([sys.executable, "-c", PROGRAM], stderr=theirs, check=True)
+        said = os.read(ours, 4096).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "\x1b[33mWARNING\x1b[0m warning" in said and "{" not in said
