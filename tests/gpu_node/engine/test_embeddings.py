@@ -23,6 +23,7 @@ from penstock.contract.errors import JobFailedError, PromptTooLongError, Request
 from penstock.contract.job import SamplingParams
 from penstock.contract.tasks import WHOLE_CONTEXT, Embed, Embedding, Pooling
 from penstock.gpu_node.engine import Engine, StepOutput
+from penstock.gpu_node.engine.offline import Prompt
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.protocol import StepPlan
 
@@ -199,7 +200,8 @@ def test_wrong_prompt_is_refused(make_engine: Callable[..., Engine], prompt: Any
 def test_chat_and_text_are_tokenized_as_for_generation(make_engine: Callable[..., Engine]) -> None:
     engine, chat = make_engine(), [{"role": "user", "content": "the gate"}]
     ids = [engine.tokenizer.encode("the gate"), engine.tokenizer.encode_chat(chat)]
-    assert engine.embed(["the gate", chat]) == engine.embed(ids)
+    prompts: list[Prompt] = ["the gate", chat]
+    assert engine.embed(prompts) == engine.embed(ids)
 
 
 def test_the_models_files_name_the_default_pooling(model_copy: Path, make_engine: Callable[..., Engine]) -> None:
