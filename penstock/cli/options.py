@@ -14,6 +14,9 @@ from penstock.cli.command_line.help_page import default_in_words
 from penstock.cli.command_line.panels import panel_by_setting
 
 Command = TypeVar("Command", bound=Callable[..., None])
+REDIS_URL_HELP = "URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL, or the Redis of penstock serve."
+RedisUrl = Annotated[str | None, typer.Option(help=REDIS_URL_HELP)]
+"""The option of commands that read or write the queue."""
 
 
 def options_of(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray
 from penstock.runtime.settings import redis_url_of
 
@@ -36,9 +37,7 @@ def audit(
         bool, typer.Option("--repair", help="Repair the findings. Nodes and gateways may keep running.")
     ] = False,
     as_json: AsJson = False,
-    redis_url: Annotated[
-        str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
-    ] = None,
+    redis_url: RedisUrl = None,
 ) -> None:
     """Recompute every set, index and sum in Redis from the jobs. Exit code 1 if any finding remains.
 

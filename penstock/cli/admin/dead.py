@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from penstock.cli.command_line.commands import App
+from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray, print_object, time_in_words
 from penstock.contract.errors import RequestError
 from penstock.runtime.settings import redis_url_of
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from penstock.queue.wire import Request
 
 T = TypeVar("T")
-RedisUrl = Annotated[str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")]
 JobIds = Annotated[list[str], typer.Argument(help="Job ids as printed by `list`.")]
 
 app = App()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from penstock.cli.command_line.commands import App
+from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray, print_object, time_in_words
 from penstock.runtime.settings import redis_url_of
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from penstock.queue.broker.job_records import JobStatus
 
 T = TypeVar("T")
-RedisUrl = Annotated[str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")]
 JobId = Annotated[str, typer.Argument(help="Job id as printed by `list`.")]
 StateName = Literal["queued", "running", "done", "failed", "cancelled", "expired"]
 

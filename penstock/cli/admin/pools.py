@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.command_line.commands import App
+from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray
 from penstock.contract.priority import Priority
 from penstock.runtime.settings import redis_url_of
@@ -16,7 +17,6 @@ from penstock.runtime.settings import redis_url_of
 if TYPE_CHECKING:
     from penstock.queue.pool_stats import PoolStats
 
-RedisUrl = Annotated[str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")]
 
 _MIB = 1 << 20
 _SHOWN_BYTES = _MIB // 10

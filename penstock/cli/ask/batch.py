@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from penstock.cli.command_line.commands import App
+from penstock.cli.options import RedisUrl
 from penstock.contract.errors import ConfigError
 from penstock.producer.batch.records import DEFAULT_IN_FLIGHT, MAX_IN_FLIGHT, Batch, BatchProgress
 from penstock.runtime.settings import redis_url_of
@@ -46,9 +47,7 @@ def run(
     via_celery: Annotated[
         bool, typer.Option("--via-celery", help="Run the batch in a Celery worker. The paths are the worker's.")
     ] = False,
-    redis_url: Annotated[
-        str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
-    ] = None,
+    redis_url: RedisUrl = None,
 ) -> None:
     """Answer every row of INPUT. After an interruption, the same command continues where it stopped.
 

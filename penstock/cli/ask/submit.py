@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from penstock.cli.command_line.panels import queue_option, sampling_option
+from penstock.cli.options import REDIS_URL_HELP
 from penstock.runtime.settings import redis_url_of
 
 PriorityName = Literal["interactive", "standard", "batch"]
@@ -50,9 +51,7 @@ def submit(
         float | None, queue_option(help="Seconds to wait before the job may run. Default: no wait.")
     ] = None,
     tenant: Annotated[str, queue_option(help="Tenant for which the job runs.")] = "default",
-    redis_url: Annotated[
-        str | None, queue_option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
-    ] = None,
+    redis_url: Annotated[str | None, queue_option(help=REDIS_URL_HELP)] = None,
 ) -> None:
     """Submit a prompt and print the answer while it is generated. Ctrl-C cancels the job.
 

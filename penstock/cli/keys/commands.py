@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from penstock.cli.command_line.commands import App
 from penstock.cli.keys.output import key_object, line_of, lines_of, usage_line_of
-from penstock.cli.options import options_of, takes
+from penstock.cli.options import RedisUrl, options_of, takes
 from penstock.cli.output import AsJson, JsonArray, print_object
 from penstock.contract.api_keys import ApiKey, Scope
 from penstock.contract.errors import RequestError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from penstock.queue.broker.usage import UsageBroker
 
 T = TypeVar("T")
-RedisUrl = Annotated[str | None, typer.Option(help="URL of the gateways' Redis. Default: $PENSTOCK_REDIS_URL.")]
 KeyName = Annotated[
     str,
     typer.Argument(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.options import RedisUrl
 from penstock.contract.errors import NotFoundError, RequestError
 from penstock.runtime.settings import redis_url_of
 
@@ -30,9 +31,7 @@ def profile(
         Path | None, typer.Option(help="Folder for the traces. Default: penstock-profile-<node id>.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
-    redis_url: Annotated[
-        str | None, typer.Option(help="URL of the node's Redis. Default: $PENSTOCK_REDIS_URL.")
-    ] = None,
+    redis_url: RedisUrl = None,
 ) -> None:
     """Record a running node for some seconds: print where its steps' time went, and write Chrome traces.
 

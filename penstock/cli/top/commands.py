@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.options import RedisUrl
 from penstock.cli.top.frame import SortKey
 from penstock.contract.errors import NotFoundError
 from penstock.runtime.settings import redis_url_of
@@ -25,9 +26,7 @@ def top(
     interval: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between two views.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view as text, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one view as a JSON object, and end.")] = False,
-    redis_url: Annotated[
-        str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
-    ] = None,
+    redis_url: RedisUrl = None,
 ) -> None:
     """Show what pools, nodes and tenants do: KV blocks, running and waiting jobs, tokens per second, and takeovers.
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.command_line.panels import queue_option, sampling_option
+from penstock.cli.options import REDIS_URL_HELP
 from penstock.contract.priority import ClassName
 from penstock.runtime.settings import redis_url_of
 
@@ -30,9 +31,7 @@ def chat(
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the speed of each answer on stderr.")] = False,
     priority: Annotated[ClassName, queue_option(help="Priority class of the jobs.")] = "interactive",
     tenant: Annotated[str, queue_option(help="Tenant for which the jobs run.")] = "default",
-    redis_url: Annotated[
-        str | None, queue_option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
-    ] = None,
+    redis_url: Annotated[str | None, queue_option(help=REDIS_URL_HELP)] = None,
 ) -> None:
     """Chat with a model. Each answer is a job, and the node applies the model's chat template.
 
