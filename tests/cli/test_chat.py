@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -32,7 +31,7 @@ def chat(redis_url: str, stdin: str, *options: str) -> subprocess.CompletedProce
 
 
 def on_terminal(redis_url: str, *options: str) -> TerminalProcess:
-    return TerminalProcess([sys.executable, "-m", "penstock", "chat", "--redis-url", redis_url, *options])
+    return TerminalProcess("-m", "penstock", "chat", "--redis-url", redis_url, *options)
 
 
 def say(terminal: TerminalProcess, text: str) -> None:

@@ -27,7 +27,7 @@ class Serving:
         model = make_tiny_model(folder / "tiny")
         words = ("serve", str(model), "--kv-cache-gib", "0.01", "--port", "0", *options)
         env = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
-        env |= {"PENSTOCK_NODE_RUNNER": "torch", "PENSTOCK_NODE_LEASE_MS": "3000", "PENSTOCK_LOG_FORMAT": "console"}
+        env |= {"PENSTOCK_NODE_LEASE_MS": "3000", "PENSTOCK_LOG_FORMAT": "console"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "penstock", *words],
             env=env,

@@ -102,6 +102,7 @@ def test_demo_streams_a_sensible_answer_and_says_how_fast(folder: Path) -> None:
     assert "all keys match the jobs" in out
 
 
+@pytest.mark.slow
 def test_demo_of_an_unknown_model_says_why(folder: Path) -> None:
     demo = start(folder, "demo", "--model", "/nonexistent/model.gguf")
     _, errors = demo.communicate(timeout=100)
@@ -151,6 +152,7 @@ def test_killed_serve_leaves_nothing(folder: Path) -> None:
     wait_until_gone(processes)
 
 
+@pytest.mark.slow
 def test_serve_starts_its_node_again_and_says_why_it_ended(folder: Path) -> None:
     serve, url, curl = start_serve(folder)
     processes = family(serve)
@@ -175,6 +177,7 @@ def test_serve_starts_its_node_again_and_says_why_it_ended(folder: Path) -> None
 AGAIN = "node serves again\n"
 
 
+@pytest.mark.slow
 def test_taken_port_is_one_clear_error(folder: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

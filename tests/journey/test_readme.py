@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.processes.python_process import PythonProcess, run_python
 
 from tests.source_tree import ROOT
 
@@ -26,10 +25,9 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def http_url(demo_folder: Path) -> Iterator[str]:
+def http_url(demo_file: Path) -> Iterator[str]:
     """Where the gateway of a `penstock serve` is reached. The examples find its Redis by themselves."""
-    command = [sys.executable, "-m", "penstock", "serve", str(demo_folder), "--port", "0"]
-    serve = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    serve = PythonProcess("-m", "penstock", "serve", str(demo_file), "--port", "0", env=environment())
     assert serve.stdout is not None
     try:
         for line in serve.stdout:
@@ -51,9 +49,7 @@ def test_there_are_examples_of_every_door() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_an_example_of_the_readme_runs_as_it_stands(http_url: str, example: str) -> None:
     example = example.replace(HTTP_URL, http_url)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", example], env=environment(), capture_output=True, text=True, timeout=60
-    )
+    done = run_python("-W", "error", "-c", example, env=environment(), imports=("openai",))
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) > 3
     assert done.stderr == ""

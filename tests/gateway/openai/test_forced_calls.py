@@ -80,13 +80,13 @@ def check(calls: list[Any]) -> None:
 
 @pytest.mark.parametrize("form", MARKS)
 def test_a_required_call_is_valid_whatever_is_drawn(api: openai.OpenAI, form: str) -> None:
-    choices = [choice for seed in range(3) for choice in ask(api, form, tool_choice="required", n=8, seed=seed).choices]
+    choices = [choice for seed in range(2) for choice in ask(api, form, tool_choice="required", n=6, seed=seed).choices]
     for choice in choices:
         check(choice.message.tool_calls)
         assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
     assert {call.function.name for choice in choices for call in choice.message.tool_calls} == set(FUNCTIONS)
     assert max(len(choice.message.tool_calls) for choice in choices) > 1
-    for choice in ask(api, form, tool_choice="required", parallel_tool_calls=False, n=8).choices:
+    for choice in ask(api, form, tool_choice="required", parallel_tool_calls=False, n=4).choices:
         assert len(choice.message.tool_calls) == 1
         check(choice.message.tool_calls)
 

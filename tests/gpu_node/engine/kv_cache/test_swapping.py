@@ -17,8 +17,8 @@ from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.records import EngineRequest
 
 PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 43 + i)] for i in range(8)]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-DRAWN = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, seed=3)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, seed=3)
 
 MakeEngine = Callable[..., Engine]
 RUNNERS = ("native", "torch")

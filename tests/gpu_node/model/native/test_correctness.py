@@ -201,8 +201,8 @@ def test_choices_survive_preemption_and_prefix_hits_to_the_token(
         {"num_kv_blocks": 400, "max_num_batched_tokens": 512, "num_threads": 3, "enable_prefix_caching": False},
     ):
         engine = Engine(EngineConfig(**plain | arithmetic | limits))
-        prompts = mixed_prompts(engine, 40)
-        generations = engine.generate(prompts[:20], greedy) + engine.generate(prompts[20:], drawn)
+        prompts = mixed_prompts(engine, 24)
+        generations = engine.generate(prompts[:12], greedy) + engine.generate(prompts[12:], drawn)
         tokens.append([generation.choices[0].token_ids for generation in generations])
         stats = engine.stats()
         tight = limits["num_kv_blocks"] == 40
@@ -223,11 +223,11 @@ def test_every_familys_tokens_survive_preemption_and_leave_transformers_path_at_
     }
     greedy, tokens = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), []
     for limits in (
-        {"num_kv_blocks": 64, "num_swap_blocks": 64, "preemption": "swap", "max_num_batched_tokens": 96},
+        {"num_kv_blocks": 40, "num_swap_blocks": 64, "preemption": "swap", "max_num_batched_tokens": 96},
         {"num_kv_blocks": 1000, "enable_prefix_caching": False},
     ):
         engine = Engine(EngineConfig(**plain | limits))
-        prompts = [prompt[:200] for prompt in mixed_prompts(engine, 30)]
+        prompts = [prompt[:200] for prompt in mixed_prompts(engine, 14)]
         said = [generation.choices[0].token_ids for generation in engine.generate(prompts, greedy)]
         tokens.append(said)
         stats, tight = engine.stats(), "preemption" in limits

@@ -1,0 +1,85 @@
+"""`python <words>` as a process of its own: a fork of the server of services, which has imported what commands need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from fakes.processes.child_process import ChildProcess
+from fakes.processes.forked_process import ExitStatus
+
+Stream = int | IO[Any] | None
+
+
+class PythonProcess(subprocess.Popen[str]):
+    """`python <words>` with streams of text; `words`: a file, `-m` and a module, or `-c` and a program.
+
+    `imports`: what the program imports beyond what all services import; the server imports it once. `new_group`: it is
+    the first of a process group. `on_terminal`: its stdin is a terminal, which it controls. A test of what an
+    interpreter does at its start must start an interpreter.
+    """
+
+    def __init__(
+        self,
+        *words: str,
+        env: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
+        stdin: Stream = None,
+        stdout: Stream = subprocess.PIPE,
+        stderr: Stream = subprocess.PIPE,
+        cwd: Path | None = None,
+        new_group: bool = False,
+        on_terminal: bool = False,
+    ) -> None:
+        variables = dict(os.environ if env is None else env)
+        self._request = {"command": words, "env": variables, "cwd": str(cwd or Path.cwd()), "imports": imports}
+        self._request |= {"new_group": new_group, "on_terminal": on_terminal}
+        streams: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        super().__init__([sys.executable, *words], env=env, text=True, **streams)
+
+    # Popen waits for children of this process. A fork is a child of its server, which has its exit status.
+
+    def _execute_child(self, *arguments: Any) -> None:
+        pipes = arguments[10:16]
+        read, _, _, written, _, errors = pipes
+        streams = [own if given == -1 else given for own, given in enumerate((read, written, errors))]
+        try:
+            self.pid, status = ChildProcess.session_server().fork(self._request, streams)
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]  unknown to typeshed, as what is overridden here
+        self._exit_status = ExitStatus(status)
+        self._child_created = True
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        return self._wait(0, or_raise=False)
+
+    def _wait(self, timeout: float | None, *, or_raise: bool = True) -> int | None:
+        if self.returncode is None:
+            ended = self._exit_status.within(timeout)
+            if ended is not None:
+                self.returncode = ended
+            elif or_raise:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+
+def run_python(
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    imports: Sequence[str] = (),
+    stdin: str | None = None,
+    timeout_s: float = 60.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python <words>` to its end. It reads `stdin`; what it writes is in the answer."""
+    source = None if stdin is None else subprocess.PIPE
+    with PythonProcess(*words, env=env, imports=imports, stdin=source) as process:
+        try:
+            stdout, stderr = process.communicate(stdin, timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
