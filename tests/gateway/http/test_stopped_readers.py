@@ -16,7 +16,7 @@ from penstock.gateway.http.request_head import MAX_UNSENT_BYTES
 from tests.gateway.conftest import EchoEngine, Stack
 
 TCP_TABLE = Path("/proc/net/tcp")
-NUM_STOPPED = 3
+NUM_STOPPED = 2
 NUM_CHOICES, TEXT = 16, "x" * 250
 LARGE = {"messages": [{"role": "user", "content": TEXT}], "n": NUM_CHOICES, "logprobs": True, "top_logprobs": 20}
 """Its answer has several megabytes."""
