@@ -72,7 +72,7 @@ def test_the_demo_model_comes_from_the_hub_and_commands_find_the_redis(hub: HubS
                 assert line, serve.stderr.read()
                 shown += line
             assert "Serving SmolLM2-135M-Instruct-Q4_1 at http://127.0.0.1:" in shown
-            submit = (sys.executable, "-m", "penstock", "submit", "--model", "demo", "--max-tokens", "4", "Hello!")
+            submit = (sys.executable, "-m", "penstock", "submit", "--model", "demo", "--raw", "--max-tokens", "4", "Hello!")
             answer = subprocess.run(submit, env=env, capture_output=True, text=True, timeout=60)
             assert (answer.returncode, answer.stderr) == (0, "")
             assert answer.stdout.strip()

@@ -142,6 +142,8 @@ def import_services() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     for name in PRELOADED:
         import_module(name)
+    # Each gateway describes its API when it starts. The schemas in that are made once in a process.
+    import_module("penstock.gateway.api_docs.openapi")._body_schemas()
 
 
 def run_command(request: Request) -> None:

@@ -78,7 +78,7 @@ def check(calls: list[Any]) -> None:
 
 @pytest.mark.parametrize("form", MARKS)
 def test_a_required_call_is_valid_whatever_is_drawn(api: openai.OpenAI, form: str) -> None:
-    choices = [choice for seed in range(3) for choice in ask(api, form, tool_choice="required", n=8, seed=seed).choices]
+    choices = [choice for seed in range(5) for choice in ask(api, form, tool_choice="required", n=8, seed=seed).choices]
     for choice in choices:
         check(choice.message.tool_calls)
         assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
