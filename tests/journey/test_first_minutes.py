@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fakes.processes.hub_server import HubServer
+from fakes.processes.python_process import run_python
 from fixtures.gguf_file import write_gguf
 from fixtures.tiny_model import make_tiny_model
 
@@ -72,8 +73,8 @@ def test_the_demo_model_comes_from_the_hub_and_commands_find_the_redis(hub: HubS
                 assert line, serve.stderr.read()
                 shown += line
             assert "Serving SmolLM2-135M-Instruct-Q4_1 at http://127.0.0.1:" in shown
-            submit = (sys.executable, "-m", "penstock", "submit", "--model", "demo", "--raw", "--max-tokens", "4", "Hello!")
-            answer = subprocess.run(submit, env=env, capture_output=True, text=True, timeout=60)
+            submit = ("submit", "--model", "demo", "--raw", "--max-tokens", "4", "Hello!")
+            answer = run_python("-m", "penstock", *submit, env=env)
             assert (answer.returncode, answer.stderr) == (0, "")
             assert answer.stdout.strip()
         finally:

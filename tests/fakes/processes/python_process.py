@@ -13,6 +13,7 @@ from fakes.processes.child_process import ChildProcess
 from fakes.processes.forked_process import ExitStatus
 
 Stream = int | IO[Any] | None
+TIMEOUT_S = 60.0
 
 
 class PythonProcess(subprocess.Popen[str]):
@@ -35,22 +36,27 @@ class PythonProcess(subprocess.Popen[str]):
         new_group: bool = False,
         on_terminal: bool = False,
     ) -> None:
-        variables = dict(os.environ if env is None else env)
-        self._request = {"command": words, "env": variables, "cwd": str(cwd or Path.cwd()), "imports": imports}
-        self._request |= {"new_group": new_group, "on_terminal": on_terminal}
+        self._request = {
+            "command": words,
+            "env": dict(os.environ if env is None else env),
+            "cwd": str(cwd or Path.cwd()),
+            "imports": imports,
+            "new_group": new_group,
+            "on_terminal": on_terminal,
+        }
         streams: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
         super().__init__([sys.executable, *words], env=env, text=True, **streams)
 
     # Popen waits for children of this process. A fork is a child of its server, which has its exit status.
 
     def _execute_child(self, *arguments: Any) -> None:
-        pipes = arguments[10:16]
+        pipes, close_child_ends = arguments[10:16], getattr(self, "_close_pipe_fds")  # noqa: B009  typeshed has it not
         read, _, _, written, _, errors = pipes
         streams = [own if given == -1 else given for own, given in enumerate((read, written, errors))]
         try:
             self.pid, status = ChildProcess.session_server().fork(self._request, streams)
         finally:
-            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]  unknown to typeshed, as what is overridden here
+            close_child_ends(*pipes)
         self._exit_status = ExitStatus(status)
         self._child_created = True
 
@@ -68,17 +74,12 @@ class PythonProcess(subprocess.Popen[str]):
 
 
 def run_python(
-    *words: str,
-    env: Mapping[str, str] | None = None,
-    imports: Sequence[str] = (),
-    stdin: str | None = None,
-    timeout_s: float = 60.0,
+    *words: str, env: Mapping[str, str] | None = None, imports: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python <words>` to its end. It reads `stdin`; what it writes is in the answer."""
-    source = None if stdin is None else subprocess.PIPE
-    with PythonProcess(*words, env=env, imports=imports, stdin=source) as process:
+    """Run `python <words>` to its end. What it writes is in the answer."""
+    with PythonProcess(*words, env=env, imports=imports) as process:
         try:
-            stdout, stderr = process.communicate(stdin, timeout=timeout_s)
+            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
         except BaseException:
             process.kill()
             raise

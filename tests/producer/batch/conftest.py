@@ -32,6 +32,7 @@ def process(*argv: str, log: Path | None = None, forked: bool = True, **env: str
     """
     with log.open("wb") if log else nullcontext(subprocess.PIPE) as said:
         options: dict[str, Any] = {"env": {**os.environ, **env}, "stdout": said, "stderr": subprocess.STDOUT}
+        running: subprocess.Popen[str]
         program, *words = argv
         if forked and program == sys.executable:
             running = PythonProcess(*words, imports=CELERY_IMPORTS, new_group=True, **options)

@@ -73,7 +73,7 @@ def _params(form: str | None, **options: Any) -> SamplingParams:
 MOSTLY_NATIVE = pytest.mark.parametrize(
     "make", [pytest.param("torch", marks=pytest.mark.slow), "native"], indirect=True, scope="module"
 )
-"""For tests of the guides and of the engine. Two tests of every run show that both runners heed masks."""
+"""For tests of the guides and of the engine. Two tests of every run show that both runners apply masks."""
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])

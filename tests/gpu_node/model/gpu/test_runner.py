@@ -45,7 +45,8 @@ def _logits(runner: Any, length: int = 7) -> NDArray[np.float32]:
 @pytest.mark.parametrize("name", FEATURES)
 def test_logits_are_the_torch_runners(name: str, tmp_path: Path) -> None:
     # Only windows differ from layer to layer.
-    folder = make_family_model(tmp_path, name, **{} if name in ("llama", *WINDOWED) else {"num_hidden_layers": 1})
+    one_layer: dict[str, Any] = {} if name in ("llama", *WINDOWED) else {"num_hidden_layers": 1}
+    folder = make_family_model(tmp_path, name, **one_layer)
     length = WINDOW + 3 if name in WINDOWED else 7
     want, got = (_logits(_runner(folder, runner), length) for runner in ("torch", "gpu"))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
