@@ -141,6 +141,7 @@ def test_serve_answers_until_it_is_told_to_stop(folder: Path) -> None:
     wait_until_gone(processes)
 
 
+@pytest.mark.slow
 def test_killed_serve_leaves_nothing(folder: Path) -> None:
     serve, _, _ = start_serve(folder)
     processes = family(serve)

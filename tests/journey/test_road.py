@@ -29,7 +29,7 @@ from penstock.queue.keys import own_channel
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 NUM_JOBS = 64
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 POOL = "demo"
 WORDS = ("gate", "opens", "by", "pressure", "turbine", "never", "starves", "nor", "floods", "water", "stands", "high")
 

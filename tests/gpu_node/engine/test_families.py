@@ -65,7 +65,18 @@ def test_logits_are_transformers_in_one_step_and_in_any(family_folder: Folder, n
     np.testing.assert_allclose(np.concatenate(in_parts), want, rtol=0, atol=MAX_LOGIT_ERROR)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama dynamic"])
+EACH_RUN = ("llama", "mistral", "falcon 7b", "gpt-neox")
+"""The native runner is tested so with every family, in tests/gpu_node/model/native/test_correctness.py."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in EACH_RUN else pytest.mark.slow)
+        for name in FAMILIES
+        if name != "llama dynamic"
+    ],
+)
 def test_greedy_tokens_are_transformers_beside_each_other(family_folder: Folder, name: str) -> None:
     engine = Engine(
         EngineConfig(

@@ -27,7 +27,7 @@ from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.kernels.cpu.formats import Format
-from penstock.kernels.cpu.probe import REQUIRED_FLAGS, Isa, cpu_flags
+from penstock.kernels.cpu.probe import best_isa, cpu_flags
 from penstock.kernels.reference.hadamard import hadamard_rotation
 
 Llama = Callable[..., Path]
@@ -55,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 MAX_TIE_GAP = 0.5
 """What is a tie to bfloat16: logits, two apart from each other, err by a few hundredths."""
-USABLE_ISAS = [isa for isa in ISAS if REQUIRED_FLAGS[isa] <= cpu_flags()] or ISAS
+BEST_ISA = best_isa(cpu_flags()) or ISAS[0]
 QUANTISED = {"int8": Format.INT8, "int8_group": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
 
 
@@ -266,13 +266,7 @@ def _demo_logits(folder: Path, dtype: torch.dtype) -> tuple[list[int], Logits]:
     return token_ids, logits_of(bfloat16_model(folder, dtype), token_ids)
 
 
-def _with(chosen: Isa) -> pytest.MarkDecorator:
-    """Each instruction set in `make check-full`, this one in every run."""
-    isas = [pytest.param(isa, marks=() if isa == chosen else pytest.mark.slow) for isa in ISAS]
-    return pytest.mark.parametrize("isa", isas, indirect=True, scope="session")
-
-
-@_with(USABLE_ISAS[-1])
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_model_errs_no_more_than_transformers_bfloat16(demo_model: Path, load_native: LoadNative) -> None:
     (token_ids, want), (_, theirs) = (_demo_logits(demo_model, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -282,7 +276,9 @@ def test_the_demo_model_errs_no_more_than_transformers_bfloat16(demo_model: Path
     assert (got.argmax(-1) == want.argmax(-1)).mean() >= 0.97
 
 
-@_with(USABLE_ISAS[0])
+@pytest.mark.parametrize(
+    "isa", [isa if isa == BEST_ISA else pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS], indirect=True
+)
 @pytest.mark.model
 def test_the_demo_models_own_blocks_say_what_its_dequantised_weights_say(
     demo_gguf: Path, demo_model: Path, load_native: LoadNative
@@ -294,9 +290,10 @@ def test_the_demo_models_own_blocks_say_what_its_dequantised_weights_say(
     assert (got.argmax(-1) == want.argmax(-1)).mean() >= 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_models_greedy_tokens_leave_transformers_path_only_at_ties(
     demo_model: Path, best_library: Path
 ) -> None:
-    pairs = _greedy(demo_model, 4, runner="native", quantization="none", max_num_seqs=3)
-    assert num_departures(bfloat16_model(demo_model, torch.float32), pairs, max_gap=0.2) <= 1
+    pairs = _greedy(demo_model, 6, runner="native", quantization="none", max_num_seqs=4)
+    assert num_departures(bfloat16_model(demo_model, torch.float32), pairs, max_gap=0.2) <= 2
