@@ -24,9 +24,12 @@ import redis
 import yaml
 from fakes.acl_users import refusals_in
 from faults.tools.redis_process import free_port
+from fixtures.otlp_collector import OtlpCollector
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.runtime.embedded_redis import find_redis_server
+from penstock.runtime.tracing.export import Tracing
+from penstock.runtime.tracing.setup import tracing_of
 from tests.source_tree import ROOT
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -263,6 +266,32 @@ def test_every_variable_has_a_default_and_is_explained() -> None:
     assert len(used) == len({name for name, _ in used})
     assert [name for name, _ in used if not re.search(rf"^#   {name}\b", head, re.MULTILINE)] == []
     assert "$" not in VARIABLE.sub("", rest).replace("$$", "")
+
+
+def test_traces_are_off_unless_a_collector_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for service in ("gateway", "gpu_node", "worker"):
+        assert tracing_with(monkeypatch, service) is None
+
+
+@pytest.mark.parametrize("service", ["gateway", "gpu_node", "gpu_node-cpu", "worker"])
+def test_traces_go_to_the_named_collector(monkeypatch: pytest.MonkeyPatch, service: str) -> None:
+    with OtlpCollector() as collector:
+        endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        for given, names in (({}, [service]), ({"OTEL_SERVICE_NAME": "ours"}, [service, "ours"])):
+            tracing = tracing_with(monkeypatch, service, **endpoint, **given)
+            assert tracing is not None
+            tracing.tracer.start_span("work").end()
+            tracing.close()
+            assert [span.service for span in collector.spans] == names
+        assert tracing_with(monkeypatch, service, **endpoint, OTEL_SDK_DISABLED="true") is None
+
+
+def tracing_with(monkeypatch: pytest.MonkeyPatch, service: str, **variables: str) -> Tracing | None:
+    """The traces of a process in a service's environment; its own name for itself is the service's."""
+    for name, value in SERVICES[service]["environment"].items():
+        if name.startswith("OTEL_"):
+            monkeypatch.setenv(name, VARIABLE.sub(lambda m: variables.get(m[1]) or m[2], value))
+    return tracing_of(None, service)
 
 
 def test_volumes_and_build_targets_exist() -> None:
