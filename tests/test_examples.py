@@ -42,6 +42,16 @@ async def main():
 asyncio.run(main())
 """
 
+JUPYTER = """
+import sys
+import nbformat
+from nbclient import NotebookClient
+
+notebook = nbformat.read(sys.argv[1], as_version=4)
+NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+print(nbformat.writes(notebook))
+"""
+
 
 @pytest.fixture(scope="module")
 def model() -> str:
@@ -131,6 +141,27 @@ def test_notebook(redis_of_node: str) -> None:
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "The capital of France is" in done.stdout
     assert done.stdout.count(";") == 8
+
+
+@pytest.mark.slow
+def test_notebook_runs_in_jupyter(redis_of_node: str) -> None:
+    """In a kernel of its own. The packages are those of the extra `slow`."""
+    pytest.importorskip("ipykernel", exc_type=ImportError)
+    pytest.importorskip("nbclient", exc_type=ImportError)
+    done = subprocess.run(
+        [sys.executable, "-c", JUPYTER, str(EXAMPLES / "notebook.ipynb")],
+        env=environment(redis_of_node),
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    outputs = [output for cell in json.loads(done.stdout)["cells"] for output in cell.get("outputs", ())]
+    assert {output["output_type"] for output in outputs} == {"stream", "execute_result"}
+    assert {output["name"] for output in outputs if output["output_type"] == "stream"} == {"stdout"}
+    printed = "".join("".join(output.get("text", ())) for output in outputs)
+    assert "The capital of France is" in printed
+    assert printed.count(";") == 8
 
 
 def test_structured_output(redis_of_node: str) -> None:

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from celery import Celery, Task, signals
+from celery import Celery, Task
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, Request, request_of
 from penstock.producer.batch.runner import OnSubmit, answer, run_batch
-from penstock.producer.batch.task_traces import TaskTraces, carry_trace
+from penstock.producer.batch.task_traces import TaskTraces
 from penstock.producer.batch.worker_metrics import WorkerMetrics
 from penstock.producer.client import AsyncClient
 
@@ -56,9 +56,6 @@ def add_tasks(app: Celery, redis_url: str, metrics: WorkerMetrics, *, longest_pa
                 # Celery recreates the error from its message alone, which does not suffice for a BusyError.
                 shown = UnavailableError(error.message, code=error.code)
                 raise task.retry(exc=shown, countdown=pause_s) from error
-
-    for name in (GENERATE, RUN_FILE):
-        signals.before_task_publish.connect(carry_trace, sender=name)
 
     # Shared tasks would also be added to every other Celery app of the process.
     @app.task(name=GENERATE, bind=True, base=_RetryingTask, shared=False)  # type: ignore[untyped-decorator]
