@@ -117,6 +117,28 @@ def test_a_part_that_is_killed_starts_again_at_its_address(serving: Serving, par
     assert serving.process.poll() is None
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_second_serve_joins_the_first_and_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder in folders:
+        folder.mkdir()
+    first, second = Serving(folders[0]), Serving(folders[1])
+    second.wait_for(f"joins the Redis of another penstock serve url=unix://{tmp_path}/run/redis.sock")
+    assert first.answers() and second.answers()
+    first.process.kill()
+    second.wait_for(f"the Redis of process {first.process.pid} has ended")
+    third = Serving(folders[2])
+    second.wait_for("redis serves again")
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not second.answers():
+        assert time.monotonic() < deadline_s, second.said
+    for one in (second, third):
+        one.close()
+    first.process.communicate()
+
+
 def test_a_node_that_cannot_start_at_all_ends_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "none"), "--port", "0"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
