@@ -36,13 +36,13 @@ class NodeSettings(Settings, EngineOptions):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_NODE_")
 
     redis_url: str = Field(min_length=1)
-    """URL of the pool's Redis."""
+    """URL of the pool's Redis. Default: $PENSTOCK_REDIS_URL, or the Redis of penstock serve."""
     name: str = Field(default_factory=lambda: slug(socket.gethostname()), pattern=NAME_PATTERN)
     """Name of this node in logs and records; default: the host name."""
     pool: str | None = Field(default=None, pattern=NAME_PATTERN)
     """Pool to serve; default: a name made from the model's name."""
     aliases: tuple[str, ...] = ()
-    """Further names under which clients may request the model."""
+    """Further names under which clients may request the model; may be repeated."""
     tool_parser: ToolParserName | None = None
     """Syntax of the model's tool calls; default: detected from its chat template."""
     reasoning_parser: ReasoningParserName | None = None

@@ -78,7 +78,11 @@ class AccessLog:
             raise
         finally:
             duration_ms = round((time.monotonic() - started_s) * 1000)
-            line: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:MAX_PATH_CHARS]}
+            line: dict[str, Any] = {
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["path"][:MAX_PATH_CHARS],
+            }
             line |= {"status": int(status), "duration_ms": duration_ms}
             logger.info("request", extra={**line, **jobs, **_ids_in(scope["state"])})
             metrics = scope["app"].state.metrics

@@ -1,4 +1,4 @@
-"""The check that a gateway can listen on its address. It imports no web framework, so `penstock serve` starts with it."""
+"""The check that a gateway can listen on its address. It needs no web framework, so `penstock serve` can start with it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,6 @@ def add_tasks(app: Celery, redis_url: str, metrics: WorkerMetrics, *, longest_pa
 
     `longest_pause_s` limits the pause between retries. It must be shorter than the broker's visibility timeout.
     """
-
     traces = TaskTraces()
 
     def run(task: Task, work: Coroutine[Any, Any, T]) -> T:

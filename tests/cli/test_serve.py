@@ -50,7 +50,12 @@ def test_what_is_given_reaches_node_and_gateway_and_their_environment_says_the_r
     monkeypatch.setattr("penstock.cli.serve.start_all", start_all)
     monkeypatch.setattr("penstock.gpu_node.process.run_node", run_node)
     monkeypatch.setattr("penstock.gateway.app.run", gateways.append)
-    environment = {"NODE_KV_CACHE_GIB": "4", "NODE_MAX_NUM_SEQS": "9", "GATEWAY_HOST": "127.0.0.2", "GATEWAY_PORT": "1234"}
+    environment = {
+        "NODE_KV_CACHE_GIB": "4",
+        "NODE_MAX_NUM_SEQS": "9",
+        "GATEWAY_HOST": "127.0.0.2",
+        "GATEWAY_PORT": "1234",
+    }
     monkeypatch.setenv("PENSTOCK_NODE_MODEL", "m")
     for name, value in environment.items():
         monkeypatch.setenv(f"PENSTOCK_{name}", value)

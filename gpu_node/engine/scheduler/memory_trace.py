@@ -24,8 +24,8 @@ _LOG_EVERY_S = 60.0
 _NUM_LOGGED = 32
 """Records in a log message, at most one message a minute: after one out-of-memory error every step may fail."""
 _GROWTH = 1.1
-"""With the log level `debug`, growth of the process by this factor is logged as it happens: the kernel's OOM killer
-leaves the process no time for a record."""
+"""At the log level `debug`, growth of the process by this factor is logged at once, since the kernel's OOM killer gives
+no time to log the records."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,9 +91,7 @@ async def test_lines_can_be_switched_off(redis_url: str, caplog: pytest.LogCaptu
     assert lines_of(caplog) == []
 
 
-async def test_a_line_of_a_traced_job_has_the_id_of_its_trace(
-    redis_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_line_of_a_traced_job_has_the_id_of_its_trace(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     provider, endpoint = TracerProvider(shutdown_on_exit=False), "http://127.0.0.1:9"
     async with (
