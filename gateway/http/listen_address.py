@@ -1,4 +1,4 @@
-"""The check that a gateway can listen on its address. It needs no web framework, so `penstock serve` can start with it."""
+"""The check that a gateway can listen on its address. `penstock serve` imports it, so it needs no web framework."""
 
 from __future__ import annotations
 
