@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -72,7 +73,7 @@ def scrape_until_counted(url: str, *, num_jobs: int) -> Samples:
 @pytest.mark.slow
 def test_every_metric_that_dashboards_and_autoscalers_query_has_data(redis_url: str, tmp_path: Path) -> None:
     port = free_port()
-    settings = {
+    settings: dict[str, Any] = {
         "model": str(make_tiny_model(tmp_path / MODEL)),
         "pool": MODEL,
         "kv_cache_gib": 0.01,
