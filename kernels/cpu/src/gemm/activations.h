@@ -33,6 +33,9 @@ struct Tiling {
 // prefetch a little ahead in it. More rows leave time to prefetch the next panel.
 enum class Fetch { kNothing, kThisPanel, kNextPanel };
 
+// A product with at most this many rows is bound by memory.
+constexpr int kMemoryBoundRows = 12;
+
 struct Tile {
   int rows;
   const uint32_t* words;    // [columns / 32][rows][run_words]
@@ -40,6 +43,7 @@ struct Tile {
   const int32_t* biases;         // [groups][rows]: -128 * sum of the quantized values, for weights stored as 128 + q.
   const float* offsets;          // [groups][rows]: scale * sum.
   const int32_t* half_biases;    // [2 * groups][rows]: -32 * sum of half a group, for weights stored as 32 + q
+  const float* half_offsets;     // [2 * groups][rows]: scale * sum of half a group
   // What to prefetch while the tile is computed.
   Fetch fetch = Fetch::kNothing;
   const uint8_t* ahead[2] = {nullptr, nullptr};  // for kNextPanel: where two streams of cache lines begin
@@ -68,6 +72,7 @@ class Activations {
   Buffer<int32_t> biases_;
   Buffer<float> offsets_;
   Buffer<int32_t> half_biases_;
+  Buffer<float> half_offsets_;
 };
 
 // Quantizes `count` values (a multiple of 16) to scale * q with q in [-127, 127]. A NaN or infinity makes the scale

@@ -4,16 +4,13 @@
 // therefore do not depend on the batch.
 #pragma once
 #include "gemm/activations.h"
-#include "gemm/k_quant_kernels.h"
+#include "gemm/group_kernels.h"
 #include "threads/team.h"
 
 namespace penstock {
 
 // The kernel for a tile of at most max_tile_rows(encoding_of(format)) rows.
 TileKernel tile_kernel(Format format, const Tile& tile);
-
-// A product with at most this many rows is bound by memory.
-constexpr int kMemoryBoundRows = 12;
 
 // Chooses what a tile prefetches. `index`: its position among the tiles that are multiplied with a panel; the first
 // two of these share the next panel.
@@ -49,10 +46,10 @@ void multiply(Worker& worker, const Activations& left, const Matrix& right, cons
     const Matrix::Panel weights = right.panel(panel);
     alignas(64) float out[max_tile_rows(Encoding::kBf16) * kPanel];
     const int begin = pass * tiles_per_pass, end = std::min(tiling.tiles, begin + tiles_per_pass);
-    const bool unpacks = is_k_quant(weights.format) && end - begin >= kTilesToUnpack;
+    const bool unpacks = is_stored(weights.format) && end - begin >= kTilesToUnpack;
     if (unpacks) {
-      unpacked.reserve(unpacked_bytes(right.padded_columns()));
-      unpack_k_quant(weights.format, weights.bytes, right.padded_columns(), unpacked.data());
+      unpacked.reserve(unpacked_bytes(weights.format, right.padded_columns()));
+      unpack_panel(weights.format, weights.bytes, right.padded_columns(), unpacked.data());
     }
     for (int i = begin; i < end; ++i) {
       Tile tile = left.tile(i);

@@ -26,10 +26,10 @@ from penstock.gpu_node.model.native.runner import NativeRunner
 Made: TypeAlias = Callable[[str], tuple[ModelSource, NDArray[Any]]]
 
 FORMATS = {
-    "q4_0": "int4_group",
     "q4_1": "int4_group",
     "q8_0": "int8_group",
-    **{kind: kind for kind in ("q4_k", "q5_k", "q6_k")},
+    **{kind: kind for kind in ("q4_0", "q5_0", "q5_1")},
+    **{kind: kind for kind in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")},
     **dict.fromkeys(("f16", "bf16"), "bf16"),
 }
 """What the native kernels keep each in."""

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 from unittest import mock
@@ -25,6 +26,8 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
+from penstock.gpu_node.model.native import packed_file, weight_cache
+from penstock.gpu_node.model.native.packed_file import flush_to_disk
 from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.kernels.cpu.formats import Format
@@ -151,6 +154,27 @@ def test_a_file_that_is_not_whole_is_made_anew(
     np.testing.assert_array_equal(_logits(load(llama())), want)
     _logits(load(llama()))
     assert len(packings) == 2
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_after_a_restart_of_the_machine_only_a_file_that_was_on_disk_is_used(
+    llama: Make, load: Load, packings: list[Packer], monkeypatch: pytest.MonkeyPatch, is_on_disk: bool
+) -> None:
+    flushed = Event()
+
+    def flush(path: Path) -> None:
+        if is_on_disk:
+            flush_to_disk(path)
+        flushed.set()
+
+    monkeypatch.setattr(weight_cache, "flush_to_disk", flush)
+    want = _logits(load(llama()))
+    assert flushed.wait(60)
+    load(llama())
+    assert len(packings) == 1
+    monkeypatch.setattr(packed_file, "boot_id", lambda: b"-" * 36)
+    np.testing.assert_array_equal(_logits(load(llama())), want)
+    assert len(packings) == (1 if is_on_disk else 2)
 
 
 def test_a_file_of_other_weights_is_not_taken_for_these(
