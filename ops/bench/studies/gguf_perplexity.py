@@ -29,9 +29,8 @@ from bench.studies.perplexity import english, native_logits, native_model
 RESULTS = Path(__file__).parents[1] / "results" / "gguf_perplexity.json"
 FOLDER = peers.BUILD / "bench" / "gguf_perplexity"
 WINDOW = 512
-NUM_WINDOWS = 4
-NUM_CHARACTERS = 16_384
-"""Of the text: more than enough for all windows."""
+WINDOW_CHARACTERS = 4096
+"""Of the text, for each window: more than enough."""
 AS_IT_IS, WIDE = "as it is", "wide"
 FILES = (
     *((WIDE, kind) for kind in ("F16", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS")),
@@ -118,15 +117,15 @@ def file_of(model: Path, shape: str, kind: str) -> Path:
         make_wide(model, part)
     else:
         source = model if kind == "F16" else file_of(model, shape, "F16")
-        command = [peers.llama_binary("llama-quantize"), "--allow-requantize", source, part, kind]
+        command = [str(peers.llama_binary("llama-quantize")), "--allow-requantize", str(source), str(part), kind]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return part.rename(path)
 
 
-def by_llamacpp(path: Path, text: Path) -> float:
-    """The perplexity by llama.cpp's own tool."""
-    sizes = ["-c", str(WINDOW), "-b", str(WINDOW), "--chunks", str(NUM_WINDOWS)]
-    command = [peers.llama_binary("llama-perplexity"), "-m", path, "-f", text, *sizes]
+def by_llamacpp(path: Path, text: Path, num_windows: int) -> float:
+    """The perplexity by llama.cpp's own tool. Without its repacked kernels: those for AMX crash on virtual machines."""
+    sizes = ["-c", str(WINDOW), "-b", str(WINDOW), "--chunks", str(num_windows), "--no-repack"]
+    command = [str(peers.llama_binary("llama-perplexity")), "-m", str(path), "-f", str(text), *sizes]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found = re.search(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr)
     if found is None:
@@ -134,7 +133,7 @@ def by_llamacpp(path: Path, text: Path) -> float:
     return float(found[1])
 
 
-def by_penstock(path: Path, text: str) -> tuple[float, float]:
+def by_penstock(path: Path, text: str, num_windows: int) -> tuple[float, float]:
     """The perplexity of the native runner, and the MiB of its weights."""
     from transformers import AutoTokenizer
 
@@ -142,38 +141,39 @@ def by_penstock(path: Path, text: str) -> tuple[float, float]:
 
     auto: Any = AutoTokenizer
     tokenizer = auto.from_pretrained(resolve_model(str(path), lambda *_: None).folder)
-    ids = np.array(tokenizer(text, verbose=False).input_ids[: WINDOW * NUM_WINDOWS], np.int32)
+    ids = np.array(tokenizer(text, verbose=False).input_ids[: WINDOW * num_windows], np.int32)
     losses: list[float] = []
     with native_model(str(path), "auto", "bfloat16") as loaded:
         mib = loaded.runner.placement.weight_bytes / 2**20
-        for window in ids.reshape(NUM_WINDOWS, WINDOW):
+        for window in ids.reshape(num_windows, WINDOW):
             scored = native_logits(loaded, window)[WINDOW // 2 : -1].log_softmax(-1)
             targets = torch.from_numpy(window[WINDOW // 2 + 1 :].astype(np.int64))
             losses.append(float(-scored.gather(1, targets[:, None]).double().mean()))
     return math.exp(statistics.mean(losses)), mib
 
 
-def measure(model: Path, shape: str, kind: str, text: str) -> dict[str, Any]:
+def measure(model: Path, shape: str, kind: str, num_windows: int) -> dict[str, Any]:
     """One line of the results."""
+    text = english()[: num_windows * WINDOW_CHARACTERS]
     path = file_of(model, shape, kind)
     written = FOLDER / "text.txt"
     written.write_text(text)
     counts = Counter(tensor.tensor_type.name for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1)
-    ours, mib = by_penstock(path, text)
+    ours, mib = by_penstock(path, text, num_windows)
     return {
         "model": shape,
         "file": kind,
         "matrices": dict(counts.most_common()),
         "file_mib": path.stat().st_size / 2**20,
         "weights_mib": mib,
-        "llama.cpp": by_llamacpp(path, written),
+        "llama.cpp": by_llamacpp(path, written, num_windows),
         "penstock": ours,
     }
 
 
 def report(content: dict[str, Any]) -> str:
     """The results as a page."""
-    lines = [HEAD.format(windows=NUM_WINDOWS, window=WINDOW, **content["machine"], revision=content["revision"])]
+    lines = [HEAD.format(windows=content["windows"], window=WINDOW, **content["machine"], revision=content["revision"])]
     for run in content["runs"].values():
         matrices = ", ".join(f"{count} {name}" for name, count in run["matrices"].items())
         sizes = f"{run['file_mib']:.1f} | {run['weights_mib']:.1f}"
@@ -192,15 +192,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.studies.gguf_perplexity", description=__doc__)
     parser.add_argument("--model", type=Path, help="a GGUF file of a Llama; the demo model if not given")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--windows", type=int, default=20, help=f"windows of {WINDOW} tokens; 20 if not given")
     parser.add_argument("formats", nargs="*", help="measure only these, such as Q4_K_M; all if none is given")
     options = parser.parse_args(sys.argv[1:])
-    model, text = options.model or demo_model(), english()[:NUM_CHARACTERS]
+    model = options.model or demo_model()
     content: dict[str, Any] = json.loads(options.results.read_text()) if options.results.exists() else {"runs": {}}
     content |= {"machine": machine.describe(), "revision": machine.revision(), "versions": peers.versions("llamacpp")}
+    content["windows"] = options.windows
     for shape, kind in FILES:
         name = f"{shape} {kind}"
         if name not in content["runs"] and (not options.formats or kind in options.formats):
-            content["runs"][name] = measure(model, shape, kind, text)
+            content["runs"][name] = measure(model, shape, kind, options.windows)
             options.results.write_text(json.dumps(content, indent=1) + "\n")
             options.results.with_suffix(".md").write_text(report(content))
             print(name, content["runs"][name], flush=True)

@@ -118,6 +118,7 @@ def native_model(model: str, weights: str, kv: str) -> Iterator[LoadedModel]:
         weight_cache=False,
     )
     loaded = load_model(model, options, _silent)
+    assert isinstance(loaded.runner, NativeRunner)
     yield loaded
     loaded.runner.close()
 

@@ -122,7 +122,9 @@ def test_what_is_not_finite_stays_in_its_row(kernels: Single, weights: Format, o
     np.testing.assert_array_equal(got[others], clean[others])
 
 
-def _stored_product(kernels: Single, weights: Format, x: Floats, outputs: int, seed: int, num_threads: int = 1) -> Floats:
+def _stored_product(
+    kernels: Single, weights: Format, x: Floats, outputs: int, seed: int, num_threads: int = 1
+) -> Floats:
     data = random_blocks(outputs, x.shape[1], OWN_SOURCES[weights], seed=seed)
     return kernels.multiply(weights, OWN_SOURCES[weights], data, x, num_threads=num_threads)
 

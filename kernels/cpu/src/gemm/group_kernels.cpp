@@ -12,8 +12,8 @@ constexpr Bias bias_of() {
   return P::Scales::kParts == 1 ? Bias::kGroup : Bias::kHalf;
 }
 
-// How far codes are shifted to the left, so that one bias serves all formats: -128 times the sum of the other side's
-// numbers in a group, or -32 times that in half a group. The scales are divided accordingly, which loses no bit.
+// How far codes are shifted to the left, so that zero is 128 or, in halves of groups, 32. So all formats share one bias:
+// the negative zero times the sum of the other side's numbers. The scales are divided accordingly, which loses no bit.
 template <class P>
 constexpr int shift_of() {
   const int zero = P::Scales::kParts == 1 ? 128 : 32;

@@ -1,9 +1,8 @@
 // Panels of 32 rows for GGUF's formats: the numbers of the blocks, in the order in which the kernels read them.
 //
-// A panel has no byte more than the blocks. For each block of columns it holds, one after the other:
-//   32 f16 scales, and 32 f16 minima if the format has them;
-//   the small scales of the groups or of their halves, if the format has them: see the classes named ...Scales;
-//   the codes of each group of 32 columns: see CodeBits.
+// A panel has no byte more than the blocks. For each block of columns it begins with 32 f16 scales. Then come 32 f16
+// minima, if the format has them, and the small scales of the groups or of their halves: see the classes below whose
+// names have Scales. At the end are the codes of each group of 32 columns: see CodeBits.
 #pragma once
 #include "weights/gguf_blocks.h"
 
