@@ -43,15 +43,18 @@ _BLOCK = 256
 
 HEAD = """# Perplexity of GGUF files, {date}
 
-`PYTHONPATH=ops python -m bench.studies.gguf_perplexity` on {cpu}, {cores} cores, {revision}. Both programs read the
-same {windows} windows of {window} tokens of Python's help texts, and score the second half of each window, as
+`PYTHONPATH=ops python -m bench.studies.gguf_perplexity` on {cpu}, {cores} cores,
+{revision}. Both programs read the same {windows} windows of {window} tokens of Python's help texts, and score the second half of each window, as
 `llama-perplexity` does. `llama-quantize` made the files from the demo model, whose layers were in Q4_1 before. *Wide*:
 hidden states and heads are padded with zeros from 576 to 768 numbers, which changes nothing that the model computes.
 So all rows fill blocks of 256. *As it is*: where rows have 576 numbers, `llama-quantize` takes another format.
 *Weights*: what penstock keeps in memory. F16 becomes bf16 there. The file also has the tokenizer, about 2 MiB.
+*Widened*: penstock with the same weights in bf16 and activations in bf16, as a reference for both programs. Activations
+are integers otherwise: penstock has a scale for 32 of them, llama.cpp one for 256 where weights are in K-quants or
+IQ4_XS, else one for 32.
 
-| model | file | its matrices | file, MiB | weights, MiB | llama.cpp | penstock | penstock ÷ llama.cpp |
-|---|---|---|---|---|---|---|---|
+| model | file | its matrices | file, MiB | weights, MiB | llama.cpp | penstock | penstock ÷ llama.cpp | widened |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -133,7 +136,7 @@ def by_llamacpp(path: Path, text: Path, num_windows: int) -> float:
     return float(found[1])
 
 
-def by_penstock(path: Path, text: str, num_windows: int) -> tuple[float, float]:
+def by_penstock(path: Path, text: str, num_windows: int, weights: str = "auto") -> tuple[float, float]:
     """The perplexity of the native runner, and the MiB of its weights."""
     from transformers import AutoTokenizer
 
@@ -143,7 +146,7 @@ def by_penstock(path: Path, text: str, num_windows: int) -> tuple[float, float]:
     tokenizer = auto.from_pretrained(resolve_model(str(path), lambda *_: None).folder)
     ids = np.array(tokenizer(text, verbose=False).input_ids[: WINDOW * num_windows], np.int32)
     losses: list[float] = []
-    with native_model(str(path), "auto", "bfloat16") as loaded:
+    with native_model(str(path), weights, "bfloat16") as loaded:
         mib = loaded.runner.placement.weight_bytes / 2**20
         for window in ids.reshape(num_windows, WINDOW):
             scored = native_logits(loaded, window)[WINDOW // 2 : -1].log_softmax(-1)
@@ -168,6 +171,7 @@ def measure(model: Path, shape: str, kind: str, num_windows: int) -> dict[str, A
         "weights_mib": mib,
         "llama.cpp": by_llamacpp(path, written, num_windows),
         "penstock": ours,
+        "widened": by_penstock(path, text, num_windows, "none")[0],
     }
 
 
@@ -178,10 +182,14 @@ def report(content: dict[str, Any]) -> str:
         matrices = ", ".join(f"{count} {name}" for name, count in run["matrices"].items())
         sizes = f"{run['file_mib']:.1f} | {run['weights_mib']:.1f}"
         figures = f"{run['llama.cpp']:.4f} | {run['penstock']:.4f} | {run['penstock'] / run['llama.cpp']:.4f}"
-        lines.append(f"| {run['model']} | {run['file']} | {matrices} | {sizes} | {figures} |\n")
+        widened = f"{run['widened']:.4f}" if "widened" in run else "–"
+        lines.append(f"| {run['model']} | {run['file']} | {matrices} | {sizes} | {figures} | {widened} |\n")
     off = [name for name, run in content["runs"].items() if abs(run["penstock"] / run["llama.cpp"] - 1) > BOUND]
     verdict = f"{len(content['runs']) - len(off)} of {len(content['runs'])} files are within {BOUND:.1%}"
-    lines.append(f"\n{verdict}{'; not: ' + ', '.join(off) if off else ''}.\n")
+    lines.append(f"\n{verdict} of llama.cpp{'; not: ' + ', '.join(off) if off else ''}.\n")
+    for engine in ("penstock", "llama.cpp"):
+        gaps = [abs(run[engine] / run["widened"] - 1) for run in content["runs"].values() if "widened" in run]
+        lines.append(f"From the widened weights, {engine} is off by {max(gaps):.1%} at most.\n" if gaps else "")
     return "".join(lines)
 
 
