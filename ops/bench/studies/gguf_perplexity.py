@@ -44,10 +44,11 @@ _BLOCK = 256
 HEAD = """# Perplexity of GGUF files, {date}
 
 `PYTHONPATH=ops python -m bench.studies.gguf_perplexity` on {cpu}, {cores} cores,
-{revision}. Both programs read the same {windows} windows of {window} tokens of Python's help texts, and score the second half of each window, as
-`llama-perplexity` does. `llama-quantize` made the files from the demo model, whose layers were in Q4_1 before. *Wide*:
-hidden states and heads are padded with zeros from 576 to 768 numbers, which changes nothing that the model computes.
-So all rows fill blocks of 256. *As it is*: where rows have 576 numbers, `llama-quantize` takes another format.
+{revision}. Both programs read the same {windows} windows of {window} tokens of Python's help texts, and score the
+second half of each window, as `llama-perplexity` does. `llama-quantize` made the files from the demo model, whose
+layers were in Q4_1 before. *Wide*: hidden states and heads are padded with zeros from 576 to 768 numbers, which changes
+nothing that the model computes. So all rows fill blocks of 256. *As it is*: where rows have 576 numbers,
+`llama-quantize` takes another format.
 *Weights*: what penstock keeps in memory. F16 becomes bf16 there. The file also has the tokenizer, about 2 MiB.
 *Widened*: penstock with the same weights in bf16 and activations in bf16, as a reference for both programs. Activations
 are integers otherwise: penstock has a scale for 32 of them, llama.cpp one for 256 where weights are in K-quants or
