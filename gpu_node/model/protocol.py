@@ -199,12 +199,14 @@ class StepHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a runner keeps the weights, and how much memory they take."""
+    """Where a runner keeps the weights, how much memory they take, and whether it computes on all cores."""
 
     weight_bytes: int = 0
     """0: unknown, because the weights are read when they are needed."""
     gpu_uuid: str = ""
     """The GPU, as its driver names it; empty on the CPU."""
+    leaves_core_free: bool = False
+    """Whether at least one core that this process may use does not compute steps."""
 
 
 class ModelRunner(Protocol):

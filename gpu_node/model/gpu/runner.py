@@ -23,6 +23,7 @@ from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, Poo
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
+from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, sample
 from penstock.kernels.triton.sending import to_device_async
@@ -69,7 +70,7 @@ class GpuRunner:
         self._profiler = TorchProfiler()
         self._limits = limits
         self._device = device
-        self._placement = Placement(weight_bytes, device.uuid)
+        self._placement = Placement(weight_bytes, device.uuid, leaves_core_free=usable_cores() > 1)
         rows, vocab = limits.max_num_seqs, decoder.spec.vocab_size
         self._row_marks = RowMarks(vocab, device.torch)
         self._no_marks = Marks.empty(0, vocab, device.torch)
