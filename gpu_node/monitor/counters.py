@@ -13,18 +13,18 @@ EMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
 
 @dataclass(slots=True)
 class SendCounts:
-    """What a node has sent of running jobs, and the CPU time that this took on its event loop."""
+    """How often a node sent tokens, and the CPU time that this took on its event loop."""
 
-    departures: int = 0
-    """Times that tokens left, of all streams together."""
+    sends: int = 0
+    """Times that tokens were sent, those of all streams together."""
     chunks: int = 0
-    """Chunks in them."""
+    """Chunks sent."""
     cpu_s: float = 0.0
-    """CPU seconds to pack and send them and to handle the answers."""
+    """CPU seconds from packing the chunks until the answers were handled."""
 
     def note(self, num_chunks: int, cpu_s: float) -> None:
-        """Count a departure."""
-        self.departures += 1
+        """Count a send."""
+        self.sends += 1
         self.chunks += num_chunks
         self.cpu_s += cpu_s
 

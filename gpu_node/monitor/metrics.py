@@ -80,14 +80,15 @@ def _of_counts(counts: NodeCounts) -> Iterator[Metric]:
 
 
 def _of_sending(sending: SendCounts, pace: Pace) -> Iterator[Metric]:
-    yield counter("penstock_node_departures", "Times that tokens left, of all streams together.", sending.departures)
-    yield counter("penstock_node_departed_chunks", "Chunks in these departures.", sending.chunks)
-    text = "CPU seconds of the event loop for departures. Its rate is the share of one core."
-    yield counter("penstock_node_departure_cpu_seconds", text, sending.cpu_s)
-    text = "Seconds between two departures of as many streams as the last one had, unless steps take longer."
-    yield gauge("penstock_node_departure_interval_seconds", text, pace.interval_s())
-    text = "Share of one core that departures may take."
-    yield gauge("penstock_node_departure_cpu_limit_ratio", text, pace.max_cpu_share)
+    text = "Times that tokens were sent, those of all streams together."
+    yield counter("penstock_node_sends", text, sending.sends)
+    yield counter("penstock_node_sent_chunks", "Chunks sent.", sending.chunks)
+    text = "CPU seconds that the event loop spent on sending. The rate is the share of one core."
+    yield counter("penstock_node_send_cpu_seconds", text, sending.cpu_s)
+    text = "Shortest time between two sends to as many streams as the last one had."
+    yield gauge("penstock_node_send_interval_seconds", text, pace.interval_s())
+    text = "Share of one core that the event loop may spend on sending."
+    yield gauge("penstock_node_send_cpu_limit_ratio", text, pace.max_cpu_share)
 
 
 def _always_text(app: Any) -> Any:

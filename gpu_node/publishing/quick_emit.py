@@ -57,7 +57,7 @@ class QuickEmit:
             self._counts.emits.note(self._clock() - began_s)
             self._on_answers(jobs, emissions, answers)
             if answers is not None:
-                # This includes what else the event loop did meanwhile, which is little beside a departure.
+                # This includes what else the event loop did meanwhile, which is little beside a send.
                 self._note(len(jobs), time.thread_time() - cpu_s)
             self.is_in_flight = False
             self._on_idle()

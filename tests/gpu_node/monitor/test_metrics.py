@@ -74,7 +74,7 @@ async def test_a_working_node_tells_what_it_did(redis_url: str) -> None:
 
 
 @pytest.mark.parametrize(("is_core_free", "limit"), [(False, 0.03), (True, 0.25)], ids=["no free core", "free core"])
-async def test_a_node_tells_its_pace_and_the_cpu_time_of_departures(
+async def test_a_node_tells_its_pace_and_the_cpu_time_of_sending(
     redis_url: str, is_core_free: bool, limit: float
 ) -> None:
     async with running(redis_url, leaves_core_free=is_core_free) as node, AsyncClient(redis_url) as client:
@@ -84,13 +84,13 @@ async def test_a_node_tells_its_pace_and_the_cpu_time_of_departures(
             while not node.ledger.counts.finished:
                 await asyncio.sleep(0.01)
             found = await scrape(port)
-    names = ("departures_total", "departed_chunks_total", "departure_cpu_seconds_total")
+    names = ("sends_total", "sent_chunks_total", "send_cpu_seconds_total")
     assert [before[f"penstock_node_{name}"] for name in names] == [0, 0, 0]
-    departures, chunks, cpu_s = (found[f"penstock_node_{name}"] for name in names)
-    assert 2 <= departures <= chunks <= 20
-    assert 0 < cpu_s < departures
-    assert 0 < found["penstock_node_departure_interval_seconds"] <= 0.02
-    assert found["penstock_node_departure_cpu_limit_ratio"] == limit
+    sends, chunks, cpu_s = (found[f"penstock_node_{name}"] for name in names)
+    assert 2 <= sends <= chunks <= 20
+    assert 0 < cpu_s < sends
+    assert 0 < found["penstock_node_send_interval_seconds"] <= 0.02
+    assert found["penstock_node_send_cpu_limit_ratio"] == limit
 
 
 async def test_times_and_ends_of_jobs_are_counted_by_class(redis_url: str) -> None:

@@ -97,9 +97,9 @@ class Rig:
 
 @pytest.fixture
 def slow_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two departures there is time for a test."""
+    """Between two sends there is time for a test."""
     monkeypatch.setattr(pace, "FEW_INTERVAL_S", 0.5)
-    monkeypatch.setattr(send_cost, "DEPARTURE_S", 0.5)
+    monkeypatch.setattr(send_cost, "SEND_S", 0.5)
 
 
 @asynccontextmanager
@@ -135,7 +135,7 @@ async def test_an_engine_that_was_held_for_a_job_goes_on_when_that_job_is_lost()
         rig.outbox.deliver(step(0, "a" * 2 * MAX_UNSENT_BYTES))
         while not rig.worker.is_paused:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.1)  # it has waited out its pause, and waits for the next departure
+        await asyncio.sleep(0.1)  # it has waited out its pause, and waits for the next send
         rig.outbox.drop(rig.job)
         while rig.worker.is_paused:
             await asyncio.sleep(0.001)
@@ -262,11 +262,11 @@ async def test_an_answer_that_ends_the_job_ends_it_in_redis() -> None:
         assert rig.job.outcome is not None and rig.job.outcome.state == "cancelled"
 
 
-async def test_departures_chunks_and_their_cpu_time_are_counted() -> None:
+async def test_sends_chunks_and_their_cpu_time_are_counted() -> None:
     rig = connected_rig()
     rig.outbox.deliver(step(0))
     await one_round()
     rig.broker.unanswered.pop()()
     sending = rig.outbox._ledger.counts.sending
-    assert (sending.departures, sending.chunks) == (1, 1)
+    assert (sending.sends, sending.chunks) == (1, 1)
     assert 0 < sending.cpu_s < PATIENCE_S

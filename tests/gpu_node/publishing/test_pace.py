@@ -14,14 +14,14 @@ from penstock.gpu_node.publishing.pace import (
     Pace,
     max_interval_s,
 )
-from penstock.gpu_node.publishing.send_cost import CHUNK_S, DEPARTURE_S, MAX_RATIO, SendCost
+from penstock.gpu_node.publishing.send_cost import CHUNK_S, SEND_S, MAX_RATIO, SendCost
 
 EPSILON_S = 1e-6
 RUN_S = 3.0
 
 
-def departures(pace: Pace, num_streams: int, step_s: float, cpu_s: float, began_s: float = 100.0) -> list[float]:
-    """Return when the tokens of such an engine leave, if each departure takes `cpu_s` and leaves as soon as it may."""
+def times_of_sends(pace: Pace, num_streams: int, step_s: float, cpu_s: float, began_s: float = 100.0) -> list[float]:
+    """Return when the tokens of such an engine leave, if each send takes `cpu_s` and leaves as soon as it may."""
     left_at: list[float] = []
     now_s = began_s
     while now_s < began_s + RUN_S:
@@ -43,7 +43,7 @@ def departures(pace: Pace, num_streams: int, step_s: float, cpu_s: float, began_
 def test_no_token_waits_longer_than_the_number_of_streams_allows(
     num_streams: int, step_s: float, longest_s: float, cpu_s: float, share: float
 ) -> None:
-    left_at = departures(Pace(longest_s, max_cpu_share=share), num_streams, step_s, cpu_s)
+    left_at = times_of_sends(Pace(longest_s, max_cpu_share=share), num_streams, step_s, cpu_s)
     gaps = [after - before for before, after in zip(left_at, left_at[1:], strict=False)]
     assert all(gap <= max(min(longest_s, max_interval_s(num_streams)), step_s) + step_s + EPSILON_S for gap in gaps)
 
@@ -53,36 +53,36 @@ def test_few_streams_wait_20_ms_at_most_and_64_wait_50_ms(num_streams: int, long
     assert max_interval_s(num_streams) == pytest.approx(longest_s)
     pace = Pace(longest_interval_s=1.0, max_cpu_share=BUSY_SHARE)
     for _ in range(500):
-        pace.cost.note(num_streams, 1.0)  # far more than any departure takes
+        pace.cost.note(num_streams, 1.0)  # far more than any send takes
     pace.note(5.0, num_streams=num_streams)
     assert pace.until_next_s(num_streams, 5.0) == pytest.approx(longest_s)
 
 
 @pytest.mark.parametrize("share", [BUSY_SHARE, FREE_SHARE])
 @pytest.mark.parametrize(("num_streams", "cpu_s"), [(1, 0.0001), (1, 0.0003), (16, 0.0004), (64, 0.001)])
-def test_departures_take_no_more_than_their_share_of_a_core(num_streams: int, cpu_s: float, share: float) -> None:
+def test_sends_take_no_more_than_their_share_of_a_core(num_streams: int, cpu_s: float, share: float) -> None:
     pace = Pace(longest_interval_s=1.0, max_cpu_share=share)
-    departures(pace, num_streams, 0.0001, cpu_s)  # it has learned the cost
-    left_at = departures(pace, num_streams, 0.0001, cpu_s, 200.0)
+    times_of_sends(pace, num_streams, 0.0001, cpu_s)  # it has learned the cost
+    left_at = times_of_sends(pace, num_streams, 0.0001, cpu_s, 200.0)
     assert (len(left_at) - 1) * cpu_s / (left_at[-1] - left_at[0]) <= share * 1.02
     assert pace.interval_s() == pytest.approx(cpu_s / share, rel=0.02)
 
 
 @pytest.mark.parametrize(("share", "step_s"), [(BUSY_SHARE, 0.022), (FREE_SHARE, 0.004)])
 def test_a_stream_leaves_at_every_step_where_that_costs_less_than_its_share(share: float, step_s: float) -> None:
-    left_at = departures(Pace(longest_interval_s=0.1, max_cpu_share=share), 1, step_s, DEPARTURE_S + CHUNK_S)
+    left_at = times_of_sends(Pace(longest_interval_s=0.1, max_cpu_share=share), 1, step_s, SEND_S + CHUNK_S)
     gaps = [after - before for before, after in zip(left_at, left_at[1:], strict=False)]
     assert gaps == pytest.approx([step_s] * len(gaps))
 
 
-def test_one_slow_departure_does_not_change_the_pace_much() -> None:
+def test_one_slow_send_does_not_change_the_pace_much() -> None:
     cost = SendCost()
     before_s = cost.of(1)
     cost.note(1, 10.0)
     assert cost.of(1) < before_s * (1 + MAX_RATIO * 0.06)
 
 
-def test_streams_of_the_last_departure_count_until_all_have_tokens_again() -> None:
+def test_streams_of_the_last_send_count_until_all_have_tokens_again() -> None:
     pace = Pace(longest_interval_s=1.0, max_cpu_share=BUSY_SHARE)
     pace.note(5.0, num_streams=100)
     assert pace.until_next_s(1, 5.0) == pace.until_next_s(100, 5.0) > pace.until_next_s(50, 5.0) - EPSILON_S
