@@ -358,7 +358,6 @@ async def test_tokens_of_fast_steps_leave_together_where_no_core_is_free(
         assert max(await cuts_of_jobs(broker, 32, 120)) < 120 / 3
 
 
-
 async def test_a_node_believed_dead_drops_its_jobs_and_comes_back(
     redis_url: str, redis: Redis, broker: ProducerBroker
 ) -> None:

@@ -262,9 +262,9 @@ class SharedRedis(Redis):
         return reply if translate is None else translate(reply, **options)
 
     def send_now(self, on_reply: Callable[[Any], None], *command: Any) -> bool:
-        """Send a command if the connection is open, and pass its reply or exception to `on_reply`, which must not raise.
+        """Send a command if the connection is open; return whether it was sent.
 
-        Return whether it was sent.
+        `on_reply` gets the reply or an exception. It must not raise.
         """
         if self._line is None or self._line.lost.done():
             return False

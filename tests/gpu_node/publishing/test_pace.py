@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.publishing.pace import (
-    BUSY_SHARE,
-    FREE_SHARE,
-    MAX_AHEAD_S,
-    MAX_SHARE_S,
-    Pace,
-    max_interval_s,
-)
-from penstock.gpu_node.publishing.send_cost import CHUNK_S, SEND_S, MAX_RATIO, SendCost
+from penstock.gpu_node.publishing.pace import BUSY_SHARE, FREE_SHARE, MAX_AHEAD_S, MAX_SHARE_S, Pace, max_interval_s
+from penstock.gpu_node.publishing.send_cost import CHUNK_S, MAX_RATIO, SEND_S, SendCost
 
 EPSILON_S = 1e-6
 RUN_S = 3.0
@@ -44,7 +39,7 @@ def test_no_token_waits_longer_than_the_number_of_streams_allows(
     num_streams: int, step_s: float, longest_s: float, cpu_s: float, share: float
 ) -> None:
     left_at = times_of_sends(Pace(longest_s, max_cpu_share=share), num_streams, step_s, cpu_s)
-    gaps = [after - before for before, after in zip(left_at, left_at[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(left_at)]
     assert all(gap <= max(min(longest_s, max_interval_s(num_streams)), step_s) + step_s + EPSILON_S for gap in gaps)
 
 
@@ -71,7 +66,7 @@ def test_sends_take_no_more_than_their_share_of_a_core(num_streams: int, cpu_s: 
 @pytest.mark.parametrize(("share", "step_s"), [(BUSY_SHARE, 0.022), (FREE_SHARE, 0.004)])
 def test_a_stream_leaves_at_every_step_where_that_costs_less_than_its_share(share: float, step_s: float) -> None:
     left_at = times_of_sends(Pace(longest_interval_s=0.1, max_cpu_share=share), 1, step_s, SEND_S + CHUNK_S)
-    gaps = [after - before for before, after in zip(left_at, left_at[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(left_at)]
     assert gaps == pytest.approx([step_s] * len(gaps))
 
 
