@@ -249,8 +249,7 @@ class NodeBroker:
         def receive(reply: Any) -> None:
             on_answers(None if isinstance(reply, Exception) else [a.decode() for a in reply])
 
-        rows = _packed_rows(emissions)
-        return scripts.start(self._redis, "emit", self._pool, self._node_id, rows, on_reply=receive)
+        return scripts.start(self._redis, "emit", self._pool, self._node_id, _packed_rows(emissions), on_reply=receive)
 
     async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[UsedTokens]) -> str:
         """End a job with its last chunks and its packed result. Repeating the call is harmless.

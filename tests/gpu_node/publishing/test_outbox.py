@@ -1,4 +1,4 @@
-"""When tokens leave while others come: the event loop stays free, no engine waits for ever, no failure loses a token."""
+"""Sending while tokens come: the event loop stays free, no engine waits for ever, no failed call loses a token."""
 
 from __future__ import annotations
 
