@@ -103,7 +103,7 @@ class NodeSettings(Settings, EngineOptions):
     """Number of lost nodes without progress between them after which a job fails."""
     progress_chunks: int = Field(default=64, ge=1)
     """Number of new chunks in a job's log that counts as progress."""
-    loop_watch_ms: float = Field(default=20.0, ge=1, le=1000)
+    loop_watch_ms: float = Field(default=50.0, ge=1, le=1000)
     """Interval in milliseconds at which the event loop's delay is measured."""
     loop_debug: bool = False
     """Log what runs while the event loop is blocked for 50 ms or longer."""
