@@ -59,8 +59,8 @@ class NodeSettings(Settings, EngineOptions):
     drain_s: float = Field(default=20.0, ge=0.0)
     """Seconds that running jobs may continue after SIGTERM before they are given back."""
     stream_interval_ms: float = Field(default=100.0, ge=0.0, le=1000.0)
-    """Maximum milliseconds that a token waits to be sent together with others; it waits only where sending would take
-    more than its share of a core: 0.03, or 0.25 if the engine leaves a core free. 0: send after every step."""
+    """Maximum milliseconds that a token waits to be sent together with others. It waits only where sending would take
+    more than 0.03 of a core, or 0.25 if the engine leaves a core free. 0: send after every step."""
     max_unsent_bytes: int = Field(default=64 << 20, ge=1 << 10)
     """Bytes of unsent chunks to buffer while Redis is unavailable; above this the engine pauses."""
 
