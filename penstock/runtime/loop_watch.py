@@ -51,8 +51,8 @@ class Hold:
 class LoopWatch:
     """Watches the event loop on which it was started. By default it checks 20 times a second.
 
-    Each check wakes the process, which takes about 0.1 ms of CPU time on busy cores. Holds shorter than the interval are
-    seen in part.
+    Each check wakes the process, which takes about 0.1 ms of CPU time on busy cores. Holds shorter than the interval
+    are seen in part.
     """
 
     def __init__(self, *, interval_s: float = INTERVAL_S, names_holders: bool = False) -> None:
