@@ -71,7 +71,7 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
             return load_native(described, options, progress)
         except NativeUnavailableError as error:
             if options.runner == "native":
-                raise ConfigError(f"runner native: {error}") from error
+                raise ConfigError(f"runner native: {error}; remedy: {error.remedy}") from error
             facts = {"reason": str(error), "remedy": error.remedy}
             _log.warning("torch computes, several times slower than the native kernels", extra=facts)
     from penstock.gpu_node.model.torch_cpu.load import load_torch

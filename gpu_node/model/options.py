@@ -32,7 +32,7 @@ class RunnerSettings(BaseModel):
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     """Type of the KV cache. native: bfloat16 or int8; a GPU: its compute type, int8 or fp8."""
     block_size: Literal[8, 16, 32] = 16
-    """Tokens per KV block; 8 is for the torch runner only."""
+    """Tokens per KV block. The native runner needs 16 or 32: with 8, torch computes on CPUs, several times slower."""
     kv_cache_gib: float = Field(default=1.0, gt=0.0)
     """Memory for the KV cache in GiB, on the CPU; on a GPU gpu_memory_utilization sets it."""
     num_kv_blocks: int | None = Field(default=None, ge=1)

@@ -130,8 +130,8 @@ def _check(described: Description, options: RunnerOptions) -> None:
         reason = f"the KV cache may be bfloat16 or int8, not {options.kv_cache_dtype}"
         raise NativeUnavailableError(reason, "--kv-cache-dtype int8")
     if options.block_size % PAGE_TOKENS:
-        reason = f"block_size {options.block_size} is not a multiple of {PAGE_TOKENS}"
-        raise NativeUnavailableError(reason, f"--block-size {PAGE_TOKENS}")
+        reason = f"block_size {options.block_size}: the native kernels need 16 or 32, because a page has {PAGE_TOKENS}"
+        raise NativeUnavailableError(f"{reason} tokens", f"--block-size {PAGE_TOKENS}")
     head_dim = described.spec.head_dim
     if head_dim % PAGE_TOKENS or head_dim > MAX_HEAD_DIM:
         reason = f"head_dim {head_dim} is not a multiple of {PAGE_TOKENS} of at most {MAX_HEAD_DIM}"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.gpu_node.engine.kv_cache.block_pool import block_hash
-from penstock.gpu_node.engine.policy.base import FirstComeFirstServed
+from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, NumTokens
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
@@ -42,7 +42,7 @@ class Whim(FirstComeFirstServed):
             start(seq)
 
     def preemption_request(
-        self, waiting: Iterable[Sequence], running: list[Sequence]
+        self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens
     ) -> tuple[Sequence, list[Sequence]] | None:
         """Ask once, for the drawn sequence."""
         seqs, pressed = list(waiting), self.pressed
@@ -51,7 +51,7 @@ class Whim(FirstComeFirstServed):
             return None
         return seqs[pressed[0] % len(seqs)], running[pressed[1] % (len(running) + 1) :]
 
-    def victim(self, running: list[Sequence]) -> Sequence:
+    def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
         """Return the drawn sequence."""
         return running[self.pick % len(running)]
 

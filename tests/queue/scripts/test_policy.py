@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis as sync_redis
 from fakes.queue.check import check_policy, check_sets, dump
-from fakes.queue.harness import FakeNode, P, Queue, new_job
+from fakes.queue.harness import FakeNode, P, Queue, chunks_of, new_job
 from fakes.queue.model import KV_TOTAL, SHARE_WINDOW_MS, SLOTS_TOTAL, ModelJob, ModelNode, QueueModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -225,3 +225,14 @@ def test_a_node_of_another_policy_is_refused(new_pool: Any) -> None:
     other = FakeNode(pool.client, "n1", "r")
     with pytest.raises(ConfigError, match="policy=fair, this node with sjf"):
         pool.runner.run(other.join(policy="sjf", aging_ms=AGING_MS, bypass_ms=0, avoid_ms=0))
+
+
+def test_shortest_first_counts_what_the_log_of_a_requeued_job_already_has(new_pool: Any) -> None:
+    pool = new_pool("sjf")
+    pool.submit("a", Priority.STANDARD, 90, 1)
+    job, taken = started(pool), pool.taken[0][1]
+    assert pool.runner.run(pool.node.emit(taken, 0, 60)) == "OK"
+    pool.model.emit(job, pool.model.nodes["n0"], taken.lease, 0, list(chunks_of(job.job_id, 0, 60)))
+    pool.submit("a", Priority.STANDARD, 40, 1)
+    pool.end("give_back", 0, 89)
+    assert started(pool) is job
