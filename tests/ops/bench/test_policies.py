@@ -19,6 +19,11 @@ def test_shortest_first_completes_in_four_fifths_of_the_mean_time() -> None:
         assert shortest.mean_completion <= 0.8 * first_come.mean_completion
 
 
+def test_shortest_first_is_not_misled_by_jobs_that_outlive_their_prediction() -> None:
+    (shortest,), (first_come,) = run("two kinds", "sjf", 1), run("two kinds", "fcfs", 1)
+    assert shortest.mean_completion <= 0.7 * first_come.mean_completion
+
+
 def test_interactive_work_does_not_wait_for_batch_work() -> None:
     preemptive: tuple[PolicyName, ...] = ("priority", "sjf", "fair")
     for stats in (run("classes", name) for name in preemptive):
