@@ -52,9 +52,7 @@ class FirstComeFirstServed:
             if not start(seq):
                 return
 
-    def preemption_request(
-        self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens
-    ) -> None:
+    def preemption_request(self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens) -> None:
         """Return None: waiting sequences never preempt running ones."""
 
     def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:

@@ -46,8 +46,8 @@ class LengthPredictor:
     def remaining(self, tenant: str, num_prompt_tokens: int, max_tokens: int, num_output_tokens: int) -> int:
         """Return how many more tokens a choice with `num_output_tokens` will probably have; at least 1.
 
-        The estimate is the quantile of those earlier outputs that were longer. So it shrinks by one with each token, and
-        grows once the choice has outlived earlier outputs. A choice longer than all of them is assumed to be halfway.
+        The estimate is the quantile of those earlier outputs that were longer. So it shrinks by one with each token,
+        and grows once the choice has outlived earlier outputs. A choice longer than all of them counts as halfway.
         """
         limit = max(1, max_tokens - num_output_tokens)
         for group in _groups(tenant, num_prompt_tokens, max_tokens):
