@@ -7,7 +7,6 @@ from typing import Protocol
 
 from penstock.gpu_node.engine.sequence import Sequence
 
-
 NumTokens = Callable[[Sequence], int]
 """Number of tokens of a running sequence, prompt included."""
 
