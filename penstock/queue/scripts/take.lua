@@ -214,7 +214,7 @@ end
 -- A job's cost without the output tokens that its log has. The position of its last chunk tells their number, for each
 -- choice. At least 1: a job that outgrew its prediction comes first.
 local function remaining_cost(job)
-  local last = job.first ~= '' and redis.call('LINDEX', log_key(job.id), -1)
+  local last = job.first ~= '' and redis.call('LRANGE', log_key(job.id), -1, -1)[1]
   local ok, chunk = pcall(cmsgpack.unpack, last or '')
   local has_tokens = ok and type(chunk) == 'table' and type(chunk.p) == 'number' and type(chunk.t) == 'table'
   local done = has_tokens and #chunk.t > 0 and chunk.p + #chunk.t or 0
