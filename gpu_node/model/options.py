@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from penstock.contract.adapters import AdapterName
+
+
+def _number(value: object) -> object:
+    """Return a number for the digits of an environment variable; pydantic compares literals as they are."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 class RunnerSettings(BaseModel):
@@ -31,7 +36,7 @@ class RunnerSettings(BaseModel):
     """Format of the weight matrices; auto: as stored. int8_group needs the native runner, fp8 needs a GPU."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     """Type of the KV cache. native: bfloat16 or int8; a GPU: its compute type, int8 or fp8."""
-    block_size: Literal[8, 16, 32] = 16
+    block_size: Annotated[Literal[8, 16, 32], BeforeValidator(_number)] = 16
     """Tokens per KV block. The native runner needs 16 or 32: with 8, torch computes on CPUs, several times slower."""
     kv_cache_gib: float = Field(default=1.0, gt=0.0)
     """Memory for the KV cache in GiB, on the CPU; on a GPU gpu_memory_utilization sets it."""

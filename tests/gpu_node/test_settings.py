@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from pydantic.fields import FieldInfo
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.settings import NodeSettings
 
@@ -28,3 +30,12 @@ def test_every_setting_of_an_engine_is_one_of_a_node_and_means_the_same() -> Non
     assert engine.keys() - node.keys() == OF_ENGINES_ALONE
     shared = engine.keys() & node.keys()
     assert {name for name in shared if meaning(engine[name]) != meaning(node[name])} == DIFFER.keys()
+
+
+@pytest.mark.parametrize(("given", "read"), [("8", 8), ("32", 32)])
+def test_the_block_size_may_be_an_environment_variable(monkeypatch: pytest.MonkeyPatch, given: str, read: int) -> None:
+    monkeypatch.setenv("PENSTOCK_NODE_BLOCK_SIZE", given)
+    assert NodeSettings.load(model="m", redis_url="redis://localhost").block_size == read
+    monkeypatch.setenv("PENSTOCK_NODE_BLOCK_SIZE", f"{given}.5")
+    with pytest.raises(ConfigError, match="block_size: must be 8, 16 or 32"):
+        NodeSettings.load(model="m", redis_url="redis://localhost")
