@@ -11,6 +11,7 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.architecture.families import family_of
+from penstock.gpu_node.model.architecture.features import special_features
 from penstock.gpu_node.model.checkpoint.gguf_rope import with_rope_scaling
 from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
@@ -63,9 +64,15 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
 def _load(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
     """Return the runner and the name of its arithmetic (`LoadedModel.arithmetic`)."""
     if options.runner == "gpu" or (options.runner == "auto" and _has_gpu()):
-        from penstock.gpu_node.model.gpu.load import load_gpu
+        missing = ", ".join(special_features(described.spec))
+        if not missing:
+            from penstock.gpu_node.model.gpu.load import load_gpu
 
-        return load_gpu(described, options, progress)
+            return load_gpu(described, options, progress)
+        reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
+        if options.runner == "gpu":
+            raise ConfigError(f"runner gpu: {reason}; use --runner native or torch")
+        _log.warning("the CPU computes, not the GPU", extra={"reason": reason})
     if options.runner != "torch":
         try:
             return load_native(described, options, progress)
@@ -116,6 +123,7 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
         )
     return Description(
         source=source,
+        architecture=family.architecture,
         spec=spec,
         stored_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         max_model_len=options.max_model_len or spec.max_position,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+PANEL = 32
+"""Rows of a matrix that the kernels keep and compute together (kPanel of src/weights/weights.h)."""
+
 
 class Format(IntEnum):
     """Storage format of a matrix; a group is 32 columns. See src/weights/weights.h."""

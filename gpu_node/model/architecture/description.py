@@ -17,6 +17,8 @@ class Description:
     """A model's files, and the spec and options read from them."""
 
     source: ModelSource
+    architecture: str
+    """The architecture that config.json names."""
     spec: ModelSpec
     stored_dtype: str
     """The dtype of the checkpoint as config.json states it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
@@ -32,15 +33,19 @@ class NativeAdapters:
         """Load an adapter into a slot. No step may be running."""
         for layer in range(self._spec.num_layers):
             for matrix, slot in _SLOTS.items():
-                parts = [self._part(matrix, part) for part in adapter.low_ranks(layer, matrix)]
+                parts = [rows for part in adapter.low_ranks(layer, matrix) for rows in self._rows(matrix, part)]
                 gains = self._gains.get((layer, matrix)) if parts else None
                 self._model.set_adapter(adapter_slot, slot, layer, parts, gains)
 
-    def _part(self, matrix: MatrixName, part: LowRank) -> LowRankRows:
-        layout, first = RowLayout.PLAIN, sum(rows for _, rows in self._spec.parts_of(matrix)[: part.part])
+    def _rows(self, matrix: MatrixName, part: LowRank) -> Iterator[LowRankRows]:
+        down, up = np.ascontiguousarray(part.down), np.ascontiguousarray(part.up)
         if matrix == "mlp_in" and self._spec.is_gated:
-            layout, first = (RowLayout.FIRST_HALF, RowLayout.SECOND_HALF)[part.part], 0
-        return LowRankRows(layout, first, np.ascontiguousarray(part.down), np.ascontiguousarray(part.up))
+            halves = np.split(up, 2) if self._spec.fused_gate else (up,)
+            for half, rows in enumerate(halves, start=part.part):
+                yield LowRankRows((RowLayout.FIRST_HALF, RowLayout.SECOND_HALF)[half], 0, down, rows)
+            return
+        first = sum(rows for _, rows in self._spec.parts_of(matrix)[: part.part])
+        yield LowRankRows(RowLayout.PLAIN, first, down, up)
 
     @cached_property
     def _gains(self) -> dict[tuple[int, MatrixName], NDArray[np.float32]]:
@@ -54,6 +59,7 @@ class NativeAdapters:
         gains: dict[tuple[int, MatrixName], NDArray[np.float32]] = {}
         for layer in range(self._spec.num_layers):
             norm = tensors.attention_norm(layer)
-            gains[layer, "qkv"] = norm.weight.to_float32()
-            gains[layer, "mlp_in"] = (tensors.mlp_norm(layer) or norm).weight.to_float32()
+            for matrix, own in (("qkv", norm), ("mlp_in", tensors.mlp_norm(layer) or norm)):
+                if own is not None:
+                    gains[layer, matrix] = own.weight.to_float32() + np.float32(self._spec.norm_offset)
         return gains

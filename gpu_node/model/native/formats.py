@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.checkpoint.files import Stored
 from penstock.gpu_node.model.checkpoint.gguf_blocks import block_kind, in_blocks
-from penstock.kernels.cpu.formats import Format, Run, Source
+from penstock.kernels.cpu.formats import PANEL, Format, Run, Source
 
 _FORMATS = {"none": Format.BF16, "int8": Format.INT8, "int8_group": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
 _OWN = {
@@ -21,7 +21,6 @@ _OWN = {
     "q6_k": Format.Q6_K,
 }
 """The lossless format of each stored kind. Every other kind is dequantized and kept as grouped int8."""
-_PANEL_ROWS = 32
 _SOURCES = {
     "float32": Source.FLOAT32,
     "bfloat16": Source.BFLOAT16,
@@ -49,7 +48,7 @@ def runs_of(parts: Sequence[Stored], quantization: str, *, interleaved: bool) ->
         return [(formats[0], sum(num_rows))]
     if Format.BF16 in formats:
         return [(Format.BF16, sum(num_rows))]
-    if interleaved or any(count % _PANEL_ROWS for count in num_rows[:-1]):
+    if interleaved or any(count % PANEL for count in num_rows[:-1]):
         return [(Format.INT8_GROUP, sum(num_rows))]
     return list(zip(formats, num_rows, strict=True))
 

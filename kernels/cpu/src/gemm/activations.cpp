@@ -92,7 +92,7 @@ void quantise_groups(const float* values, int groups, int8_t* q, float* scales, 
 void Activations::prepare(int rows, const Matrix& right) {
   encoding_ = right.encoding();
   has_halves_ = right.has(Format::kQ6_K);
-  tiling_ = Tiling(std::max(rows, 1), encoding_);
+  tiling_.cut(std::max(rows, 1), encoding_);
   padded_ = right.padded_columns();
   words_ = padded_ / (encoding_ == Encoding::kBf16 ? 2 : 4);
   groups_ = encoding_ == Encoding::kByGroup ? padded_ / kGroup : 1;
