@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.features import special_features
-from penstock.gpu_node.model.checkpoint.gguf_rope import with_rope_scaling
+from penstock.gpu_node.model.checkpoint.gguf_config import with_gguf_settings
 from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.methods import reader_of
@@ -40,7 +41,7 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
     source = resolve_model(model, progress, revision)
     config = read_object(source.folder / "config.json")
     if source.gguf is not None:
-        config = with_rope_scaling(config, source.gguf)
+        config = with_gguf_settings(config, source.gguf)
     described = _describe(source, config, options)
     adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     try:
@@ -117,6 +118,9 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
         raise ConfigError(f"{source.folder}/config.json has no {error}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{source.folder}/config.json is invalid: {error}") from error
+    if source.gguf is not None:
+        # llama.cpp's converter adds the offset to the weights that it writes.
+        spec = replace(spec, norm_offset=0.0)
     if options.max_model_len is not None and options.max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len {options.max_model_len} is more than the model's own limit of {spec.max_position} tokens"

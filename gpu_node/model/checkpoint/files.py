@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,13 +35,19 @@ _SAFETENSORS_KINDS = {
 }
 """The supported safetensors dtypes, with the bytes per number."""
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_INTERLEAVED_HEADS = {
-    "llama": {".q_proj.": "llama.attention.head_count", ".k_proj.": "llama.attention.head_count_kv"},
-    "qwen2": {},
-    "qwen3": {},
+_INTERLEAVED_HEADS: dict[str, dict[str, str]] = {
+    **{
+        name: {".q_proj.": f"{name}.attention.head_count", ".k_proj.": f"{name}.attention.head_count_kv"}
+        for name in ("llama", "granite", "smollm3")
+    },
+    **{name: {} for name in ("qwen2", "qwen3", "qwen3moe", "phi3", "olmo2", "gemma2", "gemma3")},
 }
 """The supported GGUF architectures. For tensors with the two halves of each head interleaved: the part of the name
 that selects them, and the metadata key with the number of heads."""
+
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_STACK_DIMS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +223,27 @@ class _GgufFile:
             raise ConfigError(f"cannot read {path}: {error.message}") from error
 
     def find(self, name: str) -> StoredTensor | None:
-        gguf_name = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        # A GGUF file stacks the matrices of all experts in one tensor.
+        stacked_name, expert = _EXPERT.sub(".experts.", name), _EXPERT.search(name)
+        gguf_name = self._names.get_name(stacked_name, try_suffixes=(".weight", ".bias"))
         tensor: GgufTensor | None = self._header.tensors.get(gguf_name)
         if tensor is None:
             return None
         data = self._content[tensor.start : tensor.start + tensor.num_bytes]
         kind = _GGML_KINDS.get(tensor.ggml_type, tensor.ggml_type)
         stored = StoredTensor(name, kind, tensor.shape, _rows(data, tensor.shape))
+        if expert is not None:
+            return _one_of_stack(stored, int(expert[1]))
         heads = next((count for part, count in self._interleaved.items() if part in name), None)
         return stored if heads is None else stored.take_rows(_deinterleaved(tensor.shape[0], heads), *tensor.shape)
+
+
+def _one_of_stack(stack: StoredTensor, index: int) -> StoredTensor | None:
+    """Return a matrix of a tensor [num_matrices, rows, columns]; None if there is no such matrix."""
+    count, *shape = stack.shape if len(stack.shape) == _STACK_DIMS else (0, *stack.shape)
+    if index >= count:
+        return None
+    return replace(stack, shape=tuple(shape), data=stack.data[index * shape[0] : (index + 1) * shape[0]])
 
 
 def _conventions(header: GgufHeader) -> tuple[dict[str, int], Any]:

@@ -19,8 +19,21 @@ from transformers import AutoModelForCausalLM
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native.runner import NativeRunner
 
-# A GGUF file says the size of Qwen3's heads, transformers reads 128 all the same.
-ARCHITECTURES: dict[str, dict[str, Any]] = {"qwen2": {}, "qwen3": {"head_dim": 128}}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    # A GGUF file says the size of Qwen3's heads, transformers reads 128 all the same.
+    "qwen3": ("qwen3", {"head_dim": 128}),
+    "granite": ("granite", {}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {}),
+    "smollm3": ("smollm3", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}),
+    # GGUF files of Gemma 3 imply that every sixth layer has no window.
+    "gemma3": ("gemma3", {"query_pre_attn_scalar": 32, "layer_types": None, "num_hidden_layers": 6}),
+    "qwen3 moe": ("qwen3moe", {"norm_topk_prob": True}),
+    "mixtral": ("llama", {}),
+}
+"""By family: the architecture that its GGUF files name, and settings that such a file implies."""
 TORCH = runner_options(max_model_len=256, max_num_seqs=1)
 
 
@@ -28,8 +41,9 @@ TORCH = runner_options(max_model_len=256, max_num_seqs=1)
 def test_a_gguf_file_has_the_logits_of_its_model(
     family: Callable[..., Path], load_native: Callable[..., NativeRunner], name: str, tmp_path: Path
 ) -> None:
-    folder = family(name, **ARCHITECTURES[name])
-    gguf, token_ids = write_gguf(folder, tmp_path / "m.gguf", name), random.Random(0).choices(range(384), k=100)
+    architecture, changes = ARCHITECTURES[name]
+    folder = family(name, **changes)
+    gguf, token_ids = write_gguf(folder, tmp_path / "m.gguf", architecture), random.Random(0).choices(range(384), k=100)
     # What is made of it is kept by content and time: the same from session to session.
     os.utime(gguf, (1, 1))
     runner: Any = load_model(str(gguf), TORCH, lambda stage, fraction: None).runner
