@@ -158,7 +158,7 @@ LLAMA_NAMES = NameMap(
     mlp_out=LAYER + "mlp.down_proj",
 )
 """The tensor names of Llama and the families derived from it."""
-HEAD_NORMS = {"q_norm": ATTENTION + "q_norm", "k_norm": ATTENTION + "k_norm"}
+HEAD_NORMS: dict[str, Any] = {"q_norm": ATTENTION + "q_norm", "k_norm": ATTENTION + "k_norm"}
 """The norms of queries and keys in families that have them."""
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.architecture.spec import MatrixName
 from penstock.gpu_node.model.checkpoint.files import Checkpoint
-from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredNorm
 from penstock.gpu_node.model.lora.low_rank import LowRank
 from penstock.gpu_node.model.protocol import Adapter
 from penstock.kernels.cpu.formats import RowLayout
@@ -59,7 +59,8 @@ class NativeAdapters:
         gains: dict[tuple[int, MatrixName], NDArray[np.float32]] = {}
         for layer in range(self._spec.num_layers):
             norm = tensors.attention_norm(layer)
-            for matrix, own in (("qkv", norm), ("mlp_in", tensors.mlp_norm(layer) or norm)):
+            norms: dict[MatrixName, StoredNorm | None] = {"qkv": norm, "mlp_in": tensors.mlp_norm(layer) or norm}
+            for matrix, own in norms.items():
                 if own is not None:
                     gains[layer, matrix] = own.weight.to_float32() + np.float32(self._spec.norm_offset)
         return gains

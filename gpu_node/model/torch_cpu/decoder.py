@@ -118,7 +118,7 @@ class Decoder:
         if experts.normalized:
             shares = shares / shares.sum(dim=-1, keepdim=True)
         out = torch.zeros(normed.shape)
-        for index in chosen.unique().tolist():
+        for index in sorted(set(chosen.flatten().tolist())):
             rows, ranks = (chosen == index).nonzero(as_tuple=True)
             mlp_in, mlp_out = layer.expert(index)
             out[rows] += mlp_out(self._gated(mlp_in(normed[rows]))).float() * shares[rows, ranks].unsqueeze(1)

@@ -14,7 +14,7 @@ from fakes.prompts import mixed_prompts
 from fakes.runners.runner_options import runner_options
 from fakes.ties import num_departures
 from fixtures.plans import Track, logits_of_step
-from fixtures.random_families import FAMILIES
+from fixtures.random_families import FAMILIES, GROWN_BY_LENGTH, ORIGINAL_LENGTH
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
@@ -65,7 +65,7 @@ def test_logits_are_transformers_in_one_step_and_in_any(family_folder: Folder, n
     np.testing.assert_allclose(np.concatenate(in_parts), want, rtol=0, atol=MAX_LOGIT_ERROR)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama dynamic"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in GROWN_BY_LENGTH])
 def test_greedy_tokens_are_transformers_beside_each_other(family_folder: Folder, name: str) -> None:
     engine = Engine(
         EngineConfig(
@@ -85,3 +85,12 @@ def test_greedy_tokens_are_transformers_beside_each_other(family_folder: Folder,
     pairs = [(generation.prompt_token_ids, generation.choices[0].token_ids) for generation in generations]
     assert len({token for _, said in pairs for token in said}) >= 20
     assert num_departures(_model(family_folder(name)), pairs) <= 1
+
+
+def test_longrope_takes_its_short_factors_where_no_text_grows_longer(family_folder: Folder) -> None:
+    options = runner_options(num_kv_blocks=60, max_model_len=ORIGINAL_LENGTH)
+    runner: Any = load_model(str(family_folder("phi3")), options, lambda stage, fraction: None).runner
+    token_ids = random.Random(0).choices(range(384), k=ORIGINAL_LENGTH)
+    (got,) = logits_of_step(runner, [(Track(token_ids, range(1, 8)), ORIGINAL_LENGTH)])
+    want = _logits(_model(family_folder("phi3")), token_ids, one_by_one=False)
+    np.testing.assert_allclose(got, want, rtol=0, atol=MAX_LOGIT_ERROR)
