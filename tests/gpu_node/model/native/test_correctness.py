@@ -18,7 +18,7 @@ from fakes.ties import num_departures
 from fakes.transformers_logits import Logits, bfloat16_model, error_of, logits_of
 from fixtures.matrices import kept
 from fixtures.plans import logits_alone
-from fixtures.random_families import FAMILIES, GROWN_BY_LENGTH
+from fixtures.random_families import FAMILIES, GROWN_BY_LENGTH, LOGITS_ONLY
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
@@ -216,7 +216,7 @@ def test_choices_survive_preemption_and_prefix_hits_to_the_token(
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in GROWN_BY_LENGTH])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*GROWN_BY_LENGTH, *LOGITS_ONLY)])
 def test_every_familys_tokens_survive_preemption_and_leave_transformers_path_at_ties_only(
     family: Family, best_library: Path, name: str
 ) -> None:
