@@ -176,7 +176,13 @@ class DecoderTensors:
 
 
 def _rows_of(fused: Stored, parts: Iterable[NDArray[np.int32]]) -> tuple[Stored, ...]:
-    return tuple(fused.take_rows(rows, len(rows), *fused.shape[1:]) for rows in parts)
+    """Return the parts of a fused tensor. Consecutive rows of a matrix stay mapped from the file."""
+    return tuple(
+        fused.span(int(rows[0]), int(rows[-1]) + 1)
+        if len(fused.shape) > 1 and (np.diff(rows) == 1).all()
+        else fused.take_rows(rows, len(rows), *fused.shape[1:])
+        for rows in parts
+    )
 
 
 def rows_by_part(spec: ModelSpec) -> tuple[NDArray[np.int32], ...]:

@@ -30,6 +30,7 @@ class Tiling {
     add_group(rows, encoding);
   }
   void clear() { firsts_.assign(1, 0); }
+  void reserve(int tiles) { firsts_.reserve(tiles + 1); }
   // Adds rows behind the others, in tiles of their own.
   void add_group(int rows, Encoding encoding) {
     const int begin = firsts_.back(), count = (rows + max_tile_rows(encoding) - 1) / max_tile_rows(encoding);

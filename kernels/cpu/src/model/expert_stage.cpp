@@ -11,7 +11,10 @@ void ExpertStage::prepare(const Layer& layer, int rows) {
   const int entries = rows * spec_.experts_per_token;
   input_.rows.prepare(entries, layer.matrix(Slot::kMlpIn));
   gated_input_.rows.prepare(entries, layer.matrix(Slot::kMlpOut));
-  for (Input* input : {&input_, &gated_input_}) input->groups.reserve(spec_.num_experts);
+  for (Input* input : {&input_, &gated_input_}) {
+    input->rows.tiling().reserve(entries);
+    input->groups.reserve(spec_.num_experts);
+  }
   normed_.reserve(rows);
   gated_.reserve(entries);
   outputs_.reserve(entries);
