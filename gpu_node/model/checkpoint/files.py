@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from gguf.tensor_mapping import get_tensor_name_map
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
+from penstock.gpu_node.model.checkpoint.gguf_header import GgufTensor, read_header
+from penstock.gpu_node.model.checkpoint.gguf_names import conventions_of, deinterleaved
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.shards import INDEX, shards_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
@@ -35,17 +35,6 @@ _SAFETENSORS_KINDS = {
 }
 """The supported safetensors dtypes, with the bytes per number."""
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_INTERLEAVED_HEADS: dict[str, dict[str, str]] = {
-    **{
-        name: {".q_proj.": f"{name}.attention.head_count", ".k_proj.": f"{name}.attention.head_count_kv"}
-        for name in ("llama", "granite", "smollm3")
-    },
-    **{name: {} for name in ("qwen2", "qwen3", "qwen3moe", "phi3", "olmo2", "gemma2", "gemma3")},
-}
-"""The supported GGUF architectures. For tensors with the two halves of each head interleaved: the part of the name
-that selects them, and the metadata key with the number of heads."""
-
-
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _STACK_DIMS = 3
 
@@ -218,7 +207,7 @@ class _GgufFile:
         self._content = np.frombuffer(mapped, np.uint8)
         try:
             self._header = read_header(self._content.data)
-            self._interleaved, self._names = _conventions(self._header)
+            self._interleaved, self._names = conventions_of(self._header)
         except ConfigError as error:
             raise ConfigError(f"cannot read {path}: {error.message}") from error
 
@@ -235,7 +224,7 @@ class _GgufFile:
         if expert is not None:
             return _one_of_stack(stored, int(expert[1]))
         heads = next((count for part, count in self._interleaved.items() if part in name), None)
-        return stored if heads is None else stored.take_rows(_deinterleaved(tensor.shape[0], heads), *tensor.shape)
+        return stored if heads is None else stored.take_rows(deinterleaved(tensor.shape[0], heads), *tensor.shape)
 
 
 def _one_of_stack(stack: StoredTensor, index: int) -> StoredTensor | None:
@@ -244,33 +233,6 @@ def _one_of_stack(stack: StoredTensor, index: int) -> StoredTensor | None:
     if index >= count:
         return None
     return replace(stack, shape=tuple(shape), data=stack.data[index * shape[0] : (index + 1) * shape[0]])
-
-
-def _conventions(header: GgufHeader) -> tuple[dict[str, int], Any]:
-    """Return the number of heads of interleaved tensors by name part, and the map from Hugging Face's names."""
-    name = str(header.metadata.get("general.architecture"))
-    if name not in _INTERLEAVED_HEADS:
-        raise ConfigError(f"architecture {name} is not supported in GGUF; supported: {', '.join(_INTERLEAVED_HEADS)}")
-    architecture = next(known for known, gguf_name in MODEL_ARCH_NAMES.items() if gguf_name == name)
-    counts = {suffix: _count(header, key) for suffix, key in _INTERLEAVED_HEADS[name].items()}
-    return counts, get_tensor_name_map(architecture, _count(header, f"{name}.block_count"))
-
-
-def _count(header: GgufHeader, key: str) -> int:
-    count = header.metadata.get(key)
-    if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{key} of the metadata is {count!r} but must be a whole number of at least 1")
-    return count
-
-
-def _deinterleaved(num_rows: int, num_heads: int) -> NDArray[np.int32]:
-    """Return the row order that undoes the interleaving.
-
-    Row r of a head's first half is stored as row 2r of the head, row r of its second half as row 2r + 1.
-    """
-    if num_rows % (2 * num_heads):
-        raise ConfigError(f"{num_rows} rows do not divide into two halves for each of {num_heads} heads")
-    return np.arange(num_rows, dtype=np.int32).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
 
 
 def _from_bfloat16(data: NDArray[np.uint8]) -> NDArray[np.float32]:
