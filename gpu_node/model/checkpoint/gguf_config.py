@@ -49,7 +49,10 @@ def with_gguf_settings(config: dict[str, Any], gguf: Path) -> dict[str, Any]:
         header = read_header(content.data)
     except ConfigError as error:
         raise ConfigError(f"cannot read {gguf}: {error.message}") from error
-    config = config | _settings(header, config)
+    try:
+        config = config | _settings(header, config)
+    except (KeyError, TypeError, ArithmeticError) as error:
+        raise ConfigError(f"cannot read {gguf}: its metadata is incomplete or invalid: {error!r}") from error
     scaling = rope_scaling(header, content)
     rope = config.get("rope_parameters") or {}
     if not scaling:
