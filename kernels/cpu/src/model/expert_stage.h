@@ -1,5 +1,5 @@
-// The MLP of a layer with a mixture of experts: a router chooses a few experts for each row, and the outputs of these
-// are added by their weights.
+// The MLP of a layer with a mixture of experts. A router chooses a few experts for each row, and adds their outputs by
+// weight.
 //
 // Each chosen expert of a row is an entry. The entries are sorted by expert, so that the panels of an expert's matrices
 // are read once for all of its rows. An output depends only on its own row, as in `multiply`, and a row adds its
@@ -56,9 +56,9 @@ class ExpertStage {
   Input input_, gated_input_;
   RowBuffer normed_;             // by row
   RowBuffer gated_, outputs_;    // by entry
-  std::vector<Choice> choices_;  // [rows][experts_per_token]
-  std::vector<int> rows_;        // by entry: its row
-  std::vector<int> entries_;     // by choice: its entry
+  std::vector<Choice> choices_;  // [rows][experts_per_token].
+  std::vector<int> rows_;        // by entry: its row.
+  std::vector<int> entries_;     // by choice: its entry.
   std::vector<int> ends_;        // by expert: the end of its entries
 };
 

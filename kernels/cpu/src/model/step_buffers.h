@@ -31,8 +31,8 @@ struct StepBuffers {
   RowBuffer hidden;    // by token: the residual stream
   RowBuffer qkv;       // by token: queries, keys, values
   RowBuffer attended;  // by token: the output of the attention
-  RowBuffer gated;     // by row of a layer's products: the input of the MLP's second matrix
-  RowBuffer outputs;   // by row of a layer's products: outputs that are normed before they are added
+  RowBuffer gated;     // by row of a layer's products: the input of the MLP's second matrix.
+  RowBuffer outputs;   // by row of a layer's products: outputs that are normed before they are added.
 
   explicit StepBuffers(const Spec& spec)
       : hidden(spec.hidden),
