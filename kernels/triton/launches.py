@@ -25,20 +25,63 @@ class Launch(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def attention_launch(kernel: str, head_dim: int, group: int, dtype: torch.dtype, device: torch.device) -> Launch:
+def attention_launch(
+    kernel: str, head_dim: int, group: int, dtype: torch.dtype, device: torch.device, rows: int = 64
+) -> Launch:
     """Return the fastest measured launch for such heads on this GPU, or an estimate if none was measured.
 
-    kernel: `decode_attention` or `prefill_attention`; group: query heads per key head; dtype: of queries.
+    kernel: `decode_attention` or `prefill_attention`; group: query heads per key head; dtype: of queries; rows:
+    queries of a tile of `prefill_attention`, whose tables for 128 of them are named `prefill_attention_128`.
     """
     if device.type == "cuda":
-        measured = _table(torch.cuda.get_device_name(device)).get(kernel, {}).get(shape_name(head_dim, group, dtype))
-        if measured:
+        table = _table(torch.cuda.get_device_name(device)).get(kernel if rows == 64 else f"{kernel}_{rows}", {})
+        if measured := table.get(shape_name(head_dim, group, dtype)):
             return Launch(*measured)
-    # Shared memory holds the keys and values of a tile for each stage but one. Ada has the least of it, 99 KiB.
     num_bytes = padded(head_dim, 16) * dtype.itemsize
     if kernel == "decode_attention":
         return Launch(min(64, (32 << 10) // num_bytes), 4, 3)
-    return Launch(min(64, (16 << 10) // num_bytes), 4 if head_dim <= 64 else 8, 2 if num_bytes <= 512 else 1)
+    if dtype.itemsize > 2:
+        return Launch(min(64, (16 << 10) // num_bytes), 4 if head_dim <= 64 else 8, 2 if num_bytes <= 512 else 1)
+    return _prefill_launch(num_bytes, rows, shared_memory_kib(architecture(device)))
+
+
+def _prefill_launch(num_bytes: int, rows: int, most_kib: int) -> Launch:
+    """Return the launch with the most stages, then the largest tile, that `most_kib` of shared memory holds.
+
+    num_bytes: of one head's vector. A warp multiplies 16 rows, so each warp has its own. With three stages, the block
+    table of a tile arrives while the keys and values of the tile before it do.
+    """
+    largest = max(16, min(64, (16 << 10) // num_bytes))
+    launches = [Launch(tile, rows // 16, stages) for stages in (3, 2) for tile in (largest, 32, 16)]
+    fitting = [launch for launch in launches if _prefill_kib(launch, num_bytes, rows) <= most_kib]
+    return fitting[0] if fitting else launches[-1]._replace(num_stages=1)
+
+
+def _prefill_kib(launch: Launch, num_bytes: int, rows: int) -> float:
+    """Return the shared memory of prefill attention: the queries, and two buffers of keys and of values."""
+    return (rows + 2 * 2 * launch.tile) * num_bytes / 1024
+
+
+def prefill_rows(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the queries per tile of prefill attention: 128 where shared memory and registers hold them, else 64."""
+    num_bytes = padded(head_dim, 16) * dtype.itemsize
+    least = _prefill_kib(Launch(max(16, min(64, (16 << 10) // num_bytes)), 8, 3), num_bytes, 128)
+    return 128 if dtype.itemsize == 2 and least <= shared_memory_kib(architecture(device)) else 64
+
+
+def architecture(device: torch.device) -> int:
+    """Return the GPU's compute capability, ten times the major number plus the minor; 86 on the CPU."""
+    if device.type != "cuda":
+        return 86
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def shared_memory_kib(capability: int) -> int:
+    """Return the largest shared memory of one program (CUDA C++ Programming Guide, technical specifications)."""
+    if 80 <= capability < 90:
+        return 163 if capability in (80, 87) else 99
+    return 227 if 90 <= capability < 120 else 99
 
 
 def shape_name(head_dim: int, group: int, dtype: torch.dtype) -> str:

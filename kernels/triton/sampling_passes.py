@@ -165,10 +165,10 @@ def count_buckets(
     temperature = _real(rule, 0)
     is_k, is_p, max_bits = _limits(rule, vocab)
     if (is_k | is_p) & (temperature > 0):
-        best, _, is_sound = _best(bests, tokens, TILES, TILES_PAD)
+        best, _token, is_sound = _best(bests, tokens, TILES, TILES_PAD)
         if is_sound:
             ids = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-            _, scores = _scores(row, ids, vocab)
+            _given, scores = _scores(row, ids, vocab)
             distance, near = _distance(scores, best, temperature)
             # Tokens at an infinite distance weigh nothing, so they may stay whatever their number.
             kept = (near <= max_bits) & (near < _INFINITY_BITS)
@@ -227,10 +227,10 @@ def collect_candidates(
     is_k, is_p, max_bits = _limits(rule, vocab)
     is_limited = is_k | is_p
     if (is_limited | (max_bits < _INFINITY_BITS)) & (temperature > 0):
-        best, _, is_sound = _best(bests, tokens, TILES, TILES_PAD)
+        best, _token, is_sound = _best(bests, tokens, TILES, TILES_PAD)
         if is_sound:
             ids = tile * COLUMNS + tl.arange(0, COLUMNS)
-            _, scores = _scores(row, ids, vocab)
+            _given, scores = _scores(row, ids, vocab)
             distance, near = _distance(scores, best, temperature)
             sure = (near <= max_bits) & (near < _INFINITY_BITS)
             if is_limited:
@@ -262,7 +262,7 @@ def _amount_between(
         if COLLECTED:
             near = tl.load(candidates + 2 * (start + i), mask=start + i < count, other=_INFINITY_BITS)
         else:
-            _, scores = _scores(row, start + i, vocab)
+            _given, scores = _scores(row, start + i, vocab)
             _, near = _distance(scores, best, temperature)
         amount = _weight(near.to(tl.float32, bitcast=True)) if WEIGHED else tl.full([COLUMNS], 1, tl.int64)
         amounts += tl.where((near >= low) & (near < high), amount, 0)
@@ -329,7 +329,7 @@ def _add_kept(
             tl.atomic_add(weights + tile, weight, mask=inside & (near <= max_bits) & (weight > 0), sem="relaxed")
     else:
         for tile in range(TILES):
-            _, scores = _scores(row, tile * COLUMNS + i, vocab)
+            _given, scores = _scores(row, tile * COLUMNS + i, vocab)
             distance, near = _distance(scores, best, temperature)
             tl.store(weights + tile, tl.sum(tl.where(near <= max_bits, _weight(distance), 0), 0))
     # Other threads of this program read the sums.
@@ -365,7 +365,7 @@ def _token_of(
     )
     before = tl.sum(tl.where(t < tile, shares, 0.0), 0)
     ids = tile * COLUMNS + tl.arange(0, COLUMNS)
-    _, scores = _scores(row, ids, vocab)
+    _given, scores = _scores(row, ids, vocab)
     distance, near = _distance(scores, best, temperature)
     weights = tl.where((near <= max_bits) & (ids < vocab), _weight(distance), 0)
     reached = (before + tl.cumsum(weights, 0).to(tl.float64) > target) & (weights > 0)

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.triton.products import GROUP, multiply_int4, multiply_scaled, pack_int4, quantise_vectors
+from penstock.kernels.triton.products import (
+    GROUP,
+    multiply_int4,
+    multiply_scaled,
+    pack_int4,
+    pair_scales,
+    quantise_vectors,
+)
 
 SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Formats with one scale per weight row. Their activations are quantized with one scale per token."""
@@ -55,18 +62,19 @@ class Int4Linear:
     """x @ weight.T + bias, the weight in int4 with a scale and a minimum per 32 columns, x unquantized."""
 
     packed: Tensor
-    scales: Tensor
-    minima: Tensor
+    pairs: Tensor
+    """The scales and minima, from `pair_scales`."""
     bias: Tensor | None
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> Self:
         """Quantize a weight [out, in] to int4; bias: [out]."""
-        return cls(*pack_int4(weight), bias)
+        packed, *scales = pack_int4(weight)
+        return cls(packed, pair_scales(*scales), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in]; returns [num_tokens, out]."""
-        product = multiply_int4(x.contiguous(), self.packed, self.scales, self.minima)
+        product = multiply_int4(x.contiguous(), self.packed, self.pairs)
         return product if self.bias is None else product + self.bias
 
 

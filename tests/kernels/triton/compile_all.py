@@ -117,9 +117,8 @@ def _compile_products(formats: list[torch.dtype]) -> None:
         for kept in formats:
             q, scales = products.quantise_vectors(x, kept)
             products.multiply_scaled(q, scales, _empty(6144, 4096, dtype=kept), _empty(6144, **real), torch.bfloat16)
-        groups = _empty(6144, 128, dtype=torch.float16)
         for given in (x, x.float()):
-            products.multiply_int4(given, _empty(6144, 2048, dtype=torch.uint8), groups, groups)
+            products.multiply_int4(given, _empty(6144, 2048, dtype=torch.uint8), _ints(128, 6144))
     add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, 16, 4096), _empty(3, 6144, 16), _ints(2, 3))
 
 
