@@ -42,31 +42,28 @@ def attention_launch(
         return Launch(min(64, (32 << 10) // num_bytes), 4, 3)
     if dtype.itemsize > 2:
         return Launch(min(64, (16 << 10) // num_bytes), 4 if head_dim <= 64 else 8, 2 if num_bytes <= 512 else 1)
-    return _prefill_launch(num_bytes, rows, shared_memory_kib(architecture(device)))
+    return _prefill_launch(num_bytes, rows, architecture(device))
 
 
-def _prefill_launch(num_bytes: int, rows: int, most_kib: int) -> Launch:
-    """Return the launch with the most stages, then the largest tile, that `most_kib` of shared memory holds.
+def _prefill_launch(num_bytes: int, rows: int, capability: int) -> Launch:
+    """Return the launch for `rows` queries per tile, with the most stages that shared memory holds.
 
     num_bytes: of one head's vector. A warp multiplies 16 rows, so each warp has its own. With three stages, the block
     table of a tile arrives while the keys and values of the tile before it do.
     """
-    largest = max(16, min(64, (16 << 10) // num_bytes))
-    launches = [Launch(tile, rows // 16, stages) for stages in (3, 2) for tile in (largest, 32, 16)]
-    fitting = [launch for launch in launches if _prefill_kib(launch, num_bytes, rows) <= most_kib]
-    return fitting[0] if fitting else launches[-1]._replace(num_stages=1)
-
-
-def _prefill_kib(launch: Launch, num_bytes: int, rows: int) -> float:
-    """Return the shared memory of prefill attention: the queries, and two buffers of keys and of values."""
-    return (rows + 2 * 2 * launch.tile) * num_bytes / 1024
+    # Before Hopper, and on consumer GPUs, a product's left matrix is in registers, which leaves fewer for the scores.
+    tile = max(16, min(64, (16 << 10 if 90 <= capability < 120 else 8 << 10) // num_bytes))
+    # The queries, and two buffers of keys and of values.
+    kib = (rows + 2 * 2 * tile) * num_bytes / 1024
+    return Launch(tile, rows // 16, 3 if kib <= shared_memory_kib(capability) else 1)
 
 
 def prefill_rows(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the queries per tile of prefill attention: 128 where shared memory and registers hold them, else 64."""
-    num_bytes = padded(head_dim, 16) * dtype.itemsize
-    least = _prefill_kib(Launch(max(16, min(64, (16 << 10) // num_bytes)), 8, 3), num_bytes, 128)
-    return 128 if dtype.itemsize == 2 and least <= shared_memory_kib(architecture(device)) else 64
+    """Return the queries per tile of prefill attention: 128 where registers and shared memory hold them, else 64."""
+    num_bytes, capability = padded(head_dim, 16) * dtype.itemsize, architecture(device)
+    widest = 512 if 90 <= capability < 120 else 256
+    fits = num_bytes <= widest and _prefill_launch(num_bytes, 128, capability).num_stages > 1
+    return 128 if dtype.itemsize == 2 and fits else 64
 
 
 def architecture(device: torch.device) -> int:

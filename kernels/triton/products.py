@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.paged_cache import QUANTISED_MAX
-from penstock.kernels.triton.launches import padded
-from penstock.kernels.triton.layers import rounded
+from penstock.kernels.triton.launches import architecture, padded
+from penstock.kernels.triton.quantising import QuantisedRows, store_quantised, warps_for
 
 GROUP = 32
 """Columns that share a scale in int4."""
@@ -38,6 +38,11 @@ def _tiles(num_rows: int) -> _Tiles:
     return _Tiles(64, 64, 128, 4, 3) if num_rows <= MEDIUM_ROWS else _Tiles(128, 128, 64, 8, 3)
 
 
+_COLUMNS_OF_BYTES = 128
+"""Columns of large tiles of int8 and float8. Hopper sums float8 products of one tile with 14 bits, then adds the sum in
+float32, as often as DeepSeek-V3 does (arXiv:2412.19437, section 3.3.2)."""
+
+
 class _FewTiles(NamedTuple):
     """Tiles of int4 products with few rows."""
 
@@ -58,13 +63,7 @@ def _quantise(q, scales, x, size, SIZE_PAD: tl.constexpr, MOST: tl.constexpr):
     """Grid [rows]."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE_PAD)
     values = tl.load(x + row * size + i, mask=i < size, other=0.0).to(tl.float32)
-    # Plain division is not exact on GPUs, and would round differently from the reference.
-    scale = tl.div_rn(tl.max(tl.abs(values), 0), MOST)
-    values = tl.div_rn(values, tl.where(scale > 0, scale, 1.0))
-    if q.dtype.element_ty == tl.int8:
-        values = rounded(values)
-    tl.store(q + row * size + i, values.to(q.dtype.element_ty), mask=i < size)
-    tl.store(scales + row, scale)
+    store_quantised(q, scales, values, row, i, size, MOST)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -142,7 +141,9 @@ def _multiply_int4(
         low = tl.load(given, mask=is_row & inside[None, :], other=0.0)
         high = tl.load(given + 16, mask=is_row & inside[None, :], other=0.0)
         both = tl.load(packed + o[None, :] * (num_groups * 16) + at[:, None], mask=is_output & inside[:, None], other=0)
-        given_pairs = tl.load(pairs + groups * num_outputs + o[None, :], mask=is_output & (groups < num_groups), other=0)
+        given_pairs = tl.load(
+            pairs + groups * num_outputs + o[None, :], mask=is_output & (groups < num_groups), other=0
+        )
         scale, least = _scales_of(given_pairs)
         scale, least = _spread(scale, OUTPUTS, COLUMNS // 32), _spread(least, OUTPUTS, COLUMNS // 32)
         first = ((both & 15).to(tl.float32) * scale + least).to(low.dtype)
@@ -208,28 +209,42 @@ def _multiply_few_int4(
     tl.store(at, sums.to(out.dtype.element_ty), mask=is_row & is_output[:, None])
 
 
-def quantise_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantise_vectors(x: Tensor, dtype: torch.dtype) -> QuantisedRows:
     """As `kernels.reference.attention.quantise_vectors` for x: [rows, size]; rows must be contiguous."""
-    q = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    rows = QuantisedRows.empty(*x.shape, dtype, x.device)
     size_pad = padded(x.shape[1])
-    # A thread keeps its part of the row in registers.
-    num_warps = min(16, max(4, size_pad // 1024))
-    _quantise[(len(x),)](q, scales, x, x.shape[1], SIZE_PAD=size_pad, MOST=QUANTISED_MAX[dtype], num_warps=num_warps)
-    return q, scales
+    options = {"SIZE_PAD": size_pad, "MOST": QUANTISED_MAX[dtype], "num_warps": warps_for(size_pad)}
+    _quantise[(len(x),)](*rows, x, x.shape[1], **options)
+    return rows
 
 
 def multiply_scaled(q: Tensor, q_scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """As `kernels.reference.products.multiply_scaled`; float8 needs Ada or later."""
     (num_rows, num_columns), num_outputs = q.shape, len(weight)
     out = torch.empty(num_rows, num_outputs, dtype=dtype, device=q.device)
-    tiles = _tiles(num_rows)
+    tiles = _tiles(num_rows)._replace(COLUMNS=_COLUMNS_OF_BYTES)
     _multiply_scaled[_grid(tiles, num_rows, num_outputs)](
         *(out, q, q_scales, weight, weight_scales, num_rows, num_outputs, num_columns),
         SUM=tl.int32 if q.dtype == torch.int8 else tl.float32,
         **tiles._asdict(),
     )
     return out
+
+
+def library_multiplies(q: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether `multiply_by_library` supports such a product, and is meant for so many rows."""
+    is_supported = q.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16 and q.device.type == "cuda"
+    # The library's row-wise products are for data-center GPUs from Hopper on, and read 16 bytes at a time.
+    is_aligned = len(weight) % 16 == weight.shape[1] % 16 == 0
+    return is_supported and is_aligned and len(q) > FEW_ROWS and 90 <= architecture(q.device) < 120
+
+
+def multiply_by_library(
+    q: Tensor, q_scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """As `multiply_scaled`, by torch's product with row-wise scales; float8 only."""
+    scales = {"scale_a": q_scales[:, None], "scale_b": weight_scales[None, :]}
+    return torch._scaled_mm(q, weight.t(), **scales, out_dtype=dtype)
 
 
 def multiply_int4(x: Tensor, packed: Tensor, pairs: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from penstock.kernels.triton import sampling_passes as passes
 from penstock.kernels.triton.launches import padded
-from penstock.kernels.triton.sampling_passes import BANNED, PROMPT
+from penstock.kernels.triton.sampling_draw import draw_tokens
+from penstock.kernels.triton.sampling_rows import BANNED, PROMPT
 
 RULE_COLUMNS = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -158,7 +159,7 @@ def sample(logits: Tensor, rules: Tensor, marks: Marks) -> Tensor:
     passes.bound_limits[by_row](scratch.bounds, *sums, rules, vocab, **buckets, FIELDS=passes.BOUND_FIELDS, **options)
     found = scratch.candidates, scratch.found, scratch.weights, scratch.bounds, *bests
     passes.collect_candidates[by_tile](*found, *given, **sizes, **best_of, **collected, **options)
-    passes.draw_tokens[by_row](chosen, *found, *given, **sizes, **best_of, **buckets, **collected, **options)
+    draw_tokens[by_row](chosen, *found, *given, **sizes, **best_of, **buckets, **collected, **options)
     return chosen
 
 

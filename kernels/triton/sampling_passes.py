@@ -1,12 +1,13 @@
-"""The sampler's kernels: at most three passes over the logits, each with one program per tile of a row.
+"""The sampler's passes over the logits: at most three, with one program per tile of a row.
 
-1. `_scan`: each tile's best token and its weight. It is all that greedy and plain rows need.
-2. `_count`: rows with top_k or top_p count tokens, and add up weights, in buckets by distance from the best score.
-3. `_collect`: the weight that a tile surely keeps, and the few tokens of the buckets in which a limit lies.
+1. `scan_tiles`: each tile's best token and its weight. It is all that greedy and plain rows need.
+2. `count_buckets`: rows with top_k or top_p count tokens, and add up weights, in buckets by distance from the best
+   score. `bound_limits` then finds the buckets in which the limits lie.
+3. `collect_candidates`: the weight that a tile surely keeps, and the few tokens of those buckets.
 
-`_bound` finds these buckets between passes 2 and 3. `_draw` finds the exact limits among the collected tokens, chooses a
-tile by its weight, and reads that tile to choose a token. This is a radix selection (Alabi et al., "Fast k-selection
-algorithms for graphics processing units", 2012) with buckets that are even in the distance.
+`sampling_draw` finds the exact limits among the collected tokens, chooses a tile by its weight, and reads that tile to
+choose a token. This is a radix selection (Alabi et al., "Fast k-selection algorithms for graphics processing units",
+2012) with buckets that are even in the distance.
 
 Weights are integers in units of 2^-40, so their sums do not depend on the order of atomic additions. A weight below one
 unit counts as 0.
@@ -17,6 +18,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.sampling_rows import (
+    FAILED,
+    INFINITY_BITS,
+    NUM_RULE_COLUMNS,
+    best_of,
+    bucket_of,
+    distance_of,
+    limits_of,
+    real,
+    row_of,
+    scores_of,
+    weight_of,
+)
+
 COLUMNS = 2048
 """Tokens of a tile."""
 BUCKETS = 2048
@@ -26,100 +41,6 @@ MAX_CANDIDATES = 8192
 BOUND_FIELDS = 6
 """Per row: buckets of top_k, first and last of top_p; tokens and weight nearer than the former, weight nearer than
 the latter."""
-NUM_RULE_COLUMNS = tl.constexpr(12)
-PROMPT, BANNED = tl.constexpr(1 << 29), tl.constexpr(1 << 30)
-
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_FAILED = tl.constexpr(-1)
-_UNIT = tl.constexpr(float(1 << 40))
-_EVEN_BUCKETS = tl.constexpr(1024)
-_EVEN_LIMIT = tl.constexpr(16.0)
-_EVEN_WIDTH = tl.constexpr(1 / 64)
-_FIRST_OCTAVE = tl.constexpr(0x41800000 >> 20)
-"""16.0, with three bits of its mantissa."""
-
-
-@triton.jit
-def _real(rule, COLUMN: tl.constexpr):
-    return tl.load(rule + COLUMN).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _row(logits, rules, marks, biases, vocab, stride):
-    """Return the rule of this program's row, and the row as `_scores` takes it."""
-    index = tl.program_id(0)
-    rule = rules + index * NUM_RULE_COLUMNS
-    marks_row = tl.load(rule + 11)
-    at = tl.maximum(marks_row, 0).to(tl.int64) * vocab
-    mine, penalties = logits + index.to(tl.int64) * stride, (_real(rule, 3), _real(rule, 4), _real(rule, 5))
-    return rule, (mine, marks + at, biases + at, marks_row >= 0, penalties[0], penalties[1], penalties[2])
-
-
-@triton.jit
-def _scores(row, ids, vocab):
-    """Return logits as given, and with biases, penalties and bans applied; both are -inf past the vocabulary."""
-    logits, marks, biases, is_marked, repetition, presence, frequency = row
-    inside = ids < vocab
-    given = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
-    x = given
-    if is_marked:
-        x += tl.load(biases + ids, mask=inside, other=0.0)
-        mark = tl.load(marks + ids, mask=inside, other=0)
-        x = tl.where(mark != 0, tl.where(x < 0, x * repetition, tl.div_rn(x, repetition)), x)
-        count = mark & (PROMPT - 1)
-        x -= frequency * count.to(tl.float32)
-        x = tl.where(count > 0, x - presence, x)
-        x = tl.where(mark >= BANNED, -float("inf"), x)
-    return given, x
-
-
-@triton.jit
-def _distance(scores, best, temperature):
-    """Return how far scores are below the best, in temperatures from 0 to infinity, and its bits, which sort alike."""
-    distance = tl.where(scores == best, 0.0, (best - scores) / temperature)
-    return distance, distance.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _weight(distance):
-    return (tl.exp(-distance) * _UNIT).to(tl.int64)
-
-
-@triton.jit
-def _bucket(distance, near):
-    """Return the bucket of a distance with the bits `near`; it never falls as the distance grows."""
-    even = (tl.minimum(distance, _EVEN_LIMIT) / _EVEN_WIDTH).to(tl.int32)
-    return tl.where(distance < _EVEN_LIMIT, even, _EVEN_BUCKETS + (near >> 20) - _FIRST_OCTAVE)
-
-
-@triton.jit
-def _least_bits(bucket):
-    """Return the bits of the smallest distance of a bucket."""
-    even = (bucket.to(tl.float32) * _EVEN_WIDTH).to(tl.int32, bitcast=True)
-    return tl.where(bucket < _EVEN_BUCKETS, even, (bucket - _EVEN_BUCKETS + _FIRST_OCTAVE) << 20)
-
-
-@triton.jit
-def _limits(rule, vocab):
-    """Return whether top_k and top_p drop any token, and the bits of the largest distance that min_p keeps."""
-    top_k, min_p = tl.load(rule + 6), _real(rule, 2)
-    max_bits = tl.full([], _INFINITY_BITS, tl.int32)
-    if min_p > 0:
-        max_bits = (-tl.log(tl.minimum(min_p, 1.0)) + 0.0).to(tl.int32, bitcast=True)
-    return (top_k > 0) & (top_k < vocab), _real(rule, 1) < 1, max_bits
-
-
-@triton.jit
-def _best(bests, tokens, TILES: tl.constexpr, TILES_PAD: tl.constexpr):
-    """Return the row's best score, the first token that has it, and whether the row can sample at all."""
-    t = tl.arange(0, TILES_PAD)
-    at = tl.program_id(0) * TILES + t
-    here = tl.load(bests + at, mask=t < TILES, other=-float("inf"))
-    token = tl.load(tokens + at, mask=t < TILES, other=0)
-    best = tl.max(here, 0)
-    is_sound = (tl.min(token, 0) >= 0) & (best > -float("inf")) & (best < float("inf"))
-    first = tl.min(tl.where(here == best, t, TILES_PAD), 0)
-    return best, tl.sum(tl.where(t == first, token, 0), 0), is_sound
 
 
 @triton.jit
@@ -132,20 +53,20 @@ def scan_tiles(
     The token is -1 if a logit or score of the tile is NaN or a logit is infinite.
     """
     index, tile = tl.program_id(0), tl.program_id(1)
-    rule, row = _row(logits, rules, marks, biases, vocab, stride)
+    rule, row = row_of(logits, rules, marks, biases, vocab, stride)
     ids = tile * COLUMNS + tl.arange(0, COLUMNS)
-    given, scores = _scores(row, ids, vocab)
+    given, scores = scores_of(row, ids, vocab)
     best = tl.max(scores, 0)
     token = tl.min(tl.where(scores == best, ids, vocab), 0)
     is_bad = (given != given) | (scores != scores) | (given == float("inf"))
     at = index * TILES + tile
     tl.store(bests + at, best)
-    tl.store(tokens + at, tl.where(tl.sum(is_bad.to(tl.int32), 0) > 0, _FAILED, token))
-    temperature = _real(rule, 0)
+    tl.store(tokens + at, tl.where(tl.sum(is_bad.to(tl.int32), 0) > 0, FAILED, token))
+    temperature = real(rule, 0)
     if temperature > 0:
-        distance, _ = _distance(scores, best, temperature)
-        tl.store(weights + at, tl.sum(_weight(distance), 0))
-        is_k, is_p, _ = _limits(rule, vocab)
+        distance, _ = distance_of(scores, best, temperature)
+        tl.store(weights + at, tl.sum(weight_of(distance), 0))
+        is_k, is_p, _ = limits_of(rule, vocab)
         if is_k | is_p:
             b = tile * CLEARED + tl.arange(0, CLEARED)
             tl.store(counts + index * BUCKETS + b, tl.zeros([CLEARED], tl.int32), mask=b < BUCKETS)
@@ -161,22 +82,22 @@ def count_buckets(
 ):  # fmt: skip
     """Grid [rows, tiles]. Pass 2: the tokens of each bucket for top_k, their weight for top_p."""
     index = tl.program_id(0)
-    rule, row = _row(logits, rules, marks, biases, vocab, stride)
-    temperature = _real(rule, 0)
-    is_k, is_p, max_bits = _limits(rule, vocab)
+    rule, row = row_of(logits, rules, marks, biases, vocab, stride)
+    temperature = real(rule, 0)
+    is_k, is_p, max_bits = limits_of(rule, vocab)
     if (is_k | is_p) & (temperature > 0):
-        best, _token, is_sound = _best(bests, tokens, TILES, TILES_PAD)
+        best, _token, is_sound = best_of(bests, tokens, TILES, TILES_PAD)
         if is_sound:
             ids = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-            _given, scores = _scores(row, ids, vocab)
-            distance, near = _distance(scores, best, temperature)
+            _given, scores = scores_of(row, ids, vocab)
+            distance, near = distance_of(scores, best, temperature)
             # Tokens at an infinite distance weigh nothing, so they may stay whatever their number.
-            kept = (near <= max_bits) & (near < _INFINITY_BITS)
-            at = index * BUCKETS + tl.where(kept, _bucket(distance, near), 0)
+            kept = (near <= max_bits) & (near < INFINITY_BITS)
+            at = index * BUCKETS + tl.where(kept, bucket_of(distance, near), 0)
             if is_k:
                 tl.atomic_add(counts + at, 1, mask=kept, sem="relaxed")
             if is_p:
-                weight = _weight(distance)
+                weight = weight_of(distance)
                 tl.atomic_add(masses + at, weight, mask=kept & (weight > 0), sem="relaxed")
 
 
@@ -185,8 +106,8 @@ def bound_limits(bounds, counts, masses, rules, vocab, BUCKETS: tl.constexpr, FI
     """Grid [rows]. Find the buckets in which the limits lie; BUCKETS where there is no limit."""
     index = tl.program_id(0)
     rule = rules + index * NUM_RULE_COLUMNS
-    is_k, is_p, _ = _limits(rule, vocab)
-    if (is_k | is_p) & (_real(rule, 0) > 0):
+    is_k, is_p, _ = limits_of(rule, vocab)
+    if (is_k | is_p) & (real(rule, 0) > 0):
         b = tl.arange(0, BUCKETS)
         of_k = tl.full([], BUCKETS, tl.int32)
         nearer = tl.full([], 0, tl.int32)
@@ -198,7 +119,7 @@ def bound_limits(bounds, counts, masses, rules, vocab, BUCKETS: tl.constexpr, FI
         below_k, below_p = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
         if is_p:
             mass = tl.load(masses + index * BUCKETS + b)
-            through, top_p = tl.cumsum(mass, 0).to(tl.float64), _real(rule, 1).to(tl.float64)
+            through, top_p = tl.cumsum(mass, 0).to(tl.float64), real(rule, 1).to(tl.float64)
             # top_k keeps between all and none of its own bucket.
             below_k = tl.sum(tl.where(b < of_k, mass, 0), 0)
             most = tl.sum(tl.where(b <= of_k, mass, 0), 0)
@@ -222,21 +143,21 @@ def collect_candidates(
 ):  # fmt: skip
     """Grid [rows, tiles]. Pass 3: a tile's weight that limits surely keep; distances and ids of doubtful tokens."""
     index, tile = tl.program_id(0), tl.program_id(1)
-    rule, row = _row(logits, rules, marks, biases, vocab, stride)
-    temperature = _real(rule, 0)
-    is_k, is_p, max_bits = _limits(rule, vocab)
+    rule, row = row_of(logits, rules, marks, biases, vocab, stride)
+    temperature = real(rule, 0)
+    is_k, is_p, max_bits = limits_of(rule, vocab)
     is_limited = is_k | is_p
-    if (is_limited | (max_bits < _INFINITY_BITS)) & (temperature > 0):
-        best, _token, is_sound = _best(bests, tokens, TILES, TILES_PAD)
+    if (is_limited | (max_bits < INFINITY_BITS)) & (temperature > 0):
+        best, _token, is_sound = best_of(bests, tokens, TILES, TILES_PAD)
         if is_sound:
             ids = tile * COLUMNS + tl.arange(0, COLUMNS)
-            _given, scores = _scores(row, ids, vocab)
-            distance, near = _distance(scores, best, temperature)
-            sure = (near <= max_bits) & (near < _INFINITY_BITS)
+            _given, scores = scores_of(row, ids, vocab)
+            distance, near = distance_of(scores, best, temperature)
+            sure = (near <= max_bits) & (near < INFINITY_BITS)
             if is_limited:
                 of_k = tl.load(bounds + index * FIELDS)
                 first, last = tl.load(bounds + index * FIELDS + 1), tl.load(bounds + index * FIELDS + 2)
-                bucket = _bucket(distance, near)
+                bucket = bucket_of(distance, near)
                 is_candidate = sure & ((bucket == of_k) | ((bucket >= first) & (bucket <= last)))
                 sure = sure & (bucket < tl.minimum(first, of_k))
                 chosen = is_candidate.to(tl.int32)
@@ -247,167 +168,4 @@ def collect_candidates(
                     is_stored = is_candidate & (slot < CAPACITY)
                     tl.store(to, near, mask=is_stored)
                     tl.store(to + 1, ids, mask=is_stored)
-            tl.store(weights + index * TILES + tile, tl.sum(tl.where(sure, _weight(distance), 0), 0))
-
-
-@triton.jit
-def _amount_between(
-    row, best, temperature, candidates, count, low, high, vocab,
-    COLUMNS: tl.constexpr, COLLECTED: tl.constexpr, WEIGHED: tl.constexpr,
-):  # fmt: skip
-    """Return how many tokens, or how much weight, have `low` <= bits < `high`, among the candidates or all logits."""
-    amounts = tl.zeros([COLUMNS], tl.int64)
-    i = tl.arange(0, COLUMNS)
-    for start in range(0, count if COLLECTED else vocab, COLUMNS):
-        if COLLECTED:
-            near = tl.load(candidates + 2 * (start + i), mask=start + i < count, other=_INFINITY_BITS)
-        else:
-            _given, scores = _scores(row, start + i, vocab)
-            _, near = _distance(scores, best, temperature)
-        amount = _weight(near.to(tl.float32, bitcast=True)) if WEIGHED else tl.full([COLUMNS], 1, tl.int64)
-        amounts += tl.where((near >= low) & (near < high), amount, 0)
-    return tl.sum(amounts, 0)
-
-
-@triton.jit
-def _limit(
-    row, best, temperature, candidates, count, least, most, base, wanted, vocab,
-    COLUMNS: tl.constexpr, COLLECTED: tl.constexpr, WEIGHED: tl.constexpr,
-):  # fmt: skip
-    """Return the largest bits from `least` to `most` such that less than `wanted` is nearer; `base` is below `least`."""
-    low, high = least, most
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        given = row, best, temperature, candidates, count, least, middle, vocab
-        if (base + _amount_between(*given, COLUMNS, COLLECTED, WEIGHED)).to(tl.float64) < wanted:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit
-def _exact_limit(
-    row, best, temperature, rule, candidates, count, bounds, vocab, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr,
-    COLLECTED: tl.constexpr,
-):  # fmt: skip
-    """Return the bits of the largest distance that min_p, top_k and top_p keep."""
-    is_k, is_p, max_bits = _limits(rule, vocab)
-    of_k, first, last = (
-        tl.load(bounds).to(tl.int32),
-        tl.load(bounds + 1).to(tl.int32),
-        tl.load(bounds + 2).to(tl.int32),
-    )
-    below_k, below_p = tl.load(bounds + 4), tl.load(bounds + 5)
-    given = row, best, temperature, candidates, count
-    kept = below_k
-    if is_k & (of_k < BUCKETS):
-        least, wanted = _least_bits(of_k), (tl.load(rule + 6).to(tl.int64) - tl.load(bounds + 3)).to(tl.float64)
-        most, none = tl.minimum(max_bits, _least_bits(of_k + 1) - 1), tl.full([], 0, tl.int64)
-        max_bits = _limit(*given, least, most, none, wanted, vocab, COLUMNS, COLLECTED, False)
-        if is_p:
-            kept += _amount_between(*given, least, max_bits + 1, vocab, COLUMNS, COLLECTED, True)
-    if is_p:
-        wanted, most = kept.to(tl.float64) * _real(rule, 1), tl.minimum(max_bits, _least_bits(last + 1) - 1)
-        max_bits = _limit(*given, _least_bits(first), most, below_p, wanted, vocab, COLUMNS, COLLECTED, True)
-    return max_bits
-
-
-@triton.jit
-def _add_kept(
-    weights, row, best, temperature, candidates, count, max_bits, vocab,
-    COLUMNS: tl.constexpr, TILES: tl.constexpr, COLLECTED: tl.constexpr,
-):  # fmt: skip
-    """Add the kept candidates to the weights of their tiles, or compute the tiles' weights from the logits."""
-    i = tl.arange(0, COLUMNS)
-    if COLLECTED:
-        for start in range(0, count, COLUMNS):
-            inside = start + i < count
-            near = tl.load(candidates + 2 * (start + i), mask=inside, other=_INFINITY_BITS)
-            tile = tl.load(candidates + 2 * (start + i) + 1, mask=inside, other=0) // COLUMNS
-            weight = _weight(near.to(tl.float32, bitcast=True))
-            tl.atomic_add(weights + tile, weight, mask=inside & (near <= max_bits) & (weight > 0), sem="relaxed")
-    else:
-        for tile in range(TILES):
-            _given, scores = _scores(row, tile * COLUMNS + i, vocab)
-            distance, near = _distance(scores, best, temperature)
-            tl.store(weights + tile, tl.sum(tl.where(near <= max_bits, _weight(distance), 0), 0))
-    # Other threads of this program read the sums.
-    tl.debug_barrier()
-
-
-@triton.jit
-def _uniform(rule):
-    """Return the row's random number in [0, 1): 53 of the 64 bits of Philox, as a fraction of 1."""
-    seed = tl.load(rule + 9).to(tl.uint32, bitcast=True), tl.load(rule + 10).to(tl.uint32, bitcast=True)
-    position, choice = tl.load(rule + 8).to(tl.uint32, bitcast=True), tl.load(rule + 7).to(tl.uint32, bitcast=True)
-    zero = tl.full([], 0, tl.uint32)
-    low, high, _, _ = tl.philox_impl(position, choice, zero, zero, seed[0], seed[1], 10)
-    bits = ((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> 11
-    return bits.to(tl.float64) * 1.1102230246251565e-16
-
-
-@triton.jit
-def _token_of(
-    row, best, temperature, max_bits, shares, uniform, vocab, COLUMNS: tl.constexpr, TILES_PAD: tl.constexpr
-):
-    """Return the first token, by id, at which the cumulative weight exceeds the share `uniform` of all kept weight.
-
-    shares: [TILES_PAD], the kept weight of each tile.
-    """
-    t = tl.arange(0, TILES_PAD)
-    target = uniform * tl.sum(shares, 0)
-    reached = (tl.cumsum(shares, 0) > target) & (shares > 0)
-    # Rounding may put the target past the last weight; then the last token with any weight is chosen.
-    tile = tl.minimum(
-        tl.min(tl.where(reached, t, TILES_PAD), 0),
-        tl.max(tl.where(shares > 0, t, 0), 0),
-    )
-    before = tl.sum(tl.where(t < tile, shares, 0.0), 0)
-    ids = tile * COLUMNS + tl.arange(0, COLUMNS)
-    _given, scores = _scores(row, ids, vocab)
-    distance, near = _distance(scores, best, temperature)
-    weights = tl.where((near <= max_bits) & (ids < vocab), _weight(distance), 0)
-    reached = (before + tl.cumsum(weights, 0).to(tl.float64) > target) & (weights > 0)
-    first = tl.min(tl.where(reached, ids, vocab), 0)
-    return tl.minimum(first, tl.max(tl.where(weights > 0, ids, 0), 0))
-
-
-@triton.jit
-def draw_tokens(
-    chosen, candidates, found, weights, bounds, bests, tokens, logits, rules, marks, biases, vocab, stride,
-    COLUMNS: tl.constexpr, BUCKETS: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr,
-    CAPACITY: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """Grid [rows]. Choose a tile by its weight, then a token of it."""
-    index = tl.program_id(0)
-    rule, row = _row(logits, rules, marks, biases, vocab, stride)
-    temperature = _real(rule, 0)
-    best, token, is_sound = _best(bests, tokens, TILES, TILES_PAD)
-    if is_sound & (temperature > 0):
-        is_k, is_p, max_bits = _limits(rule, vocab)
-        mine = weights + index * TILES
-        is_limited, is_filtered = is_k | is_p, is_k | is_p | (max_bits < _INFINITY_BITS)
-        if is_limited:
-            count = tl.load(found + index)
-            own = candidates + index.to(tl.int64) * CAPACITY * 2
-            bound = bounds + index * FIELDS
-            if count <= CAPACITY:
-                max_bits = _exact_limit(
-                    row, best, temperature, rule, own, count, bound, vocab, COLUMNS, BUCKETS, True
-                )
-                _add_kept(mine, row, best, temperature, own, count, max_bits, vocab, COLUMNS, TILES, True)
-            else:
-                max_bits = _exact_limit(
-                    row, best, temperature, rule, own, count, bound, vocab, COLUMNS, BUCKETS, False
-                )
-                _add_kept(mine, row, best, temperature, own, count, max_bits, vocab, COLUMNS, TILES, False)
-        t = tl.arange(0, TILES_PAD)
-        # Atomic additions bypass the first cache.
-        shares = tl.load(mine + t, mask=t < TILES, other=0, cache_modifier=".cg").to(tl.float64)
-        if is_filtered == 0:
-            here = tl.load(bests + index * TILES + t, mask=t < TILES, other=-float("inf"))
-            distance, _ = _distance(here, best, temperature)
-            shares *= tl.exp(-distance).to(tl.float64)
-        token = _token_of(row, best, temperature, max_bits, shares, _uniform(rule), vocab, COLUMNS, TILES_PAD)
-    tl.store(chosen + index, tl.where(is_sound, token, _FAILED))
+            tl.store(weights + index * TILES + tile, tl.sum(tl.where(sure, weight_of(distance), 0), 0))

@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.kernels.triton.layers import activate_quantised, add_norm_quantised
 from penstock.kernels.triton.products import (
     GROUP,
+    library_multiplies,
+    multiply_by_library,
     multiply_int4,
     multiply_scaled,
     pack_int4,
     pair_scales,
     quantise_vectors,
 )
+from penstock.kernels.triton.quantising import QuantisedRows
 
 SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Formats with one scale per weight row. Their activations are quantized with one scale per token."""
@@ -52,9 +57,23 @@ class ScaledLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in]; returns [num_tokens, out]."""
-        q, scales = quantise_vectors(x.contiguous(), self.weight.dtype)
-        product = multiply_scaled(q, scales, self.weight, self.scales, x.dtype)
+        return self.of_quantised(quantise_vectors(x.contiguous(), self.weight.dtype), x.dtype)
+
+    def of_quantised(self, rows: QuantisedRows, dtype: torch.dtype) -> Tensor:
+        """Multiply rows that a kernel has quantized to the weight's dtype; returns [num_tokens, out] in `dtype`."""
+        multiply = multiply_by_library if library_multiplies(rows.q, self.weight, dtype) else multiply_scaled
+        product = multiply(*rows, self.weight, self.scales, dtype)
         return product if self.bias is None else product + self.bias
+
+    def of_normed(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
+        """Multiply the norm of `residual` plus `delta`, which is added in place."""
+        given, centred = (norm.weight, norm.bias, norm.eps), norm.bias is not None
+        rows = add_norm_quantised(residual, delta, *given, self.weight.dtype, centred=centred)
+        return self.of_quantised(rows, norm.weight.dtype)
+
+    def of_activated(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
+        """Multiply what `gate_mul` makes of x if gated, else what `activate` makes of it."""
+        return self.of_quantised(activate_quantised(x, activation, self.weight.dtype, gated=gated), x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +108,15 @@ def linear_of(quantization: str) -> Callable[[Tensor, Tensor | None], KeptLinear
     if quantization == "int4":
         return Int4Linear.of
     return lambda weight, bias: ScaledLinear.of(weight, bias, SCALED[quantization])
+
+
+def head_of(quantization: str) -> Callable[[Tensor], KeptLinear]:
+    """Return the constructor of the head, [vocab, hidden]: float8 if the layers are quantized to float8, else plain.
+
+    Each decode step reads the whole head, so it counts like a layer's matrices.
+    """
+    name = quantization if quantization == "fp8" else "none"
+    return lambda weight: linear_of(name)(weight, None)
 
 
 def can_pack_int4(*widths: int) -> bool:

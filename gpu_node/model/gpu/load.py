@@ -20,7 +20,7 @@ from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import MIN_COMPUTE_CAPABILITY, Device
 from penstock.gpu_node.model.gpu.graphs import bucket_sizes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
-from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4
+from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, head_of
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.profile import bytes_left, peak_bytes, run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
@@ -51,7 +51,8 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     # A separate Device has its own side stream, because the KV pool's one copies in the other direction.
     stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))
     gather = stream if options.cpu_offload_gib else tuple
-    weights = load_weights(tensors, spec, _DTYPES[name], report, device.torch, keep, gather)
+    head = head_of(options.quantization)
+    weights = load_weights(tensors, spec, _DTYPES[name], report, device.torch, keep, gather, head)
     weight_bytes = device.allocated_bytes()
     decoder = GpuDecoder(spec, weights, described.max_model_len)
     adapters = GpuAdapters(spec, options.num_adapter_slots, options.max_lora_rank, _DTYPES[name], device.torch)

@@ -33,7 +33,9 @@ def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_sam
         query_starts=torch.from_numpy(starts).to(device),
         context_lens=torch.from_numpy(counts).to(device),
         decoding=ints(0),
-        tiles=torch.from_numpy(prefill_tiles(starts, np.arange(len(counts), dtype=np.int32))).to(device),
+        tiles=torch.from_numpy(prefill_tiles(starts, np.arange(len(counts), dtype=np.int32), decoder.query_rows)).to(
+            device
+        ),
         sampling=ints(num_samples),
         rules=ints(num_samples, len(RULE_COLUMNS)),
         adapter_tiles=ints(0, 3),

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
@@ -24,6 +25,11 @@ def plain_linear(stored: StoredLinear, convert: Convert) -> PlainLinear:
     return PlainLinear(convert(stored.weights), convert(stored.biases) if stored.biases else None)
 
 
+def plain_head(weight: Tensor) -> PlainLinear:
+    """Keep the head in the decoder's dtype."""
+    return PlainLinear(weight, None)
+
+
 def load_weights(
     tensors: DecoderTensors,
     spec: ModelSpec,
@@ -32,11 +38,12 @@ def load_weights(
     device: torch.device,
     linear: MakeLinear = plain_linear,
     gather: Callable[[Iterator[LayerWeights]], Iterable[LayerWeights]] = tuple,
+    head: Callable[[Tensor], Product] = plain_head,
 ) -> DecoderWeights:
     """Read, fuse and convert a checkpoint layer by layer onto a device.
 
-    linear: makes the layers' matrices; embedding and head are always in `dtype`. gather: collects the layers as they
-    are read. Raises ConfigError that names a missing tensor or one with another shape.
+    linear: makes the layers' matrices; head: makes the head of its weight in `dtype`, [vocab, hidden]; the embedding is
+    always in `dtype`. gather: collects the layers as they are read. Raises ConfigError that names a missing tensor or one with another shape.
     """
     convert = Converter(dtype, device)
     embedding = convert.tensor(tensors.embedding())
@@ -52,5 +59,5 @@ def load_weights(
         embedding=partial(functional.embedding, weight=embedding),
         layers=gather(layers()),
         final_norm=read_norm(tensors.final_norm(), convert, spec.norm_eps),
-        head=PlainLinear(embedding if spec.tied_head else convert.tensor(tensors.head()), None),
+        head=head(embedding if spec.tied_head else convert.tensor(tensors.head())),
     )

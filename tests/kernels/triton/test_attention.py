@@ -78,16 +78,12 @@ def test_queries_in_bfloat16_over_a_cache_in_float8_lose_no_more_than_their_own_
 def test_tiles_of_any_number_of_queries_give_the_same(rows: int, device: torch.device) -> None:
     torch.manual_seed(0)
     counts, contexts = [200, 3], [230, 3]
-    scene = make_scene(
-        counts, contexts, block_size=64, num_heads=2, head_dim=16, dtype=torch.float16, device=device
-    )
+    scene = make_scene(counts, contexts, block_size=64, num_heads=2, head_dim=16, dtype=torch.float16, device=device)
     q = torch.randn(sum(counts), 4, 16, device=device).half()
     tiles = prefill_tiles(scene.query_starts.cpu().numpy(), np.arange(2, dtype=np.int32), rows)
     assert len(tiles) == -(-200 // rows) + 1
     got = torch.empty_like(q)
-    prefill_attention(
-        *(got, q, scene.cache, *scene.tables, torch.from_numpy(tiles).to(device)), scale=0.25, rows=rows
-    )
+    prefill_attention(*(got, q, scene.cache, *scene.tables, torch.from_numpy(tiles).to(device)), scale=0.25, rows=rows)
     want = reference.paged_attention(q, scene.cache, *scene.tables, scale=0.25)
     torch.testing.assert_close(got, want, atol=3e-3, rtol=3e-3)
 
