@@ -224,7 +224,11 @@ def decode_attention(
     """
     num_rows, num_heads, head_dim = len(seqs), q.shape[1], q.shape[2]
     num_kv_heads, group = cache.k.shape[0], num_heads // cache.k.shape[0]
-    launch = launch or attention_launch("decode_attention", head_dim, group, q.dtype, q.device)
+    if launch is None:
+        launch = attention_launch("decode_attention", head_dim, group, q.dtype, q.device)
+        if cache.k.dtype.itemsize == 1:
+            # Converted numbers take registers: of 64 tokens at once, only two programs fit on a multiprocessor of sm_90.
+            launch = launch._replace(tile=min(launch.tile, 32))
     shape = (num_rows, num_heads, splits) if splits > 1 else (0,)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(shape, dtype=torch.float32, device=q.device)

@@ -116,7 +116,7 @@ def add_norm_quantised(
     centred: bool,
 ) -> QuantisedRows:
     """Return `quantise_vectors` of the norm in one pass: `add_layer_norm` if centred, else `add_rms_norm`."""
-    rows = QuantisedRows.empty(*residual.shape, dtype, residual.device)
+    rows = QuantisedRows.empty(residual.shape[0], residual.shape[1], dtype, residual.device)
     _launch_norm(rows, residual, delta, (weight, bias, eps), centred=centred, most=QUANTISED_MAX[dtype])
     return rows
 

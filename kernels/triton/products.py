@@ -211,7 +211,7 @@ def _multiply_few_int4(
 
 def quantise_vectors(x: Tensor, dtype: torch.dtype) -> QuantisedRows:
     """As `kernels.reference.attention.quantise_vectors` for x: [rows, size]; rows must be contiguous."""
-    rows = QuantisedRows.empty(*x.shape, dtype, x.device)
+    rows = QuantisedRows.empty(x.shape[0], x.shape[1], dtype, x.device)
     size_pad = padded(x.shape[1])
     options = {"SIZE_PAD": size_pad, "MOST": QUANTISED_MAX[dtype], "num_warps": warps_for(size_pad)}
     _quantise[(len(x),)](*rows, x, x.shape[1], **options)
@@ -243,8 +243,7 @@ def multiply_by_library(
     q: Tensor, q_scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """As `multiply_scaled`, by torch's product with row-wise scales; float8 only."""
-    scales = {"scale_a": q_scales[:, None], "scale_b": weight_scales[None, :]}
-    return torch._scaled_mm(q, weight.t(), **scales, out_dtype=dtype)
+    return torch._scaled_mm(q, weight.t(), q_scales[:, None], weight_scales[None, :], out_dtype=dtype)
 
 
 def multiply_int4(x: Tensor, packed: Tensor, pairs: Tensor) -> Tensor:

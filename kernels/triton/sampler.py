@@ -16,16 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.triton import sampling_passes as passes
+from penstock.kernels.triton import sampling_rows
 from penstock.kernels.triton.launches import padded
 from penstock.kernels.triton.sampling_draw import draw_tokens
 from penstock.kernels.triton.sampling_rows import BANNED, PROMPT
 
-RULE_COLUMNS = (
-    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("top_k", "choice", "position", "seed_low", "seed_high", "marks"),
-)
-"""The fields of a row's rule, 32 bits each; the first six are floats. `marks` is the row of `Marks`, or -1."""
-
+RULE_COLUMNS = sampling_rows.RULE_COLUMNS
 _MAX_COLUMNS = 4096
 _MARKS_AT_ONCE = 256
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NUM_RULE_COLUMNS = tl.constexpr(12)
+RULE_COLUMNS = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("top_k", "choice", "position", "seed_low", "seed_high", "marks"),
+)
+"""The fields of a row's rule, 32 bits each; the first six are floats. `marks` is the row of `Marks`, or -1."""
+
+NUM_RULE_COLUMNS = tl.constexpr(len(RULE_COLUMNS))
 PROMPT, BANNED = tl.constexpr(1 << 29), tl.constexpr(1 << 30)
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -13,7 +19,7 @@ FAILED = tl.constexpr(-1)
 _UNIT = tl.constexpr(float(1 << 40))
 _EVEN_BUCKETS = tl.constexpr(1024)
 _EVEN_LIMIT = tl.constexpr(16.0)
-_EVEN_WIDTH = tl.constexpr(1 / 64)
+_EVEN_PER_UNIT = tl.constexpr(64.0)
 _FIRST_OCTAVE = tl.constexpr(0x41800000 >> 20)
 """16.0, with three bits of its mantissa."""
 
@@ -69,14 +75,15 @@ def weight_of(distance):
 @triton.jit
 def bucket_of(distance, near):
     """Return the bucket of a distance with the bits `near`; it never falls as the distance grows."""
-    even = (tl.minimum(distance, _EVEN_LIMIT) / _EVEN_WIDTH).to(tl.int32)
+    # A product with a power of two is exact, so `least_bits` gives the same edges.
+    even = (tl.minimum(distance, _EVEN_LIMIT) * _EVEN_PER_UNIT).to(tl.int32)
     return tl.where(distance < _EVEN_LIMIT, even, _EVEN_BUCKETS + (near >> 20) - _FIRST_OCTAVE)
 
 
 @triton.jit
 def least_bits(bucket):
     """Return the bits of the smallest distance of a bucket."""
-    even = (bucket.to(tl.float32) * _EVEN_WIDTH).to(tl.int32, bitcast=True)
+    even = (bucket.to(tl.float32) * (1 / _EVEN_PER_UNIT)).to(tl.int32, bitcast=True)
     return tl.where(bucket < _EVEN_BUCKETS, even, (bucket - _EVEN_BUCKETS + _FIRST_OCTAVE) << 20)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.launches import prefill_rows
 from penstock.kernels.triton.layers import activate, add_layer_norm, add_rms_norm, gate_mul, rotate_and_store
 from penstock.kernels.triton.prefill_attention import prefill_attention
+
+_Matrix: TypeAlias = tuple[int, MatrixName, Product]
+"""A layer, the name of one of its matrices, and the matrix."""
 
 
 class GpuDecoder:
@@ -97,12 +102,7 @@ class GpuDecoder:
         return out
 
     def _normed_product(
-        self,
-        residual: Tensor,
-        delta: Tensor | None,
-        norm: Norm,
-        matrix: tuple[int, MatrixName, Product],
-        adapted: AdaptedRows,
+        self, residual: Tensor, delta: Tensor | None, norm: Norm, matrix: _Matrix, adapted: AdaptedRows
     ) -> tuple[Tensor | None, Tensor]:
         """Add `delta` to `residual`; return its norm, or None where nothing else reads it, and the norm's product."""
         at, name, product = matrix
@@ -125,7 +125,7 @@ class GpuDecoder:
         Without a parallel residual, the attention output is added to `residual` in place.
         """
         if not self.spec.parallel_residual:
-            matrix = at, "mlp_in", layer.mlp_in
+            matrix: _Matrix = at, "mlp_in", layer.mlp_in
             _, inner = self._normed_product(residual, attended, layer.mlp_norm, matrix, adapted)
             return self._mlp(inner, at, layer, adapted)
         if normed is None or layer.mlp_norm is not layer.attention_norm:

@@ -42,8 +42,9 @@ def load_weights(
 ) -> DecoderWeights:
     """Read, fuse and convert a checkpoint layer by layer onto a device.
 
-    linear: makes the layers' matrices; head: makes the head of its weight in `dtype`, [vocab, hidden]; the embedding is
-    always in `dtype`. gather: collects the layers as they are read. Raises ConfigError that names a missing tensor or one with another shape.
+    linear: makes the layers' matrices; gather: collects the layers as they are read; head: makes the head of its weight
+    in `dtype`, [vocab, hidden]. The embedding is always in `dtype`. Raises ConfigError that names a missing tensor or
+    one with another shape.
     """
     convert = Converter(dtype, device)
     embedding = convert.tensor(tensors.embedding())
