@@ -97,7 +97,7 @@ def rotate_and_store(num_tokens: int, heads: Heads) -> Cost:
 
 
 def add_norm(num_tokens: int, hidden: int, *, itemsize: int = 2, added: bool = True, quantised: bool = False) -> Cost:
-    """Add to the float32 residual stream and norm it, into 8 bits and a scale if quantised."""
+    """Add to the float32 residual stream and norm it. `quantised`: the norm is stored in 8 bits, with a scale."""
     size = num_tokens * hidden
     read = size * (_REAL + added * itemsize) + hidden * itemsize
     out = size + num_tokens * _REAL if quantised else size * itemsize
@@ -105,7 +105,7 @@ def add_norm(num_tokens: int, hidden: int, *, itemsize: int = 2, added: bool = T
 
 
 def activation(num_tokens: int, inner: int, *, itemsize: int = 2, gated: bool = True, quantised: bool = False) -> Cost:
-    """Activate, and multiply by the gate's partner if gated."""
+    """Activate, and multiply by the gate's partner if gated. `quantised`: as in `add_norm`."""
     size = num_tokens * inner
     out = size + num_tokens * _REAL if quantised else size * itemsize
     return Cost((1 + gated) * size * itemsize, out, 8 * size)

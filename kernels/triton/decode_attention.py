@@ -227,7 +227,7 @@ def decode_attention(
     if launch is None:
         launch = attention_launch("decode_attention", head_dim, group, q.dtype, q.device)
         if cache.k.dtype.itemsize == 1:
-            # Converted numbers take registers: of 64 tokens at once, only two programs fit on a multiprocessor of sm_90.
+            # Converted numbers take registers: of 64 tokens at once, only two programs fit on a multiprocessor.
             launch = launch._replace(tile=min(launch.tile, 32))
     shape = (num_rows, num_heads, splits) if splits > 1 else (0,)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
@@ -246,7 +246,7 @@ def decode_attention(
     )
     if splits > 1:
         _merge[(num_rows, num_heads)](
-            out, partial, weight, context_lens, query_starts, seqs, **cut, **head, num_warps=2
+            out, partial, weight, context_lens, query_starts, seqs, **cut, **head, num_warps=max(2, splits // 8)
         )
 
 

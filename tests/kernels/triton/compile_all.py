@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton import launches, layers, products
 from penstock.kernels.triton.blocks import copy_blocks
-from penstock.kernels.triton.decode_attention import decode_attention
+from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
 from penstock.kernels.triton.lora import add_lora
 from penstock.kernels.triton.prefill_attention import prefill_attention
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
@@ -90,6 +90,7 @@ def compile_doors(capability: int) -> None:
         _attend(decode_attention, _cache(kept), _ints(4), 8)
         _attend(prefill_attention, _cache(kept), _ints(4, 2))
     ruled: dict[str, Any] = {"window": 512, "biases": _empty(32, 512, dtype=torch.float32)}
+    _attend(decode_attention, _cache(), _ints(4), MAX_SPLITS)
     _attend(decode_attention, _cache(), _ints(4), 1, **ruled)
     _attend(prefill_attention, _cache(), _ints(4, 2), **ruled)
     for wide in (_cache(head_dim=256), _cache(torch.float32, head_dim=256), _cache(block_size=64), _cache(head_dim=64)):
