@@ -32,12 +32,12 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(num_rows: int) -> _Tiles:
-    """Return the tile sizes: few rows need many programs that read weights, many rows need reuse."""
-    if num_rows <= FEW_ROWS:
-        return _Tiles(16, 64, 128, 4, 4)
+    """Return the tile sizes of products with more than FEW_ROWS rows: the more rows, the more reuse."""
     return _Tiles(64, 64, 128, 4, 3) if num_rows <= MEDIUM_ROWS else _Tiles(128, 128, 64, 8, 3)
 
 
+_FEW_BYTES = _Tiles(16, 32, 256, 4, 5)
+"""Tiles of int8 and float8 with few rows: a program per 32 outputs fills a GPU, with 32 KiB of weights on their way."""
 _COLUMNS_OF_BYTES = 128
 """Columns of large tiles of int8 and float8. Hopper sums float8 products of one tile with 14 bits, then adds the sum in
 float32, as often as DeepSeek-V3 does (arXiv:2412.19437, section 3.3.2)."""
@@ -51,7 +51,7 @@ class _FewTiles(NamedTuple):
     OUTPUTS: int = 32
     GROUPS: int = 8
     num_warps: int = 2
-    num_stages: int = 3
+    num_stages: int = 6
 
 
 _OFFSETS = {torch.bfloat16: 128.0, torch.float16: 1024.0}
@@ -222,7 +222,7 @@ def multiply_scaled(q: Tensor, q_scales: Tensor, weight: Tensor, weight_scales: 
     """As `kernels.reference.products.multiply_scaled`; float8 needs Ada or later."""
     (num_rows, num_columns), num_outputs = q.shape, len(weight)
     out = torch.empty(num_rows, num_outputs, dtype=dtype, device=q.device)
-    tiles = _tiles(num_rows)._replace(COLUMNS=_COLUMNS_OF_BYTES)
+    tiles = _FEW_BYTES if num_rows <= FEW_ROWS else _tiles(num_rows)._replace(COLUMNS=_COLUMNS_OF_BYTES)
     _multiply_scaled[_grid(tiles, num_rows, num_outputs)](
         *(out, q, q_scales, weight, weight_scales, num_rows, num_outputs, num_columns),
         SUM=tl.int32 if q.dtype == torch.int8 else tl.float32,
@@ -254,14 +254,13 @@ def multiply_int4(x: Tensor, packed: Tensor, pairs: Tensor) -> Tensor:
     (num_rows, num_columns), num_outputs = x.shape, len(packed)
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     given = out, x, packed, pairs, num_rows, num_outputs, num_columns
-    if num_rows <= FEW_ROWS:
+    # Larger tiles of float32 do not fit into registers.
+    if num_rows <= FEW_ROWS or x.dtype == torch.float32:
         tiles = _FewTiles(8 if num_rows <= 8 else 16, _OFFSETS.get(x.dtype, 0.0))
         grid = triton.cdiv(num_rows, tiles.ROWS), triton.cdiv(num_outputs, tiles.OUTPUTS)
         _multiply_few_int4[grid](*given, **tiles._asdict())
         return out
     large = _tiles(num_rows)
-    if x.dtype.itemsize > 2:
-        large = large._replace(num_stages=2)  # three stages exceed Ada's shared memory
     _multiply_int4[_grid(large, num_rows, num_outputs)](*given, **large._asdict())
     return out
 

@@ -190,7 +190,9 @@ class Recorder:
             "is_ptx": f".target sm_{capability}" in kernel.asm["ptx"],
             "shared": kernel.metadata.shared,
             "warps": kernel.metadata.num_warps,
-            "constants": {name: value for name, value in options.items() if name.isupper() and type(value) is int},
+            "constants": {
+                name: value for name, value in options.items() if name.isupper() and type(value) in (int, bool)
+            },
             "dtype": str(args[0].dtype),
             **(binary_facts(kernel.asm["cubin"]) if self.reads_binaries else {}),
             "additions": kernel.asm["ptx"].count("add.f32"),
@@ -209,7 +211,7 @@ def main() -> None:
     JITFunction.run = run
     capability = int(sys.argv[1])
     triton.runtime.driver.set_active(NoCard(capability))
-    launches.architecture = lambda _device: capability
+    launches.architecture = lambda device: capability
     compile_doors(capability)
     if recorder.reads_binaries:
         return

@@ -73,12 +73,13 @@ def _count(facts: dict[str, Any], prefix: str) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kernels_keep_their_numbers_in_registers(binaries: Facts) -> None:
-    """Float32 in heads of 256 does not: it is for tests. Queries of such heads may spill a few, outside of the loop."""
+    """Prefill of wide heads or quantized caches may spill a few. Float32 in heads of 256 does, as no model needs it."""
     for facts in binaries:
         is_wide = facts["constants"].get("HEAD", 0) > 128
-        if facts["dtype"] == "torch.float32" and (is_wide or "int4" in facts["kernel"]):
+        if is_wide and facts["dtype"] == "torch.float32":
             continue
-        assert facts["stack_bytes"] <= (64 if is_wide else 0), facts
+        may_spill = facts["kernel"] == "_prefill" and (is_wide or facts["constants"]["QUANTISED"])
+        assert facts["stack_bytes"] <= (64 if may_spill else 0), facts
 
 
 @pytest.mark.slow

@@ -59,18 +59,18 @@ def test_norms_and_activations_quantise_as_the_kernel_that_does_only_that(
     residual, delta = torch.randn(5, 77, device=device), _random(5, 77, dtype=dtype, device=device)
     gate_up = 3 * _random(3, 2200, dtype=dtype, device=device)
     gate_up[0] = 0
-    plain, fused = (
-        [
-            norm(residual.clone(), delta, weight, None, 1e-5, centred=False),
-            norm(residual.clone(), None, weight, bias, 1e-5, centred=True),
-        ]
-        for norm in (
-            lambda *given, centred: layers.add_layer_norm(*given, centred=centred),
-            lambda *given, centred: layers.add_norm_quantised(*given, kept, centred=centred),
-        )
-    )
-    plain += [layers.gate_mul(gate_up, "silu"), layers.activate(gate_up, "gelu")]
-    fused += [layers.activate_quantised(gate_up, name, kept, gated=name == "silu") for name in ("silu", "gelu")]
+    plain = [
+        layers.add_layer_norm(residual.clone(), delta, weight, None, 1e-5, centred=False),
+        layers.add_layer_norm(residual.clone(), None, weight, bias, 1e-5),
+        layers.gate_mul(gate_up, "silu"),
+        layers.activate(gate_up, "gelu"),
+    ]
+    fused = [
+        layers.add_norm_quantised(residual.clone(), delta, weight, None, 1e-5, kept, centred=False),
+        layers.add_norm_quantised(residual.clone(), None, weight, bias, 1e-5, kept, centred=True),
+        layers.activate_quantised(gate_up, "silu", kept, gated=True),
+        layers.activate_quantised(gate_up, "gelu", kept, gated=False),
+    ]
     for want, got in zip((quantise_vectors(x, kept) for x in plain), fused, strict=True):
         assert torch.equal(got.q.float(), want.q.float())
         assert torch.equal(got.scales, want.scales)
