@@ -257,6 +257,8 @@ def multiply_int4(x: Tensor, packed: Tensor, pairs: Tensor) -> Tensor:
     # Larger tiles of float32 do not fit into registers.
     if num_rows <= FEW_ROWS or x.dtype == torch.float32:
         tiles = _FewTiles(8 if num_rows <= 8 else 16, _OFFSETS.get(x.dtype, 0.0))
+        if x.dtype == torch.float32:
+            tiles = tiles._replace(num_stages=3)  # six stages exceed Ada's shared memory
         grid = triton.cdiv(num_rows, tiles.ROWS), triton.cdiv(num_outputs, tiles.OUTPUTS)
         _multiply_few_int4[grid](*given, **tiles._asdict())
         return out
