@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, aligned, pad_decode, size_of, to_device
+from penstock.gpu_node.model.gpu.linear import HEAD_ROWS
 from penstock.kernels.triton.sampler import RULE_COLUMNS
 
 Compute = Callable[[StepInputs[Tensor]], Tensor]
@@ -36,7 +37,9 @@ class DecodeGraphs:
         """max_blocks: KV blocks of one sequence; logits: the vocabulary size and the dtype of logits."""
         self._sizes = bucket_sizes(max_num_seqs)
         max_rows = self._sizes[-1]
-        self._logits = torch.zeros(max_rows, logits[0], dtype=logits[1], device=device.torch)
+        # Rows of whole lines of memory, as the head's product has them.
+        width = -(-logits[0] // HEAD_ROWS) * HEAD_ROWS
+        self._logits = torch.zeros(max_rows, width, dtype=logits[1], device=device.torch)[:, : logits[0]]
         self._tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device.torch)
         blank = _blank(max_rows)
         capacity = size_of(blank) + aligned(max_rows * max_blocks)
