@@ -11,6 +11,7 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.architecture.families import family_of
+from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
 from penstock.gpu_node.model.checkpoint.gguf_rope import with_rope_scaling
 from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
@@ -36,7 +37,7 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
 
     Raises ConfigError that names the missing file, the unsupported setting, or the memory that cannot be allocated.
     """
-    source = resolve_model(model, progress, revision)
+    source = _source(model, options, progress, revision)
     config = read_object(source.folder / "config.json")
     if source.gguf is not None:
         config = with_rope_scaling(config, source.gguf)
@@ -46,6 +47,8 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
         runner, arithmetic = _load(described, options, progress)
     except MemoryError as error:
         raise ConfigError(f"no memory for the model with {_cache_of(options)}: {error}") from error
+    if source.is_dummy:
+        arithmetic += "-dummy"
     return LoadedModel(
         runner=runner,
         folder=source.folder,
@@ -58,6 +61,15 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
         arithmetic=arithmetic,
         revision=revision_of(source, arithmetic),
     )
+
+
+def _source(model: str, options: RunnerOptions, progress: Progress, revision: str | None) -> ModelSource:
+    if options.load_format != "dummy":
+        return resolve_model(model, progress, revision)
+    if revision is not None:
+        raise ConfigError(f"revision {revision} is only for models of the hub; load_format dummy downloads nothing")
+    _log.warning("weights are random (load_format dummy)", extra={"model": model})
+    return ModelSource(dummy_folder(model), is_dummy=True)
 
 
 def _load(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
@@ -120,7 +132,7 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
         spec=spec,
         stored_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         max_model_len=options.max_model_len or spec.max_position,
-        read_scaled=reader_of(config),
+        read_scaled=None if source.is_dummy else reader_of(config),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from penstock.contract.adapters import AdapterName
 
@@ -39,6 +39,9 @@ class RunnerSettings(BaseModel):
     runner: Literal["auto", "gpu", "native", "torch"] = "auto"
     """What computes the model. gpu: a CUDA GPU; native: C++ kernels on the CPU; torch: PyTorch on the CPU. auto: a GPU
     if there is one, else native, else torch."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: random weights, of the shape in the model folder's config.json or of a known one: llama-8b, llama-1b,
+    qwen3-0.6b, tiny. Without a tokenizer in that folder, tokens are bytes. auto: the weights of the model's files."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Compute type. The native runner has bfloat16 only. auto: the stored type if runner and machine support it,
     else float32."""
@@ -80,6 +83,12 @@ class RunnerSettings(BaseModel):
     """Cores to leave to other processes if num_threads is not set; at least one thread computes."""
     weight_cache: bool = True
     """Keep the native runner's packed weights in a cache file that all nodes of the machine map."""
+
+    @field_validator("kv_cache_gib", mode="before")
+    @classmethod
+    def _empty_is_unset(cls, given: Any) -> Any:
+        """Compose passes a variable that the operator did not set as an empty text."""
+        return None if given == "" else given
 
 
 class RunnerOptions(RunnerSettings):

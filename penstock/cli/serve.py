@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 GATEWAY_START_TIMEOUT_S = 60.0
 _OF_NODE = (
     *("aliases", "lora", "max_model_len", "num_threads", "revision", "dtype", "quantization", "kv_cache_dtype"),
+    *("runner", "load_format"),
     *("kv_cache_gib", "scheduling_policy", "speculative"),
 )
 _OF_GATEWAY = ("host", "port")

@@ -26,6 +26,7 @@ from fakes.acl_users import refusals_in
 from faults.tools.redis_process import free_port
 from fixtures.tiny_model import make_tiny_model
 
+from penstock.gpu_node.settings import NodeSettings, engine_config
 from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT
 
@@ -295,3 +296,24 @@ def test_what_a_node_fetches_or_converts_outlives_its_container() -> None:
 def test_builds_fetch_no_other_frontend() -> None:
     """A `# syntax=` line makes every build load an image from the network."""
     assert "syntax=" not in DOCKERFILE
+
+
+@pytest.mark.parametrize("given", ["", "20"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_a_nodes_environment_is_one_that_its_settings_accept(
+    profile: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without KV_CACHE_GIB, the cache of a GPU takes what the model leaves; with it, that size is honored."""
+    (service,) = (one for one in SERVICES.values() if one.get("profiles") == [profile])
+    for name, value in service["environment"].items():
+        monkeypatch.setenv(name, VARIABLE.sub(lambda m: {"KV_CACHE_GIB": given}.get(m[1]) or m[2], value))
+    settings = NodeSettings.load(model=service["command"][-1], runner="gpu" if profile == "gpu" else "auto")
+    config = engine_config(settings)
+    assert config.kv_cache_gib == (float(given) if given else None)
+    if profile == "gpu":
+        limits = config.max_num_seqs, config.max_num_batched_tokens, config.max_prefill_beside_decode
+        assert limits == (256, 8192, 2048)
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        # The default build of torch has CUDA; only the other profile names an index of CPU builds.
+        assert "args" not in service["build"]

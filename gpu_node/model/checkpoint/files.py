@@ -18,6 +18,7 @@ from gguf.tensor_mapping import get_tensor_name_map
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint.dummy import RandomWeights
 from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.shards import INDEX, shards_of
@@ -90,8 +91,15 @@ ReadScaled: TypeAlias = Callable[[str, FindStored], ScaledTensor | None]
 class Checkpoint:
     """The tensors of a model, found by name."""
 
-    def __init__(self, find: FindStored, maps: Iterable[mmap.mmap], read_scaled: ReadScaled | None = None) -> None:
-        """maps: the mapped weight files; read_scaled: reads quantized matrices."""
+    def __init__(
+        self,
+        find: FindStored,
+        maps: Iterable[mmap.mmap],
+        read_scaled: ReadScaled | None = None,
+        random: RandomWeights | None = None,
+    ) -> None:
+        """maps: the mapped weight files; read_scaled: reads quantized matrices; random: makes the missing tensors."""
+        self._random = random
         self._find = find
         self._maps = tuple(maps)
         self._read_scaled = read_scaled
@@ -102,6 +110,8 @@ class Checkpoint:
 
         read_scaled: reads the quantized matrices of a quantized checkpoint.
         """
+        if source.is_dummy:
+            return cls(lambda _: None, (), random=RandomWeights())
         maps = {path: mapped(path) for path in weight_files(source)}
         if source.gguf is not None:
             return cls(_GgufFile(source.gguf, maps[source.gguf]).find, maps.values())
@@ -114,6 +124,8 @@ class Checkpoint:
         Raises ConfigError if the tensor is missing, has another shape than the config says, or an unsupported dtype.
         """
         tensor = self._scaled(name) or self._find(name)
+        if tensor is None and self._random is not None:
+            tensor = StoredTensor(name, "bfloat16", shape, _rows(self._random.tensor(name, shape), shape))
         if tensor is None:
             raise ConfigError(f"the checkpoint has no tensor {name}")
         if tensor.shape != shape:
@@ -144,6 +156,8 @@ class Checkpoint:
 
 def weight_files(source: ModelSource) -> list[Path]:
     """Return a model's weight files. Raises ConfigError if files are missing or the weights are pickled."""
+    if source.is_dummy:
+        return []
     if source.gguf is not None:
         return [source.gguf]
     folder = source.folder

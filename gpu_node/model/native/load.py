@@ -66,7 +66,9 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         return Packer(model, described, quantization, progress, rotated=rotated, keep=keep).pack()
 
     layout = f"{library.stem}-{quantization}{'-rotated' if rotated else ''}"
-    cached = packed_once(described, layout, pack) if options.weight_cache else None
+    # Random weights take seconds to make and gigabytes to keep.
+    is_cached = options.weight_cache and not described.source.is_dummy
+    cached = packed_once(described, layout, pack) if is_cached else None
     if cached is not None:
         cached.give_to(model)
     formats = pack(None) if cached is None else cached.formats

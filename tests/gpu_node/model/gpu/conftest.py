@@ -7,7 +7,6 @@ engine are not collected; `test_bare_runner.py` and the tests of single modules 
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 # Triton reads it when it is first imported.
@@ -16,18 +15,16 @@ if not Path("/dev/nvidiactl").exists():
 
 import pytest
 import torch
+from bench_gpu.suite import left_out
 from fakes import interpreter
 
 if not torch.cuda.is_available():
     interpreter.mend()
 
-_NEED_CHECKPOINTS = ("adapters", "load", "offload", "runner", "stale_blocks", "stored")
-_ABSENT = [name for name in ("pydantic", "gguf", "safetensors", "transformers", "redis") if find_spec(name) is None]
-collect_ignore = [f"test_{name}.py" for name in _NEED_CHECKPOINTS] if _ABSENT else []
+collect_ignore = list(left_out())
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say what is left out, and why."""
-    if not _ABSENT:
-        return None
-    return f"without {', '.join(_ABSENT)}, the tests of checkpoints are left out: {', '.join(_NEED_CHECKPOINTS)}"
+    """Say what is left out."""
+    names = ", ".join(collect_ignore)
+    return f"packages are absent, so these files, which need checkpoints, are left out: {names}" if names else None
