@@ -19,7 +19,7 @@ def sampling_rows(positions: Ints, **rules: Any) -> SamplingRows:
     count = len(positions)
     plain = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     plain |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-    floats = {name: np.full(count, rules.pop(name, value), np.float32) for name, value in plain.items()}
+    floats: dict[str, Any] = {name: np.full(count, rules.pop(name, value), np.float32) for name, value in plain.items()}
     none, zeros = np.zeros(count, np.int32), np.zeros(0, np.float32)
     return SamplingRows(
         **floats,
@@ -36,7 +36,7 @@ def sampling_rows(positions: Ints, **rules: Any) -> SamplingRows:
     )
 
 
-def plan_of(ids: list[Ints], starts: Ints, tables: Ints, sampled: Ints, **rules: Any) -> StepPlan:
+def plan_of(ids: list[Ints], starts: NDArray[Any], tables: Ints, sampled: NDArray[Any], **rules: Any) -> StepPlan:
     """Return a step in which sequence i computes `ids[i]` behind `starts[i]` tokens, and those of `sampled` sample.
 
     rules: as for `sampling_rows`; `adapters`: the adapter slot of each sequence, -1 for none.

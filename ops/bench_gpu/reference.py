@@ -37,7 +37,7 @@ def reference_logits(spec: ModelSpec, weights: DecoderWeights, token_ids: Tensor
 def _attention(spec: ModelSpec, layer: LayerWeights, qkv: Tensor, window: int | None) -> Tensor:
     num_tokens, device = len(qkv), qkv.device
     heads = qkv.view(num_tokens, -1, spec.head_dim)
-    q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
     if layer.head_norms is not None:
         q, k = (_norm(x, norm) for x, norm in zip((q, k), layer.head_norms, strict=True))
     at = torch.arange(num_tokens, device=device)

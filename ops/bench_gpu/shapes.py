@@ -57,11 +57,11 @@ class Pages:
         """kept: the type of keys and values; quantized ones have a scale per vector."""
         width = -(-context // BLOCK_SIZE)
         shape = num_seqs * width + 1, sizes.kv_heads, BLOCK_SIZE, sizes.head_dim
-        scales: list[Tensor] = []
+        k_scales = v_scales = None
         values = [torch.randn(shape, device=device) for _ in "kv"]
         if kept in QUANTISED_MAX:
-            scales = [torch.rand(shape[:-1], device=device).transpose(0, 1) / 40 + 0.01 for _ in "kv"]
+            k_scales, v_scales = (torch.rand(shape[:-1], device=device).transpose(0, 1) / 40 + 0.01 for _ in "kv")
             values = [x.clamp(-3, 3) * 40 for x in values]
         k, v = (x.to(kept).transpose(0, 1) for x in values)
         order = torch.randperm(num_seqs * width, device=device) + 1
-        return cls(PagedCache(k, v, *scales), order.view(num_seqs, width).to(torch.int32))
+        return cls(PagedCache(k, v, k_scales, v_scales), order.view(num_seqs, width).to(torch.int32))

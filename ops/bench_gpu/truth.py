@@ -107,7 +107,7 @@ def _rope_and_store(sizes: Sizes, device: torch.device, kept: torch.dtype) -> It
     cache = Pages.of(sizes, 1, count * BLOCK_SIZE, device, kept).cache
     given = qkv, cache, positions.int(), slots.int(), angles.cos(), angles.sin()
     queries = layers.rotate_and_store(*given, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
-    q, k, v = qkv.double().view(count, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+    q, k, v = torch.split(qkv.double().view(count, -1, dim), [heads, kv_heads, kv_heads], dim=1)
     turn = angles.double()[positions].unsqueeze(1)
     q, k = (_rotated(_normed(x, norm), turn) for x, norm in ((q, q_norm), (k, k_norm)))
     name = f"rotate_and_store {kept}".replace("torch.", "")

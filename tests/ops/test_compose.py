@@ -307,7 +307,8 @@ def test_a_nodes_environment_is_one_that_its_settings_accept(
     (service,) = (one for one in SERVICES.values() if one.get("profiles") == [profile])
     for name, value in service["environment"].items():
         monkeypatch.setenv(name, VARIABLE.sub(lambda m: {"KV_CACHE_GIB": given}.get(m[1]) or m[2], value))
-    settings = NodeSettings.load(model=service["command"][-1], runner="gpu" if profile == "gpu" else "auto")
+    url, runner = service["environment"]["PENSTOCK_REDIS_URL"], "gpu" if profile == "gpu" else "auto"
+    settings = NodeSettings.load(model=service["command"][-1], redis_url=url, runner=runner)
     config = engine_config(settings)
     assert config.kv_cache_gib == (float(given) if given else None)
     if profile == "gpu":

@@ -31,7 +31,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Python with these packages and what they require; nothing else can be imported."""
     if INSTALLED.exists():
         return INSTALLED
-    folder = tmp_path_factory.mktemp("bare")
+    folder: Path = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (target,) = folder.glob("lib/python*/site-packages")
     for found in _closure(PACKAGES):
