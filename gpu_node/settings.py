@@ -15,8 +15,7 @@ from penstock.contract.job import NAME_PATTERN
 from penstock.contract.problems import config_error
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig
-from penstock.gpu_node.engine.options import EngineOptions
-from penstock.gpu_node.model.options import for_device
+from penstock.gpu_node.engine.options import EngineOptions, for_device
 from penstock.queue.policy import PolicyName
 from penstock.queue.policy_state import SHARE_WINDOW_MS
 from penstock.runtime.settings import Settings

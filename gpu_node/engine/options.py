@@ -8,7 +8,8 @@ from pydantic import Field
 
 from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
 from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionName
-from penstock.gpu_node.model.options import RunnerSettings, for_device
+from penstock.gpu_node.model.options import RunnerSettings
+from penstock.gpu_node.model.options import for_device as for_device
 from penstock.queue.policy import PolicyName
 
 

@@ -2,8 +2,8 @@
 
     make bench-gpu                             on the GPU; results in build/bench-gpu
     make bench-gpu BENCH="--stages truth"      one stage; the others are kernels, steps and headline
-    make bench-gpu BENCH=--dry                 all of it on the CPU by Triton's interpreter, tiny: figures mean nothing
+    make bench-gpu BENCH=--dry                 all of it on the CPU by Triton's interpreter, tiny: times mean nothing
 
-Ceilings are measured first, and each figure is a fraction of one. Each stage writes a JSON file when it is done. A
+Ceilings are measured first, and each time is compared with one. Each stage writes a JSON file when it is done. A
 wrong result ends the run, because its time would mean nothing. Weights are random. See README.md beside this file.
 """

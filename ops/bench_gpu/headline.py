@@ -1,4 +1,4 @@
-"""The figures of the README's table: each shape's floor, its goal, and what was measured."""
+"""The rows of the README's table: each shape's floor, its goal, and what was measured."""
 
 from __future__ import annotations
 

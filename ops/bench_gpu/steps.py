@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +35,13 @@ def step_ms(model: Model, plan_after: Callable[[int], StepPlan], count: int) -> 
     while in_flight:
         ended.append(in_flight.popleft())
         ended[-1].result()
-    return median(later.ms_since(earlier) for earlier, later in zip(ended[_WARM - 1 :], ended[_WARM:], strict=False))
+    pairs = zip(ended[_WARM - 1 :], ended[_WARM:], strict=False)
+    return float(median(later.ms_since(earlier) for earlier, later in pairs))
+
+
+def _always(plan: StepPlan, first: StepPlan | None = None) -> Callable[[int], StepPlan]:
+    """Return what gives `plan` for each step, and `first` for the first one."""
+    return lambda step: first if first is not None and step == 0 else plan
 
 
 def decode(
@@ -51,7 +57,7 @@ def decode(
             decode_plan(ids, context, tables, **rules)
             for ids in (np.ones(batch, np.int32), -1 - np.arange(batch, dtype=np.int32))
         )
-        ms = step_ms(model, lambda i, first=first, later=later: later if i else first, 12 if clock.is_gpu else 2)
+        ms = step_ms(model, _always(later, first), 12 if clock.is_gpu else 2)
         needed = model.weight_bytes + batch * context * model.kv_token_bytes
         share = fraction(ceilings, ms, needed, 2 * batch * model.matrix_weights, "bf16_tflop_s")
         yield {"batch": batch, "context": context, "ms": ms, "tokens_s": batch / ms * 1e3, "fraction": share}
@@ -68,7 +74,7 @@ def prefill(
             yield {"count": count, "tokens": tokens, "skipped": "it does not fit, or the stage's time is over"}
             continue
         plan = plan_of([np.ones(tokens, np.int32)] * count, np.zeros(count, np.int64), tables, np.arange(count))
-        ms = step_ms(model, lambda _, plan=plan: plan, 4 if clock.is_gpu else 1)
+        ms = step_ms(model, _always(plan), 4 if clock.is_gpu else 1)
         scores = 2 * spec.num_layers * spec.num_heads * spec.head_dim * count * tokens**2
         operations = 2 * model.matrix_weights * count * tokens + scores
         share = fraction(ceilings, ms, model.weight_bytes, operations, "bf16_tflop_s")
@@ -85,7 +91,7 @@ def mixed(model: Model, clock: Clock, batch: int, context: int, chunk: int) -> d
     both = plan_of([*ids, prompt], np.append(starts, 0), tables, rows)
     alone = plan_of(ids, starts, tables[:-1], rows), plan_of([prompt], np.zeros(1, np.int64), tables[-1:], rows[:0])
     count = 8 if clock.is_gpu else 1
-    mixed_ms, decode_ms, prefill_ms = (step_ms(model, lambda _, plan=plan: plan, count) for plan in (both, *alone))
+    mixed_ms, decode_ms, prefill_ms = (step_ms(model, _always(plan), count) for plan in (both, *alone))
     times = {"mixed_ms": mixed_ms, "decode_ms": decode_ms, "prefill_ms": prefill_ms}
     return {"batch": batch, "context": context, "chunk": chunk, **times, "gain": (decode_ms + prefill_ms) / mixed_ms}
 
@@ -97,12 +103,16 @@ def submit_ms(model: Model, clock: Clock, batch: int, context: int) -> dict[str,
     plan, times = decode_plan(np.ones(batch, np.int32), context, tables), []
     for _ in range(8):
         started: list[Any] = []
-        times.append(clock.wall_ms(lambda started=started: started.append(model.runner.submit(plan))))
+        times.append(clock.wall_ms(partial(_submit, model, plan, started)))
         started[0].result()
     model.runner.replays = False
-    eager_ms = step_ms(model, lambda _: replace(plan), 8 if clock.is_gpu else 1)
+    eager_ms = step_ms(model, _always(plan), 8 if clock.is_gpu else 1)
     model.runner.replays = True
     return {"batch": batch, "submit_and_run_ms": median(times), "eager_ms": eager_ms}
+
+
+def _submit(model: Model, plan: StepPlan, started: list[Any]) -> None:
+    started.append(model.runner.submit(plan))
 
 
 def trace(model: Model, path: Path, batch: int, context: int) -> str:

@@ -91,15 +91,11 @@ ReadScaled: TypeAlias = Callable[[str, FindStored], ScaledTensor | None]
 class Checkpoint:
     """The tensors of a model, found by name."""
 
-    def __init__(
-        self,
-        find: FindStored,
-        maps: Iterable[mmap.mmap],
-        read_scaled: ReadScaled | None = None,
-        random: RandomWeights | None = None,
-    ) -> None:
-        """maps: the mapped weight files; read_scaled: reads quantized matrices; random: makes the missing tensors."""
-        self._random = random
+    _random: RandomWeights | None = None
+    """Makes the tensors of a model without weight files."""
+
+    def __init__(self, find: FindStored, maps: Iterable[mmap.mmap], read_scaled: ReadScaled | None = None) -> None:
+        """maps: the mapped weight files; read_scaled: reads quantized matrices."""
         self._find = find
         self._maps = tuple(maps)
         self._read_scaled = read_scaled
@@ -111,7 +107,8 @@ class Checkpoint:
         read_scaled: reads the quantized matrices of a quantized checkpoint.
         """
         if source.is_dummy:
-            return cls(lambda _: None, (), random=RandomWeights())
+            (made := cls(lambda _: None, ()))._random = RandomWeights()
+            return made
         maps = {path: mapped(path) for path in weight_files(source)}
         if source.gguf is not None:
             return cls(_GgufFile(source.gguf, maps[source.gguf]).find, maps.values())

@@ -43,10 +43,13 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Write each query's attention over its paged context to its row of `out`; causal within a sequence.
 
-        q, out: [num_tokens, num_heads, head_dim]; starts: [num_seqs + 1], first query of each sequence; contexts:
-        [num_seqs], tokens in the cache, the step's included; tables: [num_seqs, max_blocks]; window: tokens that a
-        query sees, itself included; None: all; biases: [num_heads, num_positions] float32, added to scaled scores by
-        the key's position. A context of 0 marks a padding row, whose output may stay unwritten.
+        q, out: [num_tokens, num_heads, head_dim].
+        starts: [num_seqs + 1], first query of each sequence.
+        contexts: [num_seqs], tokens in the cache, the step's included. 0 marks a padding row, whose output may stay
+        unwritten.
+        tables: [num_seqs, max_blocks].
+        window: tokens that a query sees, itself included; None: all.
+        biases: [num_heads, num_positions] float32, added to scaled scores by the key's position.
         """
 
 

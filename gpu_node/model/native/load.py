@@ -66,9 +66,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         return Packer(model, described, quantization, progress, rotated=rotated, keep=keep).pack()
 
     layout = f"{library.stem}-{quantization}{'-rotated' if rotated else ''}"
-    # Random weights take seconds to make and gigabytes to keep.
-    is_cached = options.weight_cache and not described.source.is_dummy
-    cached = packed_once(described, layout, pack) if is_cached else None
+    cached = packed_once(described, layout, pack) if options.weight_cache else None
     if cached is not None:
         cached.give_to(model)
     formats = pack(None) if cached is None else cached.formats

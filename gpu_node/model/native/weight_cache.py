@@ -33,8 +33,11 @@ def packed_once(
     """Return the cached file of a model's weights in a `layout`; pack it first if there is none.
 
     `pack` writes all weights to the given writer and returns their formats. If several processes start together, one
-    packs and the others wait. If the cache folder is unusable, logs a warning and returns None.
+    packs and the others wait. If the cache folder is unusable, logs a warning and returns None. So it does, without a
+    warning, for random weights: they take seconds to make and gigabytes to keep.
     """
+    if described.source.is_dummy:
+        return None
     key = _key(described, layout)
     name = re.sub(r"[^\w.-]+", "-", (described.source.gguf or described.source.folder.resolve()).name)
     path = cache_folder() / "weights" / f"{name}-{key}{_SUFFIX}"

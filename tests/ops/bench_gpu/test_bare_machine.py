@@ -38,7 +38,8 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
             if not (target / name).exists():
                 (target / name).symlink_to(Path(str(found.locate_file(name))))
-    return folder / "bin/python"
+    python: Path = folder / "bin/python"
+    return python
 
 
 def _closure(names: tuple[str, ...]) -> Iterator[Distribution]:
