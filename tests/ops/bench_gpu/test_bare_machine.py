@@ -22,7 +22,7 @@ from tests.source_tree import ROOT
 
 PACKAGES = ("torch", "triton", "numpy", "pytest")
 OLDEST_TRITON = "3.6.0"
-INSTALLED = ROOT / "build/gpu-venv/bin/python"
+INSTALLED: Path = ROOT / "build/gpu-venv/bin/python"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -38,8 +38,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
             if not (target / name).exists():
                 (target / name).symlink_to(Path(str(found.locate_file(name))))
-    python: Path = folder / "bin/python"
-    return python
+    return Path(folder, "bin/python")
 
 
 def _closure(names: tuple[str, ...]) -> Iterator[Distribution]:
