@@ -9,6 +9,7 @@ import tarfile
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class Run:
         """Run a stage. Raises WrongResultError if a result is wrong; other errors end only the part they are in."""
         print(f"== {name}", flush=True)
         self._clock.start(STAGE_S)
-        self._name, self._found = name, {"dry": self._dry, "versions": _versions(), "ceilings": self._ceilings}
+        self._name = name
+        self._found: dict[str, Any] = {"dry": self._dry, "versions": _versions(), "ceilings": self._ceilings}
         stages: dict[str, Callable[[], None]] = {
             "truth": self._truth,
             "kernels": self._kernels,
@@ -120,17 +122,15 @@ class Run:
         for (name, quantization), goals in headline.by_model(headline.DRY_GOALS if self._dry else headline.GOALS):
             title = f"{name} {quantization}"
             most = max(goal.batch for goal in goals) or 1
-            model = self._part(
-                f"{title} made",
-                lambda n=name, q=quantization, m=most: self._make(n, quantization=q, max_num_seqs=m),
-                keep=False,
-            )
+            make = partial(self._make, name, quantization=quantization, max_num_seqs=most)
+            model = self._part(f"{title} made", make, keep=False)
             if model is None:
                 rows += [{"shape": headline.named(goal), "error": "the model was not made"} for goal in goals]
                 continue
             for goal in goals:
-                measured = self._part(headline.named(goal), lambda g=goal, m=model: self._measured(m, g)) or {}
-                rows.append(measured | {"shape": headline.named(goal), "goal": goal.fraction})
+                shape = headline.named(goal)
+                measured = self._part(shape, partial(self._measured, model, goal)) or {}
+                rows.append(measured | {"shape": shape, "goal": goal.fraction})
             del model
         self._found["table"] = rows
         self._write()

@@ -15,7 +15,7 @@ from bench_gpu.reference import reference_logits
 from bench_gpu.sdpa import SdpaAttention
 from bench_gpu.verdict import WrongResultError
 
-from penstock.gpu_node.model.architecture.spec import MatrixName, ModelSpec
+from penstock.gpu_node.model.architecture.spec import MATRICES, MatrixName, ModelSpec
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.linear import PlainLinear
@@ -36,7 +36,9 @@ SPECS: dict[str, ModelSpec] = {
         activation="gelu",
         parallel_residual=True,
         num_kv_heads=1,
-        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
     ),
 }
 
@@ -49,7 +51,7 @@ def device() -> Device:
 
 def _model(device: Device, spec: ModelSpec = TINY, **options: Any) -> Model:
     torch.manual_seed(0)
-    usual = {"dtype": torch.float32, "max_num_seqs": 4, "max_model_len": 96, "num_blocks": 40}
+    usual: dict[str, Any] = {"dtype": torch.float32, "max_num_seqs": 4, "max_model_len": 96, "num_blocks": 40}
     return make_model("tiny", spec, device, Options(**usual | options))
 
 
@@ -64,7 +66,7 @@ def test_logits_are_those_in_float64(name: str, dtype: torch.dtype, device: Devi
 
 def test_a_wrong_weight_is_noticed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check itself can fail: here the runner's first layer gets another output matrix than the reference's."""
-    real = model_checks.reference_logits
+    real = reference_logits
 
     def of_other_weights(spec: ModelSpec, weights: Any, token_ids: torch.Tensor) -> torch.Tensor:
         first, *others = weights.layers
@@ -155,9 +157,9 @@ def test_an_adapter_replaced_while_steps_are_in_flight_adds_its_terms(device: De
     plan = plan_of([ids, ids], np.array([0, 0]), tables, np.zeros(0, np.int64), adapters=np.array([1, -1]))
     merged = []
     for at, layer in enumerate(model.weights.layers):
-        changed = {
+        changed: dict[str, Any] = {
             name: PlainLinear(getattr(layer, name).weight + adapter.added(at, name).to(device.torch), None)
-            for name in ("qkv", "out", "mlp_in", "mlp_out")
+            for name in MATRICES
         }
         merged.append(replace(layer, **changed))
     tokens = torch.from_numpy(ids.astype(np.int64)).to(device.torch)

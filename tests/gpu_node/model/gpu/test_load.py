@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,9 +124,9 @@ def test_segments_of_memory_may_grow_unless_the_operator_says_otherwise(
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     # So that what the function sets goes with the test.
-    monkeypatch.setattr(load.os, "environ", given.copy())
+    monkeypatch.setattr(os, "environ", given.copy())
     load._avoid_fragments()
-    assert (load.os.environ.get("PYTORCH_ALLOC_CONF") == "expandable_segments:True") == want
+    assert (os.environ.get("PYTORCH_ALLOC_CONF") == "expandable_segments:True") == want
 
 
 def _parts(folder: Path) -> tuple[Device, KvLayout, GpuDecoder]:
