@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,6 +45,12 @@ class Attacker:
     def is_over(self) -> bool:
         """Whether the attack's time has passed."""
         return time.monotonic() >= self.until_s
+
+    def rounds(self) -> Iterator[None]:
+        """One round at least, even if a busy machine starts the attack late, then rounds until the end."""
+        yield
+        while not self.is_over:
+            yield
 
     @property
     def authorization(self) -> dict[str, str]:
@@ -86,7 +92,7 @@ class Attacker:
         queue = list(reversed(bodies))
 
         async def lane(http: httpx.AsyncClient) -> None:
-            while not self.is_over:
+            for _ in self.rounds():
                 if not queue:
                     if not repeat:
                         return

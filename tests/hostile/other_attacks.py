@@ -162,11 +162,9 @@ async def odd_heads(a: Attacker) -> None:
     ]
 
     async def lane(http: httpx.AsyncClient) -> None:
-        is_over = False
-        while not is_over:  # at least once, also where a busy machine starts late
+        for _ in a.rounds():
             wrong = f"pk-{rng.getrandbits(64):016x}-{'a' * 43}"
             await a.post(http, {"prompt": []}, headers=rng.choice([*heads, {"authorization": f"Bearer {wrong}"}]))
-            is_over = a.is_over
 
     async with a.http() as http:
         await asyncio.gather(*(lane(http) for _ in range(4)))
@@ -175,19 +173,17 @@ async def odd_heads(a: Attacker) -> None:
 @attack("one idempotency key for other bodies, and all at once for the same", seconds=8.0)
 async def same_key(a: Attacker) -> None:
     async with a.http() as http:
-        number = 0
-        while not a.is_over:
+        for number, _ in enumerate(a.rounds()):
             key = {"idempotency-key": f"k{number}"}
             bodies = [{"prompt": f"{i % 3}", "max_tokens": 2} for i in range(12)]
             await asyncio.gather(*(a.post(http, body, headers=key) for body in bodies))
-            number += 1
 
 
 @attack("`Last-Event-ID` of jobs that are another tenant's, or nobody's", refused=True, seconds=6.0)
 async def forged_places(a: Attacker) -> None:
     rng = random.Random(2)
     async with a.http() as http:
-        while not a.is_over:
+        for _ in a.rounds():
             forged = f"hostile.01890000-0000-7000-8000-{rng.getrandbits(48):012x}:0:0"
             for place in (forged, a.foreign_place, "a:1:1", f"{forged}9"):
                 await a.post(http, {"prompt": "x", "stream": True}, headers={"last-event-id": place})
