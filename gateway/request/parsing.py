@@ -7,7 +7,7 @@ from fastapi import Request
 from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import is_job_id
-from penstock.contract.rights import allowed_class
+from penstock.contract.priority import allowed_class
 from penstock.gateway.authentication import caller_of
 from penstock.gateway.request.body import num_bytes_to_hold, read_json_body
 from penstock.gateway.request.body_parser import Parser

@@ -12,9 +12,8 @@ from typing import Self, Unpack, cast
 from penstock.contract.errors import NotFoundError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import is_job_id
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
-from penstock.contract.priority import Priority
+from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.response_record import NO_RESPONSE
-from penstock.contract.rights import class_not_allowed
 from penstock.contract.terms import Terms
 from penstock.producer.client.cached_state import POOLS_TTL_S, Admissions, CachedState
 from penstock.producer.client.calls.many import ManyCalls
