@@ -146,6 +146,8 @@ class StepResult:
     """Logprobs of the plan's scored tokens."""
     hidden: NDArray[np.float32] | None = None
     """[num_pooled, hidden_size]: hidden states of the plan's pooled tokens after the final norm."""
+    eager: str | None = None
+    """Why the step did not run as a CUDA graph; None if it did, or if the runner has no graphs."""
 
 
 class Adapter(Protocol):

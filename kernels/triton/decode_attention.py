@@ -74,6 +74,8 @@ def _decode(
     """Grid [sequences, key heads, splits]. Query heads that share a key head are the rows of one product."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = tl.load(seqs + row)
+    if seq < 0:
+        return
     context = tl.load(contexts + seq)
     first, base, span = split_of(context, TILE, SPLITS, WINDOW, MIN_SPAN)
     begin = base + split * span
@@ -140,6 +142,8 @@ def _merge(
     row, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
     seq = tl.load(seqs + row)
+    if seq < 0:
+        return
     context = tl.load(contexts + seq)
     _, base, span = split_of(context, TILE, SPLITS, WINDOW, MIN_SPAN)
     s, d = tl.arange(0, SPLITS), tl.arange(0, HEAD_PAD)
@@ -151,7 +155,7 @@ def _merge(
     total = tl.sum(shares, 0)
     merged = tl.sum(parts * shares[:, None], 0) / tl.where(total > 0, total, 1.0)
     to = (tl.load(starts + seq).to(tl.int64) * num_heads + head) * HEAD
-    tl.store(out + to + d, merged.to(out.dtype.element_ty), mask=(d < HEAD) & (context > 0))
+    tl.store(out + to + d, merged.to(out.dtype.element_ty), mask=d < HEAD)
 
 
 def num_splits(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
@@ -178,7 +182,7 @@ def decode_attention(
     """Write the attention of the only query of each of `seqs`, [num_rows] in int32, to its row of `out`.
 
     Other arguments: see `kernels.reference.attention.paged_attention`. A row's result depends only on that row,
-    `splits` and the tile. A context of 0 marks a padding row, whose output is not written.
+    `splits` and the tile. A sequence of -1 marks a padding row, whose output is not written.
     """
     num_rows, num_heads, head_dim = len(seqs), q.shape[1], q.shape[2]
     num_kv_heads, group = cache.k.shape[0], num_heads // cache.k.shape[0]

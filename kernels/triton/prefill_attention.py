@@ -111,10 +111,12 @@ def _prefill(
     QUANTISED: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """Grid [tiles of queries, heads]. `tiles` holds the sequence and the first query of each tile."""
+    """Grid [tiles of queries, heads]. `tiles` holds the sequence, -1 for padding, and the first query of each tile."""
     tile, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
     seq, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    if seq < 0:
+        return
     start, context = tl.load(starts + seq), tl.load(contexts + seq)
     count = tl.load(starts + seq + 1) - start
     r, d = offset + tl.arange(0, ROWS), tl.arange(0, HEAD_PAD)

@@ -59,6 +59,7 @@ class GpuAdapters:
     def __init__(
         self, spec: ModelSpec, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.num_slots = num_slots
         self._spec = spec
         self._max_rank = max_rank
         self._device = device

@@ -18,7 +18,7 @@ from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import MIN_COMPUTE_CAPABILITY, Device
-from penstock.gpu_node.model.gpu.graphs import bucket_sizes
+from penstock.gpu_node.model.gpu.graph_shapes import bucket_sizes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
@@ -57,7 +57,13 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     adapters = GpuAdapters(spec, options.num_adapter_slots, options.max_lora_rank, _DTYPES[name], device.torch)
     sizes = _sizes(described, options, decoder, layout, device)
     pool = KvPool(layout, sizes.num_device_blocks, sizes.num_host_blocks, device)
-    limits = Limits(options.max_num_seqs, described.max_model_len, options.block_size, options.deterministic)
+    limits = Limits(
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        described.max_model_len,
+        options.block_size,
+        options.deterministic,
+    )
     if options.deterministic and device.is_gpu:
         _forbid_split_sums()
     runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes)

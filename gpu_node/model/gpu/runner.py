@@ -15,10 +15,12 @@ from torch import Tensor
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
-from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
+from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes
+from penstock.gpu_node.model.gpu.graphs import StepGraphs
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
+from penstock.gpu_node.model.gpu.staging import StagingBuffer
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
@@ -30,7 +32,8 @@ from penstock.kernels.triton.sending import to_device_async
 _OnHost = tuple[Tensor, Tensor] | None
 """The two arrays of `Logprobs` in pinned memory; None where no row wants logprobs."""
 FIXED_SPLITS = 8
-"""Parts of a context in deterministic mode, where a row's result must not depend on the batch size."""
+"""Parts of a context in mixed steps, and in all steps of deterministic mode: there a row's result must not depend on
+the batch size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Limits:
     """The limits that a runner's buffers and graphs are sized for."""
 
     max_num_seqs: int
+    max_num_batched_tokens: int
     max_model_len: int
     block_size: int
     deterministic: bool = False
@@ -75,11 +79,12 @@ class GpuRunner:
         self._no_marks = Marks.empty(0, vocab, device.torch)
         max_blocks = -(-limits.max_model_len // limits.block_size)
         with torch.inference_mode():
-            # More rows than sequences, because padding rows of a graph's batch sample too.
-            self._tokens = torch.zeros(2 * rows + 32, dtype=torch.int32, device=device.torch)
-            self._graphs = DecodeGraphs(device, self._compute, rows, max_blocks, (vocab, decoder.dtype))
+            shapes = GraphShapes(rows, limits.max_num_batched_tokens, has_adapters=adapters.num_slots > 0)
+            # Padding rows of a graph's batch sample too.
+            self._tokens = torch.zeros(shapes.max_rows, dtype=torch.int32, device=device.torch)
+            self._graphs = StepGraphs(device, self._compute, shapes, max_blocks, (vocab, decoder.dtype))
         self._unfinished = _InFlightStep(device.record_event(), device.record_event())
-        self._staging_buffers = deque(_StagingBuffer(device) for _ in range(self.max_in_flight))
+        self._staging_buffers = deque(StagingBuffer(device) for _ in range(self.max_in_flight))
 
     @property
     def cache_sizes(self) -> CacheSizes:
@@ -125,7 +130,13 @@ class GpuRunner:
         if self._pool.has_host_block(plan.block_tables):
             self._pool.wait_for_swap_out()
         mark_rows, in_flight = mark_rows_of(plan.sampling), _InFlightStep(started, copied)
-        logits, hidden = self._run(staging, pack_step(plan, self._limits.block_size), plan.pooled)
+        step = pack_step(plan, self._limits.block_size)
+        shape = self._graphs.find(step)
+        if isinstance(shape, str):
+            in_flight.eager = shape
+            logits, hidden = self._run_eagerly(staging, step, plan.pooled)
+        else:
+            logits, hidden = self._graphs.run(staging.packed, step, shape), None
 
         @torch.inference_mode()
         def choose() -> None:
@@ -168,13 +179,10 @@ class GpuRunner:
         """Load an adapter into a slot, after the steps that were already submitted."""
         self._adapters.set(adapter_slot, adapter)
 
-    def _run(
-        self, staging: _StagingBuffer, step: StepInputs[Ints], pooled: PooledTokens | None
+    def _run_eagerly(
+        self, staging: StagingBuffer, step: StepInputs[Ints], pooled: PooledTokens | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits of a step, and the hidden states of its pooled tokens if there are any."""
-        if self._graphs.can_run(step):
-            step = self._graphs.padded(step)
-            return self._graphs.run(staging.packed(step), step), None
         on_device = self._on_device(staging, step)
         hidden = self._hidden(on_device)
         if pooled is None:
@@ -217,43 +225,13 @@ class GpuRunner:
         # A failed row has -1 for a token; the result of its next step is discarded.
         ids = torch.where(given < 0, earlier, given).clamp(min=0)
         splits = FIXED_SPLITS
-        if not self._limits.deterministic and len(step.decoding):
+        if len(step.decoding) and not len(step.tiles) and not self._limits.deterministic:
             splits = num_splits(len(step.decoding), self._decoder.spec.num_kv_heads, self._device.torch)
         return self._decoder.hidden(step, ids, self._pool.layers, splits, self._adapters.rows_of(step))
 
-    def _on_device(self, staging: _StagingBuffer, step: StepInputs[Ints]) -> StepInputs[Tensor]:
+    def _on_device(self, staging: StagingBuffer, step: StepInputs[Ints]) -> StepInputs[Tensor]:
         arrival = torch.empty(size_of(step), dtype=torch.int32, device=self._device.torch)
         return to_device(staging.packed(step), arrival, step)
-
-
-class _StagingBuffer:
-    """Pinned memory that transfers one step's inputs to the device and its tokens back."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._packed = device.pinned(1 << 12, dtype=torch.int32)
-        self._tokens = device.pinned(0, dtype=torch.int32)
-        self.copied: DeviceEvent = device.record_event()
-
-    def wait(self) -> None:
-        """Wait until the last step has finished with the buffer."""
-        self.copied.wait()
-
-    def packed(self, step: StepInputs[Ints]) -> Tensor:
-        """Return pinned memory that is large enough for a packed step."""
-        needed = size_of(step)
-        if len(self._packed) < needed:
-            self._packed = self._device.pinned(2 * needed, dtype=torch.int32)
-        return self._packed
-
-    def copy_back(self, tokens: Tensor) -> Tensor:
-        """Start to copy tokens to the host; the result is valid once the event `copied` is reached."""
-        if len(self._tokens) < len(tokens):
-            self._tokens = self._device.pinned(2 * len(tokens), dtype=torch.int32)
-        here = self._tokens[: len(tokens)]
-        here.copy_(tokens, non_blocking=True)
-        self.copied = self._device.record_event()
-        return here
 
 
 class _InFlightStep:
@@ -269,6 +247,8 @@ class _InFlightStep:
         self._logprobs: tuple[_OnHost, _OnHost] = None, None
         self.hidden: Tensor | None = None
         """The hidden states of the pooled tokens in pinned memory."""
+        self.eager: str | None = None
+        """Why the step did not run as a graph; None if it did."""
 
     def set_tokens(self, tokens: Tensor, done: DeviceEvent) -> None:
         """Set the pinned tensor that holds the tokens once the event `done` is reached."""
@@ -293,4 +273,4 @@ class _InFlightStep:
         logprobs, scores = (None if tensors is None else to_numpy(*tensors) for tensors in self._logprobs)
         tokens = self._tokens.numpy().copy()
         hidden = None if self.hidden is None else self.hidden.numpy()
-        return StepResult(tokens, forward_ms, 0.0, copy_ms, logprobs, scores, hidden)
+        return StepResult(tokens, forward_ms, 0.0, copy_ms, logprobs, scores, hidden, self.eager)
