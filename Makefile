@@ -15,6 +15,7 @@
 #   make bench       measure this machine; BENCH="--engines penstock --workloads mix" chooses
 #   make bench-peers install what make bench compares with (llama.cpp is compiled: minutes)
 #   make bench-gpu   measure a CUDA device, in ten minutes; BENCH=--dry runs through it on the CPU
+#   make gpu-venv    what a bare GPU machine has (Python 3.12, torch 2.11, Triton 3.6.0; 3 GB), for the slow tests
 #   make lock        choose the versions in requirements.lock anew
 #   make clean       remove what was built
 #
@@ -42,7 +43,7 @@ STAMP := $(VENV)/.penstock-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak hostile mutants bench bench-peers bench-gpu lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak hostile mutants bench bench-peers bench-gpu gpu-venv lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -100,6 +101,14 @@ bench-peers: $(STAMP)
 # Wants nothing but torch, triton and numpy, of the virtual environment if there is one.
 bench-gpu:
 	PYTHONPATH=.:ops $(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench_gpu $(BENCH)
+
+# The oldest versions that the GPU kernels support. Newer numpy and Triton's 3.6 interpreter do not agree.
+gpu-venv: build/gpu-venv/.installed
+
+build/gpu-venv/.installed:
+	python3.12 -m venv build/gpu-venv
+	build/gpu-venv/bin/pip install --quiet torch==2.11.0 triton==3.6.0 'numpy>=2.1,<2.5' pytest
+	@touch $@
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -16,6 +16,7 @@ from penstock.contract.problems import config_error
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig
 from penstock.gpu_node.engine.options import EngineOptions
+from penstock.gpu_node.model.options import for_device
 from penstock.queue.policy import PolicyName
 from penstock.queue.policy_state import SHARE_WINDOW_MS
 from penstock.runtime.settings import Settings
@@ -48,8 +49,8 @@ class NodeSettings(Settings, EngineOptions):
     reasoning_parser: ReasoningParserName | None = None
     """Syntax of the model's reasoning; think_open: the chat template opens it. Default: detected from the template."""
 
-    max_num_seqs: int = Field(default=64, ge=1, le=512)
-    """Maximum sequences in one step."""
+    max_num_seqs: int = Field(default_factory=for_device(64, 256), ge=1, le=512)
+    """Maximum sequences in one step. Default: 64; on a GPU 256."""
     max_prefill_ms_beside_decode: float | None = Field(default=30.0, gt=0.0)
     """Maximum milliseconds that prefill adds to a step in which other sequences decode. The limit is higher if decoding
     itself takes longer, or if one tenant owns all running and waiting sequences."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
 from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionName
-from penstock.gpu_node.model.options import RunnerSettings
+from penstock.gpu_node.model.options import RunnerSettings, for_device
 from penstock.queue.policy import PolicyName
 
 
@@ -27,8 +27,9 @@ class EngineOptions(RunnerSettings):
     """Which cached prefixes are evicted first: lru: least recently used; lfu: least often used; length: shortest."""
     prefix_cache_salt: Literal["none", "tenant"] = "none"
     """none: all tenants share cached prefixes; tenant: each tenant has its own."""
-    max_prefill_beside_decode: int | None = Field(default=None, ge=1)
-    """Maximum prompt tokens in a step in which other sequences decode; default: no limit but that of every step."""
+    max_prefill_beside_decode: int | None = Field(default_factory=for_device(None, 2048), ge=1)
+    """Maximum prompt tokens in a step in which other sequences decode. Default: on a GPU 2048, else the limit of every
+    step."""
     max_prefill_ms_beside_decode: float | None = Field(default=None, gt=0.0)
     """Maximum milliseconds that prefill adds to a step in which other sequences decode. The limit is higher if decoding
     itself takes longer, or if one tenant owns all running and waiting sequences."""

@@ -80,7 +80,8 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
 
 
 def _cache_of(options: RunnerOptions) -> str:
-    kv, swap = f"kv_cache_gib {options.kv_cache_gib}", f"swap_space_gib {options.swap_space_gib}"
+    kv = "the default KV cache" if options.kv_cache_gib is None else f"kv_cache_gib {options.kv_cache_gib}"
+    swap = f"swap_space_gib {options.swap_space_gib}"
     if options.wanted_blocks is not None:
         kv = f"{options.wanted_blocks} KV blocks"
     if options.num_swap_blocks is not None:

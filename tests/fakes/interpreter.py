@@ -32,7 +32,18 @@ def mend() -> None:
     module._convert_float = _convert
     module.InterpreterBuilder.create_dot = _dot
     module.GridExecutor.__call__ = np.errstate(all="ignore")(module.GridExecutor.__call__)
+    module._patch_lang_tensor = _index_one_number(module._patch_lang_tensor)
     _make_faster(module)
+
+
+def _index_one_number(patch: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Return a `_patch_lang_tensor` after which arrays of one number are indices. In 3.6, numpy 2.4 refuses them."""
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch_tensor
 
 
 def _make_faster(module: Any) -> None:

@@ -7,20 +7,23 @@ from torch import Tensor
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows
+from penstock.gpu_node.model.gpu.attention import AttentionBackend, AttentionRows, TritonAttention
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.torch_common.norm import Norm
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.kernels.paged_cache import PagedCache
-from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.layers import activate, add_layer_norm, add_rms_norm, gate_mul, rotate_and_store
-from penstock.kernels.triton.prefill_attention import prefill_attention
 
 
 class GpuDecoder:
     """A model's weights and its forward pass."""
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, num_positions: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: DecoderWeights, num_positions: int, attention: AttentionBackend | None = None
+    ) -> None:
+        """attention: None for Triton's kernels."""
+        self._attention: AttentionBackend = attention or TritonAttention()
         self.spec = spec
         self.num_positions = num_positions
         self._weights = weights
@@ -39,8 +42,8 @@ class GpuDecoder:
         return self._weights.dtype
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states, [len(hidden), vocab]."""
-        return self._weights.head(hidden)
+        """Return the logits of hidden states, [len(hidden), vocab]: a view without those of the head's padding."""
+        return self._weights.head(hidden)[:, : self.spec.vocab_size]
 
     def hidden(
         self,
@@ -84,12 +87,13 @@ class GpuDecoder:
         angles = step.positions, step.slots, self._cos, self._sin
         q = rotate_and_store(qkv, cache, *angles, **names, eps=self.spec.norm_eps)
         out = torch.empty_like(q)
-        given = out, q, cache, step.query_starts, step.context_lens, step.block_tables
-        scale, window = self.spec.head_dim**-0.5, window or 0
-        if len(step.decoding):
-            decode_attention(*given, step.decoding, splits, scale=scale, window=window, biases=self._biases)
-        if len(step.tiles):
-            prefill_attention(*given, step.tiles, scale=scale, window=window, biases=self._biases)
+        self._attention.attend(
+            *(out, q, cache, step.query_starts, step.context_lens, step.block_tables),
+            AttentionRows(step.decoding, step.tiles, splits),
+            scale=self.spec.head_dim**-0.5,
+            window=window,
+            biases=self._biases,
+        )
         return out
 
     def _after_attention(

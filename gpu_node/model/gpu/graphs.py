@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes, StepShape, blank_step, pad_step
+from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes, StepShape, blank_step
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, aligned, size_of, to_device
+from penstock.gpu_node.model.gpu.linear import HEAD_ROWS
 
 Compute = Callable[[StepInputs[Tensor]], Tensor]
 """Runs a step and returns its logits. Stores the tokens of rows without penalties or masks for the next step."""
@@ -24,7 +25,15 @@ class StepGraphs:
     ) -> None:
         """max_blocks: KV blocks of one sequence; logits: the vocabulary size and the dtype of logits."""
         self._shapes = shapes
-        self._logits = torch.zeros(shapes.max_rows, logits[0], dtype=logits[1], device=device.torch)
+        # Rows of whole lines of memory, as the head's product has them.
+        width = -(-logits[0] // HEAD_ROWS) * HEAD_ROWS
+        self._logits = torch.zeros(shapes.max_rows, width, dtype=logits[1], device=device.torch)[:, : logits[0]]
+        self._tables = torch.zeros(shapes.max_rows, max_blocks, dtype=torch.int32, device=device.torch)
+        capacity = max(size_of(blank_step(shape)) for shape in shapes.all) + aligned(shapes.max_rows * max_blocks)
+        self._shapes = shapes
+        # Rows of whole lines of memory, as the head's product has them.
+        width = -(-logits[0] // HEAD_ROWS) * HEAD_ROWS
+        self._logits = torch.zeros(shapes.max_rows, width, dtype=logits[1], device=device.torch)[:, : logits[0]]
         self._tables = torch.zeros(shapes.max_rows, max_blocks, dtype=torch.int32, device=device.torch)
         capacity = max(size_of(blank_step(shape)) for shape in shapes.all) + aligned(shapes.max_rows * max_blocks)
         self._inputs = torch.zeros(capacity, dtype=torch.int32, device=device.torch)
@@ -41,13 +50,12 @@ class StepGraphs:
         """Return the shape of the graph that can run a packed step, or the reason why none can."""
         return self._shapes.find(step)
 
-    def run(self, buffer: Callable[[StepInputs[Ints]], Tensor], step: StepInputs[Ints], shape: StepShape) -> Tensor:
-        """Replay the graph of a packed step and return its logits, which the next replay overwrites.
+    def run(self, packed: Tensor, step: StepInputs[Ints], shape: StepShape) -> Tensor:
+        """Replay the graph of a step that is padded to `shape`; return its logits, which the next replay overwrites.
 
-        buffer: returns a pinned staging buffer for a step.
+        packed: a pinned staging buffer for the step.
         """
-        step = pad_step(step, shape)
-        tables = to_device(buffer(step), self._inputs, step).block_tables
+        tables = to_device(packed, self._inputs, step).block_tables
         self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables)
         self._replays[shape]()
         return self._logits

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.products import GROUP, multiply_int4, multiply_scaled, pack_int4, quantise_vectors
 
 SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -28,6 +29,20 @@ class PlainLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in]; returns [num_tokens, out]."""
         return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantLinear:
+    """x @ weight.T + bias, a row's result independent of the other rows, as `deterministic` wants it."""
+
+    weight: Tensor
+    """[out, in]"""
+    bias: Tensor | None
+    """[out]"""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in]; returns [num_tokens, out]."""
+        return multiply_invariant(x.contiguous(), self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +85,31 @@ class Int4Linear:
         return product if self.bias is None else product + self.bias
 
 
-KeptLinear: TypeAlias = PlainLinear | ScaledLinear | Int4Linear
+KeptLinear: TypeAlias = PlainLinear | InvariantLinear | ScaledLinear | Int4Linear
 """A matrix of a layer; its dataclass fields are all of its tensors."""
 
 
-def linear_of(quantization: str) -> Callable[[Tensor, Tensor | None], KeptLinear]:
-    """Return the constructor of a layer's matrix; quantization is `none`, `int4` or a key of SCALED."""
+def linear_of(quantization: str, *, deterministic: bool = False) -> Callable[[Tensor, Tensor | None], KeptLinear]:
+    """Return the constructor of a layer's matrix; quantization is `none`, `int4` or a key of SCALED.
+
+    deterministic: a row's result does not depend on the other rows. Sums of int8 are exact, so they never do.
+    """
     if quantization == "none":
-        return PlainLinear
+        return InvariantLinear if deterministic else PlainLinear
     if quantization == "int4":
         return Int4Linear.of
     return lambda weight, bias: ScaledLinear.of(weight, bias, SCALED[quantization])
+
+
+HEAD_ROWS = 64
+"""A head is padded to a multiple of so many rows: logits of an odd vocabulary would lie in unaligned rows."""
+
+
+def padded_head(weight: Tensor, *, deterministic: bool = False) -> PlainLinear | InvariantLinear:
+    """Return the product with a head [vocab, hidden], zero rows appended. The caller cuts off their logits."""
+    missing = -len(weight) % HEAD_ROWS
+    padded = functional.pad(weight, (0, 0, 0, missing)) if missing else weight
+    return (InvariantLinear if deterministic else PlainLinear)(padded, None)
 
 
 def can_pack_int4(*widths: int) -> bool:

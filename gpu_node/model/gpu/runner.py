@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,23 +13,21 @@ from torch import Tensor
 
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
-from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
-from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes
+from penstock.gpu_node.model.gpu.device import Device
+from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes, StepShape, pad_step
 from penstock.gpu_node.model.gpu.graphs import StepGraphs
+from penstock.gpu_node.model.gpu.in_flight import InFlightStep, OnHost, StagingBuffer
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
-from penstock.gpu_node.model.gpu.staging import StagingBuffer
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan, StepResult
-from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan
+from penstock.gpu_node.model.torch_common.logprobs import logprobs_of
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, sample
 from penstock.kernels.triton.sending import to_device_async
 
-_OnHost = tuple[Tensor, Tensor] | None
-"""The two arrays of `Logprobs` in pinned memory; None where no row wants logprobs."""
 FIXED_SPLITS = 8
 """Parts of a context in mixed steps, and in all steps of deterministic mode: there a row's result must not depend on
 the batch size."""
@@ -41,10 +38,10 @@ class Limits:
     """The limits that a runner's buffers and graphs are sized for."""
 
     max_num_seqs: int
-    max_num_batched_tokens: int
     max_model_len: int
     block_size: int
     deterministic: bool = False
+    max_num_batched_tokens: int = 8192
 
 
 class GpuRunner:
@@ -83,7 +80,9 @@ class GpuRunner:
             # Padding rows of a graph's batch sample too.
             self._tokens = torch.zeros(shapes.max_rows, dtype=torch.int32, device=device.torch)
             self._graphs = StepGraphs(device, self._compute, shapes, max_blocks, (vocab, decoder.dtype))
-        self._unfinished = _InFlightStep(device.record_event(), device.record_event())
+        self.replays = True
+        """Whether graphs are replayed. If not, their steps are computed with the same padding, for comparisons."""
+        self._unfinished = InFlightStep(device.record_event(), device.record_event())
         self._staging_buffers = deque(StagingBuffer(device) for _ in range(self.max_in_flight))
 
     @property
@@ -118,7 +117,7 @@ class GpuRunner:
 
     @translate_out_of_memory()
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> _InFlightStep:
+    def submit(self, plan: StepPlan) -> InFlightStep:
         """Start a step."""
         self._unfinished.run_deferred()
         staging = self._staging_buffers[0]
@@ -129,14 +128,14 @@ class GpuRunner:
         copied = self._device.record_event()
         if self._pool.has_host_block(plan.block_tables):
             self._pool.wait_for_swap_out()
-        mark_rows, in_flight = mark_rows_of(plan.sampling), _InFlightStep(started, copied)
+        mark_rows, in_flight = mark_rows_of(plan.sampling), InFlightStep(started, copied)
         step = pack_step(plan, self._limits.block_size)
         shape = self._graphs.find(step)
         if isinstance(shape, str):
             in_flight.eager = shape
             logits, hidden = self._run_eagerly(staging, step, plan.pooled)
         else:
-            logits, hidden = self._graphs.run(staging.packed, step, shape), None
+            logits, hidden = self._run_graph(staging, pad_step(step, shape), shape), None
 
         @torch.inference_mode()
         def choose() -> None:
@@ -179,6 +178,12 @@ class GpuRunner:
         """Load an adapter into a slot, after the steps that were already submitted."""
         self._adapters.set(adapter_slot, adapter)
 
+    def _run_graph(self, staging: StagingBuffer, step: StepInputs[Ints], shape: StepShape) -> Tensor:
+        """Return the logits of a step that is padded to `shape`."""
+        if not self.replays:
+            return self._compute(self._on_device(staging, step))
+        return self._graphs.run(staging.packed(step), step, shape)
+
     def _run_eagerly(
         self, staging: StagingBuffer, step: StepInputs[Ints], pooled: PooledTokens | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -201,7 +206,7 @@ class GpuRunner:
             self._tokens[:rows] = sample(logits[:rows], step.rules, self._no_marks)
         return logits
 
-    def _logprobs(self, plan: StepPlan, logits: Tensor) -> tuple[_OnHost, _OnHost]:
+    def _logprobs(self, plan: StepPlan, logits: Tensor) -> tuple[OnHost, OnHost]:
         """Return the logprobs of the sampling rows and of the scored tokens; None where they are not wanted."""
         rows, wanted, scored = len(plan.sample_tokens), plan.sampling.num_logprobs, plan.scored
         logprobs = scores = None
@@ -232,45 +237,3 @@ class GpuRunner:
     def _on_device(self, staging: StagingBuffer, step: StepInputs[Ints]) -> StepInputs[Tensor]:
         arrival = torch.empty(size_of(step), dtype=torch.int32, device=self._device.torch)
         return to_device(staging.packed(step), arrival, step)
-
-
-class _InFlightStep:
-    """A step that may still be running. Its tokens are in a staging buffer that the step after the next reuses."""
-
-    def __init__(self, started: DeviceEvent, copied: DeviceEvent) -> None:
-        self._started = started
-        self._copied = copied
-        self._done = copied
-        self._tokens = torch.empty(0, dtype=torch.int32)
-        self.deferred: Callable[[], None] | None = None
-        """Work that is still to be submitted to the device."""
-        self._logprobs: tuple[_OnHost, _OnHost] = None, None
-        self.hidden: Tensor | None = None
-        """The hidden states of the pooled tokens in pinned memory."""
-        self.eager: str | None = None
-        """Why the step did not run as a graph; None if it did."""
-
-    def set_tokens(self, tokens: Tensor, done: DeviceEvent) -> None:
-        """Set the pinned tensor that holds the tokens once the event `done` is reached."""
-        self._tokens, self._done = tokens, done
-
-    def note_logprobs(self, logprobs: _OnHost, scores: _OnHost) -> None:
-        """Keep the logprobs of the sampling rows and of the scored tokens."""
-        self._logprobs = logprobs, scores
-
-    @translate_out_of_memory()
-    def run_deferred(self) -> None:
-        """Submit the deferred work, if any, to the device."""
-        deferred, self.deferred = self.deferred, None
-        if deferred is not None:
-            deferred()
-
-    def result(self) -> StepResult:
-        self.run_deferred()
-        self._done.wait()
-        # Sampling is part of the same graph as the forward pass.
-        forward_ms, copy_ms = self._done.ms_since(self._copied), self._copied.ms_since(self._started)
-        logprobs, scores = (None if tensors is None else to_numpy(*tensors) for tensors in self._logprobs)
-        tokens = self._tokens.numpy().copy()
-        hidden = None if self.hidden is None else self.hidden.numpy()
-        return StepResult(tokens, forward_ms, 0.0, copy_ms, logprobs, scores, hidden, self.eager)

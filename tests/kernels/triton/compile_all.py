@@ -22,6 +22,7 @@ from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import decode_attention
+from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.lora import add_lora
 from penstock.kernels.triton.prefill_attention import prefill_attention
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
@@ -120,6 +121,8 @@ def _compile_products(formats: list[torch.dtype]) -> None:
         groups = _empty(6144, 128, dtype=torch.float16)
         for given in (x, x.float()):
             products.multiply_int4(given, _empty(6144, 2048, dtype=torch.uint8), groups, groups)
+    for x in (_empty(4, 4096), _empty(4, 4096, **real)):
+        multiply_invariant(x, _empty(6144, 4096, dtype=x.dtype), _empty(6144, dtype=x.dtype))
     add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, 16, 4096), _empty(3, 6144, 16), _ints(2, 3))
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures.sampling import SamplingCase, level_draws, rows_of, sampling_cases
-from hypothesis import given, settings
+from fixtures.sampling import SamplingCase, level_draws, rows_of
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
@@ -16,7 +15,8 @@ from penstock.kernels.reference.sampler import NO_TOKENS
 from penstock.kernels.triton.sampler import pack_rules, sample
 
 
-def _tokens(case: SamplingCase, device: torch.device) -> NDArray[np.int32]:
+def sampled_tokens(case: SamplingCase, device: torch.device) -> NDArray[np.int32]:
+    """The kernel's tokens, with marks that hold garbage before they are written."""
     row_marks = RowMarks(case.logits.shape[1], device)
     row_marks.reserve(len(case.logits))
     row_marks.marks.marks.fill_(99)
@@ -28,15 +28,9 @@ def _tokens(case: SamplingCase, device: torch.device) -> NDArray[np.int32]:
     return sample(torch.from_numpy(case.logits).to(device), rules, row_marks.marks).cpu().numpy()
 
 
-@settings(max_examples=4)
-@given(case=sampling_cases(max_kinds=1))
-def test_tokens_are_the_references(case: SamplingCase, device: torch.device) -> None:
-    assert case.disagreements(_tokens(case, device)) == []
-
-
 def test_a_row_draws_the_number_that_every_sampler_draws(device: torch.device) -> None:
     case, want = level_draws()
-    assert _tokens(case, device).tolist() == want
+    assert sampled_tokens(case, device).tolist() == want
 
 
 RULES: dict[str, dict[str, Any]] = {
@@ -60,7 +54,7 @@ def test_biases_and_masks_come_before_the_draw(device: torch.device) -> None:
         biases=[np.array([3.0, 4.5], np.float32)] * count,
     )
     case = SamplingCase(rng.standard_normal((count, vocab)).astype(np.float32), rows)
-    assert case.disagreements(_tokens(case, device)) == []
+    assert case.disagreements(sampled_tokens(case, device)) == []
 
 
 @pytest.mark.parametrize(
@@ -77,4 +71,4 @@ def test_each_rule_draws_what_it_keeps(vocab: int, rules: str, count: int, devic
     logits = rng.standard_normal((count, vocab)).astype(np.float32)
     rows = rows_of(count, seed=np.arange(count), num_seen_prompt=10, seen=seen, **RULES[rules])
     case = SamplingCase(logits, rows)
-    assert case.disagreements(_tokens(case, device)) == []
+    assert case.disagreements(sampled_tokens(case, device)) == []
