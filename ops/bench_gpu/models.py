@@ -15,7 +15,7 @@ from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
-from penstock.gpu_node.model.gpu.linear import KeptLinear, linear_of, padded_head
+from penstock.gpu_node.model.gpu.linear import KeptLinear, linear_of, pad_rows, padded_head
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
@@ -133,10 +133,13 @@ def random_weights(spec: ModelSpec, options: Options, device: torch.device) -> D
             mlp_out=matrix(hidden, inner, has_bias=spec.mlp_bias),
         )
 
-    embedding = padded_head(random(spec.vocab_size, spec.hidden_size, std=1.0)).weight
+    embedding = pad_rows(random(spec.vocab_size, spec.hidden_size, std=1.0))
     head = embedding if spec.tied_head else random(spec.vocab_size, spec.hidden_size, std=spec.hidden_size**-0.5)
     layers = tuple(layer() for _ in range(spec.num_layers))
     final = norm(spec.hidden_size, centred=spec.norm == "layer")
     return DecoderWeights(
-        partial(functional.embedding, weight=embedding), layers, final, padded_head(head, deterministic=is_fixed)
+        partial(functional.embedding, weight=embedding),
+        layers,
+        final,
+        padded_head(head, options.quantization, deterministic=is_fixed),
     )

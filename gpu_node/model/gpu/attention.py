@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ class AttentionRows:
     """[num_tiles, 2] int32: query tiles of all other sequences, from `prefill_tiles`."""
     splits: int
     """The number of parts that each context of a decoding sequence is split into."""
+    query_rows: int
+    """Queries of a tile."""
 
 
 class AttentionBackend(Protocol):
@@ -72,4 +74,5 @@ class TritonAttention:
         if len(rows.decoding):
             decode_attention(*given, rows.decoding, rows.splits, scale=scale, window=window or 0, biases=biases)
         if len(rows.tiles):
-            prefill_attention(*given, rows.tiles, scale=scale, window=window or 0, biases=biases)
+            options: dict[str, Any] = {"scale": scale, "window": window or 0, "biases": biases}
+            prefill_attention(*given, rows.tiles, **options, rows=rows.query_rows)

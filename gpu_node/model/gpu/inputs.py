@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.gpu_node.model.protocol import StepPlan
+from penstock.kernels.triton.decode_attention import longest_first
 from penstock.kernels.triton.lora import lora_tiles
-from penstock.kernels.triton.prefill_attention import prefill_tiles
+from penstock.kernels.triton.prefill_attention import QUERY_TILE, prefill_tiles
 from penstock.kernels.triton.sampler import pack_rules
 
 Ints = NDArray[np.int32]
@@ -31,7 +32,7 @@ class StepInputs(Generic[Array]):
     query_starts: Array
     context_lens: Array
     decoding: Array
-    """[num_decoding]: sequences with one token in the step; -1 for padding rows."""
+    """[num_decoding]: sequences with one token in the step, the one with the longest context first; -1 for padding."""
     tiles: Array
     """[num_tiles, 2]: query tiles of all other sequences, from `prefill_tiles`; -1 for padding tiles."""
     sampling: Array
@@ -52,8 +53,11 @@ class StepInputs(Generic[Array]):
         return [getattr(self, field.name) for field in fields(self)]
 
 
-def pack_step(plan: StepPlan, block_size: int) -> StepInputs[Ints]:
-    """Pack the arrays of a plan. Its sampling rules refer to no marks, so rows choose by their logits alone."""
+def pack_step(plan: StepPlan, block_size: int, query_rows: int = QUERY_TILE) -> StepInputs[Ints]:
+    """Pack the arrays of a plan. Its sampling rules refer to no marks, so rows choose by their logits alone.
+
+    query_rows: queries per tile of prefill attention.
+    """
     counts = np.diff(plan.query_starts)
     seqs = np.repeat(np.arange(len(counts)), counts)
     blocks = plan.block_tables[seqs, plan.positions // block_size]
@@ -69,8 +73,8 @@ def pack_step(plan: StepPlan, block_size: int) -> StepInputs[Ints]:
         slots=blocks * block_size + plan.positions % block_size,
         query_starts=plan.query_starts,
         context_lens=plan.context_lens,
-        decoding=np.flatnonzero(counts == 1).astype(np.int32),
-        tiles=prefill_tiles(plan.query_starts, np.flatnonzero(counts > 1).astype(np.int32)),
+        decoding=longest_first(np.flatnonzero(counts == 1).astype(np.int32), plan.context_lens),
+        tiles=prefill_tiles(plan.query_starts, np.flatnonzero(counts > 1).astype(np.int32), query_rows),
         sampling=sampling,
         rules=pack_rules(plan.sampling, np.full(len(plan.sample_tokens), -1, np.int32)),
         adapter_tiles=tiles,

@@ -19,7 +19,7 @@ from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import MIN_COMPUTE_CAPABILITY, Device
 from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
-from penstock.gpu_node.model.gpu.linear import HEAD_ROWS, SCALED, can_pack_int4
+from penstock.gpu_node.model.gpu.linear import HEAD_ROWS, SCALED, can_pack_int4, padded_head
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_bytes, run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
@@ -51,8 +51,9 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     # A separate Device has its own side stream, because the KV pool's one copies in the other direction.
     stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))
     gather = stream if options.cpu_offload_gib else tuple
-    given = tensors, spec, _DTYPES[name], lambda done: progress("load", done), device.torch, keep, gather
-    weights = load_weights(*given, deterministic=options.deterministic)
+    head = partial(padded_head, quantization=options.quantization, deterministic=options.deterministic)
+    report = partial(progress, "load")
+    weights = load_weights(tensors, spec, _DTYPES[name], report, device.torch, keep, gather, head)
     weight_bytes = device.allocated_bytes()
     decoder = GpuDecoder(spec, weights, described.max_model_len)
     # Its own side stream, so that adapters do not wait for swapped blocks.

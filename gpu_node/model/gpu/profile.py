@@ -55,6 +55,7 @@ def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_sam
     longest = min(num_tokens, decoder.num_positions)
     starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
     counts = np.diff(starts)
+    seqs = np.arange(len(counts), dtype=np.int32)
     # All contexts consist of the null block.
     tables = ints(len(counts), aligned(longest // pool.layers[0].block_size + 1))
     step = StepInputs(
@@ -64,7 +65,7 @@ def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_sam
         query_starts=torch.from_numpy(starts).to(device),
         context_lens=torch.from_numpy(counts).to(device),
         decoding=ints(0),
-        tiles=torch.from_numpy(prefill_tiles(starts, np.arange(len(counts), dtype=np.int32))).to(device),
+        tiles=torch.from_numpy(prefill_tiles(starts, seqs, decoder.query_rows)).to(device),
         sampling=ints(num_samples),
         rules=ints(num_samples, len(RULE_COLUMNS)),
         adapter_tiles=ints(0, 3),

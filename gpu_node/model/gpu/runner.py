@@ -129,7 +129,7 @@ class GpuRunner:
         if self._pool.has_host_block(plan.block_tables):
             self._pool.wait_for_swap_out()
         mark_rows, in_flight = mark_rows_of(plan.sampling), InFlightStep(started, copied)
-        step = pack_step(plan, self._limits.block_size)
+        step = self._packed(plan)
         shape = self._graphs.find(step)
         if isinstance(shape, str):
             in_flight.eager = shape
@@ -159,7 +159,7 @@ class GpuRunner:
         self._unfinished.run_deferred()
         staging = self._staging_buffers[0]
         staging.wait()
-        step = pack_step(plan, self._limits.block_size)
+        step = self._packed(plan)
         everywhere = np.arange(len(plan.token_ids), dtype=np.int32)
         step = replace(step, sampling=everywhere, sampled_adapter_tiles=step.adapter_tiles)
         hidden = self._hidden(self._on_device(staging, step))
@@ -177,6 +177,9 @@ class GpuRunner:
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, after the steps that were already submitted."""
         self._adapters.set(adapter_slot, adapter)
+
+    def _packed(self, plan: StepPlan) -> StepInputs[Ints]:
+        return pack_step(plan, self._limits.block_size, self._decoder.query_rows)
 
     def _run_graph(self, staging: StagingBuffer, step: StepInputs[Ints], shape: StepShape) -> Tensor:
         """Return the logits of a step that is padded to `shape`."""

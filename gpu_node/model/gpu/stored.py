@@ -15,6 +15,7 @@ from penstock.gpu_node.model.checkpoint.tensors import StoredLinear
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.linear import SCALED, Int4Linear, KeptLinear, ScaledLinear, linear_of
 from penstock.gpu_node.model.torch_common.tensors import Convert
+from penstock.kernels.triton.products import pair_scales
 
 _HALF_BLOCK = BLOCK // 2
 
@@ -38,7 +39,7 @@ class StoredLinearLoader:
             kept = linear_of(name, deterministic=self._deterministic)(convert(stored.weights), bias)
         elif name == "int4":
             packed, scales, minima = (self._put(parts) for parts in zip(*map(_int4, stored.weights), strict=True))
-            kept = Int4Linear(packed, scales, minima, bias)
+            kept = Int4Linear(packed, pair_scales(scales, minima), bias)
         else:
             rows = (_scaled(part) for part in stored.weights if isinstance(part, ScaledTensor))
             numbers, scales = (self._put(parts) for parts in zip(*rows, strict=True))

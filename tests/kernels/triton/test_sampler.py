@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
 from penstock.kernels.reference.sampler import NO_TOKENS
 from penstock.kernels.triton.sampler import pack_rules, sample
+from penstock.kernels.triton.sampling_passes import MAX_CANDIDATES
 
 
 def sampled_tokens(case: SamplingCase, device: torch.device) -> NDArray[np.int32]:
@@ -54,6 +55,16 @@ def test_biases_and_masks_come_before_the_draw(device: torch.device) -> None:
         biases=[np.array([3.0, 4.5], np.float32)] * count,
     )
     case = SamplingCase(rng.standard_normal((count, vocab)).astype(np.float32), rows)
+    assert case.disagreements(sampled_tokens(case, device)) == []
+
+
+@pytest.mark.parametrize("rules", [{"top_k": 3}, {"top_p": 0.3}, {"top_k": 20, "top_p": 0.9}])
+def test_limits_among_more_tokens_than_are_collected(rules: dict[str, Any], device: torch.device) -> None:
+    """Every token is about as likely as any other, so all of them are near each limit."""
+    rng, vocab = np.random.default_rng(1), MAX_CANDIDATES + 100
+    logits = (rng.standard_normal((2, vocab)) * 1e-3).astype(np.float32)
+    logits[1] = 0
+    case = SamplingCase(logits, rows_of(2, seed=np.arange(2), **rules))
     assert case.disagreements(sampled_tokens(case, device)) == []
 
 

@@ -50,7 +50,10 @@ def test_logits_are_the_torch_runners(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("options", "most"), [({"kv_cache_dtype": "fp8"}, 0.2), ({"quantization": "int8"}, 0.2)])
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"kv_cache_dtype": "fp8"}, 0.2), ({"quantization": "int8"}, 0.2), ({"quantization": "fp8"}, 0.2)],
+)
 def test_few_bits_err_a_little(options: dict[str, str], most: float, tiny_model: Path) -> None:
     want = _logits(_runner(tiny_model, "torch"))
     error = _logits(_runner(tiny_model, "gpu", **options)) - want
