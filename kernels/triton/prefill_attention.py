@@ -174,6 +174,8 @@ def prefill_tiles(
     query_starts: NDArray[np.int32], seqs: NDArray[np.int32], rows: int = QUERY_TILE
 ) -> NDArray[np.int32]:
     """Return the tiles of `rows` queries, [num_tiles, 2]: sequence, first query. Tiles of late queries come first."""
+    if not len(seqs):
+        return np.zeros((0, 2), np.int32)
     counts = query_starts[seqs + 1] - query_starts[seqs]
     tiles = -(-counts // rows)
     first = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)

@@ -104,28 +104,30 @@ def pad_step(step: StepInputs[Ints], shape: StepShape) -> StepInputs[Ints]:
     Padding tokens store nothing. Padding sequences have no token. Padding rows of attention name sequence -1, which
     the kernels skip. Padding rows of sampling sample greedily after the first token.
     """
-    more_seqs = shape.num_seqs - len(step.context_lens)
-    more_tokens, more_rules = shape.num_tokens - len(step.token_ids), shape.num_seqs - len(step.rules)
-    rules = np.zeros((more_rules, len(RULE_COLUMNS)), np.int32)
-    rules[:, -1] = -1
+    # np.pad would take ten times as long, on the thread that every step waits for.
+    rules = _longer(step.rules, shape.num_seqs)
+    rules[len(step.rules) :, -1] = -1
     return replace(
         step,
-        token_ids=np.pad(step.token_ids, (0, more_tokens)),
-        positions=np.pad(step.positions, (0, more_tokens)),
-        slots=np.pad(step.slots, (0, more_tokens), constant_values=-1),
-        query_starts=np.pad(step.query_starts, (0, more_seqs), mode="edge"),
-        context_lens=np.pad(step.context_lens, (0, more_seqs)),
-        decoding=np.pad(step.decoding, (0, shape.num_seqs - len(step.decoding)), constant_values=-1),
-        tiles=_more_rows(step.tiles, shape.num_tiles, -1),
-        sampling=np.pad(step.sampling, (0, shape.num_seqs - len(step.sampling))),
-        rules=np.concatenate((step.rules, rules)),
-        adapter_tiles=_more_rows(step.adapter_tiles, shape.num_adapter_tiles, 0),
-        sampled_adapter_tiles=_more_rows(step.sampled_adapter_tiles, shape.num_sampled_adapter_tiles, 0),
+        token_ids=_longer(step.token_ids, shape.num_tokens),
+        positions=_longer(step.positions, shape.num_tokens),
+        slots=_longer(step.slots, shape.num_tokens, -1),
+        query_starts=_longer(step.query_starts, shape.num_seqs + 1, int(step.query_starts[-1])),
+        context_lens=_longer(step.context_lens, shape.num_seqs),
+        decoding=_longer(step.decoding, shape.num_seqs, -1),
+        tiles=_longer(step.tiles, shape.num_tiles, -1),
+        sampling=_longer(step.sampling, shape.num_seqs),
+        rules=rules,
+        adapter_tiles=_longer(step.adapter_tiles, shape.num_adapter_tiles),
+        sampled_adapter_tiles=_longer(step.sampled_adapter_tiles, shape.num_sampled_adapter_tiles),
     )
 
 
-def _more_rows(rows: Ints, count: int, value: int) -> Ints:
-    return np.pad(rows, ((0, count - len(rows)), (0, 0)), constant_values=value)
+def _longer(rows: Ints, count: int, value: int = 0) -> Ints:
+    """Return `rows` followed by rows of `value`, `count` in all."""
+    longer = np.full((count, *rows.shape[1:]), value, np.int32)
+    longer[: len(rows)] = rows
+    return longer
 
 
 def blank_step(shape: StepShape) -> StepInputs[Ints]:

@@ -30,12 +30,6 @@ class StepGraphs:
         self._logits = torch.zeros(shapes.max_rows, width, dtype=logits[1], device=device.torch)[:, : logits[0]]
         self._tables = torch.zeros(shapes.max_rows, max_blocks, dtype=torch.int32, device=device.torch)
         capacity = max(size_of(blank_step(shape)) for shape in shapes.all) + aligned(shapes.max_rows * max_blocks)
-        self._shapes = shapes
-        # Rows of whole lines of memory, as the head's product has them.
-        width = -(-logits[0] // HEAD_ROWS) * HEAD_ROWS
-        self._logits = torch.zeros(shapes.max_rows, width, dtype=logits[1], device=device.torch)[:, : logits[0]]
-        self._tables = torch.zeros(shapes.max_rows, max_blocks, dtype=torch.int32, device=device.torch)
-        capacity = max(size_of(blank_step(shape)) for shape in shapes.all) + aligned(shapes.max_rows * max_blocks)
         self._inputs = torch.zeros(capacity, dtype=torch.int32, device=device.torch)
         self._replays: dict[StepShape, Callable[[], None]] = {}
         pool = None
