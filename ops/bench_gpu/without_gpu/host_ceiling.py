@@ -65,8 +65,8 @@ def plans() -> tuple[GpuRunner, dict[str, StepPlan]]:
         steps[f"decode {rows}"] = decode_plan(previous, _CONTEXT - 16, tables[:rows], temperature=0.7, top_p=0.9)
     rows = 64
     ids = [*(np.array([-1 - i], np.int32) for i in range(rows)), *[np.ones(_PREFILL_TOKENS // 2, np.int32)] * 2]
-    starts = np.array([_CONTEXT - 17] * rows + [0, 0])
-    steps[f"mixed {rows} + {_PREFILL_TOKENS}"] = plan_of(ids, starts, tables[: rows + 2], np.arange(rows + 2))
+    starts = np.array([_CONTEXT - 17] * rows + [0, 0], np.int32)
+    steps[f"mixed {rows} + {_PREFILL_TOKENS}"] = plan_of(ids, starts, tables[: rows + 2], np.arange(rows + 2, dtype=np.int32))
     return model.runner, steps
 
 

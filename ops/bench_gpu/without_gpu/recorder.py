@@ -37,14 +37,14 @@ class TritonLaunch(NamedTuple):
         return str(self.function.fn.__name__).lstrip("_")
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what would be launched on a GPU: Triton kernels, products of a library and other operations of torch.
 
     Tensors are on the CPU and keep no contents: an operation runs on `meta` tensors to find the result's shape.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         """Launches since the last `take`: `triton:NAME`, `library:NAME` or `torch:NAME`."""
         self.triton_launches: set[TritonLaunch] = set()

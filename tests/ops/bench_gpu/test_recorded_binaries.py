@@ -43,10 +43,9 @@ def _count(program: Facts, *prefixes: str) -> int:
 
 def _programs_at_once(program: Facts) -> int:
     """Return how many programs fit on a multiprocessor at once, by registers and shared memory."""
-    per_warp = -(-program["registers"] * 32 // 256) * 256
-    by_registers = REGISTERS // per_warp // program["warps"]
-    by_shared = int(SHARED_KIB[program["sm"]] * 1024 // (program["shared"] + 1024))
-    return min(by_registers, by_shared)
+    registers, shared, warps = (int(program[name]) for name in ("registers", "shared", "warps"))
+    per_warp = -(-registers * 32 // 256) * 256
+    return min(REGISTERS // per_warp // warps, SHARED_KIB[program["sm"]] * 1024 // (shared + 1024))
 
 
 @pytest.mark.slow
