@@ -66,7 +66,8 @@ def plans() -> tuple[GpuRunner, dict[str, StepPlan]]:
     rows = 64
     ids = [*(np.array([-1 - i], np.int32) for i in range(rows)), *[np.ones(_PREFILL_TOKENS // 2, np.int32)] * 2]
     starts = np.array([_CONTEXT - 17] * rows + [0, 0], np.int32)
-    steps[f"mixed {rows} + {_PREFILL_TOKENS}"] = plan_of(ids, starts, tables[: rows + 2], np.arange(rows + 2, dtype=np.int32))
+    sampled = np.arange(rows + 2, dtype=np.int32)
+    steps[f"mixed {rows} + {_PREFILL_TOKENS}"] = plan_of(ids, starts, tables[: rows + 2], sampled)
     return model.runner, steps
 
 
