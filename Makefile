@@ -6,7 +6,7 @@
 #   make check       format, lint, types, language, types of users' scripts
 #   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: where clang-format would change the kernels
 #   make language    what breaks the language rules, file by file; LANGUAGE="gpu_node --rule long", --counts, --lower
-#   make check-full  all of it, slow tests included
+#   make check-full  all of it, slow tests included; installs Jupyter and pyright for them
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
 #   make clients     run official clients and load tools against `penstock serve` (minutes); CLIENT="litellm openai"
@@ -15,6 +15,7 @@
 #   make bench       measure this machine; BENCH="--engines penstock --workloads mix" chooses
 #   make bench-peers install what make bench compares with (llama.cpp is compiled: minutes)
 #   make bench-gpu   measure a CUDA device, in ten minutes; BENCH=--dry runs through it on the CPU
+#   make gpu-venv    what a bare GPU machine has (Python 3.12, torch 2.11, Triton 3.6.0; 3 GB), for the slow tests
 #   make lock        choose the versions in requirements.lock anew
 #   make clean       remove what was built
 #
@@ -37,12 +38,13 @@ TRITON := triton==3.7.1
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.penstock-installed
+SLOW_STAMP := $(VENV)/.penstock-slow-installed
 
 # The repository's root must not be importable: its `kernels` folder would hide the package of that name on PyPI.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak hostile mutants bench bench-peers bench-gpu lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak hostile mutants bench bench-peers bench-gpu gpu-venv lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -58,7 +60,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy --strict -p penstock
 	$(BIN)/python -m mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests ops
-	$(BIN)/python -m pytest -q $(CHECKED)
+	$(BIN)/python -m pytest -q -m "not slow" $(CHECKED)
 
 lint-lua: $(STAMP)
 	$(BIN)/python ops/lint_lua.py
@@ -73,7 +75,7 @@ fields: $(STAMP)
 language: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)
 
-check-full: check
+check-full: check $(SLOW_STAMP)
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --timeout 900
 
 clients: $(STAMP)
@@ -101,6 +103,14 @@ bench-peers: $(STAMP)
 bench-gpu:
 	PYTHONPATH=.:ops $(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench_gpu $(BENCH)
 
+# The oldest versions that the GPU kernels support. Newer numpy and Triton's 3.6 interpreter do not agree.
+gpu-venv: build/gpu-venv/.installed
+
+build/gpu-venv/.installed:
+	python3.12 -m venv build/gpu-venv
+	build/gpu-venv/bin/pip install --quiet torch==2.11.0 triton==3.6.0 'numpy>=2.1,<2.5' pytest
+	@touch $@
+
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "penstock needs Python 3.11 or later; $(PYTHON) is `$(PYTHON) --version 2>&1`. Try: make PYTHON=python3.12"; exit 1; }
@@ -112,12 +122,17 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/pip install --quiet --no-deps -e .
 	@touch $@
 
+# What only slow tests need: Jupyter for the notebook, and pyright.
+$(SLOW_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[slow]'
+	@touch $@
+
 # Local versions (torch's +cpu) are dropped, and torch pins its CUDA libraries itself: the lock serves both builds.
 lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock
-	build/lock/bin/pip install --quiet '.[all,dev,bench]' '$(TORCH)' '$(TRITON)'
-	{ echo "# Everything that [all,dev,bench] needs, for Python 3.11 and later. Made by: make lock"; \
+	build/lock/bin/pip install --quiet '.[all,dev,bench,slow]' '$(TORCH)' '$(TRITON)'
+	{ echo "# Everything that [all,dev,bench,slow] needs, for Python 3.11 and later. Made by: make lock"; \
 	  build/lock/bin/pip freeze --all --exclude penstock --exclude pip \
 	  | grep -Ev '^(nvidia-[^m]|cuda-)' | sed -E 's/\+[a-z0-9.]+$$//'; } > requirements.lock
 	rm -rf build/lock

@@ -8,9 +8,10 @@ from typing import Any
 from penstock.producer.batch.app import app
 
 GENERATE = "penstock.generate"
+ASK_AGAIN = "examples.ask_again"
 
 
-@app.task(name="examples.ask_again", bind=True)  # type: ignore[untyped-decorator]
+@app.task(name=ASK_AGAIN, bind=True)  # type: ignore[untyped-decorator]
 def ask_again(self: Any, answer: dict[str, Any]) -> Any:
     """Replace itself by a task that goes on from the first answer, a response object of OpenAI's form."""
     story = answer["choices"][0]["text"]
@@ -20,5 +21,5 @@ def ask_again(self: Any, answer: dict[str, Any]) -> Any:
 
 if __name__ == "__main__":
     first = app.signature(GENERATE, kwargs={"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0})
-    response = (first | ask_again.s()).delay().get(timeout=120)
+    response = (first | app.signature(ASK_AGAIN)).delay().get(timeout=120)
     print(response["choices"][0]["text"])

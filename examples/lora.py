@@ -10,6 +10,8 @@ from penstock import Client
 PROMPT = "The capital of France is"
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/lora.py ADAPTER")
     adapter = sys.argv[1]
     with Client() as client:
         base = client.submit(PROMPT, max_tokens=16, temperature=0)

@@ -14,7 +14,6 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from penstock.contract.errors import ConfigError
 from penstock.gateway import health, metrics, usage
 from penstock.gateway.anthropic import routes as anthropic_routes
 from penstock.gateway.anthropic.errors import ID_HEADER as ANTHROPIC_ID_HEADER
@@ -26,6 +25,7 @@ from penstock.gateway.embeddings import routes as embedding_routes
 from penstock.gateway.errors import install_error_handlers
 from penstock.gateway.http.access_log import AccessLog
 from penstock.gateway.http.head_requests import HeadRequests
+from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.http.request_head import BoundedHead
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
 from penstock.gateway.http.traced_requests import TRACE_HEADER, TracedRequests
@@ -235,10 +235,6 @@ async def _check_start(settings: GatewaySettings) -> None:
 
     This runs before uvicorn starts, because uvicorn would print its own start-up errors and hide the cause.
     """
-    try:
-        listener = await asyncio.get_running_loop().create_server(asyncio.Protocol, settings.host, settings.port)
-    except OSError as error:
-        raise ConfigError(f"port {settings.port} on {settings.host}: {error.strerror}", param="port") from error
-    listener.close()
+    await check_address(settings.host, settings.port)
     async with _client_of(settings) as client:
         await client.warn_of_eviction()

@@ -52,7 +52,7 @@ class GatewaySettings(Settings):
     """The most urgent priority class that callers may use while no API keys exist."""
     unknown_fields: UnknownFields = "refuse"
     """What to do with a body's unknown fields: refuse the request, or ignore and list them in a response header."""
-    loop_watch_ms: float = Field(default=20.0, ge=1, le=1000)
+    loop_watch_ms: float = Field(default=50.0, ge=1, le=1000)
     """Milliseconds between two measurements of the event loop's delay."""
     loop_debug: bool = False
     """Log which code runs when it blocks the event loop for 50 ms or more."""

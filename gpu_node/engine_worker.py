@@ -40,6 +40,10 @@ class EngineLike(Protocol):
         """Capacity of the KV cache in tokens."""
 
     @property
+    def leaves_core_free(self) -> bool:
+        """Whether steps leave at least one of the node's cores to other work."""
+
+    @property
     def revision(self) -> str:
         """Identifies everything on which exact tokens depend. Only a node with the same revision may continue a job."""
 

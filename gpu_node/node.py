@@ -31,7 +31,7 @@ from penstock.gpu_node.monitor.node_profiler import NodeProfiler
 from penstock.gpu_node.monitor.snapshot import take_snapshot
 from penstock.gpu_node.monitor.watchdog import EngineStalledError
 from penstock.gpu_node.outbox import Outbox
-from penstock.gpu_node.publish_pace import Pace
+from penstock.gpu_node.publishing.pace import new_pace
 from penstock.gpu_node.seats import NO_SEATS, Seats, declare_dead
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.threads import Threads
@@ -72,7 +72,8 @@ class Node:
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
         self._worker = EngineWorker(engine, self._deliver)
-        pace, limit = Pace(settings.stream_interval_ms / 1000), settings.max_unsent_bytes
+        self.pace = new_pace(settings.stream_interval_ms / 1000, leaves_core_free=engine.leaves_core_free)
+        limit, pace = settings.max_unsent_bytes, self.pace
         self._outbox = Outbox(self._broker, self.ledger, self._worker, self._bell, max_unsent_bytes=limit, pace=pace)
         sizes = {"kv_tokens": engine.num_kv_tokens, "max_num_seqs": settings.max_num_seqs}
         self._load_shedder = LoadShedder(self._broker, self.ledger, self._worker, self._outbox, **sizes)

@@ -1,8 +1,8 @@
 """From the engine to Redis: one emit call for the whole batch, and one finish call for each job that ended.
 
 While Redis is unavailable or slow, outputs accumulate in the ledger; then each choice's output leaves as one chunk.
-Tokens that come faster than readers need them wait too (`publish_pace.py`). Until they leave, the engine's steps do not
-wake the event loop.
+Tokens also wait where sending would take too much CPU time (`publishing/pace.py`); until they leave, steps do not wake
+the event loop. Most sends are one call without a task (`publishing/quick_emit.py`); `flush` does the rest.
 """
 
 from __future__ import annotations
@@ -12,28 +12,23 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
 from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.contract.output import Outcome
-from penstock.gpu_node.alarm import Alarm
 from penstock.gpu_node.doorbell import Bell
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine_worker import EngineWorker
 from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outcomes import BY_ANSWER, outcome_of
-from penstock.gpu_node.publish_pace import Pace
-from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, HeartbeatAnswer, NodeBroker, emit_batches
+from penstock.gpu_node.publishing.alarm import Alarm
+from penstock.gpu_node.publishing.batch_sender import BatchSender
+from penstock.gpu_node.publishing.pace import Pace
+from penstock.gpu_node.publishing.quick_emit import QuickEmit
+from penstock.queue.broker.node import Emission, HeartbeatAnswer, NodeBroker
 from penstock.queue.broker.retry import pauses
-from penstock.queue.msgpack_codec import new_pack
-from penstock.runtime.cooperative import LoopYielder
-from penstock.runtime.gather import gather_all
 
 log = logging.getLogger(__name__)
-
-MAX_CALLS_AT_ONCE = 16
-"""Emit and finish calls that may be in flight together."""
 
 
 class Outbox:
@@ -42,20 +37,23 @@ class Outbox:
     def __init__(
         self, broker: NodeBroker, ledger: Ledger, worker: EngineWorker, bell: Bell, *, max_unsent_bytes: int, pace: Pace
     ) -> None:
-        self._broker = broker
         self._ledger = ledger
         self._worker = worker
         self.max_unsent_bytes = max_unsent_bytes
         self._pace = pace
         self._bell = bell
-        self._pack = new_pack()
-        self._yielder = LoopYielder()
         self._loop = asyncio.get_running_loop()
         self._delivered: deque[tuple[float, Sequence[StepOutput]]] = deque()
         """Outputs that the event loop has not handled, each with the time of its step."""
         self._sleeping = False
-        """Whether delivered outputs may wait for the alarm, unless a reader waits for one of them."""
-        self._alarm = Alarm()
+        """Whether delivered outputs may wait for the alarm or the answers, unless a reader waits for one of them."""
+        self._alarm = Alarm(self._go_on)
+        self._quick = QuickEmit(broker, ledger.counts, pace.cost, on_answers=self._receive, on_idle=self._go_on)
+        self._batch_sender = BatchSender(broker, ledger, self)
+        self._needs_flush = asyncio.Event()
+        self._is_flushing = self._has_failed = False
+        """Whether `run` flushes or pauses after a failure; whether a quick call failed since the last flush."""
+        self._last_step_s = self._step_s = 0.0  # when it had outputs; the time since the step before
         self._dirty: dict[str, HeldJob] = {}
         self._reader_waits = False
         """Whether a reader waits for an unsent first token or an unsent end."""
@@ -65,16 +63,80 @@ class Outbox:
         """Accept one step's outputs. Runs on the engine's thread. Raises RuntimeError if the loop is closed."""
         self._delivered.append((time.monotonic(), outputs))
         if not self._sleeping or any(output.is_first_or_last for output in outputs):
-            self._loop.call_soon_threadsafe(self._handle_steps)
-
-    def _handle_steps(self) -> None:
-        self._collect()
-        if self._dirty:
-            self._set_alarm()
+            self._loop.call_soon_threadsafe(self._go_on)
 
     def _collect(self) -> None:
         while self._delivered:
-            self._accept_step(*self._delivered.popleft())
+            at_s, outputs = self._delivered.popleft()
+            self._step_s, self._last_step_s = at_s - self._last_step_s, at_s
+            self._accept_step(at_s, outputs)
+
+    def _go_on(self) -> None:
+        """Accept what was delivered, and send it if it is due."""
+        self._sleeping = False
+        self._collect()
+        if self._worker.is_paused:
+            self._pause_engine_if_full()
+        self._send_or_wait()
+
+    def _send_or_wait(self) -> None:
+        """Send what is due, or set the alarm for the time at which it is."""
+        if self._quick.is_in_flight or self._is_flushing or self._needs_flush.is_set():
+            return  # When that is done, `_go_on` follows.
+        now_s = self._loop.time()
+        delay_s = self._pace.until_next_s(len(self._dirty), now_s, reader_waits=self._reader_waits)
+        if delay_s > 0:
+            self._wait(delay_s)
+        elif self._dirty:
+            self._send(only_awaited=self._pace.until_next_s(len(self._dirty), now_s) > 0)
+
+    def _send(self, *, only_awaited: bool) -> None:
+        if any(job.outcome is not None for job in self._dirty.values()):
+            self._needs_flush.set()
+        elif not (batch := self._take_batch(only_awaited=only_awaited)):
+            self._send_or_wait()  # No reader waits after all.
+        elif self._quick.start(batch):
+            self._sleeping = True
+        else:
+            self._take_back(batch)
+            self._has_failed = True
+            self._needs_flush.set()
+
+    def _take_batch(self, *, only_awaited: bool) -> list[HeldJob]:
+        """Remove and return the unsent jobs that leave now."""
+        batch = [job for job in self._dirty.values() if not only_awaited or job.is_awaited]
+        # Also cleared when nothing leaves now: the awaited output may be in flight, or its job dropped.
+        self._reader_waits = False
+        if batch:
+            self._pace.note(self._loop.time(), num_streams=None if only_awaited else len(batch))
+        for job in batch:
+            del self._dirty[job.taken.lease]
+        return batch
+
+    def _take_back(self, batch: Sequence[HeldJob]) -> None:
+        """Mark jobs as unsent again, except those that are no longer held."""
+        for job in batch:
+            if self._ledger.of_lease(job.taken.lease) is not None:
+                self._dirty.setdefault(job.taken.lease, job)
+
+    def _receive(self, batch: Sequence[HeldJob], emissions: Sequence[Emission], answers: Sequence[str] | None) -> None:
+        """Handle the answers of a quick call."""
+        if answers is None:
+            self._has_failed = True
+            self._take_back(batch)
+            self._needs_flush.set()
+            return
+        for emission, answer in zip(emissions, answers, strict=True):
+            self.handle_answer(emission, answer)
+
+    def _wait(self, delay_s: float) -> None:
+        """Set the alarm if tokens wait, or if the next step will come before they may leave.
+
+        Otherwise the next step itself wakes the event loop, without an alarm that finds nothing to send.
+        """
+        if self._dirty or self._step_s < delay_s:
+            self._alarm.set(delay_s)
+            self._sleeping = True
 
     def _accept_step(self, at_s: float, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
@@ -94,12 +156,7 @@ class Outbox:
 
     def _schedule(self, job: HeldJob) -> None:
         self._mark_dirty(job)
-        self._set_alarm()
-
-    def _set_alarm(self) -> None:
-        """Set the alarm for the time at which the next unsent outputs should leave."""
-        self._alarm.set(self._pace.until_next_s(len(self._dirty), self._loop.time(), reader_waits=self._reader_waits))
-        self._sleeping = True
+        self._send_or_wait()
 
     def _accept(self, job: HeldJob, output: StepOutput, at_s: float) -> None:
         if output.prefill is not None:
@@ -168,83 +225,42 @@ class Outbox:
             await self._emptied.wait()
 
     async def run(self) -> None:
-        """Publish until canceled; retries while Redis is unavailable."""
+        """Flush where a quick call does not do, until canceled; retries while Redis is unavailable."""
         patience = pauses()
         while True:
-            await self._alarm.wait()
+            await self._needs_flush.wait()
+            self._is_flushing = True
+            self._needs_flush.clear()
             self._sleeping = False
-            self._collect()
-            if not self._dirty:
-                # The alarm was set for streams that have ended since, have no new tokens yet, or were dropped.
-                self._pause_engine_if_full()
-                continue
-            only_awaited = self._pace.until_next_s(len(self._dirty), self._loop.time()) > 0
+            is_early = self._pace.until_next_s(len(self._dirty), self._loop.time()) > 0
             try:
-                await self.flush(only_awaited=only_awaited)
-                patience = pauses()
+                await self.flush(only_awaited=is_early and not self._has_failed)
+                patience, self._has_failed = pauses(), False
             except UnavailableError as error:
                 self._ledger.counts.outages += 1
                 self._pause_engine_if_full()
                 log.warning("redis is unreachable", extra={"reason": error.message})
                 await asyncio.sleep(next(patience))
             self._pause_engine_if_full()
-            self._set_alarm()
+            self._is_flushing = False
+            self._go_on()
 
     async def flush(self, *, only_awaited: bool = False) -> None:
         """Publish all unsent outputs now. Raises UnavailableError; what Redis has not acknowledged stays unsent."""
         self._collect()
-        batch = [job for job in self._dirty.values() if not only_awaited or job.is_awaited]
-        # Also cleared when nothing leaves now: the awaited output may be in flight, or its job dropped.
-        self._reader_waits = False
-        if not batch:
+        if not (batch := self._take_batch(only_awaited=only_awaited)):
             return
-        self._pace.note(self._loop.time(), num_streams=None if only_awaited else len(batch))
-        for job in batch:
-            del self._dirty[job.taken.lease]
         try:
-            calls = [partial(self._finish, job, job.outcome) for job in batch if job.outcome is not None]
-            going = [job for job in batch if job.outcome is None]
-            if at_once := [job for job in going if not job.has_unsealed_prompt]:
-                calls.append(partial(self._emit, at_once))
-            calls += [partial(self._emit, [job]) for job in going if job.has_unsealed_prompt]
-            for start in range(0, len(calls), MAX_CALLS_AT_ONCE):
-                await gather_all(*(call() for call in calls[start : start + MAX_CALLS_AT_ONCE]))
+            await self._batch_sender.send(batch)
         except BaseException:
-            for job in batch:
-                if self._ledger.of_lease(job.taken.lease) is not None:
-                    self._dirty.setdefault(job.taken.lease, job)
+            self._take_back(batch)
             raise
+        # Other work runs between these calls, so their own CPU time is not known.
+        self._ledger.counts.sending.note(len(batch), self._pace.cost.of(len(batch)))
 
-    async def _seal(self, job: HeldJob) -> None:
-        """Pack a prompt's log-probabilities, and yield to the event loop after each part."""
-        while job.has_unsealed_prompt:
-            job.seal_part(self._pack)
-            await self._yielder.wait()
-
-    async def _emit(self, jobs: list[HeldJob]) -> None:
-        for job in jobs:
-            await self._seal(job)
-        while jobs:
-            emissions = [job.emission(self._pack, MAX_EMIT_BYTES) for job in jobs]
-            jobs = []
-            for batch in emit_batches(emissions):
-                jobs += await self._emit_batch(batch)
-
-    async def _emit_batch(self, batch: list[Emission]) -> list[HeldJob]:
-        """Emit in one call. Return the jobs of which more chunks must follow."""
-        began_s = self._loop.time()
-        answers = await self._broker.emit(batch)
-        self._ledger.counts.emits.note(self._loop.time() - began_s)
-        unfinished = list[HeldJob]()
-        for emission, answer in zip(batch, answers, strict=True):
-            if (job := self._ledger.of_lease(emission.lease)) is not None:
-                self._handle_answer(job, emission, answer)
-                if answer == "OK" and job.outcome is None and not job.is_rest(emission):
-                    unfinished.append(job)
-        return unfinished
-
-    def _handle_answer(self, job: HeldJob, emission: Emission, answer: str) -> None:
-        if self._handle_loss(job, answer):
+    def handle_answer(self, emission: Emission, answer: str) -> None:
+        """Note what Redis said to an emission, unless its job was lost meanwhile."""
+        if (job := self._ledger.of_lease(emission.lease)) is None or self.handle_loss(job, answer):
             return
         kind, _, rest = answer.partition(" ")
         job.acknowledge(emission)
@@ -256,39 +272,23 @@ class Outbox:
         elif kind != "OK":
             self.end(job, BY_ANSWER[kind])
 
-    def _handle_loss(self, job: HeldJob, answer: str) -> bool:
+    def handle_loss(self, job: HeldJob, answer: str) -> bool:
         """Drop a job that this node has lost, or send again the chunks that Redis has lost. Return whether it did."""
         kind, _, rest = answer.partition(" ")
         if kind in ("FENCED", "GONE"):
             self.drop(job)
         elif kind == "NEED":
-            self._send_again(job, int(rest))
+            self._ledger.counts.rewinds += 1
+            job.send_again_from(int(rest))
+            self._schedule(job)
         else:
             return False
         return True
 
-    async def _finish(self, job: HeldJob, outcome: Outcome) -> None:
-        await self._seal(job)
-        while (emission := job.emission(self._pack, MAX_EMIT_BYTES)).progress or not job.is_rest(emission):
-            (answer,) = await self._broker.emit([emission])
-            if self._handle_loss(job, answer):
-                return
-            # The job has its outcome, so a cancellation changes nothing. The finish call reports damaged keys.
-            job.acknowledge(emission)
-        try:
-            answer = await self._broker.finish(emission, outcome, job.result(), **job.used)
-        except InvariantError as error:
-            # This job's keys are damaged; other jobs' keys are not.
-            log.error("finish failed", extra={"job_id": job.job_id, "reason": error.message})
-            answer = "GONE"
-        if not self._handle_loss(job, answer):
-            self._ledger.count_finished(job, outcome, time.monotonic())
-            self._remove(job)
-
-    def _send_again(self, job: HeldJob, index: int) -> None:
-        self._ledger.counts.rewinds += 1
-        job.send_again_from(index)
-        self._schedule(job)
+    def ended(self, job: HeldJob, outcome: Outcome) -> None:
+        """Stop holding a job whose end Redis has stored."""
+        self._ledger.count_finished(job, outcome, time.monotonic())
+        self._remove(job)
 
     def _remove(self, job: HeldJob) -> None:
         self._ledger.remove(job)

@@ -15,7 +15,7 @@ from penstock.contract.job import NAME_PATTERN
 from penstock.contract.problems import config_error
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig
-from penstock.gpu_node.engine.options import EngineOptions
+from penstock.gpu_node.engine.options import EngineOptions, for_device
 from penstock.queue.policy import PolicyName
 from penstock.queue.policy_state import SHARE_WINDOW_MS
 from penstock.runtime.settings import Settings
@@ -36,20 +36,20 @@ class NodeSettings(Settings, EngineOptions):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_NODE_")
 
     redis_url: str = Field(min_length=1)
-    """URL of the pool's Redis."""
+    """URL of the pool's Redis. Default: $PENSTOCK_REDIS_URL, or the Redis of penstock serve."""
     name: str = Field(default_factory=lambda: slug(socket.gethostname()), pattern=NAME_PATTERN)
     """Name of this node in logs and records; default: the host name."""
     pool: str | None = Field(default=None, pattern=NAME_PATTERN)
     """Pool to serve; default: a name made from the model's name."""
     aliases: tuple[str, ...] = ()
-    """Further names under which clients may request the model."""
+    """Further names under which clients may request the model; may be repeated."""
     tool_parser: ToolParserName | None = None
     """Syntax of the model's tool calls; default: detected from its chat template."""
     reasoning_parser: ReasoningParserName | None = None
     """Syntax of the model's reasoning; think_open: the chat template opens it. Default: detected from the template."""
 
-    max_num_seqs: int = Field(default=64, ge=1, le=512)
-    """Maximum sequences in one step."""
+    max_num_seqs: int = Field(default_factory=for_device(64, 256), ge=1, le=512)
+    """Maximum sequences in one step. Default: 64; on a GPU 256."""
     max_prefill_ms_beside_decode: float | None = Field(default=30.0, gt=0.0)
     """Maximum milliseconds that prefill adds to a step in which other sequences decode. The limit is higher if decoding
     itself takes longer, or if one tenant owns all running and waiting sequences."""
@@ -59,8 +59,8 @@ class NodeSettings(Settings, EngineOptions):
     drain_s: float = Field(default=20.0, ge=0.0)
     """Seconds that running jobs may continue after SIGTERM before they are given back."""
     stream_interval_ms: float = Field(default=100.0, ge=0.0, le=1000.0)
-    """Maximum milliseconds that a token waits to be sent together with others; it waits only if many streams are open.
-    0: send after every step."""
+    """Maximum milliseconds that a token waits to be sent together with others. It waits only where sending would take
+    more than 0.03 of a core, or 0.25 if the engine leaves a core free. 0: send after every step."""
     max_unsent_bytes: int = Field(default=64 << 20, ge=1 << 10)
     """Bytes of unsent chunks to buffer while Redis is unavailable; above this the engine pauses."""
 
@@ -77,7 +77,7 @@ class NodeSettings(Settings, EngineOptions):
 
     scheduling_policy: PolicyName = "fair"
     """Order in which jobs are taken and run. fcfs: oldest first; priority: most urgent class first; sjf: cheapest
-    first, by predicted cost; fair: equal shares for all tenants."""
+    first, by predicted remaining cost; fair: equal shares for all tenants."""
     share_window_ms: int = Field(default=SHARE_WINDOW_MS, ge=1_000, le=3_600_000)
     """Window in milliseconds over which a tenant's share is measured under fair. Interactive work goes before standard
     work only while its tenant used no more than its share in this window and the last one."""
@@ -103,7 +103,7 @@ class NodeSettings(Settings, EngineOptions):
     """Number of lost nodes without progress between them after which a job fails."""
     progress_chunks: int = Field(default=64, ge=1)
     """Number of new chunks in a job's log that counts as progress."""
-    loop_watch_ms: float = Field(default=20.0, ge=1, le=1000)
+    loop_watch_ms: float = Field(default=50.0, ge=1, le=1000)
     """Interval in milliseconds at which the event loop's delay is measured."""
     loop_debug: bool = False
     """Log what runs while the event loop is blocked for 50 ms or longer."""

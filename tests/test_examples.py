@@ -11,22 +11,25 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from fakes.processes.node_process import NodeProcess
+from fakes.processes.python_process import PythonProcess, run_python
 from safetensors.numpy import save_file
 
 from penstock.cli.demo_model import demo_model
 from penstock.gpu_node.model.checkpoint.source import resolve_model
 from penstock.runtime.embedded_redis import EmbeddedRedis
+from tests.producer.batch.conftest import CELERY_IMPORTS
 from tests.source_tree import ROOT
 
 pytestmark = pytest.mark.model
 
 EXAMPLES = ROOT / "examples"
 ADAPTER, WEIGHTS, RANK = "tuned", "adapter_model.safetensors", 4
-WORKER = (sys.executable, "-m", "celery", "-A", "celery_chain", "worker", "--concurrency", "1", "--without-gossip")
+WORKER = ("-m", "celery", "-A", "celery_chain", "worker", "--concurrency", "1", "--without-gossip")
 
 
 NOTEBOOK_RUNNER = """
@@ -40,6 +43,16 @@ async def main():
             await made
 
 asyncio.run(main())
+"""
+
+JUPYTER = """
+import sys
+import nbformat
+from nbclient import NotebookClient
+
+notebook = nbformat.read(sys.argv[1], as_version=4)
+NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+print(nbformat.writes(notebook))
 """
 
 
@@ -86,13 +99,8 @@ def environment(redis_url: str) -> dict[str, str]:
 
 def run(redis_url: str, name: str, *arguments: str) -> str:
     """What a program prints; it must end well and say nothing else."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py"), *arguments],
-        env=environment(redis_url),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    words = ("-W", "error", str(EXAMPLES / f"{name}.py"), *arguments)
+    done = run_python(*words, env=environment(redis_url), imports=CELERY_IMPORTS)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
 
@@ -121,16 +129,31 @@ def test_notebook(redis_of_node: str) -> None:
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(sources) > 4
     assert all(not cell.get("outputs") for cell in cells)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", NOTEBOOK_RUNNER, *sources],
-        env=environment(redis_of_node),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python("-W", "error", "-c", NOTEBOOK_RUNNER, *sources, env=environment(redis_of_node))
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "The capital of France is" in done.stdout
     assert done.stdout.count(";") == 8
+
+
+@pytest.mark.slow
+def test_notebook_runs_in_jupyter(redis_of_node: str) -> None:
+    """In a kernel of its own. The packages are those of the extra `slow`."""
+    pytest.importorskip("ipykernel", exc_type=ImportError)
+    pytest.importorskip("nbclient", exc_type=ImportError)
+    done = subprocess.run(
+        [sys.executable, "-c", JUPYTER, str(EXAMPLES / "notebook.ipynb")],
+        env=environment(redis_of_node),
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    outputs = [output for cell in json.loads(done.stdout)["cells"] for output in cell.get("outputs", ())]
+    assert {output["output_type"] for output in outputs} == {"stream", "execute_result"}
+    assert {output["name"] for output in outputs if output["output_type"] == "stream"} == {"stdout"}
+    printed = "".join("".join(output.get("text", ())) for output in outputs)
+    assert "The capital of France is" in printed
+    assert printed.count(";") == 8
 
 
 def test_structured_output(redis_of_node: str) -> None:
@@ -159,9 +182,9 @@ def test_lora(redis_of_node: str) -> None:
 
 def test_celery_chain(redis_of_node: str) -> None:
     with ExitStack() as stack:
-        worker = stack.enter_context(
-            subprocess.Popen(WORKER, cwd=EXAMPLES, env=environment(redis_of_node), stderr=subprocess.DEVNULL)
-        )
+        places: dict[str, Any] = {"env": environment(redis_of_node), "cwd": EXAMPLES}
+        worker = PythonProcess(*WORKER, imports=CELERY_IMPORTS, stderr=subprocess.DEVNULL, **places)
+        stack.enter_context(worker)
         stack.callback(worker.wait, 30)
         stack.callback(worker.terminate)
         assert run(redis_of_node, "celery_chain").strip()

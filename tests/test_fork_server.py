@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.forked_process import ForkedProcess, ForkServer
+from fakes.processes.python_process import PythonProcess, run_python
 
 from tests.conftest import HAS_GPU  # noqa: F401  the condition below reads it
 
@@ -121,6 +122,25 @@ def test_a_server_has_imported_what_a_request_names(server: ForkServer, tmp_path
         assert process.stdout.read() == printed
         process.stdout.close()
         process.wait(20)
+
+
+def test_words_of_python_are_understood() -> None:
+    done = run_python("-c", "import sys; print(sys.argv); sys.exit('wrong')", "word")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "['-c', 'word']\n", "wrong\n")
+    done = run_python("-W", "error", "-c", "import warnings; warnings.warn('oh')")
+    assert done.returncode == 1
+    assert done.stderr.endswith("UserWarning: oh\n")
+    assert run_python("-m", "penstock", "--version").stdout.startswith("penstock ")
+
+
+def test_a_process_group_gets_signals_together() -> None:
+    code = "import os, time; os.fork(); print(os.getpgid(0), flush=True); time.sleep(60)"
+    with PythonProcess("-c", code, stderr=subprocess.DEVNULL, new_group=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == [f"{process.pid}\n"] * 2
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(20) == -signal.SIGKILL
+        assert process.stdout.read() == "", "both have ended"
 
 
 def test_this_session_starts_services_so() -> None:

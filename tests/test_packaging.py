@@ -57,6 +57,14 @@ def test_rooms_import_under_the_package() -> None:
     assert run(f"import {names}", PYTHONSAFEPATH="1").returncode == 0
 
 
+def test_the_package_kernels_of_the_registry_is_found_before_the_room(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").touch()
+    done = run("import penstock, kernels; print(kernels.__file__)", PYTHONSAFEPATH="1", PYTHONPATH=str(tmp_path))
+    assert done.stdout.startswith(str(tmp_path)), done.stderr
+
+
+@pytest.mark.slow
 def test_transformers_finds_the_real_kernels_package(tmp_path: Path) -> None:
     from transformers.utils.import_utils import KERNELS_MIN_VERSION
 

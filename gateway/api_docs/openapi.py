@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -82,6 +83,7 @@ def operations_in(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str
             yield path, method, operation
 
 
+@cache
 def _body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a reference to the schema of each form of body, and all schemas by name."""
     keyed, definitions = models_json_schema([(schema, "validation") for schema in BODIES.values()], ref_template=_REF)

@@ -6,8 +6,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from http import HTTPStatus
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,6 +31,13 @@ def _request_id_of(scope: Scope) -> str:
     """Return the client's request id, or a new one if it sent none or an unusable one."""
     given = Headers(scope=scope).get(ID_HEADER, "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _ids_in(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the ids that inner and outer parts noted: of the caller's key, and of a recorded trace."""
+    caller, trace_id = state.get("caller"), state.get("trace_id")
+    key = {"key_id": caller.key_id} if caller is not None and caller.key_id else {}
+    return key | ({"trace_id": trace_id} if trace_id else {})
 
 
 class AccessLog:
@@ -70,10 +78,13 @@ class AccessLog:
             raise
         finally:
             duration_ms = round((time.monotonic() - started_s) * 1000)
-            line = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:MAX_PATH_CHARS]}
-            caller = scope.get("state", {}).get("caller")
-            key = {"key_id": caller.key_id} if caller is not None and caller.key_id else {}
-            logger.info("request", extra={**line, "status": int(status), "duration_ms": duration_ms, **jobs, **key})
+            line: dict[str, Any] = {
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["path"][:MAX_PATH_CHARS],
+            }
+            line |= {"status": int(status), "duration_ms": duration_ms}
+            logger.info("request", extra={**line, **jobs, **_ids_in(scope["state"])})
             metrics = scope["app"].state.metrics
             metrics.requests.labels(self._route_of(scope), int(status)).inc()
             if scope["method"] == "POST":

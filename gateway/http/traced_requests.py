@@ -26,7 +26,8 @@ _UNTRACED = ("/health", "/ready", "/metrics")
 class TracedRequests:
     """ASGI middleware that makes a span of each request. Jobs that are submitted inside carry its context.
 
-    `traceparent` and `tracestate` of the request continue the caller's trace. The span ends with the answer.
+    `traceparent` and `tracestate` of the request continue the caller's trace. The span ends with the answer. The state
+    of the request gets its `trace_id`, which the access log shows.
     """
 
     def __init__(self, app: ASGIApp, *, tracer: Tracer, paths: frozenset[str]) -> None:
@@ -52,6 +53,7 @@ class TracedRequests:
             if not carried_by(span):
                 await self._app(scope, receive, send)
                 return
+            scope.setdefault("state", {})["trace_id"] = trace.format_trace_id(span.get_span_context().trace_id)
             token = context.attach(context.set_value(TRACER_KEY, self._tracer))
             try:
                 await self._app(scope, receive, _noting(span, send))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -158,6 +158,7 @@ class StepStats(TypedDict):
     sample_ms: float
     output_ms: float
     part_seconds: dict[str, float]
+    eager_steps: dict[str, int]
     step_seconds: Histogram
     batch_sequences: Histogram
     batch_tokens: Histogram
@@ -193,6 +194,7 @@ class StepTimings:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     copied_blocks: int = 0
+    eager_steps: Counter[str] = field(default_factory=Counter)
 
     step: SampleWindow = field(default_factory=SampleWindow)
     copies: SampleWindow = field(default_factory=SampleWindow)
@@ -214,6 +216,8 @@ class StepTimings:
         self.prefill_tokens += in_flight.step.num_prefill_tokens
         self.decode_tokens += num_tokens
         self.copied_blocks += len(in_flight.step.copies)
+        if result.eager is not None:
+            self.eager_steps[result.eager] += 1
         age_ms = in_flight.age_ms
         self.step.add(age_ms)
         self.step_seconds.note(age_ms / 1000)
@@ -251,6 +255,7 @@ class StepTimings:
             sample_ms=self.sample.mean(),
             output_ms=self.output.mean(),
             part_seconds={name: getattr(self, name).total_ms / 1000 for name in PARTS},
+            eager_steps=dict(self.eager_steps),
             step_seconds=self.step_seconds.copy(),
             batch_sequences=self.batch_sequences.copy(),
             batch_tokens=self.batch_tokens.copy(),

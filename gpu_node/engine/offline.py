@@ -40,10 +40,10 @@ def spread(
     for name, given in (("params", wanted), ("adapters", chosen)):
         if len(given) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(given)} {name}", param=name)
-    batch = []
+    batch, encoded = [], iter(tokenizer.encode_batch([prompt for prompt in prompts if isinstance(prompt, str)]))
     for i, (prompt, one, adapter_name) in enumerate(zip(prompts, wanted, chosen, strict=True)):
         adapter = None if adapter_name is None else AdapterRef(name=adapter_name)
-        token_ids = truncated(_tokens_of(prompt, tokenizer), one)
+        token_ids = truncated(next(encoded) if isinstance(prompt, str) else _tokens_of(prompt, tokenizer), one)
         batch.append(EngineRequest(str(i), token_ids, one, seed=seed_of(str(i), one), adapter=adapter))
     return batch
 
@@ -162,8 +162,7 @@ def gather(batch: list[EngineRequest], outputs: Sequence[StepOutput]) -> list[Ge
 
 
 def _tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
+    """Return the tokens of a prompt that is not a text."""
     if not isinstance(prompt, Sequence):
         raise RequestError("a prompt must be a text, token ids or a chat", param="prompts")
     if prompt and isinstance(prompt[0], Mapping):

@@ -9,6 +9,7 @@ from pydantic import Field
 from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
 from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionName
 from penstock.gpu_node.model.options import RunnerSettings
+from penstock.gpu_node.model.options import for_device as for_device
 from penstock.queue.policy import PolicyName
 
 
@@ -27,8 +28,9 @@ class EngineOptions(RunnerSettings):
     """Which cached prefixes are evicted first: lru: least recently used; lfu: least often used; length: shortest."""
     prefix_cache_salt: Literal["none", "tenant"] = "none"
     """none: all tenants share cached prefixes; tenant: each tenant has its own."""
-    max_prefill_beside_decode: int | None = Field(default=None, ge=1)
-    """Maximum prompt tokens in a step in which other sequences decode; default: no limit but that of every step."""
+    max_prefill_beside_decode: int | None = Field(default_factory=for_device(None, 2048), ge=1)
+    """Maximum prompt tokens in a step in which other sequences decode. Default: on a GPU 2048, else the limit of every
+    step."""
     max_prefill_ms_beside_decode: float | None = Field(default=None, gt=0.0)
     """Maximum milliseconds that prefill adds to a step in which other sequences decode. The limit is higher if decoding
     itself takes longer, or if one tenant owns all running and waiting sequences."""
@@ -42,7 +44,7 @@ class EngineOptions(RunnerSettings):
     nodes take over its jobs."""
     scheduling_policy: PolicyName = "fcfs"
     """Order in which jobs are taken and run. fcfs: oldest first; priority: most urgent class first; sjf: cheapest
-    first, by predicted cost; fair: equal shares for all tenants."""
+    first, by predicted remaining cost; fair: equal shares for all tenants."""
     aging_ms: int = Field(default=60_000, ge=1)
     """Milliseconds of waiting after which the first job of a class counts as one class more urgent."""
     bypass_ms: int = Field(default=2_000, ge=0)

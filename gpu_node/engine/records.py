@@ -143,6 +143,8 @@ class EngineStats(EngineLoad):
     """The GPU on which steps run; empty on the CPU."""
     part_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of all steps by part: schedule, prepare, copies, forward, sample and output."""
+    eager_steps: Mapping[str, int] = field(default_factory=dict)
+    """Steps of a GPU that did not run as a CUDA graph, by the reason."""
     step_seconds: Histogram | None = None
     batch_sequences: Histogram | None = None
     """Sequences of each step."""

@@ -68,6 +68,8 @@ class Sequence:
     submitted_ms: float = 0.0
     predicted_tokens: int = 0
     """Predicted number of output tokens."""
+    remaining_tokens: int = 0
+    """Predicted number of output tokens that it still lacked when it was last queued."""
     charge: float = 0.0
     """KV-token-milliseconds ÷ weight that its tenant would be charged if it started now."""
     kv_token_ms: float = 0.0
@@ -97,6 +99,14 @@ class Sequence:
     def cost(self) -> int:
         """KV tokens that it is expected to hold at its end."""
         return self.num_prompt_tokens + max(1, self.predicted_tokens)
+
+    @property
+    def remaining_cost(self) -> int:
+        """KV tokens that it is expected to hold at its end, without the output tokens that it had when it was queued.
+
+        Preempted sequences compute these again, but as part of a prompt, which takes a fraction of the time.
+        """
+        return self.num_prompt_tokens + max(1, self.remaining_tokens)
 
     @property
     def max_num_tokens(self) -> int:

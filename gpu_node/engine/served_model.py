@@ -62,6 +62,11 @@ class ServedModel:
         return self._limits.vocab_size
 
     @property
+    def leaves_core_free(self) -> bool:
+        """Whether steps leave at least one of the process's cores to other work."""
+        return self._model.runner.placement.leaves_core_free
+
+    @property
     def revision(self) -> str:
         """Identifies weights, tokenizer and dtype. Engines of equal revision can continue each other's choices."""
         return self._model.revision

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.checkpoint.gguf_rope import with_rope_scaling
+from penstock.gpu_node.model.architecture.features import special_features
+from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
+from penstock.gpu_node.model.checkpoint.gguf_config import with_gguf_settings
 from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.methods import reader_of
@@ -36,16 +39,18 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
 
     Raises ConfigError that names the missing file, the unsupported setting, or the memory that cannot be allocated.
     """
-    source = resolve_model(model, progress, revision)
+    source = _source(model, options, progress, revision)
     config = read_object(source.folder / "config.json")
     if source.gguf is not None:
-        config = with_rope_scaling(config, source.gguf)
+        config = with_gguf_settings(config, source.gguf)
     described = _describe(source, config, options)
     adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     try:
         runner, arithmetic = _load(described, options, progress)
     except MemoryError as error:
         raise ConfigError(f"no memory for the model with {_cache_of(options)}: {error}") from error
+    if source.is_dummy:
+        arithmetic += "-dummy"
     return LoadedModel(
         runner=runner,
         folder=source.folder,
@@ -60,18 +65,33 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
     )
 
 
+def _source(model: str, options: RunnerOptions, progress: Progress, revision: str | None) -> ModelSource:
+    if options.load_format != "dummy":
+        return resolve_model(model, progress, revision)
+    if revision is not None:
+        raise ConfigError(f"revision {revision} is only for models of the hub; load_format dummy downloads nothing")
+    _log.warning("weights are random (load_format dummy)", extra={"model": model})
+    return ModelSource(dummy_folder(model), is_dummy=True)
+
+
 def _load(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
     """Return the runner and the name of its arithmetic (`LoadedModel.arithmetic`)."""
     if options.runner == "gpu" or (options.runner == "auto" and _has_gpu()):
-        from penstock.gpu_node.model.gpu.load import load_gpu
+        missing = ", ".join(special_features(described.spec))
+        if not missing:
+            from penstock.gpu_node.model.gpu.load import load_gpu
 
-        return load_gpu(described, options, progress)
+            return load_gpu(described, options, progress)
+        reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
+        if options.runner == "gpu":
+            raise ConfigError(f"runner gpu: {reason}; use --runner native or torch")
+        _log.warning("the CPU computes, not the GPU", extra={"reason": reason})
     if options.runner != "torch":
         try:
             return load_native(described, options, progress)
         except NativeUnavailableError as error:
             if options.runner == "native":
-                raise ConfigError(f"runner native: {error}") from error
+                raise ConfigError(f"runner native: {error}; remedy: {error.remedy}") from error
             facts = {"reason": str(error), "remedy": error.remedy}
             _log.warning("torch computes, several times slower than the native kernels", extra=facts)
     from penstock.gpu_node.model.torch_cpu.load import load_torch
@@ -80,7 +100,8 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
 
 
 def _cache_of(options: RunnerOptions) -> str:
-    kv, swap = f"kv_cache_gib {options.kv_cache_gib}", f"swap_space_gib {options.swap_space_gib}"
+    kv = "the default KV cache" if options.kv_cache_gib is None else f"kv_cache_gib {options.kv_cache_gib}"
+    swap = f"swap_space_gib {options.swap_space_gib}"
     if options.wanted_blocks is not None:
         kv = f"{options.wanted_blocks} KV blocks"
     if options.num_swap_blocks is not None:
@@ -110,16 +131,20 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
         raise ConfigError(f"{source.folder}/config.json has no {error}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{source.folder}/config.json is invalid: {error}") from error
+    if source.gguf is not None:
+        # llama.cpp's converter adds the offset to the weights that it writes.
+        spec = replace(spec, norm_offset=0.0)
     if options.max_model_len is not None and options.max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len {options.max_model_len} is more than the model's own limit of {spec.max_position} tokens"
         )
     return Description(
         source=source,
+        architecture=family.architecture,
         spec=spec,
         stored_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         max_model_len=options.max_model_len or spec.max_position,
-        read_scaled=reader_of(config),
+        read_scaled=None if source.is_dummy else reader_of(config),
     )
 
 

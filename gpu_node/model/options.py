@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from penstock.contract.adapters import AdapterName
+
+_NVIDIA_DRIVER = Path("/dev/nvidiactl")
+"""Exists where an NVIDIA driver is loaded. Reading settings must not import torch to ask it."""
+_Number = TypeVar("_Number", int, int | None)
+
+
+def for_device(on_cpu: _Number, on_gpu: _Number) -> Callable[[dict[str, Any]], _Number]:
+    """Return the factory of a default that depends on what will compute: the setting `runner`, read before."""
+
+    def default(settings: dict[str, Any]) -> _Number:
+        runner = settings.get("runner")
+        return on_gpu if runner == "gpu" or (runner == "auto" and _NVIDIA_DRIVER.exists()) else on_cpu
+
+    return default
+
+
+def _number(value: object) -> object:
+    """Return a number for the digits of an environment variable; pydantic compares literals as they are."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 class RunnerSettings(BaseModel):
@@ -24,6 +44,9 @@ class RunnerSettings(BaseModel):
     runner: Literal["auto", "gpu", "native", "torch"] = "auto"
     """What computes the model. gpu: a CUDA GPU; native: C++ kernels on the CPU; torch: PyTorch on the CPU. auto: a GPU
     if there is one, else native, else torch."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: random weights, of the shape in the model folder's config.json or of a known one: llama-8b, llama-1b,
+    qwen3-0.6b, tiny. Without a tokenizer in that folder, tokens are bytes. auto: the weights of the model's files."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Compute type. The native runner has bfloat16 only. auto: the stored type if runner and machine support it,
     else float32."""
@@ -31,10 +54,10 @@ class RunnerSettings(BaseModel):
     """Format of the weight matrices; auto: as stored. int8_group needs the native runner, fp8 needs a GPU."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     """Type of the KV cache. native: bfloat16 or int8; a GPU: its compute type, int8 or fp8."""
-    block_size: Literal[8, 16, 32] = 16
-    """Tokens per KV block; 8 is for the torch runner only."""
-    kv_cache_gib: float = Field(default=1.0, gt=0.0)
-    """Memory for the KV cache in GiB, on the CPU; on a GPU gpu_memory_utilization sets it."""
+    block_size: Annotated[Literal[8, 16, 32, 64], BeforeValidator(_number)] = 16
+    """Tokens per KV block. With 8, torch computes on CPUs, several times slower; 64 is meant for GPUs."""
+    kv_cache_gib: float | None = Field(default=None, gt=0.0)
+    """Memory for the KV cache in GiB. Default: 1 on the CPU; on a GPU, what gpu_memory_utilization leaves."""
     num_kv_blocks: int | None = Field(default=None, ge=1)
     """Number of KV blocks, instead of a size in GiB."""
     swap_space_gib: float = Field(default=0.0, ge=0.0)
@@ -46,13 +69,13 @@ class RunnerSettings(BaseModel):
     cpu_offload_gib: float = Field(default=0.0, ge=0.0)
     """GiB of weights that stay in host memory and are streamed to the GPU in each step."""
     deterministic: bool = False
-    """Make results on a GPU independent of the batch, at a cost of some percent in speed."""
+    """Make a sequence's results on a GPU independent of the other sequences in its steps; not for int4 or fp8."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum tokens of prompt and output together; default: the model's limit."""
-    max_num_seqs: int = Field(default=64, ge=1)
-    """Maximum sequences in one step."""
-    max_num_batched_tokens: int = Field(default=512, ge=1)
-    """Maximum tokens in one step."""
+    max_num_seqs: int = Field(default_factory=for_device(64, 256), ge=1)
+    """Maximum sequences in one step. Default: 64; on a GPU 256."""
+    max_num_batched_tokens: int = Field(default_factory=for_device(512, 8192), ge=1)
+    """Maximum tokens in one step. Default: 512; on a GPU 8192."""
     lora_dir: Path | None = None
     """Folder of further LoRA adapters, each in a folder of its name; an adapter is loaded at its first request."""
     max_loras: int = Field(default=8, ge=1)
@@ -65,6 +88,12 @@ class RunnerSettings(BaseModel):
     """Cores to leave to other processes if num_threads is not set; at least one thread computes."""
     weight_cache: bool = True
     """Keep the native runner's packed weights in a cache file that all nodes of the machine map."""
+
+    @field_validator("kv_cache_gib", mode="before")
+    @classmethod
+    def _empty_is_unset(cls, given: Any) -> Any:
+        """Compose passes a variable that the operator did not set as an empty text."""
+        return None if given == "" else given
 
 
 class RunnerOptions(RunnerSettings):

@@ -146,6 +146,8 @@ class StepResult:
     """Logprobs of the plan's scored tokens."""
     hidden: NDArray[np.float32] | None = None
     """[num_pooled, hidden_size]: hidden states of the plan's pooled tokens after the final norm."""
+    eager: str | None = None
+    """Why the step did not run as a CUDA graph; None if it did, or if the runner has no graphs."""
 
 
 class Adapter(Protocol):
@@ -199,12 +201,14 @@ class StepHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a runner keeps the weights, and how much memory they take."""
+    """Where a runner keeps the weights, how much memory they take, and whether it computes on all cores."""
 
     weight_bytes: int = 0
     """0: unknown, because the weights are read when they are needed."""
     gpu_uuid: str = ""
     """The GPU, as its driver names it; empty on the CPU."""
+    leaves_core_free: bool = False
+    """Whether at least one core that this process may use does not compute steps."""
 
 
 class ModelRunner(Protocol):

@@ -12,6 +12,24 @@ EMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
 
 
 @dataclass(slots=True)
+class SendCounts:
+    """How often a node sent tokens, and the CPU time that this took on its event loop."""
+
+    sends: int = 0
+    """Times that tokens were sent, those of all streams together."""
+    chunks: int = 0
+    """Chunks sent."""
+    cpu_s: float = 0.0
+    """CPU seconds from packing the chunks until the answers were handled."""
+
+    def note(self, num_chunks: int, cpu_s: float) -> None:
+        """Count a send."""
+        self.sends += 1
+        self.chunks += num_chunks
+        self.cpu_s += cpu_s
+
+
+@dataclass(slots=True)
 class NodeCounts:
     """A node's counters since its process started."""
 
@@ -34,6 +52,7 @@ class NodeCounts:
     """Times that publishing failed because Redis was unavailable."""
     emits: Histogram = field(default_factory=lambda: Histogram(EMIT_SECONDS))
     """Seconds that emit calls took."""
+    sending: SendCounts = field(default_factory=SendCounts)
     jobs: JobMetrics = field(default_factory=JobMetrics)
     queue_share: float = 0.0
     """The jobs that waited in the queue at the last take, divided by the number of live nodes."""

@@ -85,6 +85,11 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     for part, seconds in stats.part_seconds.items():
         parts.add_metric((part,), seconds)
     yield parts
+    text = "Steps of a GPU that did not run as a CUDA graph, by reason."
+    eager = CounterMetricFamily("penstock_engine_eager_steps", text, labels=("reason",))
+    for reason, count in stats.eager_steps.items():
+        eager.add_metric((reason,), count)
+    yield eager
 
 
 def kv_usage(stats: EngineStats) -> float:

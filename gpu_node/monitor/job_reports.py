@@ -102,7 +102,11 @@ class JobReports:
             "total_s": round(at_s - times.submitted_s, 4),
             "preemptions": job.num_preemptions,
         }
-        return line | {"code": ended.outcome.code} if ended.outcome.code else line
+        if ended.outcome.code:
+            line["code"] = ended.outcome.code
+        if job.trace is not None:
+            line["trace_id"] = job.trace.trace_id
+        return line
 
 
 @contextmanager

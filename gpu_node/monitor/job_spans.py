@@ -50,9 +50,10 @@ class JobSpans:
     async def taken(self, job: HeldJob, request: Request) -> None:
         """Set the job's trace, if what it carries names a recorded one."""
         parent = context_carried(request.trace)
-        if not _context_of(parent).trace_flags.sampled:
+        if not (submitted := _context_of(parent)).trace_flags.sampled:
             return
-        job.trace = found = JobTrace(parent, _operation_of(request), job.times.submitted_s)
+        trace_id = trace.format_trace_id(submitted.trace_id)
+        job.trace = found = JobTrace(parent, trace_id, _operation_of(request), job.times.submitted_s)
         if job.times.is_new:
             return
         if leases := await self._past_leases(job.job_id):

@@ -16,6 +16,8 @@ class JobTrace:
 
     parent: Context
     """The context of the span that submitted the job."""
+    trace_id: str
+    """In hexadecimal, as logs show it."""
     operation: str
     """GenAI's name of what the job asks for."""
     queued_s: float

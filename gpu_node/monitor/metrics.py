@@ -12,12 +12,13 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.monitor.counters import NodeCounts
+from penstock.gpu_node.monitor.counters import NodeCounts, SendCounts
 from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram
 from penstock.gpu_node.monitor.gpu_metrics import GpuMetrics
 from penstock.gpu_node.monitor.job_metrics import job_metrics
 from penstock.gpu_node.monitor.vllm_metrics import vllm_metrics
 from penstock.gpu_node.node import Node
+from penstock.gpu_node.publishing.pace import Pace
 from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.loop_metrics import loop_metrics
 from penstock.runtime.loop_watch import LoopWatch
@@ -58,6 +59,7 @@ class NodeCollector(Collector):
             "penstock_node_unsent_bytes", "Bytes of chunks that Redis has not acknowledged.", ledger.unsent_bytes
         )
         yield from _of_counts(ledger.counts)
+        yield from _of_sending(ledger.counts.sending, self._node.pace)
         yield from job_metrics(ledger.counts.jobs, self._settings.model_name)
         if self._loop_watch is not None:
             yield from loop_metrics(
@@ -75,6 +77,18 @@ def _of_counts(counts: NodeCounts) -> Iterator[Metric]:
     yield histogram(
         "penstock_node_emit_seconds", "Seconds that an emit call took, which publishes a step's chunks.", counts.emits
     )
+
+
+def _of_sending(sending: SendCounts, pace: Pace) -> Iterator[Metric]:
+    text = "Times that tokens were sent, those of all streams together."
+    yield counter("penstock_node_sends", text, sending.sends)
+    yield counter("penstock_node_sent_chunks", "Chunks sent.", sending.chunks)
+    text = "CPU seconds that the event loop spent on sending. The rate is the share of one core."
+    yield counter("penstock_node_send_cpu_seconds", text, sending.cpu_s)
+    text = "Shortest time between two sends to as many streams as the last one had."
+    yield gauge("penstock_node_send_interval_seconds", text, pace.interval_s())
+    text = "Share of one core that the event loop may spend on sending."
+    yield gauge("penstock_node_send_cpu_limit_ratio", text, pace.max_cpu_share)
 
 
 def _always_text(app: Any) -> Any:

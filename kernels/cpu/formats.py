@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+PANEL = 32
+"""Rows of a matrix that the kernels keep and compute together (kPanel of src/weights/weights.h)."""
+
 
 class Format(IntEnum):
-    """Storage format of a matrix; a group is 32 columns. See src/weights/weights.h."""
+    """Storage format of a matrix; a group is 32 columns. See src/weights/weights.h.
+
+    INT8_GROUP and INT4_GROUP are GGUF's Q8_0 and Q4_1.
+    """
 
     BF16 = 0
     INT8 = 1
@@ -15,6 +21,13 @@ class Format(IntEnum):
     Q4_K = 4
     Q5_K = 5
     Q6_K = 6
+    Q2_K = 7
+    Q3_K = 8
+    IQ4_NL = 9
+    IQ4_XS = 10
+    Q4_0 = 11
+    Q5_0 = 12
+    Q5_1 = 13
 
 
 class Source(IntEnum):
@@ -29,6 +42,12 @@ class Source(IntEnum):
     Q5_K = 6
     Q6_K = 7
     FLOAT16 = 8
+    Q2_K = 9
+    Q3_K = 10
+    IQ4_NL = 11
+    IQ4_XS = 12
+    Q5_0 = 13
+    Q5_1 = 14
 
 
 class RowLayout(IntEnum):
@@ -46,8 +65,8 @@ class KvFormat(IntEnum):
     INT8 = 1
 
 
-K_QUANTS = frozenset((Format.Q4_K, Format.Q5_K, Format.Q6_K))
-"""Formats that keep GGUF's blocks of 256 weights. They hold only rows that are stored in the same format."""
+STORED_FORMATS = frozenset(weights for weights in Format if weights.name in Source.__members__)
+"""Formats that keep the numbers of GGUF's blocks. They hold only rows that are stored in the same format."""
 
 Run = tuple[Format, int]
 """Consecutive rows of a matrix in one format, and their number."""

@@ -42,6 +42,9 @@ class Vector(IntEnum):
     SIN = 9
     POSITION_BIASES = 10
     FINAL_GAINS = 11
+    ATTENTION_OUTPUT_NORM = 12
+    MLP_OUTPUT_NORM = 13
+    ROUTER = 14
 
 
 class Activation(IntEnum):
@@ -61,6 +64,10 @@ class NativeSpec(c.Structure):
         ("norm_eps", c.c_float),
         *((name, c.c_int32) for name in ("block_size", "num_blocks", "kv_format", "hadamard_rotation")),
         *((name, c.c_int32) for name in ("rotary_dim", "activation", "has_layer_norms", "is_gated", "is_parallel")),
+        *((name, c.c_int32) for name in ("has_input_norms", "has_output_norms", "joins_head_norms", "num_ropes")),
+        *((name, c.c_int32) for name in ("num_experts", "experts_per_token", "normalizes_experts")),
+        *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "score_scale", "score_cap")),
+        *((name, c.c_float) for name in ("logit_scale", "logit_cap")),
     ]
 
 
@@ -187,12 +194,15 @@ class NativeModel:
         call = self._library.penstock_bias_fill
         self._check(call(self._handle, layer, slot, layout, first, values.ctypes.data, len(values)))
 
-    def set_window(self, layer: int, tokens: int) -> None:
-        """Set how many tokens each token attends to in a layer, itself included."""
-        self._library.penstock_window_set(self._handle, layer, tokens)
+    def set_layer_positions(self, layer: int, window: int, rope: int) -> None:
+        """Set how many tokens each token attends to in a layer, itself included; 0 for all.
+
+        rope: the index of the layer's RoPE table, or -1 for a layer without positions.
+        """
+        self._library.penstock_layer_positions_set(self._handle, layer, window, rope)
 
     def set_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
-        """Set the weights or biases of a norm, or a table."""
+        """Set the weights or biases of a norm, or a table. For COS and SIN, `layer` is the index of the RoPE table."""
         values = np.ascontiguousarray(values, dtype=np.float32)
         call = self._library.penstock_vector_fill
         self._check(call(self._handle, layer, vector, values.ctypes.data, values.size))
@@ -255,7 +265,7 @@ def _open(path: Path) -> Any:
         "penstock_matrix_fill": (c.c_char_p, [pointer, *[number] * 6, pointer, c.c_size_t, pointer, pointer]),
         "penstock_vector_fill": (c.c_char_p, [pointer, number, number, pointer, c.c_size_t]),
         "penstock_bias_fill": (c.c_char_p, [pointer, *[number] * 4, pointer, number]),
-        "penstock_window_set": (None, [pointer, number, number]),
+        "penstock_layer_positions_set": (None, [pointer, number, number, number]),
         "penstock_adapter_set": (c.c_char_p, [pointer, *[number] * 3, pointer, number, pointer]),
         "penstock_step_start": (c.c_char_p, [pointer, pointer]),
         "penstock_step_wait": (number, [pointer]),

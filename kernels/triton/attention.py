@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.paged_cache import PagedCache
-from penstock.kernels.triton.decode_attention import decode_attention, num_splits
+from penstock.kernels.triton.decode_attention import decode_attention, longest_first, num_splits
+from penstock.kernels.triton.launches import prefill_rows
 from penstock.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 
 
@@ -33,10 +34,11 @@ def paged_attention(
     out = torch.empty_like(q)
     given = out, q, cache, query_starts, context_lens, block_tables
     if len(decoding):
-        seqs = torch.from_numpy(decoding).to(q.device)
+        seqs = torch.from_numpy(longest_first(decoding, context_lens.cpu().numpy())).to(q.device)
         splits = num_splits(len(seqs), cache.k.shape[0], q.device)
         decode_attention(*given, seqs, splits, scale=scale, window=window or 0, biases=biases)
     if len(chunks):
-        tiles = torch.from_numpy(prefill_tiles(starts, chunks)).to(q.device)
-        prefill_attention(*given, tiles, scale=scale, window=window or 0, biases=biases)
+        rows = prefill_rows(q.shape[-1], q.dtype, q.device)
+        tiles = torch.from_numpy(prefill_tiles(starts, chunks, rows)).to(q.device)
+        prefill_attention(*given, tiles, scale=scale, window=window or 0, biases=biases, rows=rows)
     return out

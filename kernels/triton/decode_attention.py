@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton.launches import Launch, attention_launch, num_multiprocessors, padded
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-MAX_SPLITS = 32
-_MIN_SPAN = 256
+MAX_SPLITS = 64
+_MIN_SPAN = 64
 """Shortest split, in tokens: a shorter one is not worth a program."""
+_PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 @triton.jit
@@ -32,6 +35,28 @@ def split_of(context, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.const
     base = first // TILE * TILE
     span = tl.maximum(tl.cdiv(tl.cdiv(context - base, SPLITS), TILE) * TILE, MIN_SPAN)
     return first, base, span
+
+
+@triton.jit
+def as_float16(queries):
+    """Return queries [rows, head] as fractions of each row's largest number in float16, and these numbers.
+
+    GPUs convert float8 to float16 with one instruction, to bfloat16 with several. Fractions do not overflow, and
+    float16 has more bits than bfloat16.
+    """
+    largest = tl.max(tl.abs(queries.to(tl.float32)), 1)
+    largest = tl.where(largest > 0, largest, 1.0)
+    return (queries.to(tl.float32) / largest[:, None]).to(tl.float16), largest
+
+
+@triton.jit
+def weigh_values(p, shrink, unit, scales):
+    """Return p times the values' scales, and the shrinkage, in the unit of the largest scale so far; and this unit.
+
+    So p stays below 1, and float16 can hold it. unit: the former unit, positive.
+    """
+    larger = tl.maximum(unit, tl.max(scales, 0))
+    return p * (scales / larger)[None, :], shrink * (unit / larger), larger
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -69,12 +94,14 @@ def _decode(
     WINDOW: tl.constexpr,
     MIN_SPAN: tl.constexpr,
     QUANTISED: tl.constexpr,
+    NARROW: tl.constexpr,
     BIASED: tl.constexpr,
 ):
     """Grid [sequences, key heads, splits]. Query heads that share a key head are the rows of one product."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = tl.load(seqs + row)
-    context = tl.load(contexts + seq)
+    # A padding row has no context, so it ends below.
+    context = tl.load(contexts + seq, mask=seq >= 0, other=0)
     first, base, span = split_of(context, TILE, SPLITS, WINDOW, MIN_SPAN)
     begin = base + split * span
     if begin >= context:
@@ -86,6 +113,11 @@ def _decode(
     rows = (tl.load(starts + seq).to(tl.int64) * num_heads + heads) * HEAD
     is_value = (g < GROUP)[:, None] & (d < HEAD)[None, :]
     queries = tl.load(q + rows[:, None] + d[None, :], mask=is_value, other=0.0)
+    row_scale = tl.full([GROUP_PAD], 1.0, tl.float32) * scale
+    unit = tl.full([], 1e-30, tl.float32)
+    if NARROW:
+        queries, largest = as_float16(queries)
+        row_scale *= largest
     best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
@@ -95,7 +127,7 @@ def _decode(
         blocks = tl.load(tables + seq.to(tl.int64) * table_stride + tokens // BLOCK, mask=seen, other=0)
         places = block_offset(blocks, block_stride, host_from, host_jump) + head * head_stride + tokens % BLOCK * HEAD
         keys = tl.load(k + places[None, :] + d[:, None], mask=seen[None, :] & (d < HEAD)[:, None], other=0.0)
-        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * row_scale[:, None]
         if QUANTISED:
             scale_at = block_offset(blocks, scale_block_stride, host_from, host_scale_jump) + head * scale_head_stride
             scores *= tl.load(k_scales + scale_at + tokens % BLOCK, mask=seen, other=0.0)[None, :]
@@ -108,11 +140,17 @@ def _decode(
         total = total * shrink + tl.sum(p, 1)
         values = tl.load(v + places[:, None] + d[None, :], mask=seen[:, None] & (d < HEAD)[None, :], other=0.0)
         if QUANTISED:
-            p *= tl.load(v_scales + scale_at + tokens % BLOCK, mask=seen, other=0.0)[None, :]
+            value_scales = tl.load(v_scales + scale_at + tokens % BLOCK, mask=seen, other=0.0)
+            if NARROW:
+                p, shrink, unit = weigh_values(p, shrink, unit, value_scales)
+            else:
+                p *= value_scales[None, :]
         p = p.to(queries.dtype)
         acc = acc * shrink[:, None] + tl.dot(p, values.to(queries.dtype), input_precision="ieee")
         best = better
     acc = acc / total[:, None]
+    if NARROW:
+        acc *= unit
     if SPLITS == 1:
         tl.store(out + rows[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=is_value)
     else:
@@ -140,6 +178,8 @@ def _merge(
     row, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
     seq = tl.load(seqs + row)
+    if seq < 0:
+        return
     context = tl.load(contexts + seq)
     _, base, span = split_of(context, TILE, SPLITS, WINDOW, MIN_SPAN)
     s, d = tl.arange(0, SPLITS), tl.arange(0, HEAD_PAD)
@@ -151,13 +191,18 @@ def _merge(
     total = tl.sum(shares, 0)
     merged = tl.sum(parts * shares[:, None], 0) / tl.where(total > 0, total, 1.0)
     to = (tl.load(starts + seq).to(tl.int64) * num_heads + head) * HEAD
-    tl.store(out + to + d, merged.to(out.dtype.element_ty), mask=(d < HEAD) & (context > 0))
+    tl.store(out + to + d, merged.to(out.dtype.element_ty), mask=d < HEAD)
 
 
 def num_splits(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
-    """Return the number of splits that gives each multiprocessor about two programs: a power of two <= MAX_SPLITS."""
-    wanted = 2 * num_multiprocessors(device) // (num_rows * num_kv_heads)
+    """Return the number of splits that gives each multiprocessor about four programs: a power of two <= MAX_SPLITS."""
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // (num_rows * num_kv_heads)
     return min(MAX_SPLITS, padded(wanted + 1) // 2) if wanted > 1 else 1
+
+
+def longest_first(seqs: NDArray[np.int32], context_lens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return sequences in the order in which their programs should start: the longest one must not start last."""
+    return seqs[np.argsort(-context_lens[seqs], kind="stable")]
 
 
 def decode_attention(
@@ -178,11 +223,15 @@ def decode_attention(
     """Write the attention of the only query of each of `seqs`, [num_rows] in int32, to its row of `out`.
 
     Other arguments: see `kernels.reference.attention.paged_attention`. A row's result depends only on that row,
-    `splits` and the tile. A context of 0 marks a padding row, whose output is not written.
+    `splits` and the tile. A sequence of -1 marks a padding row, whose output is not written.
     """
     num_rows, num_heads, head_dim = len(seqs), q.shape[1], q.shape[2]
     num_kv_heads, group = cache.k.shape[0], num_heads // cache.k.shape[0]
-    launch = launch or attention_launch("decode_attention", head_dim, group, q.dtype, q.device)
+    if launch is None:
+        launch = attention_launch("decode_attention", head_dim, group, q.dtype, q.device)
+        if cache.k.dtype.itemsize == 1:
+            # Converted numbers take registers: of 64 tokens at once, only two programs fit on a multiprocessor.
+            launch = launch._replace(tile=min(launch.tile, 32))
     shape = (num_rows, num_heads, splits) if splits > 1 else (0,)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -193,14 +242,14 @@ def decode_attention(
         *(block_tables, context_lens, query_starts, seqs),
         *scales_and_strides(cache, block_tables, scale, biases),
         GROUP_PAD=padded(group, 16),
-        **kinds_of(cache, group, biases),
+        **kinds_of(cache, group, biases, q.dtype),
         **cut,
         **head,
         **launch.options,
     )
     if splits > 1:
         _merge[(num_rows, num_heads)](
-            out, partial, weight, context_lens, query_starts, seqs, **cut, **head, num_warps=2
+            out, partial, weight, context_lens, query_starts, seqs, **cut, **head, num_warps=max(2, splits // 8)
         )
 
 
@@ -212,10 +261,15 @@ def scales_and_strides(
     return *by_bias, block_tables.stride(0), *cache_strides(cache)
 
 
-def kinds_of(cache: PagedCache, group: int, biases: Tensor | None) -> dict[str, int | bool]:
-    """Return the constants that attention kernels are compiled for. group: query heads per key head."""
+def kinds_of(cache: PagedCache, group: int, biases: Tensor | None, dtype: torch.dtype) -> dict[str, int | bool]:
+    """Return the constants that attention kernels are compiled for. group: query heads per key head; dtype: of queries.
+
+    NARROW: products are computed in float16, because keys are float8 and queries bfloat16.
+    """
     has_scales, has_biases = cache.k_scales is not None, biases is not None
-    return {"GROUP": group, "BLOCK": cache.block_size, "QUANTISED": has_scales, "BIASED": has_biases}
+    is_narrow = cache.k.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
+    sizes = {"GROUP": group, "BLOCK": cache.block_size}
+    return {**sizes, "QUANTISED": has_scales, "NARROW": is_narrow, "BIASED": has_biases}
 
 
 def cache_strides(cache: PagedCache) -> tuple[int, ...]:

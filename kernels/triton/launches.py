@@ -25,20 +25,60 @@ class Launch(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def attention_launch(kernel: str, head_dim: int, group: int, dtype: torch.dtype, device: torch.device) -> Launch:
+def attention_launch(
+    kernel: str, head_dim: int, group: int, dtype: torch.dtype, device: torch.device, rows: int = 64
+) -> Launch:
     """Return the fastest measured launch for such heads on this GPU, or an estimate if none was measured.
 
-    kernel: `decode_attention` or `prefill_attention`; group: query heads per key head; dtype: of queries.
+    kernel: `decode_attention` or `prefill_attention`; group: query heads per key head; dtype: of queries; rows:
+    queries of a tile of `prefill_attention`, whose tables for 128 of them are named `prefill_attention_128`.
     """
     if device.type == "cuda":
-        measured = _table(torch.cuda.get_device_name(device)).get(kernel, {}).get(shape_name(head_dim, group, dtype))
-        if measured:
+        table = _table(torch.cuda.get_device_name(device)).get(kernel if rows == 64 else f"{kernel}_{rows}", {})
+        if measured := table.get(shape_name(head_dim, group, dtype)):
             return Launch(*measured)
-    # Shared memory holds the keys and values of a tile for each stage but one. Ada has the least of it, 99 KiB.
     num_bytes = padded(head_dim, 16) * dtype.itemsize
     if kernel == "decode_attention":
         return Launch(min(64, (32 << 10) // num_bytes), 4, 3)
-    return Launch(min(64, (16 << 10) // num_bytes), 4 if head_dim <= 64 else 8, 2 if num_bytes <= 512 else 1)
+    if dtype.itemsize > 2:
+        return Launch(min(64, (16 << 10) // num_bytes), 4 if head_dim <= 64 else 8, 2 if num_bytes <= 512 else 1)
+    return _prefill_launch(num_bytes, rows, architecture(device))
+
+
+def _prefill_launch(num_bytes: int, rows: int, capability: int) -> Launch:
+    """Return the launch for `rows` queries per tile, with the most stages that shared memory holds.
+
+    num_bytes: of one head's vector. A warp multiplies 16 rows, so each warp has its own. With three stages, the block
+    table of a tile arrives while the keys and values of the tile before it do.
+    """
+    # Before Hopper, and on consumer GPUs, a product's left matrix is in registers, which leaves fewer for the scores.
+    tile = max(16, min(64, (16 << 10 if 90 <= capability < 120 else 8 << 10) // num_bytes))
+    # The queries, and two buffers of keys and of values.
+    kib = (rows + 2 * 2 * tile) * num_bytes / 1024
+    return Launch(tile, rows // 16, 3 if kib <= shared_memory_kib(capability) else 1)
+
+
+def prefill_rows(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the queries per tile of prefill attention: 128 where registers and shared memory hold them, else 64."""
+    num_bytes, capability = padded(head_dim, 16) * dtype.itemsize, architecture(device)
+    widest = 512 if 90 <= capability < 120 else 256
+    fits = num_bytes <= widest and _prefill_launch(num_bytes, 128, capability).num_stages > 1
+    return 128 if dtype.itemsize == 2 and fits else 64
+
+
+def architecture(device: torch.device) -> int:
+    """Return the GPU's compute capability, ten times the major number plus the minor; 86 on the CPU."""
+    if device.type != "cuda":
+        return 86
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def shared_memory_kib(capability: int) -> int:
+    """Return the largest shared memory of one program (CUDA C++ Programming Guide, technical specifications)."""
+    if 80 <= capability < 90:
+        return 163 if capability in (80, 87) else 99
+    return 227 if 90 <= capability < 120 else 99
 
 
 def shape_name(head_dim: int, group: int, dtype: torch.dtype) -> str:

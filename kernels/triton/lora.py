@@ -13,7 +13,9 @@ from torch import Tensor
 
 from penstock.kernels.triton.launches import padded
 
-_ROWS, _COLUMNS, _OUTPUTS = 16, 128, 64
+LORA_ROWS = 16
+"""Most rows of a tile."""
+_COLUMNS, _OUTPUTS = 128, 64
 
 
 @triton.jit
@@ -28,9 +30,11 @@ def _shrink(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid [tiles]: multiply each row by its adapter's first matrix."""
+    """Grid [tiles]: multiply each row by its adapter's first matrix. A tile without rows is padding."""
     tile = tl.program_id(0)
     adapter, first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+    if count == 0:
+        return
     i, k, c = tl.arange(0, ROWS), tl.arange(0, RANK_PAD), tl.arange(0, COLUMNS)
     row = (first + i).to(tl.int64)
     sums = tl.zeros([ROWS, RANK_PAD], tl.float32)
@@ -59,6 +63,8 @@ def _expand(
     """Grid [tiles, runs of outputs]: add the product with the second matrix."""
     tile = tl.program_id(0)
     adapter, first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+    if count == 0:
+        return
     i, k = tl.arange(0, ROWS), tl.arange(0, RANK_PAD)
     o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = (first + i).to(tl.int64)
@@ -76,10 +82,10 @@ def lora_tiles(adapters: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return runs of rows of one adapter, [num_tiles, 3]: adapter, first row, rows. adapters: [rows], -1 for none."""
     edges = np.flatnonzero(np.diff(adapters, prepend=-2, append=-2)).tolist()
     runs = [
-        (int(adapters[start]), first, min(_ROWS, end - first))
+        (int(adapters[start]), first, min(LORA_ROWS, end - first))
         for start, end in pairwise(edges)
         if adapters[start] >= 0
-        for first in range(start, end, _ROWS)
+        for first in range(start, end, LORA_ROWS)
     ]
     return np.array(runs, np.int32).reshape(-1, 3)
 
@@ -91,7 +97,7 @@ def add_lora(out: Tensor, x: Tensor, down: Tensor, up: Tensor, tiles: Tensor) ->
     if not len(tiles):
         return
     inner = torch.empty(len(x), rank, dtype=torch.float32, device=x.device)
-    ranks = {"RANK": rank, "RANK_PAD": padded(rank, 16), "ROWS": _ROWS}
+    ranks = {"RANK": rank, "RANK_PAD": padded(rank, 16), "ROWS": LORA_ROWS}
     _shrink[(len(tiles),)](inner, x, down, tiles, num_columns, COLUMNS=_COLUMNS, **ranks)
     grid = (len(tiles), triton.cdiv(num_outputs, _OUTPUTS))
     _expand[grid](out, inner, up, tiles, num_outputs, OUTPUTS=_OUTPUTS, **ranks)

@@ -9,10 +9,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.paged_cache import PagedCache
-from penstock.kernels.triton.decode_attention import LOG2_E, block_offset, kinds_of, scales_and_strides
+from penstock.kernels.triton.decode_attention import (
+    LOG2_E,
+    as_float16,
+    block_offset,
+    kinds_of,
+    scales_and_strides,
+    weigh_values,
+)
 from penstock.kernels.triton.launches import Launch, attention_launch, padded
 
 QUERY_TILE = 64
+"""Queries of a tile, where a caller chooses no other number."""
 
 
 @triton.jit
@@ -24,7 +32,7 @@ def _attend_tile(
     context,
     biases,
     bias_at,
-    scale,
+    row_scale,
     table,
     k,
     v,
@@ -44,17 +52,18 @@ def _attend_tile(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     QUANTISED: tl.constexpr,
+    NARROW: tl.constexpr,
     BIASED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add the TILE keys from `at` on to the running maximum, total and sum. MASKED: some rows do not see all."""
-    best, total, acc = state
+    best, total, acc, unit = state
     d, tokens = tl.arange(0, HEAD_PAD), at + tl.arange(0, TILE)
     held = tokens < context
     blocks = tl.load(table + tokens // BLOCK, mask=held, other=0)
     places = block_offset(blocks, block_stride, host_from, host_jump) + head * head_stride + tokens % BLOCK * HEAD
     keys = tl.load(k + places[None, :] + d[:, None], mask=held[None, :] & (d < HEAD)[:, None], other=0.0)
-    scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+    scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * row_scale[:, None]
     if QUANTISED:
         scale_at = block_offset(blocks, scale_block_stride, host_from, host_scale_jump) + head * scale_head_stride
         scores *= tl.load(k_scales + scale_at + tokens % BLOCK, mask=held, other=0.0)[None, :]
@@ -72,10 +81,14 @@ def _attend_tile(
     total = total * shrink + tl.sum(p, 1)
     values = tl.load(v + places[:, None] + d[None, :], mask=held[:, None] & (d < HEAD)[None, :], other=0.0)
     if QUANTISED:
-        p *= tl.load(v_scales + scale_at + tokens % BLOCK, mask=held, other=0.0)[None, :]
+        value_scales = tl.load(v_scales + scale_at + tokens % BLOCK, mask=held, other=0.0)
+        if NARROW:
+            p, shrink, unit = weigh_values(p, shrink, unit, value_scales)
+        else:
+            p *= value_scales[None, :]
     p = p.to(queries.dtype)
     acc = acc * shrink[:, None] + tl.dot(p, values.to(queries.dtype), input_precision="ieee")
-    return better, total, acc
+    return better, total, acc, unit
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -109,12 +122,15 @@ def _prefill(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     QUANTISED: tl.constexpr,
+    NARROW: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """Grid [tiles of queries, heads]. `tiles` holds the sequence and the first query of each tile."""
+    """Grid [tiles of queries, heads]. `tiles` holds the sequence, -1 for padding, and the first query of each tile."""
     tile, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
     seq, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    if seq < 0:
+        return
     start, context = tl.load(starts + seq), tl.load(contexts + seq)
     count = tl.load(starts + seq + 1) - start
     r, d = offset + tl.arange(0, ROWS), tl.arange(0, HEAD_PAD)
@@ -124,10 +140,15 @@ def _prefill(
     is_value = (r < count)[:, None] & (d < HEAD)[None, :]
     queries = tl.load(q + at[:, None] + d[None, :], mask=is_value, other=0.0)
     table = tables + seq.to(tl.int64) * table_stride
+    row_scale = tl.full([ROWS], 1.0, tl.float32) * scale
+    if NARROW:
+        queries, largest = as_float16(queries)
+        row_scale *= largest
     state = (
         tl.full([ROWS], -float("inf"), tl.float32),
         tl.zeros([ROWS], tl.float32),
         tl.zeros([ROWS, HEAD_PAD], tl.float32),
+        tl.full([], 1e-30, tl.float32),
     )
     begin = tl.maximum(prefix + offset - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
     # Every row sees all keys of the tiles below the diagonal. A window's lower edge is another diagonal.
@@ -136,23 +157,29 @@ def _prefill(
         first, last = (begin, whole_end) if part == 0 else (whole_end, tl.minimum(prefix + offset + ROWS, context))
         for j in range(first, last, TILE):
             state = _attend_tile(
-                *(state, j, queries, positions, context, biases, head * bias_stride, scale, table),
+                *(state, j, queries, positions, context, biases, head * bias_stride, row_scale, table),
                 *(k, v, k_scales, v_scales, head // GROUP, block_stride, head_stride),
                 *(scale_block_stride, scale_head_stride, host_from, host_jump, host_scale_jump),
-                *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, BIASED, part == 1),
+                *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, NARROW, BIASED, part == 1),
             )
-    _, total, acc = state
+    _best, total, acc, unit = state
     # Rows after the last query may have seen no key.
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if NARROW:
+        result *= unit
     tl.store(out + at[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=is_value)
 
 
-def prefill_tiles(query_starts: NDArray[np.int32], seqs: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the query tiles of sequences, [num_tiles, 2]: sequence, first query. Tiles of late queries come first."""
+def prefill_tiles(
+    query_starts: NDArray[np.int32], seqs: NDArray[np.int32], rows: int = QUERY_TILE
+) -> NDArray[np.int32]:
+    """Return the tiles of `rows` queries, [num_tiles, 2]: sequence, first query. Tiles of late queries come first."""
+    if not len(seqs):
+        return np.zeros((0, 2), np.int32)
     counts = query_starts[seqs + 1] - query_starts[seqs]
-    tiles = -(-counts // QUERY_TILE)
+    tiles = -(-counts // rows)
     first = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    found = np.stack((np.repeat(seqs, tiles), first * QUERY_TILE), axis=1).astype(np.int32)
+    found = np.stack((np.repeat(seqs, tiles), first * rows), axis=1).astype(np.int32)
     return found[np.argsort(-first, kind="stable")]
 
 
@@ -168,24 +195,25 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     biases: Tensor | None = None,
+    rows: int = QUERY_TILE,
     launch: Launch | None = None,
 ) -> None:
-    """Write the attention of the queries of `tiles`, made by `prefill_tiles`, to their rows of `out`.
+    """Write the attention of the queries of `tiles`, made by `prefill_tiles` with `rows`, to their rows of `out`.
 
     Other arguments: see `kernels.reference.attention.paged_attention`.
     """
     num_heads, head_dim = q.shape[1:]
     group = num_heads // cache.k.shape[0]
-    launch = launch or attention_launch("prefill_attention", head_dim, group, q.dtype, q.device)
+    launch = launch or attention_launch("prefill_attention", head_dim, group, q.dtype, q.device, rows)
     _prefill[(len(tiles), num_heads)](
         *(out, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
         *(block_tables, context_lens, query_starts, tiles),
         *scales_and_strides(cache, block_tables, scale, biases),
         HEAD=head_dim,
         HEAD_PAD=padded(head_dim, 16),
-        ROWS=QUERY_TILE,
+        ROWS=rows,
         TILE=launch.tile,
         WINDOW=window,
-        **kinds_of(cache, group, biases),
+        **kinds_of(cache, group, biases, q.dtype),
         **launch.options,
     )

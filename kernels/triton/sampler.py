@@ -1,4 +1,4 @@
-"""Samples tokens without a sort, one program per row: limits are found by bisection over the bits of a float.
+"""Samples tokens without a sort, in one to three passes over the logits; see `sampling_passes`.
 
 `kernels.reference.sampler` defines the rules and their order.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,165 +15,15 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.triton import sampling_passes as passes
+from penstock.kernels.triton import sampling_rows
 from penstock.kernels.triton.launches import padded
+from penstock.kernels.triton.sampling_draw import draw_tokens
+from penstock.kernels.triton.sampling_rows import BANNED, PROMPT
 
-RULE_COLUMNS = (
-    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("top_k", "choice", "position", "seed_low", "seed_high", "marks"),
-)
-"""The fields of a row's rule, 32 bits each; the first six are floats. `marks` is the row of `Marks`, or -1."""
-
-_NUM_COLUMNS = tl.constexpr(len(RULE_COLUMNS))
-_PROMPT, _BANNED = tl.constexpr(1 << 29), tl.constexpr(1 << 30)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_FAILED = tl.constexpr(-1)
+RULE_COLUMNS = sampling_rows.RULE_COLUMNS
 _MAX_COLUMNS = 4096
 _MARKS_AT_ONCE = 256
-
-
-@triton.jit
-def _real(rule, COLUMN: tl.constexpr):
-    return tl.load(rule + COLUMN).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scores(row, ids, vocab):
-    """Return logits with biases, penalties and bans applied, -inf past the vocabulary."""
-    logits, marks, biases, is_marked, repetition, presence, frequency = row
-    inside = ids < vocab
-    x = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
-    if is_marked:
-        x += tl.load(biases + ids, mask=inside, other=0.0)
-        mark = tl.load(marks + ids, mask=inside, other=0)
-        x = tl.where(mark != 0, tl.where(x < 0, x * repetition, tl.div_rn(x, repetition)), x)
-        count = mark & (_PROMPT - 1)
-        x -= frequency * count.to(tl.float32)
-        x = tl.where(count > 0, x - presence, x)
-        x = tl.where(mark >= _BANNED, -float("inf"), x)
-    return x
-
-
-@triton.jit
-def _behind(scores, best, temperature):
-    """Return how far scores are below the best, in temperatures from 0 to infinity, and its bits, which sort alike."""
-    distance = tl.where(scores == best, 0.0, (best - scores) / temperature)
-    return distance, distance.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _amount_below(row, best, temperature, bits, vocab, COLUMNS: tl.constexpr, WEIGHED: tl.constexpr):
-    """Return how many tokens, or how much weight, are nearer to the best score than `bits`."""
-    amounts = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, vocab, COLUMNS):
-        ids = start + tl.arange(0, COLUMNS)
-        scores = _scores(row, ids, vocab)
-        distance, near = _behind(scores, best, temperature)
-        amounts += tl.where(near < bits, tl.exp(-distance) if WEIGHED else 1.0, 0.0)
-    return tl.sum(amounts.to(tl.float64), 0)
-
-
-@triton.jit
-def _limit(row, best, temperature, max_bits, wanted, vocab, COLUMNS: tl.constexpr, WEIGHED: tl.constexpr):
-    """Return the largest bits, up to `max_bits`, such that less than `wanted` is nearer."""
-    low, high = tl.full([], 0, tl.int32), max_bits
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        if _amount_below(row, best, temperature, middle, vocab, COLUMNS, WEIGHED) < wanted:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit
-def _weights(row, best, temperature, max_bits, start, vocab, COLUMNS: tl.constexpr):
-    """Return the weights of the kept tokens among the COLUMNS tokens from `start` on, in float64."""
-    ids = start + tl.arange(0, COLUMNS)
-    scores = _scores(row, ids, vocab)
-    distance, near = _behind(scores, best, temperature)
-    return tl.where(near <= max_bits, tl.exp(-distance), 0.0).to(tl.float64)
-
-
-@triton.jit
-def _draw(row, best, temperature, max_bits, uniform, vocab, COLUMNS: tl.constexpr):
-    """Return the first token, by id, at which the cumulative weight exceeds the share `uniform` of all kept weight."""
-    total = tl.full([], 0.0, tl.float64)
-    for start in range(0, vocab, COLUMNS):
-        total += tl.sum(_weights(row, best, temperature, max_bits, start, vocab, COLUMNS), 0)
-    target = uniform * total
-    before, cumulated = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-    at = tl.full([], 0, tl.int32)
-    for start in range(0, vocab, COLUMNS):
-        amount = tl.sum(_weights(row, best, temperature, max_bits, start, vocab, COLUMNS), 0)
-        # Rounding may put the target past the last weight; then the last token with any weight is chosen.
-        is_next = (cumulated <= target) & (amount > 0)
-        at = tl.where(is_next, start, at)
-        before = tl.where(is_next, cumulated, before)
-        cumulated += amount
-    weights = _weights(row, best, temperature, max_bits, at, vocab, COLUMNS)
-    ids = at + tl.arange(0, COLUMNS)
-    reached = (before + tl.cumsum(weights, 0) > target) & (weights > 0)
-    first = tl.min(tl.where(reached, ids, vocab), 0)
-    last = tl.max(tl.where(weights > 0, ids, 0), 0)
-    return tl.minimum(first, last)
-
-
-@triton.jit
-def _best(row, vocab, COLUMNS: tl.constexpr):
-    """Return the best score, the first token that has it, and whether the row can sample at all."""
-    logits = row[0]
-    best, at, is_sound = tl.full([], -float("inf"), tl.float32), tl.full([], 0, tl.int32), tl.full([], True, tl.int1)
-    largest = tl.full([], -float("inf"), tl.float32)
-    for start in range(0, vocab, COLUMNS):
-        ids = start + tl.arange(0, COLUMNS)
-        x = tl.load(logits + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-        scores = _scores(row, ids, vocab)
-        is_sound = is_sound & (tl.sum(((x != x) | (scores != scores)).to(tl.int32), 0) == 0)
-        largest = tl.maximum(largest, tl.max(x, 0))
-        here = tl.max(scores, 0)
-        at = tl.where(here > best, tl.min(tl.where(scores == here, ids, vocab), 0), at)
-        best = tl.maximum(best, here)
-    infinity = float("inf")
-    return best, at, is_sound & (largest < infinity) & (best < infinity) & (best > -infinity)
-
-
-@triton.jit
-def _sample(tokens, logits, rules, marks, biases, vocab, stride, COLUMNS: tl.constexpr):
-    """Grid [rows]."""
-    row_index = tl.program_id(0)
-    rule = rules + row_index * _NUM_COLUMNS
-    temperature, top_p, min_p = _real(rule, 0), _real(rule, 1), _real(rule, 2)
-    marks_row = tl.load(rule + 11)
-    marks_at = tl.maximum(marks_row, 0).to(tl.int64) * vocab
-    row = (
-        logits + row_index.to(tl.int64) * stride,
-        marks + marks_at,
-        biases + marks_at,
-        marks_row >= 0,
-        _real(rule, 3),
-        _real(rule, 4),
-        _real(rule, 5),
-    )
-    best, token, is_sound = _best(row, vocab, COLUMNS)
-    if is_sound & (temperature > 0):
-        max_bits = tl.full([], _INFINITY_BITS, tl.int32)
-        if min_p > 0:
-            max_bits = (-tl.log(tl.minimum(min_p, 1.0)) + 0.0).to(tl.int32, bitcast=True)
-        top_k = tl.load(rule + 6)
-        if (top_k > 0) & (top_k < vocab):
-            max_bits = _limit(row, best, temperature, max_bits, top_k.to(tl.float64), vocab, COLUMNS, False)
-        if top_p < 1:
-            kept = _amount_below(row, best, temperature, max_bits + 1, vocab, COLUMNS, True)
-            max_bits = _limit(row, best, temperature, max_bits, kept * top_p, vocab, COLUMNS, True)
-        seed = tl.load(rule + 9).to(tl.uint32, bitcast=True), tl.load(rule + 10).to(tl.uint32, bitcast=True)
-        position, choice = tl.load(rule + 8).to(tl.uint32, bitcast=True), tl.load(rule + 7).to(tl.uint32, bitcast=True)
-        zero = tl.full([], 0, tl.uint32)
-        low, high, _, _ = tl.philox_impl(position, choice, zero, zero, seed[0], seed[1], 10)
-        # 53 of the 64 bits, as a fraction of 1.
-        bits = ((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> 11
-        uniform = bits.to(tl.float64) * 1.1102230246251565e-16
-        token = _draw(row, best, temperature, max_bits, uniform, vocab, COLUMNS)
-    tl.store(tokens + row_index, tl.where(is_sound, token, _FAILED))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -198,7 +48,7 @@ def _mask(marks, words, rows, vocab, words_stride, COLUMNS: tl.constexpr):
     word = tl.load(words + row * words_stride + ids // 32, mask=inside, other=0)
     at = marks + tl.load(rows + row).to(tl.int64) * vocab + ids
     mark = tl.load(at, mask=inside, other=0)
-    tl.store(at, tl.where((word >> (ids % 32)) & 1 != 0, mark, mark | _BANNED), mask=inside)
+    tl.store(at, tl.where((word >> (ids % 32)) & 1 != 0, mark, mark | BANNED), mask=inside)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,8 +88,8 @@ class Marks:
 def mark_entries(row: int, seen: NDArray[np.int32], num_prompt: int, banned: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return the entries of a row for `Marks.add`: its prompt tokens, output tokens and banned tokens."""
     what = np.ones(len(seen) + len(banned), np.int32)
-    what[:num_prompt] = _PROMPT.value
-    what[len(seen) :] = _BANNED.value
+    what[:num_prompt] = PROMPT.value
+    what[len(seen) :] = BANNED.value
     return np.stack((np.full_like(what, row), np.concatenate((seen, banned)), what), axis=1)
 
 
@@ -285,13 +135,60 @@ def sample(logits: Tensor, rules: Tensor, marks: Marks) -> Tensor:
     logits: [rows, vocab], any float; rules: [rows, len(RULE_COLUMNS)] in int32.
     """
     num_rows, vocab = logits.shape
-    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    columns = min(_MAX_COLUMNS, padded(vocab, 16))
+    columns = min(passes.COLUMNS, padded(vocab, 16))
+    tiles = triton.cdiv(vocab, columns)
+    scratch = _Scratch.empty(num_rows, tiles, logits.device)
+    chosen = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    given = logits, rules, marks.marks, marks.biases, vocab, logits.stride(0)
+    bests, sums = (scratch.bests, scratch.tokens), (scratch.counts, scratch.masses)
     # The reference rounds after each penalty. Fused steps round once, so another token could win by the last bit.
-    _sample[(num_rows,)](
-        *(tokens, logits, rules, marks.marks, marks.biases, vocab, logits.stride(0)),
-        COLUMNS=columns,
-        num_warps=8 if columns > 1024 else 4,
-        enable_fp_fusion=False,
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    sizes = {"COLUMNS": columns, "TILES": tiles}
+    best_of, buckets = {"TILES_PAD": padded(tiles)}, {"BUCKETS": passes.BUCKETS}
+    collected = {"CAPACITY": passes.MAX_CANDIDATES, "FIELDS": passes.BOUND_FIELDS}
+    by_tile, by_row = (num_rows, tiles), (num_rows,)
+    cleared = {"CLEARED": padded(triton.cdiv(passes.BUCKETS, tiles))}
+    passes.scan_tiles[by_tile](
+        *bests, scratch.weights, *sums, scratch.found, *given, **cleared, **sizes, **buckets, **options
     )
-    return tokens
+    passes.count_buckets[by_tile](*sums, *bests, *given, **sizes, **best_of, **buckets, **options)
+    passes.bound_limits[by_row](scratch.bounds, *sums, rules, vocab, **buckets, FIELDS=passes.BOUND_FIELDS, **options)
+    found = scratch.candidates, scratch.found, scratch.weights, scratch.bounds, *bests
+    passes.collect_candidates[by_tile](*found, *given, **sizes, **best_of, **collected, **options)
+    draw_tokens[by_row](chosen, *found, *given, **sizes, **best_of, **buckets, **collected, **options)
+    return chosen
+
+
+class _Scratch(NamedTuple):
+    """What the passes hand on. Every pass writes what a later one reads, so nothing is cleared beforehand."""
+
+    bests: Tensor
+    """[rows, tiles] float32: the best score."""
+    tokens: Tensor
+    """[rows, tiles] int32: the first token with the best score, or -1."""
+    weights: Tensor
+    """[rows, tiles] int64."""
+    counts: Tensor
+    """[rows, BUCKETS] int32."""
+    masses: Tensor
+    """[rows, BUCKETS] int64."""
+    bounds: Tensor
+    """[rows, BOUND_FIELDS] int64."""
+    found: Tensor
+    """[rows] int32: the number of candidates."""
+    candidates: Tensor
+    """[rows, MAX_CANDIDATES, 2] int32: the bits of the distance, and the token."""
+
+    @classmethod
+    def empty(cls, rows: int, tiles: int, device: torch.device) -> _Scratch:
+        shapes = {
+            "bests": ((rows, tiles), torch.float32),
+            "tokens": ((rows, tiles), torch.int32),
+            "weights": ((rows, tiles), torch.int64),
+            "counts": ((rows, passes.BUCKETS), torch.int32),
+            "masses": ((rows, passes.BUCKETS), torch.int64),
+            "bounds": ((rows, passes.BOUND_FIELDS), torch.int64),
+            "found": ((rows,), torch.int32),
+            "candidates": ((rows, passes.MAX_CANDIDATES, 2), torch.int32),
+        }
+        return cls(**{name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()})

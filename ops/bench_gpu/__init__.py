@@ -1,8 +1,9 @@
-"""One run that measures the GPU runner in at most ten minutes, with nothing but torch, triton and numpy.
+"""Checks and measures the GPU runner in four stages of at most eight minutes, with torch, triton and numpy alone.
 
-    make bench-gpu                    on the GPU; results in build/bench-gpu
-    make bench-gpu BENCH=--dry        all of it on the CPU by Triton's interpreter, tiny: its figures mean nothing
+    make bench-gpu                             on the GPU; results in build/bench-gpu
+    make bench-gpu BENCH="--stages truth"      one stage; the others are kernels, steps and headline
+    make bench-gpu BENCH=--dry                 all of it on the CPU by Triton's interpreter, tiny: times mean nothing
 
-Each stage adds to `results.json` when it is done, so a run that is cut short keeps what it has; those behind one that
-fails are measured all the same. Weights are random.
+Ceilings are measured first, and each time is compared with one. Each stage writes a JSON file when it is done. A
+wrong result ends the run, because its time would mean nothing. Weights are random. See README.md beside this file.
 """

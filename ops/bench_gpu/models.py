@@ -1,4 +1,4 @@
-"""Shapes of well-known models with random weights, made on the device."""
+"""Runners of well-known shapes with random weights, made on the device."""
 
 from __future__ import annotations
 
@@ -8,63 +8,23 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from penstock.gpu_node.model.architecture.spec import ModelSpec, NameMap, Rope
+from penstock.gpu_node.model.architecture.families import family_of
+from penstock.gpu_node.model.architecture.shapes import SHAPES
+from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
-from penstock.gpu_node.model.gpu.linear import PlainLinear, linear_of
+from penstock.gpu_node.model.gpu.linear import KeptLinear, linear_of, pad_rows, padded_head
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.torch_common.norm import Norm
 
 BLOCK_SIZE = 16
-_NAMES = NameMap(
-    **dict.fromkeys(("embedding", "final_norm", "head", "attention_norm", "out", "mlp_norm", "mlp_out"), ""),
-    qkv=("q", "k", "v"),
-    mlp_in=("gate", "up"),
-)
-
-
-def _spec(name_map: NameMap = _NAMES, **shapes: int | bool) -> ModelSpec:
-    plain = {"max_position": 40960, "norm_eps": 1e-6, "tied_head": False, "names": name_map}
-    windows = (None,) * int(shapes["num_layers"])
-    return ModelSpec(rope=Rope(500_000.0, int(shapes["head_dim"])), windows=windows, **plain | shapes)
-
-
-SPECS = {
-    "llama-3.1-8b": _spec(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-    ),
-    "qwen3-0.6b": _spec(
-        NameMap(**{name: getattr(_NAMES, name) for name in _NAMES.__slots__} | {"q_norm": "q", "k_norm": "k"}),
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_layers=28,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        tied_head=True,
-    ),
-    "tiny": _spec(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        max_position=256,
-    ),
-}
+_SHARE = 0.8
+"""Of the free memory, for the KV cache."""
+_DRY_BLOCKS = 80
 
 
 @dataclass(frozen=True)
@@ -73,73 +33,113 @@ class Model:
 
     name: str
     spec: ModelSpec
+    weights: DecoderWeights
     runner: GpuRunner
     sizes: CacheSizes
     max_num_seqs: int
     max_model_len: int
-    num_weights: int
-    """Of all matrices, the head's included."""
-    weight_bytes: int
-    """Of those."""
+    quantization: str
     kv_token_bytes: int
+    head_num_bytes: int
+
+    @property
+    def matrix_weights(self) -> int:
+        """The number of weights in the layers' matrices."""
+        spec = self.spec
+        attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        inner = (3 if spec.is_gated else 2) * spec.intermediate_size
+        return spec.num_layers * (attention + inner) * spec.hidden_size
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all matrices that a step reads, the head's included; int4 has 2 bytes of scales per 32 weights."""
+        bits = {"none": 8 * self.weights.dtype.itemsize, "int8": 8, "fp8": 8, "int4": 5}[self.quantization]
+        return self.matrix_weights * bits / 8 + self.head_num_bytes
 
 
-def make_model(
-    name: str, device: Device, *, dtype: torch.dtype, max_num_seqs: int, max_model_len: int, quantization: str = "none"
-) -> Model:
-    """A model on a cache of most of the GPU's free memory; `quantization` is none, int8 or fp8."""
-    spec = SPECS[name]
-    decoder = GpuDecoder(spec, _random_weights(spec, dtype, device.torch, quantization), max_model_len)
-    layout = KvLayout(spec, BLOCK_SIZE, dtype)
-    free = torch.cuda.mem_get_info()[0] if device.is_gpu else layout.block_bytes * 80
-    num_blocks = int(0.8 * free) // layout.block_bytes
+def spec_of(name: str) -> ModelSpec:
+    """Return the spec of a named shape."""
+    return family_of(SHAPES[name]).spec_of(SHAPES[name])
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model's runner is built."""
+
+    dtype: torch.dtype = torch.bfloat16
+    quantization: str = "none"
+    """none, int8, fp8 or int4."""
+    kv_dtype: torch.dtype | None = None
+    """None: as `dtype`."""
+    max_num_seqs: int = 64
+    max_model_len: int = 16_384
+    num_blocks: int | None = None
+    """None: most of the GPU's free memory."""
+    num_adapters: int = 0
+    deterministic: bool = False
+
+
+def make_model(name: str, spec: ModelSpec, device: Device, options: Options) -> Model:
+    """Return a runner on random weights, which are the same for the same torch seed."""
+    weights = random_weights(spec, options, device.torch)
+    decoder = GpuDecoder(spec, weights, options.max_model_len)
+    layout = KvLayout(spec, BLOCK_SIZE, options.kv_dtype or options.dtype)
+    free = torch.cuda.mem_get_info()[0] if device.is_gpu else layout.block_bytes * _DRY_BLOCKS / _SHARE
+    num_blocks = options.num_blocks or int(_SHARE * free) // layout.block_bytes
     sizes = CacheSizes(num_blocks, 0, layout.block_bytes)
     pool = KvPool(layout, num_blocks, 0, device)
-    no_adapters = GpuAdapters(spec, 0, 0, dtype, device.torch)
-    runner = GpuRunner(decoder, no_adapters, pool, sizes, Limits(max_num_seqs, max_model_len, BLOCK_SIZE), device)
-    per_layer = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + spec.num_heads * spec.head_dim
-    rows = spec.num_layers * (per_layer + 3 * spec.intermediate_size) + spec.vocab_size
-    num_weights = rows * spec.hidden_size
-    head_bytes = spec.vocab_size * spec.hidden_size * dtype.itemsize
-    per_weight = dtype.itemsize if quantization == "none" else 1
+    adapters = GpuAdapters(spec, options.num_adapters, 8, options.dtype, device)
+    limits = Limits(options.max_num_seqs, options.max_model_len, BLOCK_SIZE, options.deterministic)
     return Model(
         name=name,
         spec=spec,
-        runner=runner,
+        weights=weights,
+        runner=GpuRunner(decoder, adapters, pool, sizes, limits, device),
         sizes=sizes,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        num_weights=num_weights,
-        weight_bytes=(num_weights - spec.vocab_size * spec.hidden_size) * per_weight + head_bytes,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        quantization=options.quantization,
         kv_token_bytes=layout.block_bytes // BLOCK_SIZE,
+        head_num_bytes=spec.vocab_size * spec.hidden_size * options.dtype.itemsize,
     )
 
 
-def _random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: str) -> DecoderWeights:
-    linear = linear_of(quantization)
+def random_weights(spec: ModelSpec, options: Options, device: torch.device) -> DecoderWeights:
+    """Return weights that keep the scale of activations: normal numbers, norms near 1, small biases."""
+    dtype, is_fixed = options.dtype, options.deterministic
+    linear = linear_of(options.quantization, deterministic=is_fixed)
 
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=dtype, device=device).normal_(std=columns**-0.5)
+    def random(*shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device).normal_(mean, std)
 
-    def norm(size: int) -> Norm:
-        return Norm(torch.ones(size, dtype=dtype, device=device), None, spec.norm_eps)
+    def matrix(rows: int, columns: int, *, has_bias: bool) -> KeptLinear:
+        bias = random(rows, std=0.1) if has_bias else None
+        return linear(random(rows, columns, std=columns**-0.5), bias)
+
+    def norm(size: int, *, centred: bool = False) -> Norm:
+        return Norm(random(size, std=0.1, mean=1.0), random(size, std=0.1) if centred else None, spec.norm_eps)
 
     def layer() -> LayerWeights:
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        has_head_norms = spec.names.q_norm is not None
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        before = norm(hidden, centred=spec.norm == "layer")
         return LayerWeights(
-            attention_norm=norm(spec.hidden_size),
-            qkv=linear(matrix(queries + 2 * keys, spec.hidden_size), None),
-            head_norms=(norm(spec.head_dim), norm(spec.head_dim)) if has_head_norms else None,
-            out=linear(matrix(spec.hidden_size, queries), None),
-            mlp_norm=norm(spec.hidden_size),
-            mlp_in=linear(matrix(2 * spec.intermediate_size, spec.hidden_size), None),
-            mlp_out=linear(matrix(spec.hidden_size, spec.intermediate_size), None),
+            attention_norm=before,
+            qkv=matrix(queries + 2 * keys, hidden, has_bias=spec.qkv_bias),
+            head_norms=None if spec.names.q_norm is None else (norm(spec.head_dim), norm(spec.head_dim)),
+            out=matrix(hidden, queries, has_bias=spec.out_bias),
+            mlp_norm=before if spec.names.mlp_norm is None else norm(hidden, centred=spec.norm == "layer"),
+            mlp_in=matrix((2 if spec.is_gated else 1) * inner, hidden, has_bias=spec.mlp_bias),
+            mlp_out=matrix(hidden, inner, has_bias=spec.mlp_bias),
         )
 
-    embedding = matrix(spec.vocab_size, spec.hidden_size)
-    head = embedding if spec.tied_head else matrix(spec.vocab_size, spec.hidden_size)
+    embedding = pad_rows(random(spec.vocab_size, spec.hidden_size, std=1.0))
+    head = embedding if spec.tied_head else random(spec.vocab_size, spec.hidden_size, std=spec.hidden_size**-0.5)
     layers = tuple(layer() for _ in range(spec.num_layers))
+    final = norm(spec.hidden_size, centred=spec.norm == "layer")
     return DecoderWeights(
-        partial(functional.embedding, weight=embedding), layers, norm(spec.hidden_size), PlainLinear(head, None)
+        partial(functional.embedding, weight=embedding),
+        layers,
+        final,
+        padded_head(head, options.quantization, deterministic=is_fixed),
     )

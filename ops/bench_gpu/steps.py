@@ -1,124 +1,130 @@
-"""Steps of a runner alone: decode over batch and context, prefill, and a trace of some of both."""
+"""Steps of a runner alone: decode over batch and context, prefill, mixed steps, and a trace."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 
-from bench_gpu.measure import Clock
-from bench_gpu.models import BLOCK_SIZE, Model
-from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
+from bench_gpu.measure import Clock, fraction
+from bench_gpu.models import Model
+from bench_gpu.plans import decode_plan, plan_of, random_tables
+from penstock.gpu_node.model.protocol import StepPlan
 
-_NOTHING = np.zeros(0, np.int32)
-
-
-def sampling_rows(positions: np.ndarray) -> SamplingRows:
-    """Rows that draw from the whole softmax."""
-    count = len(positions)
-    ones, zeros, none = np.ones(count, np.float32), np.zeros(count, np.float32), np.zeros(count, np.int32)
-    return SamplingRows(
-        temperature=ones,
-        top_k=none,
-        top_p=ones,
-        min_p=zeros,
-        repetition_penalty=ones,
-        presence_penalty=zeros,
-        frequency_penalty=zeros,
-        seed=np.arange(count, dtype=np.uint64),
-        choice=none,
-        position=positions.astype(np.int32),
-        seen=(_NOTHING,) * count,
-        num_seen_prompt=none,
-        banned=(_NOTHING,) * count,
-        biased=(_NOTHING,) * count,
-        biases=(zeros[:0],) * count,
-    )
+_WARM = 3
 
 
-def plan_of(ids: list[np.ndarray], starts: np.ndarray, tables: np.ndarray, sampled: np.ndarray) -> StepPlan:
-    """Sequences that each compute `ids[i]` behind `starts[i]` tokens."""
-    counts = np.array([len(tokens) for tokens in ids])
-    contexts = (starts + counts).astype(np.int32)
-    width = -(-int(contexts.max()) // BLOCK_SIZE)
-    query_starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], counts)
-    return StepPlan(
-        token_ids=np.concatenate(ids).astype(np.int32),
-        positions=positions.astype(np.int32),
-        query_starts=query_starts,
-        context_lens=contexts,
-        block_tables=np.ascontiguousarray(tables[:, :width]),
-        sample_tokens=(query_starts[sampled + 1] - 1).astype(np.int32),
-        sampling=sampling_rows(contexts[sampled]),
-    )
+def step_ms(model: Model, plan_after: Callable[[int], StepPlan], count: int) -> float:
+    """Return the median distance between the ends of steps, with as many in flight as the runner takes.
+
+    So the host packs a step while the one ahead of it runs, as it does in serving. plan_after: the plan of step i.
+    """
+    in_flight: deque[Any] = deque()
+    ended: list[Any] = []
+    for i in range(count + _WARM):
+        in_flight.append(model.runner.submit(plan_after(i)))
+        if len(in_flight) == model.runner.max_in_flight:
+            ended.append(in_flight.popleft())
+            ended[-1].result()
+    while in_flight:
+        ended.append(in_flight.popleft())
+        ended[-1].result()
+    pairs = zip(ended[_WARM - 1 :], ended[_WARM:], strict=False)
+    return float(median(later.ms_since(earlier) for earlier, later in pairs))
 
 
-def _tables(model: Model, batch: int, tokens: int) -> np.ndarray | None:
-    """Blocks dealt at random, or None where the cache does not hold them."""
-    width = -(-tokens // BLOCK_SIZE)
-    if batch * width > model.sizes.num_device_blocks:
-        return None
-    blocks = np.random.default_rng(0).permutation(model.sizes.num_device_blocks)[: batch * width] + 1
-    return blocks.astype(np.int32).reshape(batch, width)
+def _always(plan: StepPlan, first: StepPlan | None = None) -> Callable[[int], StepPlan]:
+    """Return what gives `plan` for each step, and `first` for the first one."""
+    return lambda step: first if first is not None and step == 0 else plan
 
 
-def decode(model: Model, clock: Clock, copy_gb_s: float, grid: list[tuple[int, int]]) -> list[dict[str, float]]:
-    """One replayed step at each (batch, context): its time on the device, and what reading alone would take."""
-    rows = []
+def decode(
+    model: Model, clock: Clock, ceilings: dict[str, Any], grid: list[tuple[int, int]], **rules: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield the time of a replayed step at each (batch, context), and what reading weights and cache alone takes."""
     for batch, context in grid:
-        tables = _tables(model, batch, context)
+        tables = random_tables(model, batch, context)
         if tables is None or batch > model.max_num_seqs or context > model.max_model_len or clock.left_s < 0:
+            yield {"batch": batch, "context": context, "skipped": "it does not fit, or the stage's time is over"}
             continue
-        starts = np.full(batch, context - 1)
-        plan = plan_of([np.ones(1, np.int32)] * batch, starts, tables, np.arange(batch))
-        steps = [model.runner.submit(plan).result().forward_ms for _ in range(12 if clock.is_card else 3)]
-        ms = float(np.median(steps[2:]))
+        first, later = (
+            decode_plan(ids, context, tables, **rules)
+            for ids in (np.ones(batch, np.int32), -1 - np.arange(batch, dtype=np.int32))
+        )
+        ms = step_ms(model, _always(later, first), 12 if clock.is_gpu else 2)
         needed = model.weight_bytes + batch * context * model.kv_token_bytes
-        limit_ms = needed / copy_gb_s / 1e6
-        fraction = limit_ms / ms
-        rows.append({"batch": batch, "context": context, "ms": ms, "tokens_s": batch / ms * 1e3, "fraction": fraction})
-    return rows
+        share = fraction(ceilings, ms, needed, 2 * batch * model.matrix_weights, "bf16_tflop_s")
+        yield {"batch": batch, "context": context, "ms": ms, "tokens_s": batch / ms * 1e3, "fraction": share}
 
 
-def prefill(model: Model, clock: Clock, product_tflop_s: float, grid: list[tuple[int, int]]) -> list[dict[str, float]]:
-    """Prompts of (count, tokens) in one step."""
-    rows = []
+def prefill(
+    model: Model, clock: Clock, ceilings: dict[str, Any], grid: list[tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the time of a step with prompts of (count, tokens)."""
+    spec = model.spec
     for count, tokens in grid:
-        tables = _tables(model, count, tokens)
+        tables = random_tables(model, count, tokens)
         if tables is None or tokens > model.max_model_len or clock.left_s < 0:
+            yield {"count": count, "tokens": tokens, "skipped": "it does not fit, or the stage's time is over"}
             continue
         plan = plan_of([np.ones(tokens, np.int32)] * count, np.zeros(count, np.int64), tables, np.arange(count))
-        ms = float(
-            np.median([model.runner.submit(plan).result().forward_ms for _ in range(4 if clock.is_card else 2)][1:])
-        )
-        spec = model.spec
-        products = 2 * (model.num_weights - spec.vocab_size * spec.hidden_size) * count * tokens
+        ms = step_ms(model, _always(plan), 4 if clock.is_gpu else 1)
         scores = 2 * spec.num_layers * spec.num_heads * spec.head_dim * count * tokens**2
-        limit_ms = (products + scores) / product_tflop_s / 1e9
-        rows.append(
-            {
-                "count": count,
-                "tokens": tokens,
-                "ms": ms,
-                "tokens_s": count * tokens / ms * 1e3,
-                "fraction": limit_ms / ms,
-            }
-        )
-    return rows
+        operations = 2 * model.matrix_weights * count * tokens + scores
+        share = fraction(ceilings, ms, model.weight_bytes, operations, "bf16_tflop_s")
+        yield {"count": count, "tokens": tokens, "ms": ms, "tokens_s": count * tokens / ms * 1e3, "fraction": share}
+
+
+def mixed(model: Model, clock: Clock, batch: int, context: int, chunk: int) -> dict[str, Any]:
+    """Measure a step of `batch` decoding sequences and a prompt's chunk, and both alone: what is lost by mixing."""
+    tables = random_tables(model, batch + 1, max(context, chunk))
+    if tables is None:
+        return {"batch": batch, "chunk": chunk, "skipped": "the cache is too small"}
+    rows, ids = np.arange(batch), [np.ones(1, np.int32)] * batch
+    starts, prompt = np.full(batch, context - 1), np.ones(chunk, np.int32)
+    both = plan_of([*ids, prompt], np.append(starts, 0), tables, rows)
+    alone = plan_of(ids, starts, tables[:-1], rows), plan_of([prompt], np.zeros(1, np.int64), tables[-1:], rows[:0])
+    count = 8 if clock.is_gpu else 1
+    mixed_ms, decode_ms, prefill_ms = (step_ms(model, _always(plan), count) for plan in (both, *alone))
+    times = {"mixed_ms": mixed_ms, "decode_ms": decode_ms, "prefill_ms": prefill_ms}
+    return {"batch": batch, "context": context, "chunk": chunk, **times, "gain": (decode_ms + prefill_ms) / mixed_ms}
+
+
+def submit_ms(model: Model, clock: Clock, batch: int, context: int) -> dict[str, float]:
+    """Return the host's time for `submit`, packing and launches included, and the step's without a graph."""
+    tables = random_tables(model, batch, context)
+    assert tables is not None
+    plan, times = decode_plan(np.ones(batch, np.int32), context, tables), []
+    for _ in range(8):
+        started: list[Any] = []
+        times.append(clock.wall_ms(partial(_submit, model, plan, started)))
+        started[0].result()
+    model.runner.replays = False
+    eager_ms = step_ms(model, _always(plan), 8 if clock.is_gpu else 1)
+    model.runner.replays = True
+    return {"batch": batch, "submit_and_run_ms": median(times), "eager_ms": eager_ms}
+
+
+def _submit(model: Model, plan: StepPlan, started: list[Any]) -> None:
+    started.append(model.runner.submit(plan))
 
 
 def trace(model: Model, path: Path, batch: int, context: int) -> str:
-    """A profiler's trace of three decode steps and one prompt, for chrome://tracing; the operations that take most."""
-    tables = _tables(model, batch, context)
+    """Write a profiler's trace of three decode steps and a prompt; return the operations that take most."""
+    tables = random_tables(model, batch, context)
     if tables is None:
         return "the cache is too small for it"
-    plan = plan_of([np.ones(1, np.int32)] * batch, np.full(batch, context - 1), tables, np.arange(batch))
+    plan = decode_plan(np.ones(batch, np.int32), context, tables)
     prompt = plan_of([np.ones(context, np.int32)], np.zeros(1, np.int64), tables[:1], np.zeros(1, np.int64))
     with torch.profiler.profile() as profiler:
         for one in (plan, plan, plan, prompt):
             model.runner.submit(one).result()
     profiler.export_chrome_trace(str(path))
-    on_card = torch.cuda.is_available()
-    return str(profiler.key_averages().table(sort_by=f"{'cuda' if on_card else 'cpu'}_time_total", row_limit=25))
+    column = "cuda_time_total" if torch.cuda.is_available() else "cpu_time_total"
+    return str(profiler.key_averages().table(sort_by=column, row_limit=25))

@@ -10,12 +10,14 @@ from typing import NoReturn
 from penstock.cli.processes import Child, Command, ProcessDiedError, Supervisor, status_in_words
 from penstock.contract.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis
+from penstock.runtime.local_redis import RunningRedis
 
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 STEADY_S = 60.0
 """Seconds that a part must run for its pause to be reset to FIRST_PAUSE_S."""
 _POLL_INTERVAL_S = 0.1
+_JOINED_POLL_INTERVAL_S = 1.0
 
 Say = Callable[[str], None]
 
@@ -70,3 +72,23 @@ async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
             say(f"redis does not start: {error.message}")
         else:
             say("redis serves again")
+
+
+async def watch_joined_redis(joined: RunningRedis, say: Say) -> NoReturn:
+    """Say when the Redis of another `penstock serve` ends, and when a later `penstock serve` runs one there again.
+
+    It starts no Redis itself: the other command may come back, and its jobs may be in a folder that only it knows.
+    """
+    while True:
+        await _until(joined, accepts=False)
+        say(
+            f"the Redis of process {joined.pid} has ended, which this `penstock serve` joined; to go on, start another "
+            "`penstock serve`, or stop this one and start it again"
+        )
+        await _until(joined, accepts=True)
+        say("redis serves again")
+
+
+async def _until(joined: RunningRedis, *, accepts: bool) -> None:
+    while joined.accepts() != accepts:  # noqa: ASYNC110  polled: another command's process raises no event here
+        await asyncio.sleep(_JOINED_POLL_INTERVAL_S)

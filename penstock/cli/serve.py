@@ -29,8 +29,9 @@ from penstock.cli.processes import (
     run_until_stopped,
 )
 from penstock.cli.progress import LoadingProgress
-from penstock.cli.restarting import keep_child, keep_redis
+from penstock.cli.restarting import keep_child, keep_redis, watch_joined_redis
 from penstock.contract.errors import ConfigError
+from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings, engine_config, pool_of_model
 from penstock.runtime.embedded_redis import DEFAULT_MAXMEMORY_MIB, EmbeddedRedis, find_or_start_redis
@@ -41,8 +42,11 @@ from penstock.runtime.settings import without_password
 log = logging.getLogger(__name__)
 
 GATEWAY_START_TIMEOUT_S = 60.0
+PORT_TIMEOUT_S = 3.0
+"""Seconds to wait for the port of an earlier `penstock serve` that is ending, such as one that was killed."""
 _OF_NODE = (
     *("aliases", "lora", "max_model_len", "num_threads", "revision", "dtype", "quantization", "kv_cache_dtype"),
+    *("runner", "load_format"),
     *("kv_cache_gib", "scheduling_policy", "speculative"),
 )
 _OF_GATEWAY = ("host", "port")
@@ -109,12 +113,16 @@ def _check_packages() -> None:
 
 
 def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[str, Any]) -> None:
-    """Raise ConfigError, which names the setting, for settings that the node or the gateway would refuse."""
-    GatewaySettings.load(**of_gateway)
+    """Raise ConfigError, which names the setting, for settings that the node or the gateway would refuse.
+
+    A port that is in use is one of them.
+    """
+    gateway = GatewaySettings.load(**of_gateway)
     config = engine_config(NodeSettings.load(model=model, redis_url="unix://unused", **of_node))
     for name, folder in config.lora.items():
         if not folder.expanduser().is_dir():
             raise ConfigError(f"lora: adapter {name}: there is no folder {folder}", param="lora")
+    asyncio.run(check_address(gateway.host, gateway.port, wait_s=PORT_TIMEOUT_S))
 
 
 def _hint(model: str, why: str) -> str:
@@ -145,6 +153,8 @@ async def _serve(
                 keepers.create_task(keep_child(supervisor, child, command, log.warning))
             if isinstance(server, EmbeddedRedis):
                 keepers.create_task(keep_redis(server, log.warning))
+            elif server is not None:
+                keepers.create_task(watch_joined_redis(server, log.warning))
 
 
 async def start_all(

@@ -6,7 +6,7 @@ compares the two. The engine and the simulator order their own queues with these
 `fcfs` considers age only. The other policies serve class by class, most urgent first. Within a class they serve
 
     priority   the oldest job
-    sjf        the job with the lowest predicted cost
+    sjf        the job with the lowest predicted remaining cost: an estimate that shrinks as its output grows
     fair       the oldest job of the tenant with the lowest virtual time (`VirtualTimes`)
 
 *Aging.* The head of a class is its oldest job; under `fair`, the job that would start next. It counts as one class more
@@ -67,6 +67,10 @@ class Candidate(Protocol):
     @property
     def cost(self) -> int:
         """Predicted KV tokens."""
+
+    @property
+    def remaining_cost(self) -> int:
+        """Predicted KV tokens without the output tokens that it already has; equals `cost` while it has none."""
 
     @property
     def charge(self) -> float:
@@ -148,14 +152,17 @@ def foremost(waiting: Iterable[C], policy: PolicyConfig, state: PolicyState, now
     return first[:2] if first is not None else None
 
 
-def preemption_order(running: Sequence[R]) -> list[R]:
-    """Return the running jobs in order of preemption: least urgent first, then newest. `running` is oldest first."""
-    return sorted(running, key=lambda one: one.urgency)[::-1]
+def preemption_order(running: Sequence[R], remaining: Callable[[R], int] = lambda _: 0) -> list[R]:
+    """Return the running jobs in order of preemption: least urgent first, then newest. `running` is oldest first.
+
+    `sjf` gives `remaining`, the output tokens that a job still lacks: of equally urgent jobs, the longest goes first.
+    """
+    return sorted(running, key=lambda one: (one.urgency, remaining(one)))[::-1]
 
 
-def victims_of(urgency: int, running: Sequence[R]) -> list[R]:
+def victims_of(urgency: int, running: Sequence[R], remaining: Callable[[R], int] = lambda _: 0) -> list[R]:
     """Return the running jobs that a job of class `urgency` may preempt, in order: only less urgent ones."""
-    return [one for one in preemption_order(running) if one.urgency > urgency]
+    return [one for one in preemption_order(running, remaining) if one.urgency > urgency]
 
 
 def learned_hold_ms(hold_ms: float, kv_token_ms: float, cost: int) -> float:
@@ -237,7 +244,7 @@ class _ClassQueue(Generic[C]):
         self._virtual_times = virtual_times if policy.name == "fair" else None
         self._queues: dict[str, deque[C]] = {}
         by_cost = policy.name == "sjf"
-        for one in sorted(members, key=lambda one: (one.cost, *_age(one)) if by_cost else _age(one)):
+        for one in sorted(members, key=lambda one: (one.remaining_cost, *_age(one)) if by_cost else _age(one)):
             self._queues.setdefault(one.tenant if self._virtual_times else "", deque()).append(one)
         self._head = self._first(_any_tenant) if self._virtual_times else min(members, key=_age, default=None)
 

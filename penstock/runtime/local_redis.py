@@ -106,6 +106,10 @@ class RunningRedis:
     pid: int
     """The process id of that command."""
 
+    def accepts(self) -> bool:
+        """Return whether a server accepts connections at the URL."""
+        return _accepts(Path(self.url.removeprefix("unix://")))
+
 
 def _locked_or_running(lock: int, folder: Path) -> RunningRedis | None:
     """Lock the file and return None, or return the Redis of the process that holds the lock."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery import Celery
+from celery import Celery, signals
 
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.task_leases import TaskLeases
-from penstock.producer.batch.tasks import add_tasks
+from penstock.producer.batch.task_traces import carry_trace
+from penstock.producer.batch.tasks import GENERATE, RUN_FILE, add_tasks
 from penstock.producer.batch.worker_logging import WorkerLogging
 from penstock.producer.batch.worker_metrics import WorkerMetrics, metrics_step
 from penstock.runtime.settings import redis_url_of
@@ -33,6 +34,8 @@ def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
     metrics = WorkerMetrics()
     if settings.metrics_port is not None:
         app.steps["worker"].add(metrics_step(metrics, settings.metrics_port, settings.metrics_host))
+    for name in (GENERATE, RUN_FILE):
+        signals.before_task_publish.connect(carry_trace, sender=name)
     add_tasks(app, jobs_url, metrics, longest_pause_s=settings.visibility_timeout_s / 2)
     return app
 

@@ -16,6 +16,7 @@ from penstock.contract.errors import BusyError, UnavailableError
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, Request, request_of
 from penstock.producer.batch.runner import OnSubmit, answer, run_batch
+from penstock.producer.batch.task_traces import TaskTraces
 from penstock.producer.batch.worker_metrics import WorkerMetrics
 from penstock.producer.client import AsyncClient
 
@@ -43,15 +44,17 @@ def add_tasks(app: Celery, redis_url: str, metrics: WorkerMetrics, *, longest_pa
 
     `longest_pause_s` limits the pause between retries. It must be shorter than the broker's visibility timeout.
     """
+    traces = TaskTraces()
 
     def run(task: Task, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return asyncio.run(work)
-        except (BusyError, UnavailableError) as error:
-            pause_s = min(error.retry_after_ms / 1000, longest_pause_s)
-            # Celery recreates the error from its message alone, which does not suffice for a BusyError.
-            shown = UnavailableError(error.message, code=error.code)
-            raise task.retry(exc=shown, countdown=pause_s) from error
+        with traces.continued(task):
+            try:
+                return asyncio.run(work)
+            except (BusyError, UnavailableError) as error:
+                pause_s = min(error.retry_after_ms / 1000, longest_pause_s)
+                # Celery recreates the error from its message alone, which does not suffice for a BusyError.
+                shown = UnavailableError(error.message, code=error.code)
+                raise task.retry(exc=shown, countdown=pause_s) from error
 
     # Shared tasks would also be added to every other Celery app of the process.
     @app.task(name=GENERATE, bind=True, base=_RetryingTask, shared=False)  # type: ignore[untyped-decorator]

@@ -77,8 +77,15 @@ def test_completing_a_command_loads_no_command() -> None:
     assert not loaded & {"penstock.cli.node", "penstock.cli.admin.jobs", "torch", "redis", "rich", "fastapi"}
 
 
-def test_completing_an_option_loads_neither_torch_nor_redis() -> None:
-    env = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": "penstock node --", "COMP_CWORD": "2"}
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": "penstock node --", "COMP_CWORD": "2"},
+        {"_PENSTOCK_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "penstock node --"},
+    ],
+    ids=["bash", "zsh"],
+)
+def test_completing_an_option_loads_neither_torch_nor_redis_nor_rich(env: dict[str, str]) -> None:
     loaded = loaded_by(**env)
     assert "penstock.cli.node" in loaded
     assert not loaded & {"torch", "numpy", "redis", "rich", "fastapi", "transformers"}

@@ -6,21 +6,15 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 
-from penstock.cli.admin.doctor import (
-    check_demo_model,
-    check_extras,
-    check_kernels,
-    judge_cpu,
-    judge_gpus,
-    judge_node,
-    judge_redis,
-)
+from penstock.cli.admin.doctor import check_demo_model, check_extras, check_kernels, judge_cpu, judge_node, judge_redis
+from penstock.cli.admin.gpus import Gpu, GpuMachine, judge_gpus, this_machine
 from penstock.queue.wire import NodePressure
 
 GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
@@ -82,10 +76,60 @@ def test_missing_compiler_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> No
     assert "no-such-compiler" in check_kernels("avx2").finding
 
 
-def test_card_without_a_matching_torch_is_warned_about() -> None:
-    assert judge_gpus(["H200"], "2.13.0+cpu").level == "warn"
-    assert judge_gpus(["H200"], "2.13.0").level == "ok"
-    assert judge_gpus([], "2.13.0+cpu").level == "ok"
+H100 = Gpu("NVIDIA H100 80GB HBM3", "580.65.06", 9.0, 80_000, 81_559)
+READY = GpuMachine((H100,), driver_cuda="13.0", torch="2.11.0", torch_cuda="13.0", triton="3.6.0")
+
+
+def test_a_gpu_is_named_with_what_will_compute_on_it() -> None:
+    facts, use = judge_gpus(READY)
+    assert facts.finding == (
+        "NVIDIA H100 80GB HBM3: driver 580.65.06 (CUDA 13.0), compute capability 9.0, 78.1 of 79.6 GiB free"
+    )
+    assert [facts.level, use.level] == ["ok", "ok"]
+    for part in ("runner gpu", "Triton kernels", "bfloat16", "fp8 too", "torch 2.11.0 for CUDA 13.0", "triton 3.6.0"):
+        assert part in use.finding
+    (_, older) = judge_gpus(replace(READY, gpus=(replace(H100, compute_capability=8.0),)))
+    assert "no fp8" in older.finding
+
+
+@pytest.mark.parametrize(
+    ("changed", "finding"),
+    [
+        ({"torch": "2.13.0+cpu", "torch_cuda": None}, "torch 2.13.0+cpu cannot use a GPU: models run on the CPU"),
+        ({"torch": None, "torch_cuda": None}, "torch is not installed"),
+        ({"driver_cuda": "12.4"}, "torch 2.11.0 needs CUDA 13.0, the driver has 12.4"),
+        ({"triton": None}, "triton is not installed"),
+        ({"gpus": (replace(H100, compute_capability=7.5),)}, "compute capability 7.5 is below 8.0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_a_gpu_lacks_is_said_with_advice(changed: dict[str, Any], finding: str) -> None:
+    facts, missing = judge_gpus(replace(READY, **changed))
+    assert (facts.level, missing.level) == ("ok", "warn")
+    assert missing.finding.startswith(finding)
+    assert missing.advice
+
+
+def test_the_drivers_report_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for nvidia-smi prints what the real one prints for an H100, and a GPU in a state without numbers."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\n"
+        'if [ -z "$1" ]; then echo "| Driver Version: 580.65.06  CUDA Version: 13.0 |"; exit; fi\n'
+        'echo "NVIDIA H100 80GB HBM3, 580.65.06, 9.0, 80000, 81559"\n'
+        'echo "NVIDIA H100 80GB HBM3, 580.65.06, 9.0, [N/A], [N/A]"\n'
+    )
+    tool.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    machine = this_machine()
+    assert (machine.gpus, machine.driver_cuda) == ((H100,), "13.0")
+    assert machine.torch is not None
+    assert (machine.torch_cuda is None) == ("+cpu" in machine.torch)
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    (check,) = judge_gpus(this_machine())
+    assert check.level == "ok"
+    assert check.finding.startswith("none")
+    assert "driver" in check.advice
 
 
 def test_missing_model_and_extras_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

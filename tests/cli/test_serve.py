@@ -50,12 +50,17 @@ def test_what_is_given_reaches_node_and_gateway_and_their_environment_says_the_r
     monkeypatch.setattr("penstock.cli.serve.start_all", start_all)
     monkeypatch.setattr("penstock.gpu_node.process.run_node", run_node)
     monkeypatch.setattr("penstock.gateway.app.run", gateways.append)
-    environment = {"NODE_KV_CACHE_GIB": "4", "NODE_MAX_NUM_SEQS": "9", "GATEWAY_HOST": "::1", "GATEWAY_PORT": "1234"}
+    environment = {
+        "NODE_KV_CACHE_GIB": "4",
+        "NODE_MAX_NUM_SEQS": "9",
+        "GATEWAY_HOST": "127.0.0.2",
+        "GATEWAY_PORT": "1234",
+    }
     monkeypatch.setenv("PENSTOCK_NODE_MODEL", "m")
     for name, value in environment.items():
         monkeypatch.setenv(f"PENSTOCK_{name}", value)
     adapter = f"ours={tmp_path}"
-    given = ["--kv-cache-gib", "0.25", "--kv-cache-dtype", "fp8", "--port", "5", "--max-model-len", "99"]
+    given = ["--kv-cache-gib", "0.25", "--kv-cache-dtype", "fp8", "--port", "18005", "--max-model-len", "99"]
     given += ["--alias", "a", "--served-model-name", "b", "--lora-modules", adapter, "--num-threads", "3"]
     for options in ([], given):
         app(["serve", "--redis-url", "unix://x", *options], standalone_mode=False)
@@ -71,7 +76,7 @@ def test_what_is_given_reaches_node_and_gateway_and_their_environment_says_the_r
         ((), (), None, None),
         (("a", "b"), (adapter,), 99, 3),
     ]
-    assert [(one.host, one.port) for one in gateways] == [("::1", 1234), ("::1", 5)]
+    assert [(one.host, one.port) for one in gateways] == [("127.0.0.2", 1234), ("127.0.0.2", 18005)]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ class Serving:
         model = make_tiny_model(folder / "tiny")
         words = ("serve", str(model), "--kv-cache-gib", "0.01", "--port", "0", *options)
         env = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
-        env |= {"PENSTOCK_NODE_RUNNER": "torch", "PENSTOCK_NODE_LEASE_MS": "3000", "PENSTOCK_LOG_FORMAT": "console"}
+        # The native runner is there in a tenth of a second, torch in three.
+        env |= {"PENSTOCK_NODE_DTYPE": "bfloat16", "PENSTOCK_NODE_LEASE_MS": "3000", "PENSTOCK_LOG_FORMAT": "console"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "penstock", *words],
             env=env,
@@ -115,6 +116,28 @@ def test_a_part_that_is_killed_starts_again_at_its_address(serving: Serving, par
     while not serving.answers():
         assert time.monotonic() < deadline_s, serving.said
     assert serving.process.poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_second_serve_joins_the_first_and_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder in folders:
+        folder.mkdir()
+    first, second = Serving(folders[0]), Serving(folders[1])
+    second.wait_for(f"joins the Redis of another penstock serve url=unix://{tmp_path}/run/redis.sock")
+    assert first.answers() and second.answers()
+    first.process.kill()
+    second.wait_for(f"the Redis of process {first.process.pid} has ended")
+    third = Serving(folders[2])
+    second.wait_for("redis serves again")
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not second.answers():
+        assert time.monotonic() < deadline_s, second.said
+    for one in (second, third):
+        one.close()
+    first.process.communicate()
 
 
 def test_a_node_that_cannot_start_at_all_ends_the_command(tmp_path: Path) -> None:

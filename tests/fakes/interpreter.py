@@ -1,6 +1,7 @@
 """Triton's interpreter, mended and made faster.
 
-It drops the carry of a mantissa that rounds up to a shorter float, and multiplies matrices of bfloat16 by their bits.
+It drops the carry of a mantissa that rounds up to a shorter float, multiplies matrices of bfloat16 by their bits, and
+takes integers for the bits of bfloat16.
 Without the changes of `_make_faster`, its bookkeeping takes four fifths of its time.
 """
 
@@ -32,7 +33,19 @@ def mend() -> None:
     module._convert_float = _convert
     module.InterpreterBuilder.create_dot = _dot
     module.GridExecutor.__call__ = np.errstate(all="ignore")(module.GridExecutor.__call__)
+    module.InterpreterBuilder.create_si_to_fp = module.InterpreterBuilder.create_ui_to_fp = _float_of_integer
+    module._patch_lang_tensor = _index_one_number(module._patch_lang_tensor)
     _make_faster(module)
+
+
+def _index_one_number(patch: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Return a `_patch_lang_tensor` after which arrays of one number are indices. In 3.6, numpy 2.4 refuses them."""
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch_tensor
 
 
 def _make_faster(module: Any) -> None:
@@ -147,6 +160,16 @@ def _convert(data: NDArray[Any], source: Any, target: Any, _rounding: Any) -> ND
     given, wanted = _FLOATS[source.name], _FLOATS[target.name]
     bits = torch.from_numpy(np.ascontiguousarray(data).view(np.uint8).copy()).view(given)
     return bits.to(wanted).view(torch.uint8).numpy().view(_BITS[wanted.itemsize]).reshape(data.shape)
+
+
+def _float_of_integer(builder: Any, integers: Any, target: Any) -> Any:
+    """Convert by way of float32: the interpreter takes the bits of a bfloat16 for an integer."""
+    wanted = _FLOATS[target.scalar.name]
+    if wanted.itemsize > 2 or wanted is torch.float16:
+        return builder.cast_impl(integers, target)
+    floats = torch.from_numpy(np.ascontiguousarray(integers.data).astype(np.float32)).to(wanted)
+    bits = floats.view(torch.uint8).numpy().view(_BITS[wanted.itemsize]).reshape(integers.data.shape)
+    return type(integers)(bits, target.scalar)
 
 
 def _dot(_builder: Any, a: Any, b: Any, sums: Any, *_: Any) -> Any:

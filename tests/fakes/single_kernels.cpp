@@ -167,7 +167,7 @@ void penstock_single_attend(const KvCache* cache, const float* queries, const in
                             int by_span, float* out) {
   const int dim = cache->shape().head_dim, end = *std::max_element(limits, limits + count);
   const int first_chunk = *std::min_element(firsts, firsts + count) / kChunk * kChunk;
-  const QueryRows rows{queries, limits, firsts, biases, count, block_table, 0, head, scale, first_chunk, {}};
+  const QueryRows rows{queries, limits, firsts, biases, count, block_table, 0, head, scale, 0, first_chunk, {}};
   std::vector<RowState> states((size_t)num_spans(end) * count);
   if (by_span) {
     for (int span = num_spans(end) - 1; span >= 0; --span) {

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pty
 import select
-import subprocess
-import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
+
+from fakes.processes.python_process import PythonProcess
 
 CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
 
 
 class TerminalProcess:
-    """A running program whose stdin, stdout and stderr are a terminal. Ctrl-C reaches it as a signal."""
+    """`python <words>` as a program whose stdin, stdout and stderr are a terminal. Ctrl-C reaches it as a signal."""
 
-    def __init__(self, command: Sequence[str], **env: str) -> None:
-        self._terminal, self._program_side = pty.openpty()
-        self._process = subprocess.Popen(
-            command,
-            stdin=self._program_side,
-            stdout=self._program_side,
-            stderr=self._program_side,
-            env=os.environ | {"TERM": "xterm"} | env,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(self._program_side, termios.TIOCSCTTY, 0),  # noqa: PLW1509
-        )
+    def __init__(self, *words: str, **env: str) -> None:
+        self._terminal, side = pty.openpty()
+        self._program_side = side
+        env = os.environ | {"TERM": "xterm"} | env
+        self._process = PythonProcess(*words, stdin=side, stdout=side, stderr=side, env=env, on_terminal=True)
         self.screen = ""
         """All that the program has written."""
         self._num_read = 0

@@ -65,7 +65,7 @@ async def test_a_job_goes_to_a_node_that_has_its_adapter_and_ends_when_there_is_
     lacking.mkdir()
 
     def start(folder: Path, **settings: int) -> NodeProcess:
-        place = {"pool": POOL, "name": folder.name, "lease_ms": 3000, "lora_dir": folder}
+        place = {"pool": POOL, "name": folder.name, "lease_ms": 3000, "lora_dir": folder, "dtype": "bfloat16"}
         return NodeProcess(redis_url, model=model, num_threads=1, num_kv_blocks=64, **place, **settings)
 
     with start(having, max_num_seqs=1) as owner, start(lacking):

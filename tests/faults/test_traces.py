@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,6 +46,12 @@ def has_ended(num_leases: int) -> Callable[[list[CollectedSpan]], bool]:
     return check
 
 
+def trace_ids_in_access_log(gateway: GatewayProcess) -> list[str | None]:
+    """The field `trace_id` of each request's line."""
+    lines = [json.loads(line) for line in gateway.log.splitlines() if line.startswith("{")]
+    return [line.get("trace_id") for line in lines if line["message"] == "request"]
+
+
 async def read(http: httpx.AsyncClient, url: str, **headers: str) -> tuple[str, httpx.Headers]:
     answer = await http.post(f"{url}/v1/completions", json=BODY, headers=headers)
     assert answer.status_code == 200, answer.text
@@ -59,6 +66,7 @@ async def test_one_trace_joins_gateway_queue_and_node(redis: Redis, redis_url: s
         async with http_client() as http:
             _, headers = await read(http, gateway.url, **HEADERS)
         spans = await asyncio.to_thread(collector.wait_for, has_ended(1))
+        assert trace_ids_in_access_log(gateway) == [TRACE_ID]
     assert {span.trace_id for span in spans} == {TRACE_ID}
     assert {span.trace_state for span in spans} == {"vendor=value"}
     server, enqueue, queue = (only(spans, name) for name in ("POST /v1/completions", "enqueue", "queue"))
@@ -163,6 +171,7 @@ async def test_a_trace_that_is_not_sampled_makes_no_span(
             assert "traceresponse" not in answered
             assert node.stop() == 0
         gateway.stop()
+        assert trace_ids_in_access_log(gateway) == [None]
     assert collector.spans == []
 
 

@@ -100,6 +100,7 @@ class EchoEngine:
         self.max_model_len = MAX_MODEL_LEN
         self.num_kv_tokens = 1 << 16
         self.revision = "echo"
+        self.leaves_core_free = False
         self.step_s = 0.0
         self.last_params: SamplingParams | None = None
         self.last_adapter: AdapterRef | None = None

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 from fakes.command import run_command
+from fakes.processes.python_process import PythonProcess, run_python
 
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
@@ -22,15 +21,9 @@ MODEL = "acme/echo"
 
 
 @contextmanager
-def gateway_process(redis_url: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def gateway_process(redis_url: str, **variables: str) -> Iterator[tuple[PythonProcess, str]]:
     settings = {"PENSTOCK_GATEWAY_PORT": "0", "PENSTOCK_GATEWAY_PROGRESS": "json", "PENSTOCK_REDIS_URL": redis_url}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "gateway"],
-        env={**os.environ, **settings, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = PythonProcess("-m", "penstock", "gateway", env={**os.environ, **settings, **variables})
     try:
         line = process.stdout.readline()
         assert line, process.stderr.read()
@@ -124,8 +117,7 @@ def test_wrong_settings_are_said_in_one_line(variables, said):
 
 
 def test_redis_that_is_away_at_the_start_is_said_in_one_line():
-    command = [sys.executable, "-m", "penstock", "gateway", "--redis-url", "redis://127.0.0.1:1"]
-    process = subprocess.run(command, capture_output=True, text=True)
+    process = run_python("-m", "penstock", "gateway", "--redis-url", "redis://127.0.0.1:1")
     assert process.returncode == 75
     assert "no Redis answers at redis://127.0.0.1:1" in process.stderr
     assert process.stderr.count("\n") == 1
@@ -134,11 +126,10 @@ def test_redis_that_is_away_at_the_start_is_said_in_one_line():
 def test_a_port_that_is_taken_is_said_in_one_line_before_anything_else(redis_url):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "penstock", "gateway", "--redis-url", redis_url, "--port", str(port)]
-        process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        process = run_python("-m", "penstock", "gateway", "--redis-url", redis_url, "--port", str(port))
     assert process.returncode == 2
-    assert process.stderr.startswith(f"penstock: port {port} on 127.0.0.1: ")
-    assert process.stderr.count("\n") == 1 and "in use" in process.stderr
+    assert process.stderr.startswith(f"penstock: port {port} on 127.0.0.1 is in use; choose another with --port")
+    assert process.stderr.count("\n") == 1
 
 
 def test_health_and_ready(stack, http):

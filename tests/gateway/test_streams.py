@@ -412,3 +412,12 @@ def test_a_place_that_is_none_is_refused(http, place, options, status):
     answer = http.post("/v1/completions", json=text_body("hello") | options, headers={"Last-Event-ID": place})
     assert answer.status_code == status
     assert answer.json()["error"]["param" if status == 400 else "code"] == {400: "after", 404: "job_not_found"}[status]
+
+
+def test_each_token_comes_in_an_event_of_its_own_if_steps_take_longer_than_sending(http, engine) -> None:
+    engine.step_s = 0.05
+    said = "one letter a step"
+    with http.stream("POST", "/v1/completions", json=text_body(said, stream=True)) as response:
+        texts = [json.loads(data)["choices"][0]["text"] for _, data in events_of(response.read()) if data != "[DONE]"]
+    assert "".join(texts) == said
+    assert sum(len(text) == 1 for text in texts) >= len(said) - 2, "two may come together on a machine under load"

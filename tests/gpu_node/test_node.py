@@ -331,18 +331,31 @@ async def test_while_redis_is_away_steps_pile_up_and_arrive_as_few_chunks(
     assert len(result.cuts) < 600
 
 
-async def test_the_more_streams_the_less_often_their_tokens_leave(redis_url: str, broker: ProducerBroker) -> None:
-    async with running(redis_url, ReferenceEngine(step_s=0.005), stream_interval_ms=1000):
-        num_cuts = []
-        for num_jobs in (32, 1):
-            jobs = [new_job(max_tokens=60) for _ in range(num_jobs)]
-            for job in jobs:
-                await broker.submit(Submission(job, 50))
-            results = [await ended(broker, job) for job in jobs]
-            for job, result in zip(jobs, results, strict=True):
-                assert list(result.choices[0].token_ids) == expected(job)
-            num_cuts.append(max(len(result.cuts) for result in results))
-    assert 2 * num_cuts[0] < num_cuts[1] < 60
+async def cuts_of_jobs(broker: ProducerBroker, num_jobs: int, max_tokens: int) -> list[int]:
+    """Run jobs together, and return in how many chunks the tokens of each left."""
+    jobs = [new_job(max_tokens=max_tokens) for _ in range(num_jobs)]
+    for job in jobs:
+        await broker.submit(Submission(job, 50))
+    results = [await ended(broker, job) for job in jobs]
+    for job, result in zip(jobs, results, strict=True):
+        assert list(result.choices[0].token_ids) == expected(job)
+    return [len(result.cuts) for result in results]
+
+
+@pytest.mark.parametrize(("step_s", "is_core_free"), [(0.02, True), (0.06, False)], ids=["free core", "no free core"])
+async def test_a_stream_gets_each_token_in_a_chunk_of_its_own(
+    redis_url: str, broker: ProducerBroker, step_s: float, is_core_free: bool
+) -> None:
+    async with running(redis_url, ReferenceEngine(step_s=step_s, leaves_core_free=is_core_free)):
+        (num_cuts,) = await cuts_of_jobs(broker, 1, 30)
+    assert 24 <= num_cuts <= 30, "two steps may leave together while other processes have the cores"
+
+
+async def test_tokens_of_fast_steps_leave_together_where_no_core_is_free(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    async with running(redis_url, ReferenceEngine(step_s=0.001)):
+        assert max(await cuts_of_jobs(broker, 32, 120)) < 120 / 3
 
 
 async def test_a_node_believed_dead_drops_its_jobs_and_comes_back(

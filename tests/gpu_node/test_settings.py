@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic.fields import FieldInfo
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.model import options
+from penstock.gpu_node.settings import NodeSettings, engine_config
 
 OF_ENGINES_ALONE = {"kv_cache_tokens"}
 DIFFER = {
@@ -28,3 +32,34 @@ def test_every_setting_of_an_engine_is_one_of_a_node_and_means_the_same() -> Non
     assert engine.keys() - node.keys() == OF_ENGINES_ALONE
     shared = engine.keys() & node.keys()
     assert {name for name in shared if meaning(engine[name]) != meaning(node[name])} == DIFFER.keys()
+
+
+@pytest.mark.parametrize(
+    ("runner", "has_driver", "want"),
+    [
+        ("auto", False, (64, 512, None)),
+        ("auto", True, (256, 8192, 2048)),
+        ("native", True, (64, 512, None)),
+        ("gpu", False, (256, 8192, 2048)),
+    ],
+)
+def test_defaults_fit_what_will_compute(
+    runner: str, has_driver: bool, want: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "nvidiactl"
+    if has_driver:
+        driver.touch()
+    monkeypatch.setattr(options, "_NVIDIA_DRIVER", driver)
+    given: dict[str, Any] = {"model": "m", "runner": runner}
+    for made in (EngineConfig(**given), engine_config(NodeSettings.load(redis_url="unix://x", **given))):
+        assert (made.max_num_seqs, made.max_num_batched_tokens, made.max_prefill_beside_decode) == want
+        assert EngineConfig(**given, max_num_seqs=9).max_num_seqs == 9
+
+
+@pytest.mark.parametrize(("given", "read"), [("8", 8), ("32", 32)])
+def test_the_block_size_may_be_an_environment_variable(monkeypatch: pytest.MonkeyPatch, given: str, read: int) -> None:
+    monkeypatch.setenv("PENSTOCK_NODE_BLOCK_SIZE", given)
+    assert NodeSettings.load(model="m", redis_url="redis://localhost").block_size == read
+    monkeypatch.setenv("PENSTOCK_NODE_BLOCK_SIZE", f"{given}.5")
+    with pytest.raises(ConfigError, match="block_size: must be 8, 16, 32 or 64"):
+        NodeSettings.load(model="m", redis_url="redis://localhost")

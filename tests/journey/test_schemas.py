@@ -13,6 +13,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 from bench import schemas
+from fakes.cover import each_value
 from fakes.processes.node_process import NodeProcess
 from fakes.served_model import served
 from faults.tools.processes import GatewayProcess
@@ -55,7 +56,7 @@ class Owner(BaseModel):
 @pytest.fixture(scope="module")
 def url(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    with NodeProcess(redis_server, model=model, dtype="float32"), GatewayProcess(redis_server) as gateway:
+    with NodeProcess(redis_server, model=model, dtype="bfloat16"), GatewayProcess(redis_server) as gateway:
         yield gateway.url
 
 
@@ -86,24 +87,27 @@ def test_an_object_of_500_optional_properties_is_answered(url: str, stream: bool
     assert answer.status_code == 200 and "error" not in answer.text
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("options", "param", "reason"),
-    [
-        (wants({"type": "array", "uniqueItems": True}), "response_format.json_schema", "uniqueItems at #"),
-        (wants({"type": "object", "x-guidance": {"lenient": True}}), "response_format.json_schema", "x-guidance"),
-        (
-            wants({"type": "object", "properties": {f"key{i}": True for i in range(9000)}}),
-            "response_format.json_schema",
-            "too costly",
-        ),
-        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
-        ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "line 1, column 8"),
-    ],
+    ("stream", "refusal"),
+    each_value(
+        [False, True],
+        [
+            (wants({"type": "array", "uniqueItems": True}), "response_format.json_schema", "uniqueItems at #"),
+            (wants({"type": "object", "x-guidance": {"lenient": True}}), "response_format.json_schema", "x-guidance"),
+            (
+                wants({"type": "object", "properties": {f"key{i}": True for i in range(9000)}}),
+                "response_format.json_schema",
+                "too costly",
+            ),
+            ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
+            ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "line 1, column 8"),
+        ],
+    ),
 )
 def test_what_cannot_be_enforced_is_refused_with_its_reason(
-    url: str, options: dict[str, Any], param: str, reason: str, stream: bool
+    url: str, stream: bool, refusal: tuple[dict[str, Any], str, str]
 ) -> None:
+    options, param, reason = refusal
     answer = ask(url, stream=stream, **options)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)

@@ -24,9 +24,13 @@ import redis
 import yaml
 from fakes.acl_users import refusals_in
 from faults.tools.redis_process import free_port
+from fixtures.otlp_collector import OtlpCollector
 from fixtures.tiny_model import make_tiny_model
 
+from penstock.gpu_node.settings import NodeSettings, engine_config
 from penstock.runtime.embedded_redis import find_redis_server
+from penstock.runtime.tracing.export import Tracing
+from penstock.runtime.tracing.setup import tracing_of
 from tests.source_tree import ROOT
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -83,7 +87,8 @@ class Host:
                 return
             assert self._running[service].poll() is None, self.log(service)
             assert time.monotonic() < deadline, f"{checked.stdout!r} {checked.stderr!r} {self.log(service)}"
-            time.sleep(0.2)
+            # A check is a process that imports penstock.
+            time.sleep(0.5)
 
     def stop(self, service: str) -> int:
         """As Docker does: SIGTERM, and after the grace period SIGKILL."""
@@ -114,6 +119,8 @@ class Host:
         image = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         # A container has a host name of its own; here other tests' nodes have this machine's.
         image["PENSTOCK_NODE_NAME"] = f"{service}-{self.gateway_port}"
+        # With kernels that are compiled already, the native runner is there in a tenth of a second, torch in three.
+        image |= {"PENSTOCK_NODE_DTYPE": "bfloat16", "PENSTOCK_CACHE": os.environ["PENSTOCK_CACHE"]}
         return {"PATH": path, "HOME": str(self._folder / "home"), **image, **own}
 
     def _translate(self, word: str) -> str:
@@ -265,6 +272,32 @@ def test_every_variable_has_a_default_and_is_explained() -> None:
     assert "$" not in VARIABLE.sub("", rest).replace("$$", "")
 
 
+def test_traces_are_off_unless_a_collector_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for service in ("gateway", "gpu_node", "worker"):
+        assert tracing_with(monkeypatch, service) is None
+
+
+@pytest.mark.parametrize("service", ["gateway", "gpu_node", "gpu_node-cpu", "worker"])
+def test_traces_go_to_the_named_collector(monkeypatch: pytest.MonkeyPatch, service: str) -> None:
+    with OtlpCollector() as collector:
+        endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        for given, names in (({}, [service]), ({"OTEL_SERVICE_NAME": "ours"}, [service, "ours"])):
+            tracing = tracing_with(monkeypatch, service, **endpoint, **given)
+            assert tracing is not None
+            tracing.tracer.start_span("work").end()
+            tracing.close()
+            assert [span.service for span in collector.spans] == names
+        assert tracing_with(monkeypatch, service, **endpoint, OTEL_SDK_DISABLED="true") is None
+
+
+def tracing_with(monkeypatch: pytest.MonkeyPatch, service: str, **variables: str) -> Tracing | None:
+    """The traces of a process in a service's environment; its own name for itself is the service's."""
+    for name, value in SERVICES[service]["environment"].items():
+        if name.startswith("OTEL_"):
+            monkeypatch.setenv(name, VARIABLE.sub(lambda m: variables.get(m[1]) or m[2], value))
+    return tracing_of(None, service)
+
+
 def test_volumes_and_build_targets_exist() -> None:
     targets = set(re.findall(r"^FROM .* AS (\S+)$", DOCKERFILE, re.MULTILINE))
     for service in SERVICES.values():
@@ -295,3 +328,25 @@ def test_what_a_node_fetches_or_converts_outlives_its_container() -> None:
 def test_builds_fetch_no_other_frontend() -> None:
     """A `# syntax=` line makes every build load an image from the network."""
     assert "syntax=" not in DOCKERFILE
+
+
+@pytest.mark.parametrize("given", ["", "20"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_a_nodes_environment_is_one_that_its_settings_accept(
+    profile: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without KV_CACHE_GIB, the cache of a GPU takes what the model leaves; with it, that size is honored."""
+    (service,) = (one for one in SERVICES.values() if one.get("profiles") == [profile])
+    for name, value in service["environment"].items():
+        monkeypatch.setenv(name, VARIABLE.sub(lambda m: {"KV_CACHE_GIB": given}.get(m[1]) or m[2], value))
+    url, runner = service["environment"]["PENSTOCK_REDIS_URL"], "gpu" if profile == "gpu" else "auto"
+    settings = NodeSettings.load(model=service["command"][-1], redis_url=url, runner=runner)
+    config = engine_config(settings)
+    assert config.kv_cache_gib == (float(given) if given else None)
+    if profile == "gpu":
+        limits = config.max_num_seqs, config.max_num_batched_tokens, config.max_prefill_beside_decode
+        assert limits == (256, 8192, 2048)
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        # The default build of torch has CUDA; only the other profile names an index of CPU builds.
+        assert "args" not in service["build"]

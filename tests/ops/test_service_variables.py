@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import httpx
 import pytest
 from fakes.processes.node_process import NodeProcess
+from fakes.processes.python_process import run_python
 from faults.tools.processes import GatewayProcess
 from runtime.test_settings import injected
 
@@ -33,9 +32,9 @@ def test_a_node_and_a_gateway_serve_beside_services_of_their_names(redis_url: st
 
 @pytest.mark.parametrize("part", ["gateway", "node"])
 def test_a_typo_beside_them_is_still_refused(redis_url: str, part: str) -> None:
-    command = [sys.executable, "-m", "penstock", part, *(["model"] if part == "node" else [])]
+    words = ("-m", "penstock", part, *(("model",) if part == "node" else ()))
     env = os.environ | {"PENSTOCK_REDIS_URL": redis_url, f"PENSTOCK_{part.upper()}_PROT": "8000"}
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    ran = run_python(*words, env=env)
     assert ran.returncode == 2
     assert ran.stderr == f"penstock: unknown environment variable PENSTOCK_{part.upper()}_PROT\n"
 

@@ -29,6 +29,10 @@ class Work:
     cost: int
 
     @property
+    def remaining_cost(self) -> int:
+        return self.cost
+
+    @property
     def charge(self) -> float:
         return float(self.cost)
 

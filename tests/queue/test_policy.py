@@ -34,6 +34,11 @@ class Work:
     tenant: str = "a"
     cost: int = 10
     urgency: int = 0
+    num_done: int = 0
+
+    @property
+    def remaining_cost(self) -> int:
+        return self.cost - self.num_done
 
     @property
     def charge(self) -> float:
@@ -232,3 +237,17 @@ def test_a_correction_reaches_a_tenant_wherever_it_is() -> None:
     virtual_times.correct("nobody", 3)
     virtual_times.correct("nothing", -3)
     assert virtual_times.debts == {"nobody": virtual_times.now + 3}
+
+
+def test_shortest_first_counts_what_is_left_of_a_job_that_has_output() -> None:
+    waiting = [Work("A", submitted_ms=0, cost=50), Work("B", submitted_ms=1, cost=90, num_done=45)]
+    assert chosen(waiting, "sjf") == "BA"
+    assert chosen(waiting, "priority") == "AB"
+
+
+def test_among_equally_urgent_running_jobs_the_longest_is_preempted_first() -> None:
+    running = [Work("A", urgency=1, cost=30), Work("B", urgency=1), Work("C", urgency=2), Work("D", urgency=1)]
+    assert [work.job_id for work in preemption_order(running)] == ["C", "D", "B", "A"]
+    left = [work.job_id for work in preemption_order(running, lambda work: work.remaining_cost)]
+    assert left == ["C", "A", "D", "B"]
+    assert victims_of(1, running, lambda work: work.remaining_cost) == running[2:3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import redis
 
 from penstock import Client
+from penstock.cli.restarting import watch_joined_redis
 from penstock.contract.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis, find_or_start_redis
 from penstock.runtime.local_redis import LocalAddress, RunningRedis, local_folder, running_url
@@ -77,6 +79,21 @@ def test_a_second_serve_joins_the_first(other: subprocess.Popen[str]) -> None:
     with find_or_start_redis(None, data_dir=None, maxmemory_mib=64) as (url, server):
         assert server == RunningRedis(url, other.pid)
         assert url == redis_url_of()
+
+
+async def test_a_serve_that_joined_says_when_that_redis_ends_and_when_one_is_there_again(
+    other: subprocess.Popen[str],
+) -> None:
+    said: asyncio.Queue[str] = asyncio.Queue()
+    async with asyncio.timeout(30):
+        with find_or_start_redis(None, data_dir=None, maxmemory_mib=64) as (_, joined):
+            assert isinstance(joined, RunningRedis)
+            watch = asyncio.create_task(watch_joined_redis(joined, said.put_nowait))
+            other.kill()
+            assert (await said.get()).startswith(f"the Redis of process {other.pid} has ended")
+            with find_or_start_redis(None, data_dir=None, maxmemory_mib=64):
+                assert await said.get() == "redis serves again"
+            watch.cancel()
 
 
 def test_a_second_serve_with_a_data_folder_is_refused(other: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
-"""Scripts of users pass `mypy --strict` without this repository's settings, and mistakes in them are found."""
+"""Scripts of users pass mypy and pyright without this repository's settings, and mistakes in them are found."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.source_tree import ROOT
 
@@ -32,9 +36,34 @@ def errors_of(*scripts: Path) -> set[tuple[str, int]]:
     return {(Path(path).name, int(line)) for path, line in found}
 
 
-def test_type_checkers_accept_right_scripts_and_refuse_each_wrong_line() -> None:
+def wrong_lines() -> set[tuple[str, int]]:
+    lines = WRONG.read_text().splitlines()
+    return {(WRONG.name, number) for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
+
+
+def test_mypy_accepts_right_scripts_and_refuses_each_wrong_line() -> None:
     assert len(SCRIPTS) > 8
-    wrong = {(WRONG.name, i) for i, line in enumerate(WRONG.read_text().splitlines(), 1) if line.endswith("# wrong")}
-    assert len(wrong) == 11
+    assert len(wrong_lines()) == 11
     # In one run: most of its time goes into reading the package.
-    assert errors_of(WRONG, *SCRIPTS) == wrong
+    assert errors_of(WRONG, *SCRIPTS) == wrong_lines()
+
+
+@pytest.mark.slow
+def test_pyright_accepts_right_scripts_and_refuses_each_wrong_line(tmp_path: Path) -> None:
+    pytest.importorskip("pyright")
+    for script in (WRONG, *SCRIPTS):
+        shutil.copy(script, tmp_path)
+    # The clone stands for the installed package: pyright does not read the links of an editable installation.
+    settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "standard"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "--project", tmp_path, "--pythonpath", sys.executable, "--outputjson"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert found["summary"]["filesAnalyzed"] == 1 + len(SCRIPTS)
+    errors = [one for one in found["generalDiagnostics"] if one["severity"] == "error"]
+    assert {(Path(one["file"]).name, one["range"]["start"]["line"] + 1) for one in errors} == wrong_lines(), errors

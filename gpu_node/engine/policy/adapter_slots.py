@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.policy.base import SchedulingPolicy
+from penstock.gpu_node.engine.policy.base import NumTokens, SchedulingPolicy
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.model.protocol import Adapter, ModelRunner
 
@@ -104,14 +104,14 @@ class ByAdapter:
         self._inner.offer(self._with_slot(waiting), start_in_slot)
 
     def preemption_request(
-        self, waiting: Iterable[Sequence], running: list[Sequence]
+        self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens
     ) -> tuple[Sequence, list[Sequence]] | None:
         """Return the inner policy's request among sequences that have a slot. None is preempted to free a slot."""
-        return self._inner.preemption_request(self._with_slot(waiting), running)
+        return self._inner.preemption_request(self._with_slot(waiting), running, num_tokens)
 
-    def victim(self, running: list[Sequence]) -> Sequence:
+    def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
         """Return the inner policy's victim."""
-        return self._inner.victim(running)
+        return self._inner.victim(running, num_tokens)
 
     def _with_slot(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
         self._slots.release_stopped()

@@ -7,6 +7,9 @@ from typing import Protocol
 
 from penstock.gpu_node.engine.sequence import Sequence
 
+NumTokens = Callable[[Sequence], int]
+"""Number of tokens of a running sequence, prompt included."""
+
 
 class SchedulingPolicy(Protocol):
     """The order in which a scheduler starts and preempts sequences."""
@@ -25,11 +28,11 @@ class SchedulingPolicy(Protocol):
         """
 
     def preemption_request(
-        self, waiting: Iterable[Sequence], running: list[Sequence]
+        self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens
     ) -> tuple[Sequence, list[Sequence]] | None:
         """Return a waiting sequence that may preempt others, with the sequences to preempt, in order; or None."""
 
-    def victim(self, running: list[Sequence]) -> Sequence:
+    def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
         """Return the sequence to preempt when a running one finds no free block; it may be the same one."""
 
 
@@ -48,9 +51,9 @@ class FirstComeFirstServed:
             if not start(seq):
                 return
 
-    def preemption_request(self, waiting: Iterable[Sequence], running: list[Sequence]) -> None:
+    def preemption_request(self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens) -> None:
         """Return None: waiting sequences never preempt running ones."""
 
-    def victim(self, running: list[Sequence]) -> Sequence:
+    def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
         """Return the newest running sequence."""
         return running[-1]

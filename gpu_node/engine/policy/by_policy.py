@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots, ByAdapter
-from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, SchedulingPolicy
+from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, NumTokens, SchedulingPolicy
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
@@ -48,6 +48,7 @@ class ByPolicy:
         limit = seq.end_rule.max_tokens
         known = self._predictor.predict(seq.tenant, seq.num_prompt_tokens, limit)
         seq.predicted_tokens = known or min(limit, PREDICTED_OUTPUT_TOKENS)
+        seq.remaining_tokens = self._remaining_tokens(seq, len(seq.token_ids))
         seq.submitted_ms = self._now_ms()
 
     def ended(self, seq: Sequence, num_output_tokens: int) -> None:
@@ -73,7 +74,7 @@ class ByPolicy:
         choose(queued, self._config, self._state, now_ms, fits)
 
     def preemption_request(
-        self, waiting: Iterable[Sequence], running: list[Sequence]
+        self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens
     ) -> tuple[Sequence, list[Sequence]] | None:
         """Return the first sequence in the policy's order and the less urgent running ones, if there are any."""
         least_urgent = max((seq.urgency for seq in running), default=0)
@@ -86,12 +87,22 @@ class ByPolicy:
         if first is None:
             return None
         candidate, urgency = first
-        victims = victims_of(urgency, running)
+        victims = victims_of(urgency, running, self._remaining_if_shortest_first(num_tokens))
         return (candidate, victims) if victims else None
 
-    def victim(self, running: list[Sequence]) -> Sequence:
-        """Return the newest of the least urgent running sequences."""
-        return preemption_order(running)[0]
+    def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
+        """Return the newest of the least urgent running sequences; under `sjf`, the one that will run the longest."""
+        return preemption_order(running, self._remaining_if_shortest_first(num_tokens))[0]
+
+    def _remaining_if_shortest_first(self, num_tokens: NumTokens) -> Callable[[Sequence], int]:
+        if self._config.name != "sjf":
+            return lambda seq: 0
+        return lambda seq: self._remaining_tokens(seq, num_tokens(seq))
+
+    def _remaining_tokens(self, seq: Sequence, num_tokens: int) -> int:
+        """Predict the further output tokens of a sequence that has `num_tokens`, prompt included."""
+        done = num_tokens - seq.num_prompt_tokens
+        return self._predictor.remaining(seq.tenant, seq.num_prompt_tokens, seq.end_rule.max_tokens, done)
 
     def _with_charges(self, waiting: Iterable[Sequence]) -> list[Sequence]:
         """Return the waiting sequences with their charges, after updating each tenant's virtual time."""
@@ -117,7 +128,9 @@ class ByPolicy:
             used = seq.kv_token_ms - start.kv_token_ms
             correction = used / seq.weight - start.charge
             self._state.correct(seq.priority, seq.tenant, correction, self._now_ms(), start.at_ms)
-            if seq not in queued:
+            if seq in queued:
+                seq.remaining_tokens = self._remaining_tokens(seq, len(seq.token_ids))
+            else:
                 self._hold_ms = learned_hold_ms(self._hold_ms, used, seq.cost)
 
 

@@ -12,8 +12,10 @@ up if it was too short, down a little if not. Then, for any lengths, the share o
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
+
+from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
 
 WINDOW = 128
 """Outputs remembered per group."""
@@ -40,6 +42,21 @@ class LengthPredictor:
             if length is not None:
                 return min(length, max_tokens)
         return None
+
+    def remaining(self, tenant: str, num_prompt_tokens: int, max_tokens: int, num_output_tokens: int) -> int:
+        """Return how many more tokens a choice with `num_output_tokens` will probably have; at least 1.
+
+        The estimate is the quantile of those earlier outputs that were longer. So it shrinks by one with each token,
+        and grows once the choice has outlived earlier outputs. A choice longer than all of them counts as halfway.
+        """
+        limit = max(1, max_tokens - num_output_tokens)
+        for group in _groups(tenant, num_prompt_tokens, max_tokens):
+            window = self._windows.get(group)
+            length = window.predict_longer_than(num_output_tokens) if window is not None else None
+            if length is not None:
+                return min(length - num_output_tokens, limit)
+        unknown = PREDICTED_OUTPUT_TOKENS - num_output_tokens
+        return min(unknown if unknown > 0 else num_output_tokens, limit)
 
     def of_all_tenants(self) -> tuple[tuple[int, int, int], ...]:
         """Return (bits of prompt tokens, bits of `max_tokens`, prediction) of the MAX_TOLD kinds that ended last."""
@@ -80,6 +97,12 @@ class _Window:
         """Return the length at the current level; None without enough outputs."""
         rank = max(1, math.ceil(self.level * (len(self._sorted) + 1)))
         return self._sorted[rank - 1] if rank <= len(self._sorted) else None
+
+    def predict_longer_than(self, length: int) -> int | None:
+        """Return the length at the current level among the longer outputs; None without such outputs."""
+        longer = len(self._sorted) - bisect_right(self._sorted, length)
+        rank = min(longer, max(1, math.ceil(self.level * (longer + 1))))
+        return self._sorted[rank - longer - 1] if longer else None
 
 
 def _groups(tenant: str, num_prompt_tokens: int, max_tokens: int) -> tuple[tuple[str, int, int], ...]:

@@ -24,7 +24,8 @@ _LOG_EVERY_S = 60.0
 _NUM_LOGGED = 32
 """Records in a log message, at most one message a minute: after one out-of-memory error every step may fail."""
 _GROWTH = 1.1
-"""The kernel's OOM killer leaves no log, so growth of the process by this factor is logged as it happens."""
+"""At the log level `debug`, growth of the process by this factor is logged at once, since the kernel's OOM killer gives
+no time to log the records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,4 +127,4 @@ class MemoryTrace:
         self._records.append(record)
         if record.resident_bytes > _GROWTH * self._logged_bytes:
             self._logged_bytes = record.resident_bytes
-            _log.info("memory grew", extra={"record": str(record)})
+            _log.debug("memory grew", extra={"record": str(record)})

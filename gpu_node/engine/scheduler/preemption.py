@@ -38,7 +38,7 @@ class Preemptor:
         """Return an urgent waiting sequence that could fit, with the sequences to preempt for it, in order; or None."""
         if self._isolator.is_isolating:
             return None
-        request = self._policy.preemption_request(self._queues, self._batch.seqs)
+        request = self._policy.preemption_request(self._queues, self._batch.seqs, self._batch.num_tokens)
         return request if request is not None and self._admission.could_fit(*request) else None
 
     def preempt_for_request(self) -> None:
@@ -54,7 +54,7 @@ class Preemptor:
 
     def preempt_next(self) -> Sequence:
         """Preempt the sequence that the policy chooses, and return it."""
-        victim = self._policy.victim(self._batch.seqs)
+        victim = self._policy.victim(self._batch.seqs, self._batch.num_tokens)
         self.preempt(victim)
         return victim
 

@@ -58,6 +58,10 @@ class RunningBatch:
             self._end_ids = frozenset((FAILED_TOKEN,)).union(*(seq.end_rule.end_ids for seq in self.seqs))
         return self._end_ids
 
+    def num_tokens(self, seq: Sequence) -> int:
+        """Return the number of tokens of a running sequence, prompt included."""
+        return int(self.table.num_tokens[seq.row])
+
     def held_by(self, seq: Sequence) -> list[int]:
         """Return the blocks that a waiting sequence starts with: its own when it is swapped, else a cached prefix."""
         if seq.blocks:

@@ -21,17 +21,22 @@ Ids: TypeAlias = tuple[int, ...]
 
 
 def token_ids_of(backend: Any, text: str, *, framed: bool) -> list[int]:
-    """Encode a text; `framed`: with the special tokens that the model expects. `backend`: a tokenizers.Tokenizer.
+    """Encode a text; see `batch_token_ids_of`."""
+    (ids,) = batch_token_ids_of(backend, [text], framed=framed)
+    return ids
+
+
+def batch_token_ids_of(backend: Any, texts: Sequence[str], *, framed: bool) -> list[list[int]]:
+    """Encode texts; `framed`: with the special tokens that the model expects. `backend`: a tokenizers.Tokenizer.
 
     Raises RequestError for lone surrogates.
     """
     try:
         # The library releases the GIL only for batches; the fast variant also skips the offsets.
-        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=framed)
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=framed)
     except TypeError:
         raise RequestError("text must be valid Unicode, without lone surrogates", param="prompt") from None
-    ids: list[int] = encoding.ids
-    return ids
+    return [encoding.ids for encoding in encodings]
 
 
 class ChatEncoder:
@@ -84,12 +89,15 @@ def _pieces(separator: re.Pattern[str], text: str) -> Iterator[str]:
 def _separator(backend: Any) -> re.Pattern[str] | None:
     """Return a pattern of the added tokens; None if a piece's tokens may depend on its neighbors.
 
-    They do not if the tokenizer is byte-level without a normalizer, and no added token absorbs neighboring spaces.
+    They do not if the tokenizer is byte-level and no added token absorbs neighboring spaces. A normalizer is applied
+    after the text is cut at the added tokens that are not normalized themselves: only these separate pieces then.
     """
     added = list(backend.get_added_tokens_decoder().values())
-    if not added or backend.normalizer is not None or backend.encode_special_tokens:
-        return None
     if any(token.lstrip or token.rstrip or token.single_word for token in added):
+        return None
+    if backend.normalizer is not None:
+        added = [token for token in added if not token.normalized]
+    if not added or backend.encode_special_tokens:
         return None
     spec: dict[str, Any] = (
         json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer else {"type": "none"}

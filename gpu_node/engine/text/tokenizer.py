@@ -19,7 +19,7 @@ from penstock.gpu_node.engine.text.chat_format import (
 )
 from penstock.gpu_node.engine.text.chat_template import NO_VARIABLES, ChatTemplate
 from penstock.gpu_node.engine.text.detokenizer import Detokenizer
-from penstock.gpu_node.engine.text.encoder import ChatEncoder, token_ids_of
+from penstock.gpu_node.engine.text.encoder import ChatEncoder, batch_token_ids_of, token_ids_of
 from penstock.gpu_node.engine.text.tokenizer_files import read_tokenizer_files
 
 _METASPACE = "\u2581"
@@ -50,6 +50,10 @@ class Tokenizer:
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Encode a text; `framed`: with the special tokens that the model expects around it."""
         return token_ids_of(self._backend, text, framed=framed)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts in one call of the library, each with the special tokens that the model expects around it."""
+        return batch_token_ids_of(self._backend, texts, framed=True)
 
     def encode_word(self, word: str) -> list[tuple[int, ...]]:
         """Return a word's token sequences, one at the start of a text or after a space, the other inside a word."""

@@ -11,12 +11,17 @@ from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 
+DEFAULT_KV_CACHE_GIB = 1.0
+"""On the CPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
     """A model's files, and the spec and options read from them."""
 
     source: ModelSource
+    architecture: str
+    """The architecture that config.json names."""
     spec: ModelSpec
     stored_dtype: str
     """The dtype of the checkpoint as config.json states it."""
@@ -34,14 +39,14 @@ def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int
         raise ConfigError("gpu_memory_utilization needs a GPU; on the CPU, kv_cache_gib sizes the KV cache")
     if options.cpu_offload_gib:
         raise ConfigError("cpu_offload_gib needs a GPU; on the CPU, all weights are in host memory already")
-    block_bytes = token_bytes * options.block_size
+    block_bytes, kv_cache_gib = token_bytes * options.block_size, options.kv_cache_gib or DEFAULT_KV_CACHE_GIB
     num_device_blocks = options.wanted_blocks
     if num_device_blocks is None:
-        affordable = int(options.kv_cache_gib * 2**30) // block_bytes
+        affordable = int(kv_cache_gib * 2**30) // block_bytes
         useful = options.max_num_seqs * -(-described.max_model_len // options.block_size)
         num_device_blocks = min(affordable, useful)
     if num_device_blocks < 1:
-        raise ConfigError(f"kv_cache_gib {options.kv_cache_gib} does not hold one block of {options.block_size} tokens")
+        raise ConfigError(f"kv_cache_gib {kv_cache_gib} does not hold one block of {options.block_size} tokens")
     return CacheSizes(num_device_blocks, num_host_blocks(options, block_bytes), block_bytes)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import log
+from dataclasses import replace
+from math import log, sqrt
 from typing import Any
 
 from penstock.contract.errors import ConfigError
@@ -13,6 +14,7 @@ from penstock.gpu_node.model.architecture.spec import (
     FactorsScaling,
     LinearScaling,
     Llama3Scaling,
+    LongScaling,
     NameMap,
     Rope,
     Scaling,
@@ -21,6 +23,7 @@ from penstock.gpu_node.model.architecture.spec import (
 
 Config = Mapping[str, Any]
 
+_SCALINGS = "default, linear, dynamic, llama3, yarn, longrope"
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -66,11 +69,13 @@ def _scaling_of(config: Config, rope: Config, dim: int) -> Scaling | None:
         )
     if kind == "yarn":
         return _yarn_of(config, rope)
+    if kind in ("longrope", "su"):
+        return _long_of(config, rope, dim)
     if kind == "factors":
         if len(rope["factors"]) != dim // 2:
             raise ConfigError(f"rope scaling has {len(rope['factors'])} factors for {dim // 2} frequencies")
         return FactorsScaling(tuple(rope["factors"]))
-    raise ConfigError(f"rope scaling {kind!r} is not supported; supported: default, linear, dynamic, llama3, yarn")
+    raise ConfigError(f"rope scaling {kind!r} is not supported; supported: {_SCALINGS}")
 
 
 def _yarn_of(config: Config, rope: Config) -> YarnScaling:
@@ -91,6 +96,19 @@ def _yarn_of(config: Config, rope: Config) -> YarnScaling:
         magnitude=float(magnitude),
         whole_channels=bool(rope.get("truncate", True)),
     )
+
+
+def _long_of(config: Config, rope: Config, dim: int) -> LongScaling:
+    original = config.get("original_max_position_embeddings") or rope["original_max_position_embeddings"]
+    for name in ("short_factor", "long_factor"):
+        if len(rope[name]) != dim // 2:
+            raise ConfigError(f"rope scaling has {len(rope[name])} {name} for {dim // 2} frequencies")
+    magnitude = rope.get("attention_factor")
+    if magnitude is None:
+        factor = rope.get("factor") or config["max_position_embeddings"] / original
+        magnitude = sqrt(1 + log(factor) / log(original)) if factor > 1 else 1.0
+    short, long = (tuple(map(float, rope[name])) for name in ("short_factor", "long_factor"))
+    return LongScaling(short, long, int(original), float(magnitude))
 
 
 def _yarn_magnitude(factor: float, scale: float) -> float:
@@ -125,21 +143,23 @@ def sliding_windows(config: Config) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-_LAYER = "model.layers.{layer}."
-_ATTENTION = _LAYER + "self_attn."
+LAYER = "model.layers.{layer}."
+ATTENTION = LAYER + "self_attn."
 
 LLAMA_NAMES = NameMap(
     embedding="model.embed_tokens",
     final_norm="model.norm",
     head="lm_head",
-    attention_norm=_LAYER + "input_layernorm",
-    qkv=(_ATTENTION + "q_proj", _ATTENTION + "k_proj", _ATTENTION + "v_proj"),
-    out=_ATTENTION + "o_proj",
-    mlp_norm=_LAYER + "post_attention_layernorm",
-    mlp_in=(_LAYER + "mlp.gate_proj", _LAYER + "mlp.up_proj"),
-    mlp_out=_LAYER + "mlp.down_proj",
+    attention_norm=LAYER + "input_layernorm",
+    qkv=(ATTENTION + "q_proj", ATTENTION + "k_proj", ATTENTION + "v_proj"),
+    out=ATTENTION + "o_proj",
+    mlp_norm=LAYER + "post_attention_layernorm",
+    mlp_in=(LAYER + "mlp.gate_proj", LAYER + "mlp.up_proj"),
+    mlp_out=LAYER + "mlp.down_proj",
 )
 """The tensor names of Llama and the families derived from it."""
+HEAD_NORMS: dict[str, Any] = {"q_norm": ATTENTION + "q_norm", "k_norm": ATTENTION + "k_norm"}
+"""The norms of queries and keys in families that have them."""
 
 
 def llama_shapes(config: Config) -> dict[str, Any]:
@@ -160,4 +180,37 @@ def llama_shapes(config: Config) -> dict[str, Any]:
         "activation": activation_of(config, "hidden_act", "silu"),
         "tied_head": bool(config.get("tie_word_embeddings", False)),
         "names": LLAMA_NAMES,
+    }
+
+
+def windows_of_kinds(config: Config, *, period: int) -> tuple[int | None, ...]:
+    """Return the attention window of each layer by `layer_types`; without it, every `period`-th layer has none."""
+    layers = range(config["num_hidden_layers"])
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (layer + 1) % period else "full_attention" for layer in layers
+    ]
+    window = config.get("sliding_window", 4096)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def gemma_shapes(config: Config) -> dict[str, Any]:
+    """Return the spec fields that Gemma 2 and Gemma 3 read from a config in the same way."""
+    if config.get("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention is not supported")
+    attention_bias = bool(config.get("attention_bias"))
+    names = replace(
+        LLAMA_NAMES,
+        post_attention_norm=LAYER + "post_attention_layernorm",
+        mlp_norm=LAYER + "pre_feedforward_layernorm",
+        post_mlp_norm=LAYER + "post_feedforward_layernorm",
+    )
+    shapes = llama_shapes({"head_dim": 256, "tie_word_embeddings": True, **config})
+    return shapes | {
+        "names": names,
+        "norm_offset": 1.0,
+        "activation": activation_of(config, "hidden_activation", "gelu_pytorch_tanh"),
+        "score_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
+        "embedding_scale": config["hidden_size"] ** 0.5,
+        "qkv_bias": attention_bias,
+        "out_bias": attention_bias,
     }

@@ -66,7 +66,22 @@ class FactorsScaling:
     factors: tuple[float, ...]
 
 
-Scaling: TypeAlias = LinearScaling | Llama3Scaling | DynamicScaling | YarnScaling | FactorsScaling
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """LongRoPE scaling (arXiv:2402.13753), which divides each frequency by its own factor from one of two tables.
+
+    A model that serves more than `original_max_position` tokens uses the long table at all positions. The angles of a
+    position therefore do not depend on how long its text has become.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_position: int
+    magnitude: float
+    """The factor that all cosines and sines are multiplied by."""
+
+
+Scaling: TypeAlias = LinearScaling | Llama3Scaling | DynamicScaling | YarnScaling | FactorsScaling | LongScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +100,40 @@ class NameMap:
     embedding: str
     final_norm: str
     head: str
-    attention_norm: str
+    attention_norm: str | None
+    """None: the attention reads the hidden state without a norm."""
     qkv: tuple[str, ...]
-    """Queries, keys and values; or one fused tensor that holds, per KV head, the rows of its queries, key and value."""
+    """Queries, keys and values; or one fused tensor (`ModelSpec.qkv_by_head`)."""
     q_norm: str | None = None
     k_norm: str | None = None
-    """RMS norms of each head's queries and keys, applied before RoPE. Either both names are set or neither."""
+    """RMS norms of queries and keys, applied before RoPE. Either both names are set or neither."""
     out: str
+    post_attention_norm: str | None = None
+    """The norm of the attention's output before it is added to the hidden state."""
     mlp_norm: str | None
-    """None: the MLP reads the output of the attention norm."""
+    """None: the MLP's input is normed like the attention's."""
+    router: str | None = None
+    """The matrix that scores the experts, in a model with `ModelSpec.experts`."""
     mlp_in: tuple[str, ...]
-    """Gate and up projections of a gated MLP, else the single input projection."""
+    """Gate and up projections of a gated MLP, else the single input projection; `{expert}` stands for the index of an
+    expert. A gated MLP with a single tensor has both in it, the gate first (`ModelSpec.fused_gate`)."""
     mlp_out: str
+    post_mlp_norm: str | None = None
+    """The norm of the MLP's output before it is added to the hidden state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: a router chooses a few MLPs for each token, and their weighted outputs are added."""
+
+    count: int
+    per_token: int
+    normalized: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_token <= self.count:
+            raise ConfigError(f"num_experts_per_tok is {self.per_token} but must be from 1 to {self.count} experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +151,24 @@ class ModelSpec:
     """The number of tokens that the model can attend to, with RoPE scaling applied."""
     norm: NormKind = "rms"
     norm_eps: float
+    norm_offset: float = 0.0
+    """Added to the stored weights of all norms."""
+    joint_head_norms: bool = False
+    """Whether the norms of queries and keys span all heads of a token, instead of one head each."""
     rope: Rope | None
     """None: attention scores have position biases instead (ALiBi)."""
+    layer_ropes: tuple[Rope | None, ...] = ()
+    """Per layer: its RoPE, None for a layer without positions. Empty: all layers have `rope`."""
+    score_scale: float | None = None
+    """The factor of attention scores; None: one by the square root of head_dim."""
+    score_cap: float | None = None
+    """Limit of attention scores: a score s becomes cap * tanh(s / cap)."""
+    logit_cap: float | None = None
+    """Limit of logits, like `score_cap`."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """The factor of the outputs of attention and MLP before they are added to the hidden state."""
+    logit_scale: float = 1.0
     windows: tuple[int | None, ...]
     """Per layer: the attention window in tokens, the token itself included; None: all earlier tokens."""
     activation: Activation = "silu"
@@ -124,6 +177,12 @@ class ModelSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    qkv_by_head: bool = True
+    """Whether a fused qkv tensor holds, per KV head, the rows of its queries, key and value. Otherwise it holds all
+    queries, then all keys, then all values."""
+    fused_gate: bool = False
+    experts: Experts | None = None
+    """None: each layer has one MLP. `intermediate_size` is that of an expert."""
     tied_head: bool
     names: NameMap
 
@@ -131,11 +190,15 @@ class ModelSpec:
         self._check_numbers()
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        # Kernels rotate pairs of channels, and never more channels than a head has.
-        if self.rope is not None and (self.rope.dim % 2 or not 0 <= self.rope.dim <= self.head_dim):
-            raise ConfigError(
-                f"rope dim is {self.rope.dim} but must be an even number from 0 to head_dim {self.head_dim}"
-            )
+        for rope in self.ropes:
+            # Kernels rotate pairs of channels, and never more channels than a head has.
+            if rope is not None and (rope.dim % 2 or not 0 <= rope.dim <= self.head_dim):
+                raise ConfigError(
+                    f"rope dim is {rope.dim} but must be an even number from 0 to head_dim {self.head_dim}"
+                )
+        for name, values in (("windows", self.windows), ("layer_ropes", self.ropes)):
+            if len(values) != self.num_layers:
+                raise ConfigError(f"{name} has {len(values)} entries for {self.num_layers} layers")
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or window < 1):
                 raise ConfigError(f"an attention window is {window!r} but must be a whole number of at least 1")
@@ -147,11 +210,25 @@ class ModelSpec:
                 raise ConfigError(f"{name} is {size!r} but must be a whole number of at least 1")
         if not isinstance(self.norm_eps, int | float) or not 0 <= self.norm_eps < math.inf:
             raise ConfigError(f"norm_eps is {self.norm_eps!r} but must be a finite number of at least 0")
+        for name in ("score_scale", "score_cap", "logit_cap", "embedding_scale", "residual_scale", "logit_scale"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise ConfigError(f"{name} is {value!r} but must be a finite number above 0")
 
     @property
     def is_gated(self) -> bool:
         """Whether the MLP is gated: its activation applies to the gate, which multiplies the up projection."""
-        return len(self.names.mlp_in) > 1
+        return self.fused_gate or len(self.names.mlp_in) > 1
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """The RoPE of each layer; None where it has none."""
+        return self.layer_ropes or (self.rope,) * self.num_layers
+
+    @property
+    def adapted_matrices(self) -> tuple[MatrixName, ...]:
+        """The matrices of a layer that LoRA adapters may change: not those of experts."""
+        return MATRICES if self.experts is None else ("qkv", "out")
 
     def parts_of(self, matrix: MatrixName) -> tuple[tuple[str, int], ...]:
         """Return the checkpoint tensors that a layer's matrix consists of: each name and its number of rows."""
@@ -161,7 +238,8 @@ class ModelSpec:
             sizes = (queries, keys, keys) if len(names.qkv) > 1 else (queries + 2 * keys,)
             return tuple(zip(names.qkv, sizes, strict=True))
         if matrix == "mlp_in":
-            return tuple((name, self.intermediate_size) for name in names.mlp_in)
+            rows = 2 * self.intermediate_size if self.fused_gate else self.intermediate_size
+            return tuple((name, rows) for name in names.mlp_in)
         return ((names.out if matrix == "out" else names.mlp_out, self.hidden_size),)
 
     def columns_of(self, matrix: MatrixName) -> int:

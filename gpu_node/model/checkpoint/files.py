@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from gguf.tensor_mapping import get_tensor_name_map
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
+from penstock.gpu_node.model.checkpoint.dummy import RandomWeights
+from penstock.gpu_node.model.checkpoint.gguf_header import GgufTensor, read_header
+from penstock.gpu_node.model.checkpoint.gguf_names import conventions_of, deinterleaved
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.shards import INDEX, shards_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
@@ -34,13 +36,8 @@ _SAFETENSORS_KINDS = {
 }
 """The supported safetensors dtypes, with the bytes per number."""
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_INTERLEAVED_HEADS = {
-    "llama": {".q_proj.": "llama.attention.head_count", ".k_proj.": "llama.attention.head_count_kv"},
-    "qwen2": {},
-    "qwen3": {},
-}
-"""The supported GGUF architectures. For tensors with the two halves of each head interleaved: the part of the name
-that selects them, and the metadata key with the number of heads."""
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_STACK_DIMS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +87,9 @@ ReadScaled: TypeAlias = Callable[[str, FindStored], ScaledTensor | None]
 class Checkpoint:
     """The tensors of a model, found by name."""
 
+    _random: RandomWeights | None = None
+    """Makes the tensors of a model without weight files."""
+
     def __init__(self, find: FindStored, maps: Iterable[mmap.mmap], read_scaled: ReadScaled | None = None) -> None:
         """maps: the mapped weight files; read_scaled: reads quantized matrices."""
         self._find = find
@@ -102,6 +102,9 @@ class Checkpoint:
 
         read_scaled: reads the quantized matrices of a quantized checkpoint.
         """
+        if source.is_dummy:
+            (made := cls(lambda _: None, ()))._random = RandomWeights()
+            return made
         maps = {path: mapped(path) for path in weight_files(source)}
         if source.gguf is not None:
             return cls(_GgufFile(source.gguf, maps[source.gguf]).find, maps.values())
@@ -114,6 +117,8 @@ class Checkpoint:
         Raises ConfigError if the tensor is missing, has another shape than the config says, or an unsupported dtype.
         """
         tensor = self._scaled(name) or self._find(name)
+        if tensor is None and self._random is not None:
+            tensor = StoredTensor(name, "bfloat16", shape, _rows(self._random.tensor(name, shape), shape))
         if tensor is None:
             raise ConfigError(f"the checkpoint has no tensor {name}")
         if tensor.shape != shape:
@@ -144,6 +149,8 @@ class Checkpoint:
 
 def weight_files(source: ModelSource) -> list[Path]:
     """Return a model's weight files. Raises ConfigError if files are missing or the weights are pickled."""
+    if source.is_dummy:
+        return []
     if source.gguf is not None:
         return [source.gguf]
     folder = source.folder
@@ -211,47 +218,32 @@ class _GgufFile:
         self._content = np.frombuffer(mapped, np.uint8)
         try:
             self._header = read_header(self._content.data)
-            self._interleaved, self._names = _conventions(self._header)
+            self._interleaved, self._names = conventions_of(self._header)
         except ConfigError as error:
             raise ConfigError(f"cannot read {path}: {error.message}") from error
 
     def find(self, name: str) -> StoredTensor | None:
-        gguf_name = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        # A GGUF file stacks the matrices of all experts in one tensor.
+        stacked_name, expert = _EXPERT.sub(".experts.", name), _EXPERT.search(name)
+        gguf_name = self._names.get_name(stacked_name, try_suffixes=(".weight", ".bias"))
         tensor: GgufTensor | None = self._header.tensors.get(gguf_name)
         if tensor is None:
             return None
         data = self._content[tensor.start : tensor.start + tensor.num_bytes]
         kind = _GGML_KINDS.get(tensor.ggml_type, tensor.ggml_type)
         stored = StoredTensor(name, kind, tensor.shape, _rows(data, tensor.shape))
+        if expert is not None:
+            return _one_of_stack(stored, int(expert[1]))
         heads = next((count for part, count in self._interleaved.items() if part in name), None)
-        return stored if heads is None else stored.take_rows(_deinterleaved(tensor.shape[0], heads), *tensor.shape)
+        return stored if heads is None else stored.take_rows(deinterleaved(tensor.shape[0], heads), *tensor.shape)
 
 
-def _conventions(header: GgufHeader) -> tuple[dict[str, int], Any]:
-    """Return the number of heads of interleaved tensors by name part, and the map from Hugging Face's names."""
-    name = str(header.metadata.get("general.architecture"))
-    if name not in _INTERLEAVED_HEADS:
-        raise ConfigError(f"architecture {name} is not supported in GGUF; supported: {', '.join(_INTERLEAVED_HEADS)}")
-    architecture = next(known for known, gguf_name in MODEL_ARCH_NAMES.items() if gguf_name == name)
-    counts = {suffix: _count(header, key) for suffix, key in _INTERLEAVED_HEADS[name].items()}
-    return counts, get_tensor_name_map(architecture, _count(header, f"{name}.block_count"))
-
-
-def _count(header: GgufHeader, key: str) -> int:
-    count = header.metadata.get(key)
-    if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{key} of the metadata is {count!r} but must be a whole number of at least 1")
-    return count
-
-
-def _deinterleaved(num_rows: int, num_heads: int) -> NDArray[np.int32]:
-    """Return the row order that undoes the interleaving.
-
-    Row r of a head's first half is stored as row 2r of the head, row r of its second half as row 2r + 1.
-    """
-    if num_rows % (2 * num_heads):
-        raise ConfigError(f"{num_rows} rows do not divide into two halves for each of {num_heads} heads")
-    return np.arange(num_rows, dtype=np.int32).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
+def _one_of_stack(stack: StoredTensor, index: int) -> StoredTensor | None:
+    """Return a matrix of a tensor [num_matrices, rows, columns]; None if there is no such matrix."""
+    count, *shape = stack.shape if len(stack.shape) == _STACK_DIMS else (0, *stack.shape)
+    if index >= count:
+        return None
+    return replace(stack, shape=tuple(shape), data=stack.data[index * shape[0] : (index + 1) * shape[0]])
 
 
 def _from_bfloat16(data: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.gguf_header import read_header
+
+LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+"""Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's."""
 
 
 def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
@@ -22,10 +28,11 @@ def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], Non
     progress("convert", 0.0)
     try:
         # Parse the header first, because its errors for truncated files are clearer than those of transformers.
-        read_header(np.memmap(gguf, np.uint8, "r").data)
-        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        progress("convert", 0.5)
-        tokenizer = auto_tokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        header = read_header(np.memmap(gguf, np.uint8, "r").data)
+        with _readable(gguf, str(header.metadata.get("general.architecture"))) as file:
+            config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+            progress("convert", 0.5)
+            tokenizer = auto_tokenizer.from_pretrained(file.parent, gguf_file=file.name)
         # Without weights: only the class name and the end-of-sequence ids are needed.
         with torch.device("meta"):
             model = auto_model.from_config(config, dtype=torch.bfloat16)
@@ -37,3 +44,29 @@ def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], Non
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     progress("convert", 1.0)
+
+
+@contextmanager
+def _readable(gguf: Path, architecture: str) -> Iterator[Path]:
+    """Provide a file whose config and tokenizer transformers reads: `gguf` itself, or its metadata as a Llama's."""
+    if architecture not in LLAMA_LIKE:
+        yield gguf
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / gguf.name
+        _write_as_llama(GGUFReader(gguf), architecture, path)
+        yield path
+
+
+def _write_as_llama(reader: Any, architecture: str, path: Path) -> None:
+    """Write the metadata of a GGUF file to a file without tensors, with the keys of the architecture `llama`."""
+    writer: Any = GGUFWriter(path, "llama")
+    for name, field in reader.fields.items():
+        if name == "general.architecture" or name.startswith("GGUF."):
+            continue
+        key = f"llama.{name.removeprefix(f'{architecture}.')}" if name.startswith(f"{architecture}.") else name
+        is_list = field.types[0] == GGUFValueType.ARRAY
+        writer.add_key_value(key, field.contents(), field.types[0], sub_type=field.types[-1] if is_list else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()

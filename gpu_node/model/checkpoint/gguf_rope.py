@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.files import mapped
-from penstock.gpu_node.model.checkpoint.gguf_header import read_header
+from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader
 
 _FACTORS = "rope_freqs.weight"
 """The tensor of divisors, one per frequency, that the converter writes for Llama 3.1 and later."""
+_LONG_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+"""The tensors of divisors that the converter writes for LongRoPE."""
 _FIELDS = {
     "type": "rope_type",
     "factor": "factor",
@@ -24,22 +24,29 @@ _FIELDS = {
 """GGUF's field names (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and those of config.json."""
 
 
-def with_rope_scaling(config: dict[str, Any], gguf: Path) -> dict[str, Any]:
-    """Return the config with the RoPE scaling of a GGUF file added. Raises ConfigError for an unreadable file."""
-    content = np.frombuffer(mapped(gguf), np.uint8)
-    try:
-        header = read_header(content.data)
-    except ConfigError as error:
-        raise ConfigError(f"cannot read {gguf}: {error.message}") from error
-    scaling = _scaling(header.metadata)
-    factors = header.tensors.get(_FACTORS)
-    if factors is not None and factors.ggml_type == "f32":
-        data = content[factors.start : factors.start + factors.num_bytes]
-        scaling = {"rope_type": "factors", "factors": data.view(np.float32).tolist()}
-    return config | {"rope_parameters": (config.get("rope_parameters") or {}) | scaling} if scaling else config
+def rope_scaling(header: GgufHeader, content: NDArray[np.uint8]) -> dict[str, Any]:
+    """Return the fields of config.json's `rope_parameters` that scale RoPE; empty if it is not scaled.
 
+    content: the bytes of the file.
+    """
 
-def _scaling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    prefix = f"{metadata.get('general.architecture')}.rope.scaling."
-    found = {ours: metadata[prefix + theirs] for theirs, ours in _FIELDS.items() if prefix + theirs in metadata}
+    def values(name: str) -> list[float] | None:
+        tensor = header.tensors.get(name)
+        if tensor is None or tensor.ggml_type != "f32":
+            return None
+        numbers: list[float] = content[tensor.start : tensor.start + tensor.num_bytes].view(np.float32).tolist()
+        return numbers
+
+    factors, long_factors = values(_FACTORS), {field: values(name) for field, name in _LONG_FACTORS.items()}
+    if factors is not None:
+        return {"rope_type": "factors", "factors": factors}
+    if None not in long_factors.values():
+        magnitude = header.metadata.get(f"{header.metadata.get('general.architecture')}.rope.scaling.attn_factor")
+        return long_factors | {"rope_type": "longrope", "attention_factor": magnitude}
+    found = _fields(header.metadata)
     return found if found.get("rope_type", "none") != "none" else {}
+
+
+def _fields(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = f"{metadata.get('general.architecture')}.rope.scaling."
+    return {ours: metadata[prefix + theirs] for theirs, ours in _FIELDS.items() if prefix + theirs in metadata}

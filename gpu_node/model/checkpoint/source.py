@@ -26,6 +26,8 @@ class ModelSource:
     folder: Path
     """The folder of config.json and the tokenizer's files, and of the weights unless they are in `gguf`."""
     gguf: Path | None = None
+    is_dummy: bool = False
+    """Whether the weights are random and no file has them."""
 
 
 def resolve_model(model: str, progress: Progress, revision: str | None = None) -> ModelSource:

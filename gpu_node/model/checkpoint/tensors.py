@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,13 +33,15 @@ class StoredNorm:
 class StoredLayer:
     """The tensors of one decoder layer; the methods of `DecoderTensors` describe each field."""
 
-    attention_norm: StoredNorm
+    attention_norm: StoredNorm | None
     qkv: StoredLinear
     head_norms: tuple[Stored, Stored] | None
     out: StoredLinear
+    post_attention_norm: StoredNorm | None
     mlp_norm: StoredNorm | None
-    mlp_in: StoredLinear
-    mlp_out: StoredLinear
+    router: Stored | None
+    experts: tuple[tuple[StoredLinear, StoredLinear], ...]
+    post_mlp_norm: StoredNorm | None
 
 
 class DecoderTensors:
@@ -62,7 +65,7 @@ class DecoderTensors:
 
     def final_norm(self) -> StoredNorm:
         """Return the norm of the hidden state before the head."""
-        return self._norm(self._spec.names.final_norm)
+        return self._stored_norm(self._spec.names.final_norm)
 
     def layer(self, layer: int) -> StoredLayer:
         """Return all tensors of a layer."""
@@ -71,27 +74,38 @@ class DecoderTensors:
             qkv=self.qkv(layer),
             head_norms=self.head_norms(layer),
             out=self.out(layer),
+            post_attention_norm=self.post_attention_norm(layer),
             mlp_norm=self.mlp_norm(layer),
-            mlp_in=self.mlp_in(layer),
-            mlp_out=self.mlp_out(layer),
+            router=self.router(layer),
+            experts=tuple(self.experts(layer)),
+            post_mlp_norm=self.post_mlp_norm(layer),
         )
 
-    def attention_norm(self, layer: int) -> StoredNorm:
-        """Return the norm of the hidden state before the attention."""
-        return self._norm(self._spec.names.attention_norm.format(layer=layer))
+    def attention_norm(self, layer: int) -> StoredNorm | None:
+        """Return the norm of the hidden state before the attention; None if there is none."""
+        return self._norm(self._spec.names.attention_norm, layer)
+
+    def post_attention_norm(self, layer: int) -> StoredNorm | None:
+        """Return the norm of the attention's output; None if there is none."""
+        return self._norm(self._spec.names.post_attention_norm, layer)
 
     def mlp_norm(self, layer: int) -> StoredNorm | None:
         """Return the norm of the hidden state before the MLP; None if the MLP shares the attention's norm."""
-        name = self._spec.names.mlp_norm
-        return None if name is None else self._norm(name.format(layer=layer))
+        return self._norm(self._spec.names.mlp_norm, layer)
+
+    def post_mlp_norm(self, layer: int) -> StoredNorm | None:
+        """Return the norm of the MLP's output; None if there is none."""
+        return self._norm(self._spec.names.post_mlp_norm, layer)
 
     def head_norms(self, layer: int) -> tuple[Stored, Stored] | None:
-        """Return the norm weights of queries and keys, [head_dim] each; None if heads are not normed."""
-        names, size = self._spec.names, self._spec.head_dim
+        """Return the norm weights of queries and keys, of one head or of all heads; None if heads are not normed."""
+        spec, names = self._spec, self._spec.names
         if names.q_norm is None or names.k_norm is None:
             return None
+        sizes = (spec.num_heads, spec.num_kv_heads) if spec.joint_head_norms else (1, 1)
         q, k = (
-            self._checkpoint.get(f"{name.format(layer=layer)}.weight", size) for name in (names.q_norm, names.k_norm)
+            self._checkpoint.get(f"{name.format(layer=layer)}.weight", num_heads * spec.head_dim)
+            for name, num_heads in zip((names.q_norm, names.k_norm), sizes, strict=True)
         )
         return q, k
 
@@ -109,37 +123,74 @@ class DecoderTensors:
         """Return the output projection of the attention, [hidden, num_heads * head_dim]."""
         return self._linear("out", layer, has_bias=self._spec.out_bias)
 
-    def mlp_in(self, layer: int) -> StoredLinear:
-        """Return the input projections of the MLP, [intermediate, hidden] each: gate and up, or a single one."""
-        return self._linear("mlp_in", layer, has_bias=self._spec.mlp_bias)
+    def router(self, layer: int) -> Stored | None:
+        """Return the matrix that scores the experts, [num_experts, hidden]; None if there are no experts."""
+        spec = self._spec
+        if spec.experts is None or spec.names.router is None:
+            return None
+        name = spec.names.router.format(layer=layer)
+        return self._checkpoint.get(f"{name}.weight", spec.experts.count, spec.hidden_size)
 
-    def mlp_out(self, layer: int) -> StoredLinear:
-        """Return the output projection of the MLP, [hidden, intermediate]."""
-        return self._linear("mlp_out", layer, has_bias=self._spec.mlp_bias)
+    def experts(self, layer: int) -> Iterator[tuple[StoredLinear, StoredLinear]]:
+        """Yield the input and output projections of each expert, or of the one MLP.
+
+        Inputs are [intermediate, hidden] each: gate and up, or a single one. The output is [hidden, intermediate].
+        """
+        for expert in range(1 if self._spec.experts is None else self._spec.experts.count):
+            inner, out = (
+                self._linear(matrix, layer, has_bias=self._spec.mlp_bias, expert=expert)
+                for matrix in ("mlp_in", "mlp_out")
+            )
+            yield self._split_gate(inner) if self._spec.fused_gate else inner, out
+
+    def _split_gate(self, fused: StoredLinear) -> StoredLinear:
+        """Return the gate and up projections of a fused tensor."""
+        halves = np.arange(2 * self._spec.intermediate_size, dtype=np.int32).reshape(2, -1)
+        return StoredLinear(
+            tuple(part for weight in fused.weights for part in _rows_of(weight, halves)),
+            tuple(part for bias in fused.biases for part in _rows_of(bias, halves)),
+        )
 
     def _table(self, name: str) -> Stored:
         return self._checkpoint.get(f"{name}.weight", self._spec.vocab_size, self._spec.hidden_size)
 
-    def _norm(self, name: str) -> StoredNorm:
+    def _norm(self, name: str | None, layer: int) -> StoredNorm | None:
+        return None if name is None else self._stored_norm(name.format(layer=layer))
+
+    def _stored_norm(self, name: str) -> StoredNorm:
         weight = self._checkpoint.get(f"{name}.weight", self._spec.hidden_size)
         has_bias = self._spec.norm == "layer"
         return StoredNorm(weight, self._checkpoint.get(f"{name}.bias", self._spec.hidden_size) if has_bias else None)
 
-    def _linear(self, matrix: MatrixName, layer: int, *, has_bias: bool) -> StoredLinear:
+    def _linear(self, matrix: MatrixName, layer: int, *, has_bias: bool, expert: int = 0) -> StoredLinear:
         get, columns = self._checkpoint.get, self._spec.columns_of(matrix)
-        parts = [(name.format(layer=layer), rows) for name, rows in self._spec.parts_of(matrix)]
+        parts = [(name.format(layer=layer, expert=expert), rows) for name, rows in self._spec.parts_of(matrix)]
         return StoredLinear(
             tuple(get(f"{name}.weight", rows, columns) for name, rows in parts),
             tuple(get(f"{name}.bias", rows) for name, rows in parts if has_bias),
         )
 
     def _unfused(self, fused: Stored) -> tuple[Stored, ...]:
-        """Return queries, keys and values of a fused tensor that groups them by KV head."""
-        return tuple(fused.take_rows(rows, len(rows), *fused.shape[1:]) for rows in rows_by_part(self._spec))
+        """Return queries, keys and values of a fused tensor."""
+        return _rows_of(fused, rows_by_part(self._spec))
+
+
+def _rows_of(fused: Stored, parts: Iterable[NDArray[np.int32]]) -> tuple[Stored, ...]:
+    """Return the parts of a fused tensor. Consecutive rows of a matrix stay mapped from the file."""
+    return tuple(
+        fused.span(int(rows[0]), int(rows[-1]) + 1)
+        if len(fused.shape) > 1 and (np.diff(rows) == 1).all()
+        else fused.take_rows(rows, len(rows), *fused.shape[1:])
+        for rows in parts
+    )
 
 
 def rows_by_part(spec: ModelSpec) -> tuple[NDArray[np.int32], ...]:
-    """Return the row indices of queries, keys and values in a fused tensor that groups them by KV head."""
+    """Return the row indices of queries, keys and values in a fused tensor."""
     num_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    if not spec.qkv_by_head:
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        q, k, v = np.split(np.arange(num_rows, dtype=np.int32), (queries, queries + keys))
+        return q, k, v
     by_head = np.arange(num_rows, dtype=np.int32).reshape(spec.num_kv_heads, -1, spec.head_dim)
     return by_head[:, :-2].ravel(), by_head[:, -2].ravel(), by_head[:, -1].ravel()

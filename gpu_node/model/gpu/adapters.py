@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.gpu_node.model.architecture.spec import MATRICES, MatrixName, ModelSpec
+from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.protocol import Adapter
 from penstock.kernels.triton.lora import add_lora
@@ -56,30 +57,55 @@ NOT_ADAPTED = AdaptedRows({}, None, None)
 class GpuAdapters:
     """The adapters that are loaded into a runner's adapter slots."""
 
-    def __init__(
-        self, spec: ModelSpec, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ModelSpec, num_slots: int, max_rank: int, dtype: torch.dtype, device: Device) -> None:
+        """device: one with an unused side stream, which adapters are copied on."""
+        self.num_slots = num_slots
         self._spec = spec
         self._max_rank = max_rank
         self._device = device
         layers = range(spec.num_layers if num_slots else 0)
         self._tables = {(at, matrix): self._table(matrix, num_slots, dtype) for at in layers for matrix in MATRICES}
+        numbers = sum(table.down[0].numel() + table.up[0].numel() for (at, _), table in self._tables.items() if at == 0)
+        # Two: the host fills one with a layer while the other one is copied.
+        self._staged = [(device.pinned(numbers, dtype=dtype), device.record_event()) for _ in range(2)]
 
     def set(self, adapter_slot: int, adapter: Adapter) -> None:
-        """Load an adapter into a slot, after the steps that were already submitted."""
-        for (layer, matrix), table in self._tables.items():
-            down, up = (torch.zeros(half.shape[1:]) for half in (table.down, table.up))
+        """Load an adapter into a slot, after the steps that were already submitted and before all later ones.
+
+        The copies run on the side stream from pinned memory, so the calling thread does not wait for those steps.
+        """
+        unused = self._device.record_event()
+        with self._device.on_side():
+            unused.hold()
+            for layer in range(self._spec.num_layers if self._tables else 0):
+                staged, copied = self._staged[layer % 2]
+                copied.wait()
+                self._copy_layer(staged, layer, adapter_slot, adapter)
+                self._staged[layer % 2] = staged, self._device.record_event()
+            loaded = self._device.record_event()
+        loaded.hold()
+
+    def _copy_layer(self, staged: Tensor, layer: int, adapter_slot: int, adapter: Adapter) -> None:
+        """Start to copy one layer's part of an adapter through `staged`, pinned and flat."""
+        at = 0
+        for matrix in MATRICES:
+            table = self._tables[layer, matrix]
+            halves: list[Tensor] = []
+            for target in (table.down[adapter_slot], table.up[adapter_slot]):
+                halves.append(staged[at : at + target.numel()].view(target.shape).zero_())
+                at += target.numel()
+            down, up = halves
             firsts = list(accumulate((rows for _, rows in self._spec.parts_of(matrix)), initial=0))
             for part in adapter.low_ranks(layer, matrix):
                 (rows, rank), rank_at, first = part.up.shape, self._max_rank * part.part, firsts[part.part]
                 down[rank_at : rank_at + rank] = torch.from_numpy(part.down)
                 up[first : first + rows, rank_at : rank_at + rank] = torch.from_numpy(part.up)
-            table.down[adapter_slot].copy_(down)
-            table.up[adapter_slot].copy_(up)
+            table.down[adapter_slot].copy_(down, non_blocking=True)
+            table.up[adapter_slot].copy_(up, non_blocking=True)
 
     def compile(self) -> None:
         """Compile the adapter kernels for the rank of each matrix by running them on a dummy row."""
-        tile = torch.tensor([[0, 0, 1]], dtype=torch.int32, device=self._device)
+        tile = torch.tensor([[0, 0, 1]], dtype=torch.int32, device=self._device.torch)
         for (layer, _), table in self._tables.items():
             if layer == 0:
                 out, x = (table.down.new_zeros(1, size) for size in (table.up.shape[1], table.down.shape[2]))
@@ -95,5 +121,5 @@ class GpuAdapters:
         parts = self._spec.parts_of(matrix)
         ranks, rows = self._max_rank * len(parts), sum(rows for _, rows in parts)
         shapes = (num_slots, ranks, self._spec.columns_of(matrix)), (num_slots, rows, ranks)
-        down, up = (torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes)
+        down, up = (torch.zeros(shape, dtype=dtype, device=self._device.torch) for shape in shapes)
         return _Table(down, up)

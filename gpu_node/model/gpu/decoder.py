@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.spec import MatrixName, ModelSpec
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows
+from penstock.gpu_node.model.gpu.attention import AttentionBackend, AttentionRows, TritonAttention
 from penstock.gpu_node.model.gpu.inputs import StepInputs
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
+from penstock.gpu_node.model.gpu.linear import ScaledLinear
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.torch_common.norm import Norm
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.kernels.paged_cache import PagedCache
-from penstock.kernels.triton.decode_attention import decode_attention
+from penstock.kernels.triton.launches import prefill_rows
 from penstock.kernels.triton.layers import activate, add_layer_norm, add_rms_norm, gate_mul, rotate_and_store
-from penstock.kernels.triton.prefill_attention import prefill_attention
+
+_Matrix: TypeAlias = tuple[int, MatrixName, Product]
+"""A layer, the name of one of its matrices, and the matrix."""
 
 
 class GpuDecoder:
     """A model's weights and its forward pass."""
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, num_positions: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: DecoderWeights, num_positions: int, attention: AttentionBackend | None = None
+    ) -> None:
+        """attention: None for Triton's kernels."""
+        self._attention: AttentionBackend = attention or TritonAttention()
         self.spec = spec
         self.num_positions = num_positions
         self._weights = weights
         device = weights.device
+        self.query_rows = prefill_rows(spec.head_dim, weights.dtype, device)
+        """Queries per tile of prefill attention, for `pack_step`."""
         tables = (
             (torch.zeros(num_positions, 0).numpy(),) * 2 if spec.rope is None else rope_angles(spec.rope, num_positions)
         )
@@ -39,8 +51,8 @@ class GpuDecoder:
         return self._weights.dtype
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states, [len(hidden), vocab]."""
-        return self._weights.head(hidden)
+        """Return the logits of hidden states, [len(hidden), vocab]: a view without those of the head's padding."""
+        return self._weights.head(hidden)[:, : self.spec.vocab_size]
 
     def hidden(
         self,
@@ -59,12 +71,12 @@ class GpuDecoder:
         # The residual stream stays in float32, as the torch runner's does.
         residual, delta = weights.embedding(ids).float(), None
         for i, (layer, cache) in enumerate(zip(weights.layers, layers, strict=True)):
-            normed = _add_norm(residual, delta, layer.attention_norm)
-            qkv = adapted.add(i, "qkv", normed, layer.qkv(normed))
+            normed, qkv = self._normed_product(residual, delta, layer.attention_norm, (i, "qkv", layer.qkv), adapted)
             attended = self._attend(step, qkv, cache, layer, spec.windows[i], splits).flatten(1)
             if i == spec.num_layers - 1:
                 # After the last attention, only the wanted tokens need the rest of the layer.
-                residual, attended, normed = (x[step.sampling] for x in (residual, attended, normed))
+                residual, attended = residual[step.sampling], attended[step.sampling]
+                normed = None if normed is None else normed[step.sampling]
                 adapted = adapted.at_samples()
             added = adapted.add(i, "out", attended, layer.out(attended))
             delta = self._after_attention(residual, normed, added, i, layer, adapted)
@@ -84,31 +96,54 @@ class GpuDecoder:
         angles = step.positions, step.slots, self._cos, self._sin
         q = rotate_and_store(qkv, cache, *angles, **names, eps=self.spec.norm_eps)
         out = torch.empty_like(q)
-        given = out, q, cache, step.query_starts, step.context_lens, step.block_tables
-        scale, window = self.spec.head_dim**-0.5, window or 0
-        if len(step.decoding):
-            decode_attention(*given, step.decoding, splits, scale=scale, window=window, biases=self._biases)
-        if len(step.tiles):
-            prefill_attention(*given, step.tiles, scale=scale, window=window, biases=self._biases)
+        self._attention.attend(
+            *(out, q, cache, step.query_starts, step.context_lens, step.block_tables),
+            AttentionRows(step.decoding, step.tiles, splits, self.query_rows),
+            scale=self.spec.head_dim**-0.5,
+            window=window,
+            biases=self._biases,
+        )
         return out
 
+    def _normed_product(
+        self, residual: Tensor, delta: Tensor | None, norm: Norm, matrix: _Matrix, adapted: AdaptedRows
+    ) -> tuple[Tensor | None, Tensor]:
+        """Add `delta` to `residual`; return its norm, or None where nothing else reads it, and the norm's product."""
+        at, name, product = matrix
+        if isinstance(product, ScaledLinear) and adapted.tiles is None and not self.spec.parallel_residual:
+            return None, product.of_normed(residual, delta, norm)
+        normed = _add_norm(residual, delta, norm)
+        return normed, adapted.add(at, name, normed, product(normed))
+
     def _after_attention(
-        self, residual: Tensor, normed: Tensor, attended: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows
+        self,
+        residual: Tensor,
+        normed: Tensor | None,
+        attended: Tensor,
+        at: int,
+        layer: LayerWeights,
+        adapted: AdaptedRows,
     ) -> Tensor:
         """Compute the rest of a layer; return what remains to be added to the residual stream.
 
         Without a parallel residual, the attention output is added to `residual` in place.
         """
         if not self.spec.parallel_residual:
-            return self._mlp(_add_norm(residual, attended, layer.mlp_norm), at, layer, adapted)
-        if layer.mlp_norm is not layer.attention_norm:
+            matrix: _Matrix = at, "mlp_in", layer.mlp_in
+            _, inner = self._normed_product(residual, attended, layer.mlp_norm, matrix, adapted)
+            return self._mlp(inner, at, layer, adapted)
+        if normed is None or layer.mlp_norm is not layer.attention_norm:
             normed = _add_norm(residual, None, layer.mlp_norm)
-        return attended + self._mlp(normed, at, layer, adapted)
+        inner = adapted.add(at, "mlp_in", normed, layer.mlp_in(normed))
+        return attended + self._mlp(inner, at, layer, adapted)
 
-    def _mlp(self, normed: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows) -> Tensor:
-        inner, activation = adapted.add(at, "mlp_in", normed, layer.mlp_in(normed)), self.spec.activation
+    def _mlp(self, inner: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows) -> Tensor:
+        """Return the MLP's output. inner: the product with its first matrix."""
+        activation, product = self.spec.activation, layer.mlp_out
+        if isinstance(product, ScaledLinear) and adapted.tiles is None:
+            return product.of_activated(inner, activation, gated=self.spec.is_gated)
         gated = gate_mul(inner, activation) if self.spec.is_gated else activate(inner, activation)
-        return adapted.add(at, "mlp_out", gated, layer.mlp_out(gated))
+        return adapted.add(at, "mlp_out", gated, product(gated))
 
 
 def _add_norm(residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:

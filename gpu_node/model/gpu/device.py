@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.gpu.page_locked import page_locked
+from penstock.gpu_node.model.gpu.page_locked import check_host_address, page_locked
 
 MIN_COMPUTE_CAPABILITY = 8, 0
 """Ampere: Triton does not support bfloat16 on earlier GPUs."""
@@ -63,6 +63,11 @@ class Device:
         if not self.is_gpu or not num_bytes:
             return torch.zeros(*shape, dtype=dtype)
         return page_locked(num_bytes, self.torch).view(dtype).view(shape)
+
+    def check_host_address(self, memory: Tensor) -> None:
+        """Check that kernels reach pinned memory at its host address. Raises ConfigError."""
+        if self.is_gpu:
+            check_host_address(memory, self.torch)
 
     def record_event(self) -> DeviceEvent:
         """Record an event after the work submitted to the current stream so far."""

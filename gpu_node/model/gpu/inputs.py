@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.gpu_node.model.protocol import StepPlan
+from penstock.kernels.triton.decode_attention import longest_first
 from penstock.kernels.triton.lora import lora_tiles
-from penstock.kernels.triton.prefill_attention import prefill_tiles
-from penstock.kernels.triton.sampler import RULE_COLUMNS, pack_rules
+from penstock.kernels.triton.prefill_attention import QUERY_TILE, prefill_tiles
+from penstock.kernels.triton.sampler import pack_rules
 
 Ints = NDArray[np.int32]
 Array = TypeVar("Array", Ints, Tensor)
@@ -31,16 +32,16 @@ class StepInputs(Generic[Array]):
     query_starts: Array
     context_lens: Array
     decoding: Array
-    """[num_decoding]: sequences with one token in the step."""
+    """[num_decoding]: sequences with one token in the step, the one with the longest context first; -1 for padding."""
     tiles: Array
-    """[num_tiles, 2]: query tiles of all other sequences, from `prefill_tiles`."""
+    """[num_tiles, 2]: query tiles of all other sequences, from `prefill_tiles`; -1 for padding tiles."""
     sampling: Array
     """Tokens that the last layer computes: [num_samples] tokens to sample after, then tokens that are only scored, then
     tokens of which only the hidden state is wanted."""
     rules: Array
     """[num_samples, len(RULE_COLUMNS)]: sampling rules, none of which refers to a row of marks."""
     adapter_tiles: Array
-    """[num_tiles, 3]: tiles of tokens with an adapter, from `lora_tiles`."""
+    """[num_tiles, 3]: tiles of tokens with an adapter, from `lora_tiles`; a padding tile has no row."""
     sampled_adapter_tiles: Array
     """[num_tiles, 3]: the same for the tokens of `sampling`."""
     block_tables: Array
@@ -52,8 +53,11 @@ class StepInputs(Generic[Array]):
         return [getattr(self, field.name) for field in fields(self)]
 
 
-def pack_step(plan: StepPlan, block_size: int) -> StepInputs[Ints]:
-    """Pack the arrays of a plan. Its sampling rules refer to no marks, so rows choose by their logits alone."""
+def pack_step(plan: StepPlan, block_size: int, query_rows: int = QUERY_TILE) -> StepInputs[Ints]:
+    """Pack the arrays of a plan. Its sampling rules refer to no marks, so rows choose by their logits alone.
+
+    query_rows: queries per tile of prefill attention.
+    """
     counts = np.diff(plan.query_starts)
     seqs = np.repeat(np.arange(len(counts)), counts)
     blocks = plan.block_tables[seqs, plan.positions // block_size]
@@ -69,35 +73,13 @@ def pack_step(plan: StepPlan, block_size: int) -> StepInputs[Ints]:
         slots=blocks * block_size + plan.positions % block_size,
         query_starts=plan.query_starts,
         context_lens=plan.context_lens,
-        decoding=np.flatnonzero(counts == 1).astype(np.int32),
-        tiles=prefill_tiles(plan.query_starts, np.flatnonzero(counts > 1).astype(np.int32)),
+        decoding=longest_first(np.flatnonzero(counts == 1).astype(np.int32), plan.context_lens),
+        tiles=prefill_tiles(plan.query_starts, np.flatnonzero(counts > 1).astype(np.int32), query_rows),
         sampling=sampling,
         rules=pack_rules(plan.sampling, np.full(len(plan.sample_tokens), -1, np.int32)),
         adapter_tiles=tiles,
         sampled_adapter_tiles=sampled_tiles,
         block_tables=plan.block_tables,
-    )
-
-
-def pad_decode(step: StepInputs[Ints], num_rows: int) -> StepInputs[Ints]:
-    """Append padding rows to a packed step in which every sequence decodes and samples.
-
-    Padding rows have no block table and no context, store nothing, and sample greedily.
-    """
-    more = num_rows - len(step.token_ids)
-    rows = np.arange(num_rows, dtype=np.int32)
-    padding = np.zeros((more, len(RULE_COLUMNS)), np.int32)
-    padding[:, -1] = -1
-    return replace(
-        step,
-        token_ids=np.pad(step.token_ids, (0, more)),
-        positions=np.pad(step.positions, (0, more)),
-        slots=np.pad(step.slots, (0, more), constant_values=-1),
-        query_starts=np.arange(num_rows + 1, dtype=np.int32),
-        context_lens=np.pad(step.context_lens, (0, more)),
-        decoding=rows,
-        sampling=rows,
-        rules=np.concatenate((step.rules, padding)),
     )
 
 

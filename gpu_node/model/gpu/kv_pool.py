@@ -46,6 +46,8 @@ class KvPool:
         block_bytes = layout.block_bytes
         self._device_blocks = torch.zeros(self._host_from, block_bytes, dtype=torch.uint8, device=device.torch)
         self._host_blocks = device.pinned_run(num_host_blocks, block_bytes, dtype=torch.uint8)
+        if num_host_blocks:
+            device.check_host_address(self._host_blocks)
         self._host_jump = (
             self._host_blocks.data_ptr() - self._device_blocks.data_ptr() - self._device_blocks.nbytes
             if num_host_blocks

@@ -10,7 +10,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.triton.products import GROUP, multiply_int4, multiply_scaled, pack_int4, quantise_vectors
+from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.kernels.triton.invariant import multiply_invariant
+from penstock.kernels.triton.layers import activate_quantised, add_norm_quantised
+from penstock.kernels.triton.products import (
+    GROUP,
+    library_multiplies,
+    multiply_by_library,
+    multiply_int4,
+    multiply_scaled,
+    pack_int4,
+    pair_scales,
+    quantise_vectors,
+)
+from penstock.kernels.triton.quantising import QuantisedRows
 
 SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Formats with one scale per weight row. Their activations are quantized with one scale per token."""
@@ -31,6 +44,20 @@ class PlainLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class InvariantLinear:
+    """x @ weight.T + bias, a row's result independent of the other rows, as `deterministic` wants it."""
+
+    weight: Tensor
+    """[out, in]"""
+    bias: Tensor | None
+    """[out]"""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in]; returns [num_tokens, out]."""
+        return multiply_invariant(x.contiguous(), self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
 class ScaledLinear:
     """x @ weight.T + bias, with weights and activations in int8 or float8."""
 
@@ -45,9 +72,23 @@ class ScaledLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in]; returns [num_tokens, out]."""
-        q, scales = quantise_vectors(x.contiguous(), self.weight.dtype)
-        product = multiply_scaled(q, scales, self.weight, self.scales, x.dtype)
+        return self.of_quantised(quantise_vectors(x.contiguous(), self.weight.dtype), x.dtype)
+
+    def of_quantised(self, rows: QuantisedRows, dtype: torch.dtype) -> Tensor:
+        """Multiply rows that a kernel has quantized to the weight's dtype; returns [num_tokens, out] in `dtype`."""
+        multiply = multiply_by_library if library_multiplies(rows.q, self.weight, dtype) else multiply_scaled
+        product = multiply(*rows, self.weight, self.scales, dtype)
         return product if self.bias is None else product + self.bias
+
+    def of_normed(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
+        """Multiply the norm of `residual` plus `delta`, which is added in place."""
+        given, centred = (norm.weight, norm.bias, norm.eps), norm.bias is not None
+        rows = add_norm_quantised(residual, delta, *given, self.weight.dtype, centred=centred)
+        return self.of_quantised(rows, norm.weight.dtype)
+
+    def of_activated(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
+        """Multiply what `gate_mul` makes of x if gated, else what `activate` makes of it."""
+        return self.of_quantised(activate_quantised(x, activation, self.weight.dtype, gated=gated), x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +96,56 @@ class Int4Linear:
     """x @ weight.T + bias, the weight in int4 with a scale and a minimum per 32 columns, x unquantized."""
 
     packed: Tensor
-    scales: Tensor
-    minima: Tensor
+    pairs: Tensor
+    """The scales and minima, from `pair_scales`."""
     bias: Tensor | None
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> Self:
         """Quantize a weight [out, in] to int4; bias: [out]."""
-        return cls(*pack_int4(weight), bias)
+        packed, *scales = pack_int4(weight)
+        return cls(packed, pair_scales(*scales), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in]; returns [num_tokens, out]."""
-        product = multiply_int4(x.contiguous(), self.packed, self.scales, self.minima)
+        product = multiply_int4(x.contiguous(), self.packed, self.pairs)
         return product if self.bias is None else product + self.bias
 
 
-KeptLinear: TypeAlias = PlainLinear | ScaledLinear | Int4Linear
+KeptLinear: TypeAlias = PlainLinear | InvariantLinear | ScaledLinear | Int4Linear
 """A matrix of a layer; its dataclass fields are all of its tensors."""
 
 
-def linear_of(quantization: str) -> Callable[[Tensor, Tensor | None], KeptLinear]:
-    """Return the constructor of a layer's matrix; quantization is `none`, `int4` or a key of SCALED."""
+def linear_of(quantization: str, *, deterministic: bool = False) -> Callable[[Tensor, Tensor | None], KeptLinear]:
+    """Return the constructor of a layer's matrix; quantization is `none`, `int4` or a key of SCALED.
+
+    deterministic: a row's result does not depend on the other rows. Sums of int8 are exact, so they never do.
+    """
     if quantization == "none":
-        return PlainLinear
+        return InvariantLinear if deterministic else PlainLinear
     if quantization == "int4":
         return Int4Linear.of
     return lambda weight, bias: ScaledLinear.of(weight, bias, SCALED[quantization])
+
+
+HEAD_ROWS = 64
+"""A head is padded to a multiple of so many rows: logits of an odd vocabulary would lie in unaligned rows."""
+
+
+def padded_head(weight: Tensor, quantization: str = "none", *, deterministic: bool = False) -> KeptLinear:
+    """Return the product with a head [vocab, hidden], zero rows appended. The caller cuts off their logits.
+
+    The head is float8 if the layers are quantized to float8, else plain: each decode step reads the whole head, so it
+    counts like a layer's matrices.
+    """
+    make = linear_of("fp8" if quantization == "fp8" else "none", deterministic=deterministic)
+    return make(pad_rows(weight), None)
+
+
+def pad_rows(weight: Tensor) -> Tensor:
+    """Append zero rows up to a multiple of HEAD_ROWS; weight: [vocab, hidden]."""
+    missing = -len(weight) % HEAD_ROWS
+    return functional.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
 def can_pack_int4(*widths: int) -> bool:

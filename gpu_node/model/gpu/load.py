@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from functools import partial
 
 import torch
@@ -18,11 +17,11 @@ from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import MIN_COMPUTE_CAPABILITY, Device
-from penstock.gpu_node.model.gpu.graphs import bucket_sizes
+from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
-from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4
+from penstock.gpu_node.model.gpu.linear import HEAD_ROWS, SCALED, can_pack_int4, padded_head
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
-from penstock.gpu_node.model.gpu.profile import bytes_left, peak_bytes, run_largest_step
+from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_bytes, run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.gpu.stored import StoredLinearLoader
@@ -36,6 +35,7 @@ _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _KV_DTYPES = _DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _UTILIZATION = 0.9
+_GIB = 1 << 30
 
 
 @translate_out_of_memory()
@@ -47,19 +47,22 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     kept = name if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     layout = KvLayout(spec, options.block_size, _KV_DTYPES[kept])
     tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), spec)
-    keep, report = StoredLinearLoader(options.quantization, device), lambda done: progress("load", done)
+    keep = StoredLinearLoader(options.quantization, device, deterministic=options.deterministic)
     # A separate Device has its own side stream, because the KV pool's one copies in the other direction.
     stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))
     gather = stream if options.cpu_offload_gib else tuple
-    weights = load_weights(tensors, spec, _DTYPES[name], report, device.torch, keep, gather)
+    head = partial(padded_head, quantization=options.quantization, deterministic=options.deterministic)
+    report = partial(progress, "load")
+    weights = load_weights(tensors, spec, _DTYPES[name], report, device.torch, keep, gather, head)
     weight_bytes = device.allocated_bytes()
     decoder = GpuDecoder(spec, weights, described.max_model_len)
-    adapters = GpuAdapters(spec, options.num_adapter_slots, options.max_lora_rank, _DTYPES[name], device.torch)
+    # Its own side stream, so that adapters do not wait for swapped blocks.
+    stream_of_adapters, slots = Device(device.torch), options.num_adapter_slots
+    adapters = GpuAdapters(spec, slots, options.max_lora_rank, _DTYPES[name], stream_of_adapters)
     sizes = _sizes(described, options, decoder, layout, device)
     pool = KvPool(layout, sizes.num_device_blocks, sizes.num_host_blocks, device)
-    limits = Limits(options.max_num_seqs, described.max_model_len, options.block_size, options.deterministic)
-    if options.deterministic and device.is_gpu:
-        _forbid_split_sums()
+    sizes_of_steps = options.max_num_seqs, described.max_model_len, options.block_size
+    limits = Limits(*sizes_of_steps, options.deterministic, options.max_num_batched_tokens)
     runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes)
     if device.is_gpu:
         _compile_rest(runner, decoder, pool, options)
@@ -87,6 +90,7 @@ def _device() -> torch.device:
         if capability < MIN_COMPUTE_CAPABILITY:
             has, wanted = (".".join(map(str, pair)) for pair in (capability, MIN_COMPUTE_CAPABILITY))
             raise ConfigError(f"runner gpu: {name} has compute capability {has}; at least {wanted} is needed")
+        _avoid_fragments()
         return device
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
@@ -95,12 +99,21 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
+def _avoid_fragments() -> None:
+    """Let torch's allocator grow segments, unless the operator configured it. It reads this when CUDA starts."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
     quantization = options.quantization
     if quantization not in ("auto", "none", "int4", *SCALED):
         raise ConfigError(
             f"quantization {quantization} is not supported on a GPU; supported: auto, none, int8, int4 or fp8"
         )
+    if options.deterministic and quantization in ("int4", "fp8"):
+        # Their tiles, and so the order of their sums, depend on the number of rows.
+        raise ConfigError(f"deterministic needs quantization none or int8, not {quantization}")
     if quantization == "int4" and not can_pack_int4(
         spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     ):
@@ -115,42 +128,55 @@ def _dtype_name(wanted: str, stored: str) -> str:
     return stored if stored in ("bfloat16", "float16") else "float32"
 
 
-def _forbid_split_sums() -> None:
-    """Forbid split-K matrix products, whose partial sums are added in a varying order.
-
-    Only cuBLASLt supports this; with torch's default BLAS library, products would fail.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the API is experimental
-        torch.backends.cuda.preferred_blas_library("cublaslt")
-    matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    matmul.allow_fp16_reduced_precision_reduction = (False, False)
-
-
 def _sizes(
     described: Description, options: RunnerOptions, decoder: GpuDecoder, layout: KvLayout, device: Device
 ) -> CacheSizes:
     """Return the size of the KV cache.
 
-    On a GPU without num_kv_blocks, the cache gets the memory that the largest step leaves. Without a GPU,
-    kv_cache_gib sizes it.
+    On a GPU without num_kv_blocks and kv_cache_gib, the cache gets the memory that the largest step and the graphs
+    leave. Raises ConfigError if kv_cache_gib is more than that.
     """
-    token_bytes, vocab = layout.block_bytes // options.block_size, described.spec.vocab_size
+    block_bytes = layout.block_bytes
     if not device.is_gpu:
-        return cache_sizes(described, options.model_copy(update={"cpu_offload_gib": 0.0}), token_bytes)
+        cpu_options = options.model_copy(update={"cpu_offload_gib": 0.0})
+        return cache_sizes(described, cpu_options, block_bytes // options.block_size)
     num_blocks = options.wanted_blocks
     if num_blocks is None:
-        # Return memory that only loading needed.
-        torch.cuda.empty_cache()
-        peak = peak_bytes(decoder, KvPool(layout, 1, 0, device), options.max_num_batched_tokens, options.max_num_seqs)
-        free, total = torch.cuda.mem_get_info()
-        reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        left = _bytes_for_cache(described, options, decoder, layout, device)
+        num_blocks = left // block_bytes - 1
         share = options.gpu_memory_utilization or _UTILIZATION
-        # Memory for the rows of marks and for the logits of the largest graph.
-        sampling = (8 * FIRST_ROWS + decoder.dtype.itemsize * bucket_sizes(options.max_num_seqs)[-1]) * vocab
-        left = bytes_left(total=total, free=free, reserved=reserved, peak=peak + sampling, utilization=share)
-        num_blocks = left // layout.block_bytes - 1
         if num_blocks < 1:
             raise ConfigError(f"gpu_memory_utilization {share} leaves no block of {options.block_size} tokens")
-    return CacheSizes(num_blocks, num_host_blocks(options, layout.block_bytes), layout.block_bytes)
+        if options.kv_cache_gib is not None:
+            affordable, num_blocks = num_blocks, int(options.kv_cache_gib * _GIB) // block_bytes
+            if not 1 <= num_blocks <= affordable:
+                limits = f"one block takes {block_bytes / _GIB:.4g} GiB, gpu_memory_utilization {share} leaves "
+                raise ConfigError(
+                    f"kv_cache_gib {options.kv_cache_gib} does not fit: {limits}{affordable * block_bytes / _GIB:.4g}"
+                )
+    return CacheSizes(num_blocks, num_host_blocks(options, block_bytes), block_bytes)
+
+
+def _bytes_for_cache(
+    described: Description, options: RunnerOptions, decoder: GpuDecoder, layout: KvLayout, device: Device
+) -> int:
+    """Return the GPU memory that weights, the largest step, the sampler's marks and the graphs leave."""
+    # Return memory that only loading needed.
+    torch.cuda.empty_cache()
+    pool, limit = KvPool(layout, 1, 0, device), options.max_num_batched_tokens
+    shapes = GraphShapes(options.max_num_seqs, limit, has_adapters=options.num_adapter_slots > 0)
+    peak = peak_bytes(decoder, pool, limit, options.max_num_seqs)
+    graphs = GraphMemory(
+        num_graphs=len(shapes.all),
+        num_rows=shapes.max_rows,
+        logits_width=-(-described.spec.vocab_size // HEAD_ROWS) * HEAD_ROWS,
+        itemsize=decoder.dtype.itemsize,
+        max_blocks=-(-described.max_model_len // options.block_size),
+        step_bytes=peak_bytes(decoder, pool, shapes.all[0].num_tokens, shapes.max_rows),
+    )
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    marks = 8 * FIRST_ROWS * described.spec.vocab_size
+    share = options.gpu_memory_utilization or _UTILIZATION
+    taken = peak + graphs.num_bytes + marks
+    return bytes_left(total=total, free=free, reserved=reserved, peak=taken, utilization=share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from penstock.contract.errors import ConfigError
 
 _MAPPED_AND_PORTABLE = 0
 """cudaHostRegisterDefault; GPU and host share one address space."""
@@ -29,6 +32,30 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
     # The tensor's storage holds `area`, which holds the mapping. An array's finalizers run before its memory is freed.
     weakref.finalize(area, _release, tensor.data_ptr(), device).atexit = False
     return tensor
+
+
+def check_host_address(memory: Tensor, device: torch.device) -> None:
+    """Check that kernels reach page-locked memory at its host address, as the kernels for host blocks assume.
+
+    Raises ConfigError if the driver gives the memory another address on the GPU, or none.
+    """
+    address = ctypes.c_uint64()
+    pointer = ctypes.c_void_p(memory.data_ptr())
+    try:
+        # torch does not expose the runtime's cudaHostGetDevicePointer; the driver has the same function.
+        code = int(_driver().cuMemHostGetDevicePointer_v2(ctypes.byref(address), pointer, 0))
+    except (OSError, AttributeError) as error:
+        raise ConfigError(f"swap blocks: the driver of {device} cannot be asked for addresses: {error}") from error
+    if code or address.value != memory.data_ptr():
+        found = f"error {code}" if code else f"address {address.value:#x} instead of {memory.data_ptr():#x}"
+        raise ConfigError(
+            f"swap blocks: {device} cannot read host memory where the host does "
+            f"(cudaHostGetDevicePointer: {found}); set swap_space_gib and num_swap_blocks to 0"
+        )
+
+
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _release(address: int, device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -10,6 +12,35 @@ from penstock.gpu_node.model.gpu.inputs import StepInputs, aligned
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.kernels.triton.prefill_attention import prefill_tiles
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
+
+_WORKSPACE_BYTES = 2 * (32 << 20)
+"""What cuBLAS takes on Hopper for the stream that captures graphs: its own workspace and that of cuBLASLt."""
+_EXECUTABLE_BYTES = 2 << 20
+"""Of one instantiated graph of a few hundred kernels; an estimate until a GPU was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphMemory:
+    """What the graphs of decode steps will take of the GPU's memory."""
+
+    num_graphs: int
+    num_rows: int
+    """Of the largest graph."""
+    logits_width: int
+    itemsize: int
+    """Bytes of one logit."""
+    max_blocks: int
+    """KV blocks of one sequence."""
+    step_bytes: int
+    """Peak of the largest graph's step, its logits included. All graphs share one private pool of this size."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The private pool, the logits copied out of it, the inputs, cuBLAS's workspace and the executables."""
+        logits = self.num_rows * self.logits_width * self.itemsize
+        # The block tables lie in the inputs and, spread to their full width, beside them.
+        tables = 2 * 4 * self.num_rows * self.max_blocks
+        return self.step_bytes + logits + tables + _WORKSPACE_BYTES + self.num_graphs * _EXECUTABLE_BYTES
 
 
 @torch.inference_mode()
@@ -24,6 +55,7 @@ def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_sam
     longest = min(num_tokens, decoder.num_positions)
     starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
     counts = np.diff(starts)
+    seqs = np.arange(len(counts), dtype=np.int32)
     # All contexts consist of the null block.
     tables = ints(len(counts), aligned(longest // pool.layers[0].block_size + 1))
     step = StepInputs(
@@ -33,7 +65,7 @@ def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_sam
         query_starts=torch.from_numpy(starts).to(device),
         context_lens=torch.from_numpy(counts).to(device),
         decoding=ints(0),
-        tiles=torch.from_numpy(prefill_tiles(starts, np.arange(len(counts), dtype=np.int32))).to(device),
+        tiles=torch.from_numpy(prefill_tiles(starts, seqs, decoder.query_rows)).to(device),
         sampling=ints(num_samples),
         rules=ints(num_samples, len(RULE_COLUMNS)),
         adapter_tiles=ints(0, 3),

@@ -65,10 +65,10 @@ class RowMarks:
 
 def mark_rows_of(rows: SamplingRows) -> Ints:
     """Return the row of marks of each sampling row, [num_samples]; -1 for rows that depend only on their logits."""
-    lists = zip(rows.seen, rows.banned, strict=True)
-    has_marks = np.array([bool(len(seen) or len(banned)) for seen, banned in lists], dtype=bool)
-    if rows.biased:
-        has_marks |= np.array(list(map(len, rows.biased))) > 0
+    has_marks = np.zeros(len(rows.seen), dtype=bool)
+    for arrays in (rows.seen, rows.banned, rows.biased):
+        if any(map(len, arrays)):
+            has_marks |= np.fromiter(map(len, arrays), np.int64, len(arrays)) > 0
     if rows.masks is not None:
         has_marks |= rows.masks.rows >= 0
     return np.where(has_marks, np.cumsum(has_marks) - 1, -1).astype(np.int32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,23 +13,25 @@ from torch import Tensor
 
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
-from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
-from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
+from penstock.gpu_node.model.gpu.device import Device
+from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes, StepShape, pad_step
+from penstock.gpu_node.model.gpu.graphs import StepGraphs
+from penstock.gpu_node.model.gpu.in_flight import InFlightStep, OnHost, StagingBuffer
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan, StepResult
-from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan
+from penstock.gpu_node.model.torch_common.logprobs import logprobs_of
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
+from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, sample
 from penstock.kernels.triton.sending import to_device_async
 
-_OnHost = tuple[Tensor, Tensor] | None
-"""The two arrays of `Logprobs` in pinned memory; None where no row wants logprobs."""
 FIXED_SPLITS = 8
-"""Parts of a context in deterministic mode, where a row's result must not depend on the batch size."""
+"""Parts of a context in mixed steps, and in all steps of deterministic mode: there a row's result must not depend on
+the batch size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Limits:
     max_model_len: int
     block_size: int
     deterministic: bool = False
+    max_num_batched_tokens: int = 8192
 
 
 class GpuRunner:
@@ -69,17 +71,20 @@ class GpuRunner:
         self._profiler = TorchProfiler()
         self._limits = limits
         self._device = device
-        self._placement = Placement(weight_bytes, device.uuid)
+        self._placement = Placement(weight_bytes, device.uuid, leaves_core_free=usable_cores() > 1)
         rows, vocab = limits.max_num_seqs, decoder.spec.vocab_size
         self._row_marks = RowMarks(vocab, device.torch)
         self._no_marks = Marks.empty(0, vocab, device.torch)
         max_blocks = -(-limits.max_model_len // limits.block_size)
         with torch.inference_mode():
-            # More rows than sequences, because padding rows of a graph's batch sample too.
-            self._tokens = torch.zeros(2 * rows + 32, dtype=torch.int32, device=device.torch)
-            self._graphs = DecodeGraphs(device, self._compute, rows, max_blocks, (vocab, decoder.dtype))
-        self._unfinished = _InFlightStep(device.record_event(), device.record_event())
-        self._staging_buffers = deque(_StagingBuffer(device) for _ in range(self.max_in_flight))
+            shapes = GraphShapes(rows, limits.max_num_batched_tokens, has_adapters=adapters.num_slots > 0)
+            # Padding rows of a graph's batch sample too.
+            self._tokens = torch.zeros(shapes.max_rows, dtype=torch.int32, device=device.torch)
+            self._graphs = StepGraphs(device, self._compute, shapes, max_blocks, (vocab, decoder.dtype))
+        self.replays = True
+        """Whether graphs are replayed. If not, their steps are computed with the same padding, for comparisons."""
+        self._unfinished = InFlightStep(device.record_event(), device.record_event())
+        self._staging_buffers = deque(StagingBuffer(device) for _ in range(self.max_in_flight))
 
     @property
     def cache_sizes(self) -> CacheSizes:
@@ -113,7 +118,7 @@ class GpuRunner:
 
     @translate_out_of_memory()
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> _InFlightStep:
+    def submit(self, plan: StepPlan) -> InFlightStep:
         """Start a step."""
         self._unfinished.run_deferred()
         staging = self._staging_buffers[0]
@@ -124,8 +129,14 @@ class GpuRunner:
         copied = self._device.record_event()
         if self._pool.has_host_block(plan.block_tables):
             self._pool.wait_for_swap_out()
-        mark_rows, in_flight = mark_rows_of(plan.sampling), _InFlightStep(started, copied)
-        logits, hidden = self._run(staging, pack_step(plan, self._limits.block_size), plan.pooled)
+        mark_rows, in_flight = mark_rows_of(plan.sampling), InFlightStep(started, copied)
+        step = self._packed(plan)
+        shape = self._graphs.find(step)
+        if isinstance(shape, str):
+            in_flight.eager = shape
+            logits, hidden = self._run_eagerly(staging, step, plan.pooled)
+        else:
+            logits, hidden = self._run_graph(staging, pad_step(step, shape), shape), None
 
         @torch.inference_mode()
         def choose() -> None:
@@ -149,7 +160,7 @@ class GpuRunner:
         self._unfinished.run_deferred()
         staging = self._staging_buffers[0]
         staging.wait()
-        step = pack_step(plan, self._limits.block_size)
+        step = self._packed(plan)
         everywhere = np.arange(len(plan.token_ids), dtype=np.int32)
         step = replace(step, sampling=everywhere, sampled_adapter_tiles=step.adapter_tiles)
         hidden = self._hidden(self._on_device(staging, step))
@@ -168,13 +179,19 @@ class GpuRunner:
         """Load an adapter into a slot, after the steps that were already submitted."""
         self._adapters.set(adapter_slot, adapter)
 
-    def _run(
-        self, staging: _StagingBuffer, step: StepInputs[Ints], pooled: PooledTokens | None
+    def _packed(self, plan: StepPlan) -> StepInputs[Ints]:
+        return pack_step(plan, self._limits.block_size, self._decoder.query_rows)
+
+    def _run_graph(self, staging: StagingBuffer, step: StepInputs[Ints], shape: StepShape) -> Tensor:
+        """Return the logits of a step that is padded to `shape`."""
+        if not self.replays:
+            return self._compute(self._on_device(staging, step))
+        return self._graphs.run(staging.packed(step), step, shape)
+
+    def _run_eagerly(
+        self, staging: StagingBuffer, step: StepInputs[Ints], pooled: PooledTokens | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits of a step, and the hidden states of its pooled tokens if there are any."""
-        if self._graphs.can_run(step):
-            step = self._graphs.padded(step)
-            return self._graphs.run(staging.packed(step), step), None
         on_device = self._on_device(staging, step)
         hidden = self._hidden(on_device)
         if pooled is None:
@@ -193,7 +210,7 @@ class GpuRunner:
             self._tokens[:rows] = sample(logits[:rows], step.rules, self._no_marks)
         return logits
 
-    def _logprobs(self, plan: StepPlan, logits: Tensor) -> tuple[_OnHost, _OnHost]:
+    def _logprobs(self, plan: StepPlan, logits: Tensor) -> tuple[OnHost, OnHost]:
         """Return the logprobs of the sampling rows and of the scored tokens; None where they are not wanted."""
         rows, wanted, scored = len(plan.sample_tokens), plan.sampling.num_logprobs, plan.scored
         logprobs = scores = None
@@ -217,80 +234,10 @@ class GpuRunner:
         # A failed row has -1 for a token; the result of its next step is discarded.
         ids = torch.where(given < 0, earlier, given).clamp(min=0)
         splits = FIXED_SPLITS
-        if not self._limits.deterministic and len(step.decoding):
+        if len(step.decoding) and not len(step.tiles) and not self._limits.deterministic:
             splits = num_splits(len(step.decoding), self._decoder.spec.num_kv_heads, self._device.torch)
         return self._decoder.hidden(step, ids, self._pool.layers, splits, self._adapters.rows_of(step))
 
-    def _on_device(self, staging: _StagingBuffer, step: StepInputs[Ints]) -> StepInputs[Tensor]:
+    def _on_device(self, staging: StagingBuffer, step: StepInputs[Ints]) -> StepInputs[Tensor]:
         arrival = torch.empty(size_of(step), dtype=torch.int32, device=self._device.torch)
         return to_device(staging.packed(step), arrival, step)
-
-
-class _StagingBuffer:
-    """Pinned memory that transfers one step's inputs to the device and its tokens back."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._packed = device.pinned(1 << 12, dtype=torch.int32)
-        self._tokens = device.pinned(0, dtype=torch.int32)
-        self.copied: DeviceEvent = device.record_event()
-
-    def wait(self) -> None:
-        """Wait until the last step has finished with the buffer."""
-        self.copied.wait()
-
-    def packed(self, step: StepInputs[Ints]) -> Tensor:
-        """Return pinned memory that is large enough for a packed step."""
-        needed = size_of(step)
-        if len(self._packed) < needed:
-            self._packed = self._device.pinned(2 * needed, dtype=torch.int32)
-        return self._packed
-
-    def copy_back(self, tokens: Tensor) -> Tensor:
-        """Start to copy tokens to the host; the result is valid once the event `copied` is reached."""
-        if len(self._tokens) < len(tokens):
-            self._tokens = self._device.pinned(2 * len(tokens), dtype=torch.int32)
-        here = self._tokens[: len(tokens)]
-        here.copy_(tokens, non_blocking=True)
-        self.copied = self._device.record_event()
-        return here
-
-
-class _InFlightStep:
-    """A step that may still be running. Its tokens are in a staging buffer that the step after the next reuses."""
-
-    def __init__(self, started: DeviceEvent, copied: DeviceEvent) -> None:
-        self._started = started
-        self._copied = copied
-        self._done = copied
-        self._tokens = torch.empty(0, dtype=torch.int32)
-        self.deferred: Callable[[], None] | None = None
-        """Work that is still to be submitted to the device."""
-        self._logprobs: tuple[_OnHost, _OnHost] = None, None
-        self.hidden: Tensor | None = None
-        """The hidden states of the pooled tokens in pinned memory."""
-
-    def set_tokens(self, tokens: Tensor, done: DeviceEvent) -> None:
-        """Set the pinned tensor that holds the tokens once the event `done` is reached."""
-        self._tokens, self._done = tokens, done
-
-    def note_logprobs(self, logprobs: _OnHost, scores: _OnHost) -> None:
-        """Keep the logprobs of the sampling rows and of the scored tokens."""
-        self._logprobs = logprobs, scores
-
-    @translate_out_of_memory()
-    def run_deferred(self) -> None:
-        """Submit the deferred work, if any, to the device."""
-        deferred, self.deferred = self.deferred, None
-        if deferred is not None:
-            deferred()
-
-    def result(self) -> StepResult:
-        self.run_deferred()
-        self._done.wait()
-        # Sampling is part of the same graph as the forward pass.
-        forward_ms, copy_ms = self._done.ms_since(self._copied), self._copied.ms_since(self._started)
-        logprobs, scores = (None if tensors is None else to_numpy(*tensors) for tensors in self._logprobs)
-        tokens = self._tokens.numpy().copy()
-        hidden = None if self.hidden is None else self.hidden.numpy()
-        return StepResult(tokens, forward_ms, 0.0, copy_ms, logprobs, scores, hidden)

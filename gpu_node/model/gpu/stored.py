@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.files import Stored
 from penstock.gpu_node.model.checkpoint.gguf_blocks import BLOCK, block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
@@ -14,6 +15,7 @@ from penstock.gpu_node.model.checkpoint.tensors import StoredLinear
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.linear import SCALED, Int4Linear, KeptLinear, ScaledLinear, linear_of
 from penstock.gpu_node.model.torch_common.tensors import Convert
+from penstock.kernels.triton.products import pair_scales
 
 _HALF_BLOCK = BLOCK // 2
 
@@ -21,8 +23,9 @@ _HALF_BLOCK = BLOCK // 2
 class StoredLinearLoader:
     """Loads matrices in one format. `auto` keeps each stored format that has a kernel, else the decoder's dtype."""
 
-    def __init__(self, quantization: str, device: Device) -> None:
+    def __init__(self, quantization: str, device: Device, *, deterministic: bool = False) -> None:
         self._quantization = quantization
+        self._deterministic = deterministic
         self._device = device
         self.formats: set[str] = set()
         """The formats in use, out of `none`, `int4`, `int8` and `fp8`."""
@@ -33,14 +36,16 @@ class StoredLinearLoader:
         name = self._stored_format(stored.weights) if self._quantization == "auto" else None
         if name is None:
             name = "none" if self._quantization == "auto" else self._quantization
-            kept = linear_of(name)(convert(stored.weights), bias)
+            kept = linear_of(name, deterministic=self._deterministic)(convert(stored.weights), bias)
         elif name == "int4":
             packed, scales, minima = (self._put(parts) for parts in zip(*map(_int4, stored.weights), strict=True))
-            kept = Int4Linear(packed, scales, minima, bias)
+            kept = Int4Linear(packed, pair_scales(scales, minima), bias)
         else:
             rows = (_scaled(part) for part in stored.weights if isinstance(part, ScaledTensor))
             numbers, scales = (self._put(parts) for parts in zip(*rows, strict=True))
             kept = ScaledLinear(numbers.view(SCALED[name]), scales, bias)
+        if self._deterministic and name in ("int4", "fp8"):
+            raise ConfigError(f"deterministic needs quantization none or int8; the checkpoint's matrices are {name}")
         self.formats.add(name)
         return kept
 

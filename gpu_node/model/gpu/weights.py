@@ -7,11 +7,12 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear
-from penstock.gpu_node.model.gpu.linear import PlainLinear
+from penstock.gpu_node.model.gpu.linear import PlainLinear, pad_rows, padded_head
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.torch_common.tensors import Convert, Converter, read_layer, read_norm
 
@@ -32,14 +33,19 @@ def load_weights(
     device: torch.device,
     linear: MakeLinear = plain_linear,
     gather: Callable[[Iterator[LayerWeights]], Iterable[LayerWeights]] = tuple,
+    head: Callable[[Tensor], Product] = padded_head,
 ) -> DecoderWeights:
     """Read, fuse and convert a checkpoint layer by layer onto a device.
 
-    linear: makes the layers' matrices; embedding and head are always in `dtype`. gather: collects the layers as they
-    are read. Raises ConfigError that names a missing tensor or one with another shape.
+    linear: makes the layers' matrices; gather: collects the layers as they are read; head: makes the head of its weight
+    in `dtype`, [vocab, hidden]. The embedding is always in `dtype`. Raises ConfigError that names a missing tensor or
+    one with another shape.
     """
     convert = Converter(dtype, device)
     embedding = convert.tensor(tensors.embedding())
+    if spec.tied_head:
+        # Both use the padded table; padding rows are no token's embedding.
+        embedding = pad_rows(embedding)
     tensors.release()
 
     def layers() -> Iterator[LayerWeights]:
@@ -52,5 +58,5 @@ def load_weights(
         embedding=partial(functional.embedding, weight=embedding),
         layers=gather(layers()),
         final_norm=read_norm(tensors.final_norm(), convert, spec.norm_eps),
-        head=PlainLinear(embedding if spec.tied_head else convert.tensor(tensors.head()), None),
+        head=head(embedding if spec.tied_head else convert.tensor(tensors.head())),
     )

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.spec import MATRICES, MatrixName, ModelSpec
+from penstock.gpu_node.model.architecture.spec import MatrixName, ModelSpec
 from penstock.gpu_node.model.checkpoint.files import StoredTensor, read_safetensors
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
@@ -89,7 +89,7 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
     stored = dict(read_safetensors(weights, weights.read_bytes()))
     pairs: dict[tuple[int, MatrixName], tuple[_Pair, ...]] = {}
     for layer in range(spec.num_layers):
-        for matrix in MATRICES:
+        for matrix in spec.adapted_matrices:
             found = tuple(_pairs_of(stored, spec, layer, matrix, rank))
             if found:
                 pairs[layer, matrix] = found

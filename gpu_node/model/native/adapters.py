@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.architecture.spec import MatrixName
 from penstock.gpu_node.model.checkpoint.files import Checkpoint
-from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredNorm
 from penstock.gpu_node.model.lora.low_rank import LowRank
 from penstock.gpu_node.model.protocol import Adapter
 from penstock.kernels.cpu.formats import RowLayout
@@ -32,15 +33,19 @@ class NativeAdapters:
         """Load an adapter into a slot. No step may be running."""
         for layer in range(self._spec.num_layers):
             for matrix, slot in _SLOTS.items():
-                parts = [self._part(matrix, part) for part in adapter.low_ranks(layer, matrix)]
+                parts = [rows for part in adapter.low_ranks(layer, matrix) for rows in self._rows(matrix, part)]
                 gains = self._gains.get((layer, matrix)) if parts else None
                 self._model.set_adapter(adapter_slot, slot, layer, parts, gains)
 
-    def _part(self, matrix: MatrixName, part: LowRank) -> LowRankRows:
-        layout, first = RowLayout.PLAIN, sum(rows for _, rows in self._spec.parts_of(matrix)[: part.part])
+    def _rows(self, matrix: MatrixName, part: LowRank) -> Iterator[LowRankRows]:
+        down, up = np.ascontiguousarray(part.down), np.ascontiguousarray(part.up)
         if matrix == "mlp_in" and self._spec.is_gated:
-            layout, first = (RowLayout.FIRST_HALF, RowLayout.SECOND_HALF)[part.part], 0
-        return LowRankRows(layout, first, np.ascontiguousarray(part.down), np.ascontiguousarray(part.up))
+            halves = np.split(up, 2) if self._spec.fused_gate else (up,)
+            for half, rows in enumerate(halves, start=part.part):
+                yield LowRankRows((RowLayout.FIRST_HALF, RowLayout.SECOND_HALF)[half], 0, down, rows)
+            return
+        first = sum(rows for _, rows in self._spec.parts_of(matrix)[: part.part])
+        yield LowRankRows(RowLayout.PLAIN, first, down, up)
 
     @cached_property
     def _gains(self) -> dict[tuple[int, MatrixName], NDArray[np.float32]]:
@@ -54,6 +59,8 @@ class NativeAdapters:
         gains: dict[tuple[int, MatrixName], NDArray[np.float32]] = {}
         for layer in range(self._spec.num_layers):
             norm = tensors.attention_norm(layer)
-            gains[layer, "qkv"] = norm.weight.to_float32()
-            gains[layer, "mlp_in"] = (tensors.mlp_norm(layer) or norm).weight.to_float32()
+            norms: dict[MatrixName, StoredNorm | None] = {"qkv": norm, "mlp_in": tensors.mlp_norm(layer) or norm}
+            for matrix, own in norms.items():
+                if own is not None:
+                    gains[layer, matrix] = own.weight.to_float32() + np.float32(self._spec.norm_offset)
         return gains

@@ -9,30 +9,17 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.checkpoint.files import Stored
 from penstock.gpu_node.model.checkpoint.gguf_blocks import block_kind, in_blocks
-from penstock.kernels.cpu.formats import Format, Run, Source
+from penstock.kernels.cpu.formats import PANEL, STORED_FORMATS, Format, Run, Source
 
 _FORMATS = {"none": Format.BF16, "int8": Format.INT8, "int8_group": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
 _OWN = {
     **dict.fromkeys(("bfloat16", "float16", "float32"), Format.BF16),
-    **dict.fromkeys(("q4_0", "q4_1"), Format.INT4_GROUP),
+    "q4_1": Format.INT4_GROUP,
     "q8_0": Format.INT8_GROUP,
-    "q4_k": Format.Q4_K,
-    "q5_k": Format.Q5_K,
-    "q6_k": Format.Q6_K,
+    **{weights.name.lower(): weights for weights in STORED_FORMATS},
 }
 """The lossless format of each stored kind. Every other kind is dequantized and kept as grouped int8."""
-_PANEL_ROWS = 32
-_SOURCES = {
-    "float32": Source.FLOAT32,
-    "bfloat16": Source.BFLOAT16,
-    "q4_0": Source.Q4_0,
-    "q4_1": Source.Q4_1,
-    "q8_0": Source.Q8_0,
-    "q4_k": Source.Q4_K,
-    "q5_k": Source.Q5_K,
-    "q6_k": Source.Q6_K,
-    "float16": Source.FLOAT16,
-}
+_SOURCES = {source.name.lower(): source for source in Source}
 
 
 def runs_of(parts: Sequence[Stored], quantization: str, *, interleaved: bool) -> list[Run]:
@@ -49,7 +36,7 @@ def runs_of(parts: Sequence[Stored], quantization: str, *, interleaved: bool) ->
         return [(formats[0], sum(num_rows))]
     if Format.BF16 in formats:
         return [(Format.BF16, sum(num_rows))]
-    if interleaved or any(count % _PANEL_ROWS for count in num_rows[:-1]):
+    if interleaved or any(count % PANEL for count in num_rows[:-1]):
         return [(Format.INT8_GROUP, sum(num_rows))]
     return list(zip(formats, num_rows, strict=True))
 

@@ -13,13 +13,13 @@ from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.native.adapters import NativeAdapters
 from penstock.gpu_node.model.native.packed_file import PackedWriter
 from penstock.gpu_node.model.native.packing import Packer
-from penstock.gpu_node.model.native.positions import set_positions
+from penstock.gpu_node.model.native.positions import rope_tables, set_positions
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import packed_once
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.kernels.cpu.abi import AbiError, KernelError
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path
-from penstock.kernels.cpu.formats import Format, KvFormat
+from penstock.kernels.cpu.formats import PANEL, Format, KvFormat
 from penstock.kernels.cpu.library import Activation, NativeModel, NativeSpec, Slot
 from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 from penstock.runtime.cache_folders import private_folder
@@ -130,12 +130,25 @@ def _check(described: Description, options: RunnerOptions) -> None:
         reason = f"the KV cache may be bfloat16 or int8, not {options.kv_cache_dtype}"
         raise NativeUnavailableError(reason, "--kv-cache-dtype int8")
     if options.block_size % PAGE_TOKENS:
-        reason = f"block_size {options.block_size} is not a multiple of {PAGE_TOKENS}"
-        raise NativeUnavailableError(reason, f"--block-size {PAGE_TOKENS}")
-    head_dim = described.spec.head_dim
+        reason = f"block_size {options.block_size}: the native kernels need 16 or 32, because a page has {PAGE_TOKENS}"
+        raise NativeUnavailableError(f"{reason} tokens", f"--block-size {PAGE_TOKENS}")
+    _check_sizes(described.spec)
+
+
+def _check_sizes(spec: ModelSpec) -> None:
+    head_dim = spec.head_dim
     if head_dim % PAGE_TOKENS or head_dim > MAX_HEAD_DIM:
         reason = f"head_dim {head_dim} is not a multiple of {PAGE_TOKENS} of at most {MAX_HEAD_DIM}"
         raise NativeUnavailableError(reason, "use a model with another head_dim, or a GPU")
+    if spec.experts is None:
+        return
+    if spec.hidden_size % PANEL or spec.intermediate_size % (PANEL // 2):
+        reason = f"experts with hidden size {spec.hidden_size} and intermediate size {spec.intermediate_size}"
+        reason += f" do not fill panels: multiples of {PANEL} and {PANEL // 2} are needed"
+        raise NativeUnavailableError(reason, "--runner torch")
+    if spec.names.post_mlp_norm is not None or spec.mlp_bias or not spec.is_gated:
+        reason = "experts with biases, without gates or with norms of their outputs are not supported"
+        raise NativeUnavailableError(reason, "--runner torch")
 
 
 def _kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:
@@ -165,6 +178,19 @@ def _native_spec(described: Description, options: RunnerOptions, num_blocks: int
         has_layer_norms=spec.norm == "layer",
         is_gated=spec.is_gated,
         is_parallel=spec.parallel_residual,
+        has_input_norms=spec.names.attention_norm is not None,
+        has_output_norms=spec.names.post_attention_norm is not None,
+        joins_head_norms=spec.joint_head_norms,
+        num_ropes=len(rope_tables(spec)),
+        num_experts=0 if spec.experts is None else spec.experts.count,
+        experts_per_token=0 if spec.experts is None else spec.experts.per_token,
+        normalizes_experts=spec.experts is not None and spec.experts.normalized,
+        embedding_scale=spec.embedding_scale,
+        residual_scale=spec.residual_scale,
+        score_scale=spec.score_scale or 0.0,
+        score_cap=spec.score_cap or 0.0,
+        logit_scale=spec.logit_scale,
+        logit_cap=spec.logit_cap or 0.0,
     )
 
 
@@ -172,9 +198,11 @@ def _is_rotated(spec: ModelSpec, quantization: str) -> bool:
     """Return whether the hidden state is Hadamard-rotated, which spreads outlier channels over all channels.
 
     Only int8 needs it: a row has a single scale there, while grouped formats have one per group. RMS norms commute
-    with the rotation; layer norms do not, because they subtract the mean over channels.
+    with the rotation if a matrix follows that their weights can be multiplied into: norms of outputs do not, nor does a
+    router. Layer norms do not either, because they subtract the mean over channels.
     """
-    return quantization == "int8" and spec.norm == "rms"
+    has_output_norms = spec.names.post_attention_norm is not None
+    return quantization == "int8" and spec.norm == "rms" and not has_output_norms and spec.experts is None
 
 
 def _quantization(spec: ModelSpec, wanted: str) -> str:

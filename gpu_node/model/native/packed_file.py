@@ -2,7 +2,8 @@
 
 The file has one page of header, page-aligned matrices, float32 vectors aligned to cache lines, and a JSON table of
 contents. The header holds the file's size and checksums of itself and the table, so truncated or foreign files are
-rejected.
+rejected. Writing a file to disk takes longer than packing it, so a new file is used before that is done. Until then its
+header names the boot of the machine, and after another boot the file is rejected.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 
 KEY_DIGITS = 32
 _MAGIC = b"penstock weights"
-_HEADER = struct.Struct(f"<{len(_MAGIC)}s{KEY_DIGITS}sQQ16s")
-"""Magic, key, start of the table, end of the file, digest of the table. The header's own digest follows."""
+_HEADER = struct.Struct(f"<{len(_MAGIC)}s{KEY_DIGITS}sQQ16s36s")
+"""Magic, key, start of the table, end of the file, digest of the table, boot. The header's own digest follows."""
+_ON_DISK = bytes(36)
+"""Instead of a boot: the whole file is on disk."""
 _PAGE = 4096
 _LINE = 64
 
@@ -55,14 +58,13 @@ class PackedWriter:
         self._table["biases"].append([slot, layer, first, layout, self._put(values, _LINE), values.nbytes])
 
     def finish(self, formats: Iterable[Format]) -> None:
-        """Write the table and the header, and flush the whole file to disk."""
+        """Write the table and the header. The file is not on disk yet: see `flush_to_disk`."""
         table = json.dumps(self._table | {"formats": sorted(formats)}).encode()
         start = self._put(np.frombuffer(table, np.uint8), _LINE)
-        header = _HEADER.pack(_MAGIC, self._key.encode(), start, self._file.tell(), _digest(table))
+        header = _HEADER.pack(_MAGIC, self._key.encode(), start, self._file.tell(), _digest(table), boot_id())
         self._file.seek(0)
         self._file.write(header + _digest(header))
         self._file.flush()
-        os.fsync(self._file.fileno())
 
     def _put(self, values: NDArray[Any], alignment: int) -> int:
         """Write values at the next aligned offset and return that offset."""
@@ -92,8 +94,11 @@ class PackedWeights:
                 raise ValueError(f"the file has {file.tell()} bytes, its header says {end}")
             mapped = mmap.mmap(file.fileno(), end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         table = mapped[start:end]
-        if _digest(table) != _HEADER.unpack_from(header)[-1]:
+        *_, table_digest, boot = _HEADER.unpack_from(header)
+        if _digest(table) != table_digest:
             raise ValueError("the table of contents is damaged")
+        if boot not in (_ON_DISK, boot_id()):
+            raise ValueError("the machine restarted before the whole file was on disk")
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_WILLNEED):
             # Some Linux kernels support only one of the two.
             with suppress(OSError):
@@ -114,12 +119,28 @@ class PackedWeights:
         return self._content[start : start + size].view(np.float32)
 
 
+def boot_id() -> bytes:
+    """Return the id of the machine's current boot, 36 bytes."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()[:36]
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until a whole file is on disk, then say so in its header. Raises OSError."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+        header = file.read(_HEADER.size)[: -len(_ON_DISK)] + _ON_DISK
+        file.seek(0)
+        file.write(header + _digest(header))
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _table_span(header: bytes, key: str) -> tuple[int, int]:
     """Return the start of the table, and its end, which is also the end of the file. Raises ValueError."""
     fixed, digest = header[: _HEADER.size], header[_HEADER.size :][:16]
     if not header.startswith(_MAGIC) or _digest(fixed) != digest:
         raise ValueError("the file has no valid header of packed weights")
-    _, its_key, start, end, _ = _HEADER.unpack(fixed)
+    _, its_key, start, end, *_ = _HEADER.unpack(fixed)
     if its_key != key.encode():
         raise ValueError("the file was packed from other weights")
     return start, end

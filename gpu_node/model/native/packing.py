@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -13,7 +14,7 @@ from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
 from penstock.gpu_node.model.native.formats import rows_of, runs_of
 from penstock.gpu_node.model.native.packed_file import PackedWriter
-from penstock.kernels.cpu.formats import Format, RowLayout, Run
+from penstock.kernels.cpu.formats import PANEL, Format, RowLayout, Run
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 
 _SLAB_BYTES = 16 << 20
@@ -70,12 +71,22 @@ class Packer:
         tensors, attention_norm = self._tensors, self._tensors.attention_norm(layer)
         self._fuse(Slot.QKV, layer, tensors.qkv(layer), self._set_norm(Vector.ATTENTION_NORM, layer, attention_norm))
         for vector, weight in zip((Vector.Q_NORM, Vector.K_NORM), tensors.head_norms(layer) or (), strict=False):
-            self._set_vector(vector, layer, weight.to_float32())
+            self._set_vector(vector, layer, weight.to_float32() + np.float32(self._spec.norm_offset))
         self._fuse(Slot.OUT, layer, tensors.out(layer))
         gains = self._set_norm(Vector.MLP_NORM, layer, tensors.mlp_norm(layer) or attention_norm)
+        self._set_norm(Vector.ATTENTION_OUTPUT_NORM, layer, tensors.post_attention_norm(layer))
+        self._set_norm(Vector.MLP_OUTPUT_NORM, layer, tensors.post_mlp_norm(layer))
+        self._pack_mlp(layer, gains)
+
+    def _pack_mlp(self, layer: int, gains: _Gains) -> None:
+        """Pack an MLP. The matrices of several experts are one matrix, with their rows one after another."""
+        router, experts = self._tensors.router(layer), list(self._tensors.experts(layer))
+        if router is not None:
+            self._set_vector(Vector.ROUTER, layer, _padded_columns(router.to_float32()))
+        inner, out = (_joined(linears) for linears in zip(*experts, strict=True))
         pack_inner = self._interleave if self._spec.is_gated else self._fuse
-        pack_inner(Slot.MLP_IN, layer, tensors.mlp_in(layer), gains)
-        self._fuse(Slot.MLP_OUT, layer, tensors.mlp_out(layer))
+        pack_inner(Slot.MLP_IN, layer, inner, gains)
+        self._fuse(Slot.MLP_OUT, layer, out)
 
     def _fuse(self, slot: Slot, layer: int, linear: StoredLinear, gains: _Gains = None) -> None:
         """Pack the parts into one matrix, with their rows one after another."""
@@ -83,8 +94,14 @@ class Packer:
         self._fill(slot, layer, linear, [(RowLayout.PLAIN, first) for first in firsts[:-1]], gains)
 
     def _interleave(self, slot: Slot, layer: int, linear: StoredLinear, gains: _Gains) -> None:
-        """Pack two parts into one matrix in which their rows alternate by half panels."""
-        self._fill(slot, layer, linear, [(RowLayout.FIRST_HALF, 0), (RowLayout.SECOND_HALF, 0)], gains)
+        """Pack pairs of parts into one matrix, pair after pair; the rows of a pair alternate by half panels."""
+        num_rows = linear.weights[0].shape[0] + linear.weights[1].shape[0]
+        layouts = [
+            (layout, pair * num_rows)
+            for pair in range(len(linear.weights) // 2)
+            for layout in (RowLayout.FIRST_HALF, RowLayout.SECOND_HALF)
+        ]
+        self._fill(slot, layer, linear, layouts, gains)
 
     def _fill(
         self, slot: Slot, layer: int, linear: StoredLinear, layouts: list[tuple[RowLayout, int]], gains: _Gains
@@ -128,9 +145,11 @@ class Packer:
         self._model.allocate(slot, layer, runs, parts[0].shape[1])
         return runs
 
-    def _set_norm(self, vector: Vector, layer: int, norm: StoredNorm) -> _Gains:
+    def _set_norm(self, vector: Vector, layer: int, norm: StoredNorm | None) -> _Gains:
         """Set a norm's weights. With rotation, set ones and return the weights to fold into the next matrix."""
-        gains = norm.weight.to_float32()
+        if norm is None:
+            return None
+        gains = norm.weight.to_float32() + np.float32(self._spec.norm_offset)
         self._set_vector(vector, layer, np.ones_like(gains) if self._rotated else gains)
         if norm.bias is not None:
             self._set_vector(_NORM_BIASES[vector], layer, norm.bias.to_float32())
@@ -140,3 +159,16 @@ class Packer:
         self._model.set_vector(vector, layer, values)
         if self._keep is not None:
             self._keep.add_vector(vector, layer, values)
+
+
+def _joined(linears: Sequence[StoredLinear]) -> StoredLinear:
+    """Return one matrix of the parts of all."""
+    return StoredLinear(
+        tuple(part for linear in linears for part in linear.weights),
+        tuple(part for linear in linears for part in linear.biases),
+    )
+
+
+def _padded_columns(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Pad columns with zeros as the kernels pad hidden states."""
+    return np.pad(values, ((0, 0), (0, -values.shape[1] % PANEL)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.gpu_node.model.architecture.description import Description
+from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.kernels.cpu.library import NativeModel, Vector
 
@@ -11,13 +12,19 @@ _CHUNK_TOKENS = 64
 
 
 def set_positions(model: NativeModel, described: Description) -> None:
-    """Set each layer's attention window, and the RoPE angles or the ALiBi score biases by position."""
+    """Set each layer's attention window and RoPE, and the RoPE angles or the ALiBi score biases by position."""
     spec = described.spec
-    for layer, window in enumerate(spec.windows):
-        model.set_window(layer, window or 0)
+    tables = rope_tables(spec)
+    for layer, (window, rope) in enumerate(zip(spec.windows, spec.ropes, strict=True)):
+        model.set_layer_positions(layer, window or 0, -1 if rope is None else tables.index(rope))
     if spec.rope is None:
         num_positions = -(-described.max_model_len // _CHUNK_TOKENS) * _CHUNK_TOKENS
         model.set_vector(Vector.POSITION_BIASES, 0, alibi_biases(spec, num_positions))
-        return
-    for vector, table in zip((Vector.COS, Vector.SIN), rope_angles(spec.rope, described.max_model_len), strict=True):
-        model.set_vector(vector, 0, table)
+    for i, rope in enumerate(tables):
+        for vector, table in zip((Vector.COS, Vector.SIN), rope_angles(rope, described.max_model_len), strict=True):
+            model.set_vector(vector, i, table)
+
+
+def rope_tables(spec: ModelSpec) -> list[Rope]:
+    """Return the different RoPEs of a model's layers."""
+    return list(dict.fromkeys(rope for rope in spec.ropes if rope is not None))

@@ -21,6 +21,7 @@ from penstock.gpu_node.model.protocol import (
 )
 from penstock.gpu_node.model.token_masks import TokenMasks
 from penstock.kernels.cpu.library import NativeModel, NativePlan
+from penstock.kernels.cpu.probe import usable_cores
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class NativeRunner:
     @property
     def placement(self) -> Placement:
         """On the CPU."""
-        return Placement(self._weight_bytes)
+        return Placement(self._weight_bytes, leaves_core_free=self._num_threads < usable_cores())
 
     @property
     def verifies_drafts(self) -> bool:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from threading import Thread
 
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.files import weight_files
 from penstock.gpu_node.model.checkpoint.revision import revision_of
-from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter
+from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter, flush_to_disk
 from penstock.kernels.cpu.formats import Format
 
 _log = logging.getLogger(__name__)
@@ -33,8 +34,11 @@ def packed_once(
     """Return the cached file of a model's weights in a `layout`; pack it first if there is none.
 
     `pack` writes all weights to the given writer and returns their formats. If several processes start together, one
-    packs and the others wait. If the cache folder is unusable, logs a warning and returns None.
+    packs and the others wait. If the cache folder is unusable, logs a warning and returns None. So it does, without a
+    warning, for random weights: they take seconds to make and gigabytes to keep.
     """
+    if described.source.is_dummy:
+        return None
     key = _key(described, layout)
     name = re.sub(r"[^\w.-]+", "-", (described.source.gguf or described.source.folder.resolve()).name)
     path = cache_folder() / "weights" / f"{name}-{key}{_SUFFIX}"
@@ -94,9 +98,16 @@ def _packed(
                     writer = PackedWriter(file, key)
                     writer.finish(pack(writer))
                     part.rename(path)
+                    Thread(target=_flush, args=(path,), name="penstock-flush", daemon=True).start()
             finally:
                 part.unlink(missing_ok=True)
         return found or PackedWeights.open(path, key)
+
+
+def _flush(path: Path) -> None:
+    # A file that was removed or replaced, or is not flushed for another reason, is packed again after a reboot.
+    with suppress(OSError):
+        flush_to_disk(path)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -23,12 +23,23 @@ class LayerWeights:
     qkv: Product
     """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values."""
     head_norms: tuple[Norm, Norm] | None
-    """The norms of each head's queries and keys; None where the model has none."""
+    """The norms of queries and keys; None where the model has none."""
     out: Product
     mlp_norm: Norm
     mlp_in: Product
     """[intermediate, hidden]; a gated MLP has twice as many rows: gate, then up."""
+    """Of a mixture of experts: that of expert 0."""
     mlp_out: Product
+    post_attention_norm: Norm | None = None
+    post_mlp_norm: Norm | None = None
+    router: Product | None = None
+    """[num_experts, hidden], of a mixture of experts."""
+    more_experts: tuple[tuple[Product, Product], ...] = ()
+    """The products of experts 1, 2, ...: `mlp_in` and `mlp_out`."""
+
+    def expert(self, index: int) -> tuple[Product, Product]:
+        """Return the products of an expert."""
+        return self.more_experts[index - 1] if index else (self.mlp_in, self.mlp_out)
 
 
 @dataclass(frozen=True, slots=True)

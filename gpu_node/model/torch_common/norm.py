@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,11 +16,28 @@ class Norm:
     weight: Tensor
     bias: Tensor | None
     eps: float
+    offset: float = 0.0
+    """Added to the weight of an RMS norm, in float32."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalize x, [..., size of the weight], and return it in the weight's dtype."""
         wide, shape = x.float(), self.weight.shape
+        if self.offset:
+            gains = self.weight.float() + self.offset
+            return functional.rms_norm(wide, shape, gains, self.eps).to(self.weight.dtype)
         if self.bias is None:
             return functional.rms_norm(wide, shape, eps=self.eps).to(self.weight.dtype) * self.weight
         normed = functional.layer_norm(wide, shape, self.weight.float(), self.bias.float(), self.eps)
         return normed.to(self.weight.dtype)
+
+
+class NoNorm(Norm):
+    """Takes the place of a norm that the model does not have."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """dtype: of the returned rows."""
+        super().__init__(torch.empty(0, dtype=dtype), None, 0.0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x in the dtype of the weights."""
+        return x.to(self.weight.dtype)

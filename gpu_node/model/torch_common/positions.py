@@ -12,6 +12,7 @@ from penstock.gpu_node.model.architecture.spec import (
     FactorsScaling,
     LinearScaling,
     Llama3Scaling,
+    LongScaling,
     ModelSpec,
     Rope,
     YarnScaling,
@@ -25,7 +26,7 @@ def rope_angles(rope: Rope, num_positions: int) -> tuple[Table, Table]:
     """Return cosines and sines by position, each [num_positions, rope.dim / 2]; both halves of a head share them."""
     positions = np.arange(num_positions, dtype=np.float32)[:, None]
     angles = positions * _frequencies(rope, num_positions)
-    magnitude = np.float32(rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling) else 1)
+    magnitude = np.float32(rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling | LongScaling) else 1)
     return np.cos(angles) * magnitude, np.sin(angles) * magnitude
 
 
@@ -40,6 +41,10 @@ def _frequencies(rope: Rope, num_positions: int) -> Table:
     if isinstance(scaling, FactorsScaling):
         factors: Table = np.array(scaling.factors, dtype=np.float32)
         return frequencies / factors
+    if isinstance(scaling, LongScaling):
+        is_long = num_positions > scaling.original_max_position
+        divisors: Table = np.array(scaling.long if is_long else scaling.short, dtype=np.float32)
+        return frequencies / divisors
     if isinstance(scaling, YarnScaling):
         return _blended(frequencies, _yarn_kept(rope, scaling), scaling.factor)
     return frequencies if scaling is None else _blended(frequencies, _llama3_kept(frequencies, scaling), scaling.factor)

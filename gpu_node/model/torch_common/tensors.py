@@ -12,7 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from penstock.gpu_node.model.checkpoint.files import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import StoredLayer, StoredLinear, StoredNorm
 from penstock.gpu_node.model.torch_common.layers import LayerWeights, Product
-from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
 
 Convert: TypeAlias = Callable[[tuple[Stored, ...]], Tensor]
 """Converts stored tensors to one tensor, with their rows one after another."""
@@ -55,31 +55,44 @@ class Converter:
 
 
 def read_layer(
-    stored: StoredLayer, convert: Converter, norm_eps: float, linear: Callable[[StoredLinear, Converter], Product]
+    stored: StoredLayer,
+    convert: Converter,
+    norm_eps: float,
+    linear: Callable[[StoredLinear, Converter], Product],
+    norm_offset: float = 0.0,
 ) -> LayerWeights:
     """Read a layer's weights; `linear` makes its matrices."""
 
     def norm(stored: StoredNorm) -> Norm:
-        return read_norm(stored, convert, norm_eps)
+        return read_norm(stored, convert, norm_eps, norm_offset)
 
-    attention_norm, head_norms = norm(stored.attention_norm), stored.head_norms
+    def norm_or_none(stored: StoredNorm | None) -> Norm | None:
+        return None if stored is None else norm(stored)
+
+    attention_norm, head_norms = norm_or_none(stored.attention_norm) or NoNorm(convert.dtype), stored.head_norms
     q_and_k = (
         None if head_norms is None else (norm(StoredNorm(head_norms[0], None)), norm(StoredNorm(head_norms[1], None)))
     )
+    (mlp_in, mlp_out), *more = [(linear(inner, convert), linear(out, convert)) for inner, out in stored.experts]
     return LayerWeights(
         attention_norm=attention_norm,
         qkv=linear(stored.qkv, convert),
         head_norms=q_and_k,
         out=linear(stored.out, convert),
-        mlp_norm=attention_norm if stored.mlp_norm is None else norm(stored.mlp_norm),
-        mlp_in=linear(stored.mlp_in, convert),
-        mlp_out=linear(stored.mlp_out, convert),
+        mlp_norm=norm_or_none(stored.mlp_norm) or attention_norm,
+        mlp_in=mlp_in,
+        mlp_out=mlp_out,
+        post_attention_norm=norm_or_none(stored.post_attention_norm),
+        post_mlp_norm=norm_or_none(stored.post_mlp_norm),
+        router=None if stored.router is None else linear(StoredLinear((stored.router,)), convert),
+        more_experts=tuple(more),
     )
 
 
-def read_norm(stored: StoredNorm, convert: Converter, eps: float) -> Norm:
+def read_norm(stored: StoredNorm, convert: Converter, eps: float, offset: float = 0.0) -> Norm:
     """Read a norm's weights."""
-    return Norm(convert.tensor(stored.weight), None if stored.bias is None else convert.tensor(stored.bias), eps)
+    bias = None if stored.bias is None else convert.tensor(stored.bias)
+    return Norm(convert.tensor(stored.weight), bias, eps, offset)
 
 
 def _view(stored: Stored) -> Tensor | None:

@@ -15,6 +15,8 @@ from penstock.gpu_node.model.protocol import NULL_BLOCK, StepPlan
 
 _MAX_PADDING = 2.0
 _MIN_BLOCKS = 4
+_CAPPED_QUERIES = 64
+"""Queries of a sequence whose capped scores are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +75,21 @@ class PagedAttention:
         dtype: torch.dtype,
         biases: Tensor | None = None,
         windows: Collection[int | None] = (None,),
+        scale: float | None = None,
+        cap: float | None = None,
     ) -> None:
-        """biases: [num_heads, max_position], score biases by key position; windows: the windows of all layers."""
+        """biases: [num_heads, max_position], score biases by key position; windows: the windows of all layers.
+
+        scale, cap: `ModelSpec.score_scale` and `score_cap`.
+        """
         self._num_kv_heads = num_kv_heads
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._dtype = dtype
         self._biases = biases
         self._windows = windows
+        self._scale = scale
+        self._cap = cap
         self._scratch = torch.empty(0, dtype=dtype)
 
     def targets(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
@@ -114,7 +123,12 @@ class PagedAttention:
         mask = group.masks[window]
         num_seqs, _, num_queries, context = mask.shape
         k, v = self._gather(cache, group.pages).view(2, self._num_kv_heads, num_seqs, context, -1).unbind(0)
-        return _decode(q, k, v, mask) if num_queries == 1 else _prefill(q, k, v, mask)
+        scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
+        if num_queries == 1:
+            return _decode(q, k, v, mask, scale, self._cap)
+        if self._cap is None:
+            return _prefill(q, k, v, mask, scale)
+        return _prefill_capped(q, k, v, mask, scale, self._cap)
 
     def _gather(self, cache: KvCache, pages: Tensor) -> Tensor:
         page_size = self._block_size * cache.k.shape[-1]
@@ -157,7 +171,7 @@ class PagedAttention:
         return torch.from_numpy((heads + index).ravel())
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float | None) -> Tensor:
     """Compute attention for one query per sequence; returns q's shape.
 
     q: [B, num_heads, head_dim]; k, v: [num_kv_heads, B, S, head_dim]; mask: [B, 1 or num_heads, 1, S].
@@ -165,15 +179,15 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """
     shape = q.shape
     # The query heads that share a key head become queries of that head.
-    q = q.view(len(q), len(k), -1, q.shape[-1]).transpose(0, 1) * q.shape[-1] ** -0.5
-    scores = q @ k.transpose(-1, -2)
+    q = q.view(len(q), len(k), -1, q.shape[-1]).transpose(0, 1) * scale
+    scores = _capped(q @ k.transpose(-1, -2), cap)
     # The mask has one row for all heads, or one per head in the layout of the queries.
     mask = mask.view(len(mask), -1, q.shape[2] if mask.shape[1] > 1 else 1, mask.shape[-1]).transpose(0, 1)
     out = torch.softmax(scores.float() + mask, dim=-1).to(v.dtype) @ v
     return out.transpose(0, 1).reshape(shape)
 
 
-def _prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def _prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Compute attention for Q queries per sequence; returns q's shape.
 
     q: [B * Q, num_heads, head_dim]; k, v: [num_kv_heads, B, S, head_dim]; mask: [B, 1 or num_heads, Q, S].
@@ -181,9 +195,34 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     shape = q.shape
     q = q.view(len(mask), mask.shape[2], *shape[1:]).transpose(1, 2)
     out = functional.scaled_dot_product_attention(
-        q, k.transpose(0, 1), v.transpose(0, 1), attn_mask=mask, enable_gqa=True
+        q, k.transpose(0, 1), v.transpose(0, 1), attn_mask=mask, enable_gqa=True, scale=scale
     )
     return out.transpose(1, 2).reshape(shape)
+
+
+def _prefill_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
+    """Compute attention with capped scores, which torch's fused attention does not have; arguments as for `_prefill`.
+
+    Queries are computed in runs of a few, because their scores are kept in memory.
+    """
+    num_seqs, num_queries = len(mask), mask.shape[2]
+    grouped = q.view(num_seqs, num_queries, *q.shape[1:])
+    out = torch.empty_like(grouped)
+    for first in range(0, num_queries, _CAPPED_QUERIES):
+        part = slice(first, first + _CAPPED_QUERIES)
+        rows = grouped[:, part]
+        count = rows.shape[1]
+        # [num_kv_heads, B, group * queries, head_dim]: query heads that share a key head become its queries.
+        by_head = rows.reshape(num_seqs, count, len(k), -1, rows.shape[-1]).permute(2, 0, 3, 1, 4)
+        scores = _capped(by_head.flatten(2, 3) * scale @ k.transpose(-1, -2), cap)
+        scores = scores.float().view(*by_head.shape[:-1], -1) + mask[:, :, part]
+        attended = torch.softmax(scores, dim=-1).to(v.dtype).flatten(2, 3) @ v
+        out[:, part] = attended.view(by_head.shape).permute(1, 3, 0, 2, 4).reshape(rows.shape)
+    return out.view(q.shape)
+
+
+def _capped(scores: Tensor, cap: float | None) -> Tensor:
+    return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
 def _padded(biases: Tensor, context: int) -> Tensor:

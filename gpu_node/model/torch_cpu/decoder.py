@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.gpu_node.model.architecture.spec import Activation, ModelSpec
+from penstock.contract.errors import InvariantError
+from penstock.gpu_node.model.architecture.spec import Activation, ModelSpec, Rope
 from penstock.gpu_node.model.protocol import StepPlan
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.torch_common.lora import AdaptedRows, TorchAdapters
+from penstock.gpu_node.model.torch_common.norm import Norm
 from penstock.gpu_node.model.torch_common.positions import rope_angles
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 
@@ -30,17 +32,15 @@ class Decoder:
         self._weights = weights
         self.adapters = TorchAdapters(spec, weights.dtype)
         self._activation = _ACTIVATIONS[spec.activation]
-        self._rotation = None
-        if spec.rope is not None:
-            # Both halves of the rotated channels have the same angles.
-            self._rotation = tuple(
-                torch.from_numpy(table).repeat(1, 2).to(weights.dtype)
-                for table in rope_angles(spec.rope, num_positions)
-            )
+        self._rotations = {
+            rope: _rotation(rope, num_positions, weights.dtype) for rope in set(spec.ropes) if rope is not None
+        }
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, [len(hidden), vocab] in float32."""
-        return self._weights.head(hidden).float()
+        logits = self._weights.head(hidden).float() * self._spec.logit_scale
+        cap = self._spec.logit_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def hidden(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor:
         """Store the step's keys and values and return the hidden states of `tokens` after the final norm.
@@ -49,12 +49,15 @@ class Decoder:
         """
         groups, adapted = attention.groups(plan), self.adapters.rows_of(plan)
         slots, begun = attention.targets(plan)
-        positions = torch.from_numpy(plan.positions)
-        angles = None if self._rotation is None else tuple(table[positions].unsqueeze(1) for table in self._rotation)
+        positions, ropes = torch.from_numpy(plan.positions), self._spec.ropes
+        angles = {
+            rope: tuple(table[positions].unsqueeze(1) for table in tables) for rope, tables in self._rotations.items()
+        }
         # The residual stream stays in float32: rounding it per layer doubles the error of SmolLM2's bfloat16 logits.
-        x = self._weights.embedding(torch.from_numpy(plan.token_ids)).float()
+        x = self._weights.embedding(torch.from_numpy(plan.token_ids)).float() * self._spec.embedding_scale
         for i, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
-            q, k, v = self._qkv(x, i, layer, angles, adapted)
+            rope = ropes[i]
+            q, k, v = self._qkv(x, i, layer, None if rope is None else angles[rope], adapted)
             if begun:
                 cache.zero(begun)
             cache.store(k, v, slots)
@@ -74,7 +77,12 @@ class Decoder:
         fused = adapted.add(at, "qkv", normed, layer.qkv(normed)).view(len(x), -1, spec.head_dim)
         q, k, v = fused.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
         if layer.head_norms is not None:
-            q, k = (norm(heads) for norm, heads in zip(layer.head_norms, (q, k), strict=True))
+            # A norm over all heads of a token has the weights of all of them.
+            first = 1 if spec.joint_head_norms else 2
+            q, k = (
+                norm(heads.flatten(first)).view(heads.shape)
+                for norm, heads in zip(layer.head_norms, (q, k), strict=True)
+            )
         if angles is not None:
             q, k = (_rotate(heads, *angles) for heads in (q, k))
         return q.contiguous(), k, v
@@ -83,20 +91,47 @@ class Decoder:
         self, x: Tensor, attended: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows
     ) -> Tensor:
         """Compute the rest of a layer. x: its input; attended: its attention output; both [num_tokens, hidden]."""
-        if self._spec.parallel_residual:
-            return x + attended + self._mlp(x, at, layer, adapted)
-        x = x + attended
-        return x + self._mlp(x, at, layer, adapted)
+        scale = self._spec.residual_scale
+        attended = torch.add(x, _normed(layer.post_attention_norm, attended), alpha=scale)
+        mlp = self._mlp(x if self._spec.parallel_residual else attended, at, layer, adapted)
+        return torch.add(attended, _normed(layer.post_mlp_norm, mlp), alpha=scale)
 
     def _mlp(self, x: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows) -> Tensor:
         normed = layer.mlp_norm(x)
-        inner = adapted.add(at, "mlp_in", normed, layer.mlp_in(normed))
-        if self._spec.is_gated:
-            gate, up = inner.chunk(2, dim=-1)
-            gated = self._activation(gate) * up
-        else:
-            gated = self._activation(inner)
+        if layer.router is not None:
+            return self._routed(normed, layer, layer.router(normed).float())
+        gated = self._gated(adapted.add(at, "mlp_in", normed, layer.mlp_in(normed)))
         return adapted.add(at, "mlp_out", gated, layer.mlp_out(gated))
+
+    def _gated(self, inner: Tensor) -> Tensor:
+        if not self._spec.is_gated:
+            return self._activation(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return self._activation(gate) * up
+
+    def _routed(self, normed: Tensor, layer: LayerWeights, scores: Tensor) -> Tensor:
+        """Add the outputs of each token's experts. scores: [num_tokens, num_experts]."""
+        experts = self._spec.experts
+        if experts is None:
+            raise InvariantError("a layer has a router, but the spec has no experts")
+        shares, chosen = torch.softmax(scores, dim=-1).topk(experts.per_token)
+        if experts.normalized:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        out = torch.zeros(normed.shape)
+        for index in sorted(set(chosen.flatten().tolist())):
+            rows, ranks = (chosen == index).nonzero(as_tuple=True)
+            mlp_in, mlp_out = layer.expert(index)
+            out[rows] += mlp_out(self._gated(mlp_in(normed[rows]))).float() * shares[rows, ranks].unsqueeze(1)
+        return out
+
+
+def _rotation(rope: Rope, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return cosines and sines by position. Both halves of the rotated channels have the same angles."""
+    return tuple(torch.from_numpy(table).repeat(1, 2).to(dtype) for table in rope_angles(rope, num_positions))
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

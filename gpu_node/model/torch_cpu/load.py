@@ -49,7 +49,14 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
     sizes = cache_sizes(described, options, token_bytes)
     decoder = Decoder(spec, weights, described.max_model_len)
     attention = PagedAttention(
-        spec.num_kv_heads, sizes.num_blocks, options.block_size, dtype, _biases(described), set(spec.windows)
+        spec.num_kv_heads,
+        sizes.num_blocks,
+        options.block_size,
+        dtype,
+        _biases(described),
+        set(spec.windows),
+        spec.score_scale,
+        spec.score_cap,
     )
     runner = TorchRunner(spec, decoder, attention, sizes, block_size=options.block_size, dtype=dtype)
     facts = {"dtype": name, "is_prepacked": can_prepack(dtype), "num_threads": torch.get_num_threads()}

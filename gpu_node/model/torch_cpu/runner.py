@@ -27,6 +27,7 @@ from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.gpu_node.model.torch_common.sampler import sample
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
+from penstock.kernels.cpu.probe import usable_cores
 
 
 class TorchRunner:
@@ -63,7 +64,7 @@ class TorchRunner:
     @property
     def placement(self) -> Placement:
         """On the CPU. Layers are read from the checkpoint at the first step."""
-        return Placement()
+        return Placement(leaves_core_free=torch.get_num_threads() < usable_cores())
 
     @property
     def verifies_drafts(self) -> bool:

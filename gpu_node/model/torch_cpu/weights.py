@@ -44,7 +44,7 @@ def map_weights(
     found = _found(tensors, spec, progress)
 
     def read(stored: StoredLayer) -> LayerWeights:
-        layer = read_layer(stored, convert, spec.norm_eps, packed_or_mapped)
+        layer = read_layer(stored, convert, spec.norm_eps, packed_or_mapped, spec.norm_offset)
         tensors.release()
         _trim()
         return layer
@@ -55,7 +55,7 @@ def map_weights(
         layers = LayersAsNeeded(spec.num_layers, lambda i: read(stored[i]))
     else:
         layers = tuple(map(read, found))
-    final_norm = read_norm(tensors.final_norm(), convert, spec.norm_eps)
+    final_norm = read_norm(tensors.final_norm(), convert, spec.norm_eps, spec.norm_offset)
     return DecoderWeights(_rows_of(tensors.embedding(), convert), layers, final_norm, head)
 
 

@@ -9,6 +9,7 @@ from bench.policies.node import SimulatedJob
 
 DESCRIPTIONS = {
     "lengths": "400 jobs of one class in 10 s, limits log-uniform over 16–1024 tokens, of which 30–100 % are written",
+    "two kinds": "400 jobs of one class in 20 s, limit 1024; 7 of 10 write 10–80 tokens, the others 300–1000",
     "classes": "100 batch jobs of one tenant from the start; beside them 3 interactive and 2 standard jobs a second",
     "tenants": "four tenants' jobs at once, 40 of each, and in front of them 160 more of one of them",
     "flood": "150 interactive jobs of one tenant at once, 50 more a second; beside them 1 standard job a second",
@@ -31,6 +32,15 @@ def _job(rng: random.Random, number: int, tenant: str, priority: int, submitted_
 def lengths(seed: int) -> list[SimulatedJob]:
     rng = random.Random(seed)
     return [_job(rng, number, "one", 1, rng.uniform(0, 10), 1024) for number in range(400)]
+
+
+def two_kinds(seed: int) -> list[SimulatedJob]:
+    rng = random.Random(seed)
+    jobs = [_job(rng, number, "one", 1, rng.uniform(0, 20), 1024) for number in range(400)]
+    for job in jobs:
+        job.max_tokens = 1024
+        job.num_output = rng.randint(10, 80) if rng.random() < 0.7 else rng.randint(300, 1000)
+    return jobs
 
 
 def classes(seed: int) -> list[SimulatedJob]:
@@ -57,6 +67,7 @@ def flood(seed: int) -> list[SimulatedJob]:
 
 LOADS: dict[str, Callable[[int], list[SimulatedJob]]] = {
     "lengths": lengths,
+    "two kinds": two_kinds,
     "classes": classes,
     "tenants": tenants,
     "flood": flood,

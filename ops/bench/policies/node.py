@@ -1,6 +1,7 @@
 """A simulated node that serves a load by a policy.
 
-The order, the victims, virtual times and predicted lengths are penstock's own code; only a step's time is a formula.
+The order, the victims, virtual times and predicted lengths are penstock's own code; only a step's time is a formula. As
+in a node, one quantile of lengths is reserved and another one orders the queue.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from penstock.gpu_node.engine.policy.by_policy import ORDERING_QUANTILE
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.queue.policy import (
     HOLD_MS,
@@ -40,6 +42,9 @@ class SimulatedJob:
     max_tokens: int
     num_output: int
     predicted: int = 0
+    ordered_by: int = 0
+    """The length that was predicted for its place in the order when it came."""
+    remaining: int = 0
     urgency: int = 0
     num_done: int = 0
     num_stored: int = 0
@@ -52,6 +57,10 @@ class SimulatedJob:
     @property
     def cost(self) -> int:
         return self.num_prompt + max(self.predicted, self.num_done)
+
+    @property
+    def remaining_cost(self) -> int:
+        return self.num_prompt + self.remaining
 
     @property
     def num_missing(self) -> int:
@@ -81,6 +90,7 @@ class Node:
     running: list[SimulatedJob] = field(default_factory=list)
     standing: PolicyState = field(default_factory=PolicyState)
     predictor: LengthPredictor = field(default_factory=lambda: LengthPredictor(RESERVED_QUANTILE))
+    ordering_predictor: LengthPredictor = field(default_factory=lambda: LengthPredictor(ORDERING_QUANTILE))
     now_ms: float = 0.0
     hold_ms: float = HOLD_MS
     preemptions: int = 0
@@ -89,6 +99,7 @@ class Node:
     def submit(self, job: SimulatedJob) -> None:
         known = self.predictor.predict(job.tenant, job.num_prompt, job.max_tokens)
         job.predicted = known or min(job.max_tokens, UNKNOWN_TOKENS)
+        job.ordered_by = self._remaining(job)
         self._queue(job)
 
     def step(self) -> list[SimulatedJob]:
@@ -105,8 +116,15 @@ class Node:
         return [job for job, grant in grants.items() if self._advance(job, grant)]
 
     def _queue(self, job: SimulatedJob) -> None:
+        job.remaining = self._remaining(job)
         self.waiting.append(job)
         self.standing.virtual_times[job.priority].enter(job.tenant)
+
+    def _remaining(self, job: SimulatedJob) -> int:
+        return self.ordering_predictor.remaining(job.tenant, job.num_prompt, job.max_tokens, job.num_done)
+
+    def _order_of_victims(self, job: SimulatedJob) -> int:
+        return self._remaining(job) if self.policy.name == "sjf" else 0
 
     def _start(self) -> None:
         for job in self.waiting:
@@ -118,7 +136,7 @@ class Node:
                 virtual_times.leave(job.tenant)
 
     def _fits(self, job: SimulatedJob, urgency: int) -> bool:
-        victims = victims_of(urgency, self.running)
+        victims = victims_of(urgency, self.running, self._order_of_victims)
         if not self._has_room(job, [one for one in self.running if one not in victims]):
             return False
         while not self._has_room(job, self.running):
@@ -145,7 +163,7 @@ class Node:
                 grants[job] = min(budget, max(1, job.num_missing))
                 budget -= grants[job]
                 while sum(one.num_stored + grants.get(one, 0) for one in self.running) > KV_TOKENS:
-                    victim = preemption_order(self.running)[0]
+                    victim = preemption_order(self.running, self._order_of_victims)[0]
                     grants.pop(victim, None)
                     self._preempt(victim)
         return grants
@@ -162,7 +180,9 @@ class Node:
         self.running.remove(job)
         self.standing.correct(job.priority, job.tenant, job.kv_token_ms - job.charge, self.now_ms, job.started_ms)
         self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_token_ms, job.num_prompt + job.num_output)
-        self.predictor.ended(job.tenant, job.num_prompt, job.max_tokens, job.num_output, job.predicted)
+        ended = job.tenant, job.num_prompt, job.max_tokens, job.num_output
+        self.predictor.ended(*ended, job.predicted)
+        self.ordering_predictor.ended(*ended, job.ordered_by)
         return True
 
 

@@ -1,8 +1,9 @@
-"""`PYTHONPATH=ops python -m bench.queue_cost [idle|load|http|share|model]`: what the queue and the gateway cost.
+"""`PYTHONPATH=ops python -m bench.queue_cost [idle|load|http|share|model|gaps]`: what the queue and the gateway cost.
 
 `idle`: the way of one job through an idle system. `load`, `http`: CPU per token of each process at 64 streams, read
 from Redis and over HTTP. `share`: an engine whose steps keep two cores busy, bare and behind the queue. `model`: the
-same of a real model, into results/queue.md; only where it is named, as it takes half an hour.
+same of a real model, into results/queue.md; only where it is named, as it takes half an hour. `gaps`: the gaps between
+a stream's events over HTTP, of the demo model or of `--model`; results/stream_gaps.md has its tables.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from collections.abc import Sequence
 
 from bench.child import Spec
 from bench.queue_cost.bare import serve_bare
+from bench.queue_cost.gaps import measure_gaps
 from bench.queue_cost.idle import measure_idle
 from bench.queue_cost.model import measure_model
 from bench.queue_cost.plain import serve_plain
 from bench.queue_cost.processes import serve_node
 from bench.queue_cost.share import measure_share
 from bench.queue_cost.streams import measure_http, measure_load
+from penstock.cli.demo_model import demo_model
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 KINDS = {"load": measure_load, "http": measure_http, "share": measure_share}
@@ -55,7 +58,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--step-ms", type=float, nargs="*", default=[10.0, 0.0])
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--model", help="of gaps; default: the demo model")
+    parser.add_argument("--settings", type=json.loads, default={}, help="of gaps: settings of the node, as JSON")
     options = parser.parse_args()
+    if "gaps" in options.what:
+        measure_gaps(options.model or str(demo_model()), options.settings)
     if "model" in options.what:
         measure_model(options.turns)
     asyncio.run(measure(options.what, options.streams, options.tokens, options.step_ms))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,7 @@ class ClockEngine:
         self.max_model_len = 1 << 16
         self.num_kv_tokens = 1 << 24
         self.revision = "clock"
+        self.leaves_core_free = num_busy < len(os.sched_getaffinity(0))
         self._step_s = step_s
         self._num_busy = num_busy
         self._rounds = _rounds_of(step_s) if num_busy else 0

@@ -7,6 +7,7 @@ import json
 import os
 import statistics
 import time
+from typing import Any
 
 from bench.queue_cost.clock import SPOKEN, STAMP
 from bench.queue_cost.processes import POOL, CpuMeter, gateway, node, redis_pid
@@ -42,18 +43,23 @@ async def measure_load(server: EmbeddedRedis, step_ms: float, num_streams: int, 
     print(f"  step {step_ms:g} ms: {meter.report(num_read)}; step → client p50 {statistics.median(lags_ms):.2f} ms")
 
 
+async def open_stream(url: str, fields: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for a streamed completion with these fields, over a connection of its own."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(fields | {"stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    return reader, writer
+
+
 async def read_http(url: str, num_streams: int, num_tokens: int) -> tuple[int, list[float]]:
     """The same over HTTP, an event for each token, by a reader that does no more than count events."""
-    host, port = url.removeprefix("http://").split(":")
     lags_ms: list[float] = []
 
     async def read(first_token: int) -> int:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        body = json.dumps(
-            {"model": POOL, "prompt": [first_token, *[SPOKEN] * 31], "max_tokens": num_tokens, "stream": True}
-        )
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        fields = {"model": POOL, "prompt": [first_token, *[SPOKEN] * 31], "max_tokens": num_tokens}
+        reader, writer = await open_stream(url, fields)
         num_events, tail = 0, b""
         while not tail.endswith(b"0\r\n\r\n"):
             data = await reader.read(1 << 16)

@@ -42,7 +42,7 @@ from penstock.gpu_node.model.checkpoint.source import resolve_model
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import LoadedModel, SamplingRows, StepPlan
 
 RESULTS = Path(__file__).parents[1] / "results"
 FOLDER = peers.BUILD / "bench" / "perplexity"
@@ -105,8 +105,8 @@ def _nothing_sampled() -> SamplingRows:
 
 
 @contextmanager
-def native_reader(model: str, weights: str, kv: str) -> Iterator[tuple[Reader, str]]:
-    """The native runner, chunk by chunk through its KV cache; and the name of its arithmetic."""
+def native_model(model: str, weights: str, kv: str) -> Iterator[LoadedModel]:
+    """A model on the native runner, with a KV cache for one window."""
     options = RunnerOptions(
         runner="native",
         dtype="bfloat16",
@@ -115,17 +115,25 @@ def native_reader(model: str, weights: str, kv: str) -> Iterator[tuple[Reader, s
         block_size=BLOCK,
         num_kv_blocks=-(-WINDOW // BLOCK),
         max_num_seqs=1,
+        weight_cache=False,
     )
     loaded = load_model(model, options, _silent)
-    runner = loaded.runner
-    assert isinstance(runner, NativeRunner)
-    try:
-        yield (
-            lambda ids: torch.from_numpy(np.concatenate([runner.logits(p) for p in chunks_of(ids)])),
-            loaded.arithmetic,
-        )
-    finally:
-        runner.close()
+    assert isinstance(loaded.runner, NativeRunner)
+    yield loaded
+    loaded.runner.close()
+
+
+def native_logits(loaded: LoadedModel, ids: NDArray[np.int32]) -> Tensor:
+    """The logits of the native runner, chunk by chunk through its KV cache, [num_tokens, vocab]."""
+    assert isinstance(loaded.runner, NativeRunner)
+    return torch.from_numpy(np.concatenate([loaded.runner.logits(plan) for plan in chunks_of(ids)]))
+
+
+@contextmanager
+def native_reader(model: str, weights: str, kv: str) -> Iterator[tuple[Reader, str]]:
+    """The native runner, and the name of its arithmetic."""
+    with native_model(model, weights, kv) as loaded:
+        yield lambda ids: native_logits(loaded, ids), loaded.arithmetic
 
 
 @contextmanager

@@ -99,7 +99,9 @@ def retry(job_ids: JobIds, redis_url: RedisUrl = None) -> None:
 @app.command()
 def purge(
     job_ids: Annotated[list[str] | None, typer.Argument(help="Job ids as printed by `list`.")] = None,
-    all_of: Annotated[str | None, typer.Option("--all", help="Delete all dead letters of this pool.")] = None,
+    all_of: Annotated[
+        str | None, typer.Option("--all", metavar="POOL", help="Delete all dead letters of this pool.")
+    ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Delete dead letters and their requests.

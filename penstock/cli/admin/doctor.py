@@ -8,12 +8,13 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.admin.gpus import list_gpus
+from penstock.cli.admin.check import Check
+from penstock.cli.admin.gpus import judge_gpus, this_machine
 from penstock.cli.demo_model import REMEDY, SIZE_MB, demo_model
 from penstock.cli.output import AsJson, JsonArray
 from penstock.contract.errors import ConfigError, PenstockError
@@ -28,17 +29,6 @@ MIN_REDIS = (6, 2)
 EXTRAS = ("gateway", "node", "embedded", "batch", "tracing")
 _TORCH_COMPUTES = "torch computes, several times slower than the native kernels"
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the report."""
-
-    level: Literal["ok", "warn", "fail"]
-    subject: str
-    finding: str
-    advice: str = ""
-    """What the operator should do. Empty: nothing."""
 
 
 def doctor(
@@ -164,7 +154,7 @@ def check_machine() -> Iterator[Check]:
     cores = usable_cores()
     advice = "a node needs two: one for the model, one for the queue" if cores < 2 else ""
     yield Check("warn" if advice else "ok", "cores", f"{cores} usable", advice)
-    yield judge_gpus(list_gpus(), _version_of("torch"))
+    yield from judge_gpus(this_machine())
 
 
 def judge_cpu(machine: str, isa: Isa | None) -> Check:
@@ -180,17 +170,6 @@ def check_kernels(isa: Isa) -> Check:
         return Check("ok", "kernels", origin_of(isa))
     except BuildError as error:
         return Check("warn", "kernels", f"{error}; {_TORCH_COMPUTES}", BUILD_REMEDY)
-
-
-def judge_gpus(names: list[str], torch_version: str | None) -> Check:
-    """Check that the installed torch can use the GPUs."""
-    if not names:
-        return Check("ok", "GPU", "none: models run on the CPU")
-    if torch_version is not None and "+cpu" in torch_version:
-        return Check(
-            "warn", "GPU", "; ".join(names), f"torch {torch_version} cannot use a GPU; install a CUDA build of torch"
-        )
-    return Check("ok", "GPU", "; ".join(names))
 
 
 def check_demo_model() -> Check:

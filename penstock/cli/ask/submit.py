@@ -39,7 +39,9 @@ def submit(
     frequency_penalty: Annotated[
         float, sampling_option(help="Lower the score of a token for each earlier occurrence in the answer.")
     ] = 0.0,
-    seed: Annotated[int | None, sampling_option(help="Random seed. The same seed gives the same answer.")] = None,
+    seed: Annotated[
+        int | None, sampling_option(help="Random seed. The same seed gives the same answer. Default: random.")
+    ] = None,
     stop: Annotated[
         list[str] | None, sampling_option(help="End the answer before this text. Repeat it for several.")
     ] = None,

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import typer
+from typer import _completion_classes
 from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.command_line import help_page
@@ -14,6 +15,8 @@ from penstock.cli.command_line.error_lines import with_names_of
 from penstock.contract.errors import EXIT_WRONG_USE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+# Completion would load rich, to remove its markup from help texts. Ours have none.
+_completion_classes._sanitize_help_text = str  # type: ignore[assignment]
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 

@@ -13,7 +13,16 @@ queue_option = partial(typer.Option, rich_help_panel="Queue")
 
 _NODE: Mapping[str, tuple[str, ...]] = {
     "Model": (
-        *("runner", "dtype", "quantization", "kv_cache_dtype", "revision", "max_model_len", "tool_parser"),
+        *(
+            "runner",
+            "load_format",
+            "dtype",
+            "quantization",
+            "kv_cache_dtype",
+            "revision",
+            "max_model_len",
+            "tool_parser",
+        ),
         *("reasoning_parser", "num_threads", "reserved_cores", "weight_cache", "deterministic"),
     ),
     "Queue": ("redis_url", "name", "pool", "aliases"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from typing import Any, cast
@@ -13,6 +14,7 @@ from redis.exceptions import NoScriptError
 
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
+from penstock.queue.broker.shared_connection import SharedRedis
 from penstock.runtime import crash_points
 
 Argument = bytes | str | int | float
@@ -58,3 +60,19 @@ async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:
             answer = await redis.eval(source(name), 1, config, *arguments)
     crash_points.point("after", name)
     return answer
+
+
+def start(redis: Redis, name: str, pool: str, *arguments: Argument, on_reply: Callable[[Any], None]) -> bool:
+    """Run one script of a pool over an open connection, and pass its answer to `on_reply`, which must not raise.
+
+    A call that fails, or a script that Redis no longer has, gives an exception of redis-py. Return whether it was sent.
+    """
+    if not isinstance(redis, SharedRedis):
+        return False
+    crash_points.point("before", name)
+
+    def receive(reply: Any) -> None:
+        crash_points.point("after", name)
+        on_reply(reply)
+
+    return redis.send_now(receive, "EVALSHA", _digest(name), 1, keys.config(pool), *arguments)

@@ -70,7 +70,7 @@ end
 -- The fields that inspecting, taking and ending a job need. Reading a field that a new job lacks takes as long as
 -- reading ten fields that it has.
 local EXAMINED_FIELDS = {'state', 'tenant', 'priority', 'n', 'cost', 'entry', 'submitted', 'losses', 'preemptions',
-  'weight', 'deadline', 'background', 'unread', 'inboxes', 'channel', 'cancel', 'avoid', 'avoid_until', 'revision'}
+  'weight', 'deadline', 'background', 'unread', 'inboxes', 'channel', 'cancel', 'avoid', 'avoid_until', 'revision', 'first'}
 
 -- `tried` holds the ids of jobs that this call must not look at again.
 local tried, over, gone, again_in = {}, {}, {}, 0
@@ -211,14 +211,26 @@ local function queue_by_age(p)
   end}
 end
 
+-- A job's cost without the output tokens that its log has. The position of its last chunk tells their number, for each
+-- choice. At least 1: a job that outgrew its prediction comes first.
+local function remaining_cost(job)
+  local last = job.first ~= '' and redis.call('LRANGE', log_key(job.id), -1, -1)[1]
+  local ok, chunk = pcall(cmsgpack.unpack, last or '')
+  local has_tokens = ok and type(chunk) == 'table' and type(chunk.p) == 'number' and type(chunk.t) == 'table'
+  local done = has_tokens and #chunk.t > 0 and chunk.p + #chunk.t or 0
+  return math.max(1, tonumber(job.cost) - done * tonumber(job.n))
+end
+
 local function queue_by_cost(p)
   local read = reader_of_index(new_count(MAX_SORTED), P .. ':waiting:' .. p)
   local jobs = {}
-  for job in read do jobs[#jobs + 1] = job end
+  for job in read do
+    job.remaining = remaining_cost(job)
+    jobs[#jobs + 1] = job
+  end
   local head, at = jobs[1], 0
   table.sort(jobs, function(one, other)
-    local mine, theirs = tonumber(one.cost), tonumber(other.cost)
-    if mine ~= theirs then return mine < theirs end
+    if one.remaining ~= other.remaining then return one.remaining < other.remaining end
     return is_older(one, other)
   end)
   return {head = head, next = function()

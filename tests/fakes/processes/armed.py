@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import time
+import warnings
+from types import ModuleType
 
 from penstock.runtime import crash_points
 
@@ -50,12 +52,19 @@ def end_with_parent() -> None:
 
 
 def run(command: list[str]) -> None:
-    """Runs a module or a file as Python's own command line does."""
-    sys.argv = command
-    if command[0].endswith(".py"):
-        runpy.run_path(command[0], run_name="__main__")
+    """Runs a module, a file or the program behind `-c` as Python's own command line does, also behind `-W error`."""
+    if command[:2] == ["-W", "error"]:
+        warnings.simplefilter("error")
+        command = command[2:]
+    sys.argv = command[1:] if command[0] == "-m" else command
+    if command[0] == "-c":
+        sys.argv = ["-c", *command[2:]]
+        sys.modules["__main__"] = main_module = ModuleType("__main__")
+        exec(compile(command[1], "<string>", "exec"), vars(main_module))
+    elif sys.argv[0].endswith(".py"):
+        runpy.run_path(sys.argv[0], run_name="__main__")
     else:
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

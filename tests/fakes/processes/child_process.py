@@ -28,6 +28,12 @@ class ChildProcess:
     fork_server: ForkServer | None = None
     """Starts the commands of armed.py, where a test session has one; else each is a new interpreter."""
 
+    @classmethod
+    def session_server(cls) -> ForkServer:
+        """The fork server of this test session."""
+        assert cls.fork_server is not None, "no session of tests runs"
+        return cls.fork_server
+
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, dies: str = "") -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by __exit__
         self._process = self._start(command, os.environ | env | {"FAULT_AT": dies})

@@ -8,6 +8,7 @@ of CPU time instead of a second for a service, and of ten seconds for a worker. 
 from __future__ import annotations
 
 import array
+import fcntl
 import gc
 import json
 import os
@@ -15,6 +16,7 @@ import selectors
 import signal
 import socket
 import sys
+import termios
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -81,6 +83,9 @@ class Server:
             self._close()
             _take_streams(streams)
             return request
+        if request.get("new_group"):
+            # Before the client knows the id, to which it may send a signal at once.
+            os.setpgid(pid, pid)
         for stream in streams:
             os.close(stream)
         pidfd = os.pidfd_open(pid)
@@ -137,12 +142,17 @@ def import_services() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     for name in PRELOADED:
         import_module(name)
+    # Each gateway describes its API when it starts. The schemas in that are made once in a process.
+    import_module("penstock.gateway.api_docs.openapi")._body_schemas()
 
 
 def run_command(request: Request) -> None:
     """Run a command in its own environment and working folder."""
     from armed import arm, end_with_parent, run  # type: ignore[import-not-found]
 
+    if request.get("on_terminal"):
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

@@ -92,22 +92,43 @@ class ForkServer:
             self._process = subprocess.Popen(words, pass_fds=[listener.fileno()], stdout=subprocess.DEVNULL)
 
 
+class ExitStatus:
+    """What the fork server writes to a pipe when a child has ended."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe: int | None = pipe
+        self._status: int | None = None
+
+    def within(self, timeout_s: float | None) -> int | None:
+        """Return the exit status, negative for a signal; None if the child runs longer than that."""
+        if self._pipe is not None and _is_readable(self._pipe, timeout_s):
+            status = array.array("i", os.read(self._pipe, 64))
+            self._status = status[0] if status else -signal.SIGKILL  # The server ended, and its children with it.
+            os.close(self._pipe)
+            self._pipe = None
+        return self._status
+
+
 class ForkedProcess:
     """A child of the fork server."""
 
     def __init__(self, pid: int, stdout: IO[bytes], status: int) -> None:
         self.pid = pid
         self.stdout = stdout
-        self.returncode: int | None = None
-        self._status: int | None = status
+        self._status = ExitStatus(status)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self.poll()
 
     def poll(self) -> int | None:
         """The exit status, None while it runs."""
-        return self._ended_within(0)
+        return self._status.within(0)
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status, once there is one. Raises TimeoutExpired."""
-        status = self._ended_within(timeout)
+        status = self._status.within(timeout)
         if status is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return status
@@ -124,14 +145,6 @@ class ForkedProcess:
     def terminate(self) -> None:
         """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
-
-    def _ended_within(self, timeout_s: float | None) -> int | None:
-        if self._status is not None and _is_readable(self._status, timeout_s):
-            status = array.array("i", os.read(self._status, 64))
-            self.returncode = status[0] if status else -signal.SIGKILL  # The server ended, and its children with it.
-            os.close(self._status)
-            self._status = None
-        return self.returncode
 
 
 def _is_readable(fd: int, timeout_s: float | None) -> bool:

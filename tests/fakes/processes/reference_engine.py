@@ -174,12 +174,19 @@ class ReferenceEngine:
     """Every waiting or running choice gains one token a step, up to `max_num_seqs` at once."""
 
     def __init__(
-        self, *, step_s: float = 0.0, max_num_seqs: int = 64, kv_tokens: int = 65536, revision: str = "reference"
+        self,
+        *,
+        step_s: float = 0.0,
+        max_num_seqs: int = 64,
+        kv_tokens: int = 65536,
+        revision: str = "reference",
+        leaves_core_free: bool = False,
     ) -> None:
         self.tokenizer = ReferenceTokenizer()
         self.max_model_len = 4096
         self.num_kv_tokens = kv_tokens
         self.revision = revision
+        self.leaves_core_free = leaves_core_free
         self.batches: deque[int] = deque(maxlen=MAX_REMEMBERED)
         self.callers: deque[tuple[int, str, float]] = deque(maxlen=MAX_REMEMBERED)
         self._num_steps = 0

@@ -77,6 +77,13 @@ class ModelJob:
     waits_as: str = ""
 
     @property
+    def remaining_cost(self) -> int:
+        """Its cost without the output tokens that its last chunk says that each choice has."""
+        last = decode_chunks(self.log[-1])[-1] if self.log else None
+        done = last.position + len(last.token_ids) if last and last.token_ids else 0
+        return max(1, self.cost - done * self.n)
+
+    @property
     def is_dead(self) -> bool:
         return self.code == "node_lost"
 

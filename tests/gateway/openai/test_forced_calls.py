@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
+from fakes.cover import each_value
 from fixtures.tiny_model import make_tiny_model
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -91,8 +92,9 @@ def test_a_required_call_is_valid_whatever_is_drawn(api: openai.OpenAI, form: st
         check(choice.message.tool_calls)
 
 
-@pytest.mark.parametrize("form", MARKS)
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "open"}}])
+@pytest.mark.parametrize(
+    ("form", "choice"), each_value(MARKS, ["required", {"type": "function", "function": {"name": "open"}}])
+)
 def test_a_stream_says_the_same_calls(api: openai.OpenAI, form: str, choice: Any) -> None:
     options = {"tool_choice": choice, "n": 4, "seed": 5}
     whole = ask(api, form, **options).choices

@@ -7,7 +7,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,6 +64,18 @@ def longest_round(stack: Stack) -> Iterator[list[float]]:
         gc.enable()
         is_over.set()
         watching.result(30)
+
+
+def assert_no_long_round(stack: Stack, load: Callable[[], None]) -> None:
+    """A load that holds the loop holds it each time. A machine with other work may make any single round longer."""
+    found_s = []
+    for _ in range(3):
+        with longest_round(stack) as longest:
+            load()
+        if longest[0] < MAX_HOLD_S:
+            return
+        found_s.append(longest[0])
+    pytest.fail(f"rounds of {found_s} s")
 
 
 # The protocol. -----------------------------------------------------------------------------------
@@ -212,22 +224,26 @@ def test_frames_right_behind_the_handshake_are_handled_after_it(url: str, engine
 # Floods. -----------------------------------------------------------------------------------------
 
 FLOODS = {
-    "pings": frame(PING) * 50_000,
-    "empty messages": frame(TEXT) * 400 + frame(PING) * 40_000,
-    "empty fragments": frame(TEXT, b" ", fin=False) + frame(CONT, b"", fin=False) * 60_000 + frame(CONT, SUBMIT),
-    "tiny fragments": frame(TEXT, b" ", fin=False) + frame(CONT, b" ", fin=False) * 60_000 + frame(CONT, SUBMIT),
+    "pings": frame(PING) * 20_000,
+    "empty messages": frame(TEXT) * 400 + frame(PING) * 16_000,
+    "empty fragments": frame(TEXT, b" ", fin=False) + frame(CONT, b"", fin=False) * 20_000 + frame(CONT, SUBMIT),
+    "tiny fragments": frame(TEXT, b" ", fin=False) + frame(CONT, b" ", fin=False) * 20_000 + frame(CONT, SUBMIT),
 }
 
 
 @pytest.mark.parametrize("kind", FLOODS)
-def test_flood_of_tiny_frames_does_not_hold_the_event_loop(stack: Stack, raw: RawSocket, kind: str) -> None:
-    reader = threading.Thread(target=_read_until_closed, args=(raw,), daemon=True)
-    with longest_round(stack) as longest:
-        reader.start()
-        raw.send(FLOODS[kind], frame(CLOSE, b"\x03\xe8"))
-        reader.join(60)
-    assert not reader.is_alive()
-    assert longest[0] < MAX_HOLD_S
+def test_flood_of_tiny_frames_does_not_hold_the_event_loop(
+    stack: Stack, url: str, engine: EchoEngine, kind: str
+) -> None:
+    def flood() -> None:
+        with RawSocket(url) as raw:
+            reader = threading.Thread(target=_read_until_closed, args=(raw,), daemon=True)
+            reader.start()
+            raw.send(FLOODS[kind], frame(CLOSE, b"\x03\xe8"))
+            reader.join(60)
+            assert not reader.is_alive()
+
+    assert_no_long_round(stack, flood)
 
 
 def _read_until_closed(raw: RawSocket) -> None:
@@ -237,10 +253,12 @@ def _read_until_closed(raw: RawSocket) -> None:
 def test_large_message_does_not_hold_the_event_loop(stack: Stack, raw: RawSocket) -> None:
     body = {"model": MODEL, "prompt": "x", "logit_bias": {}, "user": "u" * (7 << 20)}
     message = json.dumps({"type": "submit", "id": "a", "path": "/v1/completions", "body": body}).encode()
-    with longest_round(stack) as longest:
+
+    def send() -> None:
         raw.send(frame(TEXT, message))
         assert text_of(raw.messages()) == "x"
-    assert longest[0] < MAX_HOLD_S
+
+    assert_no_long_round(stack, send)
 
 
 def test_pinging_client_that_reads_nothing_costs_little_memory_and_is_disconnected(
@@ -274,13 +292,15 @@ def _noting(pause: Any, found: list[Any]) -> Any:
 
 def test_flood_of_messages_is_slowed_down_and_all_are_answered(stack: Stack, raw: RawSocket) -> None:
     num_messages = 400
-    started_s = time.monotonic()
-    with longest_round(stack) as longest:
+
+    def flood() -> None:
+        started_s = time.monotonic()
         raw.send(frame(TEXT, b"[]") * num_messages)
         for _ in range(num_messages):
             assert json.loads(raw.receive().data)["type"] == "refused"
-    assert time.monotonic() - started_s > 1.5
-    assert longest[0] < MAX_HOLD_S
+        assert time.monotonic() - started_s > 1.5
+
+    assert_no_long_round(stack, flood)
 
 
 # Memory of large messages. -----------------------------------------------------------------------

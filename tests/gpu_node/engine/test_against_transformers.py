@@ -30,7 +30,7 @@ def test_the_tiny_model_says_what_transformers_generate_says(
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model)
     engine = make_engine(num_kv_blocks=40, max_num_batched_tokens=48, max_num_seqs=16)
     params = SamplingParams(temperature=0.0, max_tokens=20)
-    prompts = mixed_prompts(engine, 60)
+    prompts = mixed_prompts(engine, 24)
     generations = engine.generate(prompts, params)
     assert _all_was_on(engine.stats())
     different = 0

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.gpu_node.engine.kv_cache.block_pool import block_hash
-from penstock.gpu_node.engine.policy.base import FirstComeFirstServed
+from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, NumTokens
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
@@ -42,7 +42,7 @@ class Whim(FirstComeFirstServed):
             start(seq)
 
     def preemption_request(
-        self, waiting: Iterable[Sequence], running: list[Sequence]
+        self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens
     ) -> tuple[Sequence, list[Sequence]] | None:
         """Ask once, for the drawn sequence."""
         seqs, pressed = list(waiting), self.pressed
@@ -51,7 +51,7 @@ class Whim(FirstComeFirstServed):
             return None
         return seqs[pressed[0] % len(seqs)], running[pressed[1] % (len(running) + 1) :]
 
-    def victim(self, running: list[Sequence]) -> Sequence:
+    def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
         """Return the drawn sequence."""
         return running[self.pick % len(running)]
 
@@ -257,7 +257,7 @@ def _hashes(seq: Sequence, tokens: list[int]) -> list[bytes]:
 
 @pytest.mark.timeout(3600 if FULL else 120)
 def test_any_load_is_served_in_full_and_every_sequence_reads_its_own() -> None:
-    examples, steps = (2500, 50) if FULL else (150, 40)
+    examples, steps = (2500, 50) if FULL else (80, 40)
     stateful.run_state_machine_as_test(
         EngineMachine,
         settings=settings(max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck)),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.cover import pairwise
+from fakes.cover import each_value, pairwise
 from fakes.engine_runs import check_idle, tokens_of
 from fakes.poison import poisoned
 from fakes.runners.faulty_runner import FaultyRunner, Place
@@ -70,9 +70,9 @@ def want(make_engine: MakeEngine) -> Answers:
     return _answers(_drain(engine))
 
 
-@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-@pytest.mark.parametrize("place", ["start", "copy", "forward"])
-@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+@pytest.mark.parametrize(
+    ("place", "error", "policy"), pairwise(["start", "copy", "forward"], [RuntimeError, MemoryError], ["fcfs", "fair"])
+)
 def test_faults_that_pass_end_nobody(
     make_engine: MakeEngine, want: Answers, place: Place, error: type[Exception], policy: str
 ) -> None:
@@ -104,8 +104,7 @@ def test_a_plan_that_cannot_be_allocated_ends_nobody(
     assert _answers(_drain(engine)) == want
 
 
-@pytest.mark.parametrize("most", [1, 5, 40])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(("most", "policy"), each_value([1, 5, 40], ["fcfs", "priority"]))
 def test_out_of_memory_makes_steps_smaller_and_ends_nobody(
     make_engine: MakeEngine, want: Answers, policy: str, most: int
 ) -> None:
@@ -290,7 +289,7 @@ def test_growth_is_logged_before_a_system_might_kill_for_it(
 ) -> None:
     engine, now_s = make_engine(), iter(range(1_000_000))
     engine._memory_trace._now_s = lambda: next(now_s)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         for mib in (100, 105, 109, 120, 110, 131, 200):
             monkeypatch.setattr(memory_trace, "resident_bytes", lambda mib=mib: mib << 20)
             engine.step()
@@ -299,7 +298,7 @@ def test_growth_is_logged_before_a_system_might_kill_for_it(
 
 
 def test_the_trail_counts_what_happened_between_two_records_and_stays_short(make_engine: MakeEngine) -> None:
-    engine = make_engine(num_kv_blocks=12)
+    engine = make_engine(**NATIVE, num_kv_blocks=12)
     now_s = iter(i * 0.3 for i in range(1_000_000))
     engine._memory_trace._now_s = lambda: next(now_s)
     for _ in range(4):

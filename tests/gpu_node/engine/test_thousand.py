@@ -1,6 +1,6 @@
 """Requests of every sort, against a KV cache far too small for them: each ends as it would have alone.
 
-Every run has 300 of them, `make check-full` a thousand.
+Every run has 200 of them, `make check-full` a thousand.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _check(together: _Answers, alone: Iterable[_Choices], requests: list[_Reques
             assert want[choice].text.startswith(part.text)
 
 
-@pytest.fixture(scope="module", params=[300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[200, pytest.param(1000, marks=pytest.mark.slow)])
 def many(request: pytest.FixtureRequest, make_engine: MakeEngine) -> tuple[list[_Request], list[_Choices]]:
     """Requests, and what each says alone."""
     alone = make_engine(**NATIVE, enable_prefix_caching=False)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import format_trace_id
 
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.output import Outcome
@@ -21,6 +24,7 @@ from penstock.queue.broker.node import Taken
 from penstock.queue.wire import Request
 
 POOL = "logged"
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 
 
 def reference_engine(step_s: float = 0.0) -> Any:
@@ -58,7 +62,7 @@ async def test_a_job_that_is_done_has_one_line(redis_url: str, caplog: pytest.Lo
     }
     assert {name: line[name] for name in expected} == expected
     assert 0 <= line["queue_s"] <= line["ttft_s"] < line["total_s"] < 10
-    assert "code" not in line
+    assert "code" not in line and "trace_id" not in line
 
 
 async def test_a_line_says_how_a_job_ended_that_is_not_done(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,11 +91,26 @@ async def test_lines_can_be_switched_off(redis_url: str, caplog: pytest.LogCaptu
     assert lines_of(caplog) == []
 
 
+async def test_a_line_of_a_traced_job_has_the_id_of_its_trace(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    provider, endpoint = TracerProvider(shutdown_on_exit=False), "http://127.0.0.1:9"
+    async with (
+        running_node(redis_url, reference_engine(), pool=POOL, otlp_traces_endpoint=endpoint),
+        AsyncClient(redis_url) as client,
+    ):
+        with provider.get_tracer("test").start_as_current_span("caller") as span:
+            await (await client.submit("hello", max_tokens=5)).result()
+        await (await client.submit("hello", max_tokens=5)).result()
+        traced, untraced = await until_logged(caplog, 2)
+    assert traced["trace_id"] == format_trace_id(span.get_span_context().trace_id)
+    assert "trace_id" not in untraced
+
+
 class BrokenSpans:
     """A recorder of spans that fails at each call."""
 
     async def taken(self, job: HeldJob, request: Request) -> None:
-        job.trace = cast(JobTrace, object())
+        job.trace = JobTrace(Context(), TRACE_ID, "chat", queued_s=0.0)
         raise ValueError("taken")
 
     def began(self, job: HeldJob) -> None:
@@ -117,3 +136,4 @@ async def test_no_error_of_spans_reaches_a_job(caplog: pytest.LogCaptureFixture)
     reports.gave_back(job, "drain")
     reports.ended(job, job.ended(Outcome("done")), 1.0)
     assert [record.getMessage() for record in caplog.records] == ["tracing.failed"] * 5 + ["job.ended"]
+    assert lines_of(caplog)[0]["trace_id"] == TRACE_ID

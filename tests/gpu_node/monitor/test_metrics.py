@@ -28,8 +28,10 @@ def settings_of(redis_url: str, **settings: object) -> NodeSettings:
 
 
 @asynccontextmanager
-async def running(redis_url: str, *, step_s: float = 0.002, **settings: object) -> AsyncIterator[Node]:
-    node = Node(settings_of(redis_url, **settings), ReferenceEngine(step_s=step_s))
+async def running(
+    redis_url: str, *, step_s: float = 0.002, leaves_core_free: bool = False, **settings: object
+) -> AsyncIterator[Node]:
+    node = Node(settings_of(redis_url, **settings), ReferenceEngine(step_s=step_s, leaves_core_free=leaves_core_free))
     ready = asyncio.Event()
     task = asyncio.create_task(node.run(ready))
     await ready.wait()
@@ -69,6 +71,26 @@ async def test_a_working_node_tells_what_it_did(redis_url: str) -> None:
     assert 0 < calls == found["penstock_node_emit_seconds_bucket:+Inf"] < 3 * 20
     assert 0 < found["penstock_node_emit_seconds_sum"] < calls * 10
     assert found["penstock_engine_kv_blocks_total"] > 0
+
+
+@pytest.mark.parametrize(("is_core_free", "limit"), [(False, 0.03), (True, 0.25)], ids=["no free core", "free core"])
+async def test_a_node_tells_its_pace_and_the_cpu_time_of_sending(
+    redis_url: str, is_core_free: bool, limit: float
+) -> None:
+    async with running(redis_url, leaves_core_free=is_core_free) as node, AsyncClient(redis_url) as client:
+        with serving_metrics(node, settings_of(redis_url)) as port:
+            before = await scrape(port)
+            await (await client.submit("hello", max_tokens=20)).result()
+            while not node.ledger.counts.finished:
+                await asyncio.sleep(0.01)
+            found = await scrape(port)
+    names = ("sends_total", "sent_chunks_total", "send_cpu_seconds_total")
+    assert [before[f"penstock_node_{name}"] for name in names] == [0, 0, 0]
+    sends, chunks, cpu_s = (found[f"penstock_node_{name}"] for name in names)
+    assert 2 <= sends <= chunks <= 20
+    assert 0 < cpu_s < sends
+    assert 0 < found["penstock_node_send_interval_seconds"] <= 0.02
+    assert found["penstock_node_send_cpu_limit_ratio"] == limit
 
 
 async def test_times_and_ends_of_jobs_are_counted_by_class(redis_url: str) -> None:

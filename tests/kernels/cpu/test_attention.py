@@ -82,9 +82,10 @@ def _fill(
     num_blocks = -(-context // block_size)
     cache = new_cache(kept, head_dim, num_blocks + 2, block_size=block_size)
     rng = np.random.default_rng(seed)
+    stale_cell = [np.full(head_dim, number, np.float32) for number in stale]
     for slot in range((num_blocks + 2) * block_size):
         for head in range(2):
-            cache.set(slot, head, *(np.full(head_dim, number, np.float32) for number in stale))
+            cache.set(slot, head, *stale_cell)
     blocks = rng.permutation(num_blocks + 2)[:num_blocks].tolist()
     keys, values = random_floats(2, 2, context, head_dim, seed=seed)
     for head in range(2):
@@ -142,9 +143,7 @@ def _assert_close(
     assert (np.abs(got - want) <= 1.02 * bound).all(), (np.abs(got - want) / bound).max()
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kept", KvFormat)
+@pytest.mark.parametrize(("kept", "head_dim", "block_size"), pairwise(KvFormat, HEAD_DIMS, [16, 32]))
 def test_a_cell_keeps_what_was_set(new_cache: NewCache, kept: KvFormat, head_dim: int, block_size: int) -> None:
     cache = new_cache(kept, head_dim, 3, num_heads=3, block_size=block_size)
     cells = [(slot, head) for slot in range(3 * block_size) for head in range(3)]
@@ -157,9 +156,9 @@ def test_a_cell_keeps_what_was_set(new_cache: NewCache, kept: KvFormat, head_dim
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("context", [1, 15, 16, 17, 40, 70])
-@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("kept", KvFormat)
+@pytest.mark.parametrize(
+    ("kept", "odd", "context"), pairwise(KvFormat, [np.nan, np.inf, -np.inf], [1, 15, 16, 17, 40, 70])
+)
 def test_stale_cells_past_the_context_do_not_count(
     new_cache: NewCache, kept: KvFormat, odd: float, context: int
 ) -> None:

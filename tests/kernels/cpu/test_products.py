@@ -7,9 +7,9 @@ import pytest
 from fakes.cover import examples
 from fakes.single_kernels import Floats, Single
 from fixtures.matrices import (
-    K_BLOCKS,
     OWN_SOURCES,
     PLAIN_FORMATS,
+    block_columns,
     padded,
     quantised,
     random_blocks,
@@ -122,19 +122,23 @@ def test_what_is_not_finite_stays_in_its_row(kernels: Single, weights: Format, o
     np.testing.assert_array_equal(got[others], clean[others])
 
 
-def _k_product(kernels: Single, weights: Format, x: Floats, outputs: int, seed: int, num_threads: int = 1) -> Floats:
-    data = random_blocks(outputs, x.shape[1], K_BLOCKS[OWN_SOURCES[weights]], seed=seed)
+def _stored_product(
+    kernels: Single, weights: Format, x: Floats, outputs: int, seed: int, num_threads: int = 1
+) -> Floats:
+    data = random_blocks(outputs, x.shape[1], OWN_SOURCES[weights], seed=seed)
     return kernels.multiply(weights, OWN_SOURCES[weights], data, x, num_threads=num_threads)
 
 
 @pytest.mark.parametrize("rows", NUM_ROWS)
 @pytest.mark.parametrize("weights", OWN_SOURCES)
-def test_products_with_k_quants_are_those_of_what_gguf_says(kernels: Single, weights: Format, rows: int) -> None:
-    for outputs, columns in ((1, 256), (33, 512), (70, 1280)):
-        x, source = random_floats(rows, columns, seed=rows), OWN_SOURCES[weights]
-        matrix = values_of(source, random_blocks(outputs, columns, K_BLOCKS[source], seed=columns)).astype(np.float64)
+def test_products_with_stored_formats_are_those_of_what_gguf_says(kernels: Single, weights: Format, rows: int) -> None:
+    source = OWN_SOURCES[weights]
+    for outputs, num_blocks in ((1, 1), (33, 2), (70, 5)):
+        columns = num_blocks * block_columns(source)
+        x = random_floats(rows, columns, seed=rows)
+        matrix = values_of(source, random_blocks(outputs, columns, source, seed=columns)).astype(np.float64)
         left = quantise_activations(x, GROUP).values().astype(np.float64)
-        got = _k_product(kernels, weights, x, outputs, columns)
+        got = _stored_product(kernels, weights, x, outputs, columns)
         # A kernel adds the parts of a group's scale and minimum separately.
         terms = np.abs(left) @ np.abs(matrix.T) + np.abs(left).sum(-1, keepdims=True) * np.abs(matrix).max()
         assert (np.abs(got - left @ matrix.T) <= 2e-6 * terms + 1e-30).all()
@@ -142,22 +146,22 @@ def test_products_with_k_quants_are_those_of_what_gguf_says(kernels: Single, wei
 
 @pytest.mark.parametrize("weights", OWN_SOURCES)
 @pytest.mark.parametrize("num_threads", [2, 3])
-def test_a_rows_bits_with_k_quants_do_not_depend_on_rows_beside_it_or_threads(
+def test_a_rows_bits_with_stored_formats_do_not_depend_on_rows_beside_it_or_threads(
     kernels: Single, weights: Format, num_threads: int
 ) -> None:
     x = random_floats(41, 512)
-    alone = np.concatenate([_k_product(kernels, weights, x[i : i + 1], 97, seed=1) for i in range(len(x))])
+    alone = np.concatenate([_stored_product(kernels, weights, x[i : i + 1], 97, seed=1) for i in range(len(x))])
     for rows in (2, 3, 7, 12, 13, 41):
-        np.testing.assert_array_equal(_k_product(kernels, weights, x[:rows], 97, 1, num_threads), alone[:rows])
+        np.testing.assert_array_equal(_stored_product(kernels, weights, x[:rows], 97, 1, num_threads), alone[:rows])
 
 
 @pytest.mark.parametrize("weights", OWN_SOURCES)
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_in_its_row_with_k_quants(kernels: Single, weights: Format, odd: float) -> None:
+def test_what_is_not_finite_stays_in_its_row_with_stored_formats(kernels: Single, weights: Format, odd: float) -> None:
     x = random_floats(14, 256)
-    clean = _k_product(kernels, weights, x, 40, seed=1)
+    clean = _stored_product(kernels, weights, x, 40, seed=1)
     x[4, 37] = odd
-    got = _k_product(kernels, weights, x, 40, seed=1)
+    got = _stored_product(kernels, weights, x, 40, seed=1)
     assert not np.isfinite(got[4]).any()
     others = np.arange(14) != 4
     np.testing.assert_array_equal(got[others], clean[others])
@@ -165,7 +169,12 @@ def test_what_is_not_finite_stays_in_its_row_with_k_quants(kernels: Single, weig
 
 @pytest.mark.parametrize(
     "runs",
-    [((Format.Q4_K, 64), (Format.Q6_K, 40)), ((Format.INT4_GROUP, 32), (Format.Q5_K, 32), (Format.INT8_GROUP, 5))],
+    [
+        ((Format.Q4_K, 64), (Format.Q6_K, 40)),
+        ((Format.INT4_GROUP, 32), (Format.Q5_K, 32), (Format.INT8_GROUP, 5)),
+        ((Format.Q2_K, 32), (Format.IQ4_XS, 32), (Format.Q3_K, 33)),
+        ((Format.Q5_0, 32), (Format.IQ4_NL, 32), (Format.Q5_1, 32), (Format.Q4_0, 7)),
+    ],
 )
 def test_runs_of_several_formats_have_the_products_of_each(kernels: Single, runs: tuple[Run, ...]) -> None:
     x = random_floats(7, 512)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from fakes.cover import examples
 from fakes.single_kernels import Floats, Single
-from fixtures.sampling import SamplingCase, level_draws, row_of, rows_of, sampling_cases
+from fixtures.sampling import SamplingCase, level_draws, row_of, rows_of
+from fixtures.sampling_cases import sampling_cases
 from hypothesis import given, settings
 from numpy.typing import NDArray
 

@@ -1,14 +1,19 @@
 """Compile every kernel for a generation of GPUs, without a GPU: call the public functions, and launch nothing.
 
 A process of its own: the interpreter and the compiler exclude each other. `compile_all.py 90` prints one line a kernel.
+With `--binaries`, the line also says what the machine code takes and uses.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -19,9 +24,10 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from penstock.kernels.paged_cache import PagedCache
-from penstock.kernels.triton import layers, products
+from penstock.kernels.triton import launches, layers, products
 from penstock.kernels.triton.blocks import copy_blocks
-from penstock.kernels.triton.decode_attention import decode_attention
+from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
+from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.lora import add_lora
 from penstock.kernels.triton.prefill_attention import prefill_attention
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
@@ -64,14 +70,16 @@ def _ints(*shape: int) -> torch.Tensor:
     return _empty(*shape, dtype=torch.int32)
 
 
-def _cache(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> PagedCache:
-    values = [_empty(4, 8, 16, head_dim, dtype=dtype).transpose(0, 1) for _ in "kv"]
-    scales = [_empty(4, 8, 16, dtype=torch.float32).transpose(0, 1) for _ in "kv"]
+def _cache(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, block_size: int = 16) -> PagedCache:
+    values = [_empty(4, 8, block_size, head_dim, dtype=dtype).transpose(0, 1) for _ in "kv"]
+    scales = [_empty(4, 8, block_size, dtype=torch.float32).transpose(0, 1) for _ in "kv"]
     return PagedCache(*values, *(scales if dtype.itemsize == 1 else ()), host_jump=1 << 40)
 
 
 def _attend(attention: Callable[..., None], cache: PagedCache, *last: Any, width: int = 64, **rules: Any) -> None:
     q = _empty(4, 32, cache.k.shape[-1], dtype=cache.k.dtype if cache.k_scales is None else torch.bfloat16)
+    if attention is prefill_attention:
+        rules["rows"] = launches.prefill_rows(q.shape[-1], q.dtype, q.device)
     attention(q, q, cache, _ints(5), _ints(4), _ints(4, width), *last, scale=0.1, **rules)
 
 
@@ -83,9 +91,10 @@ def compile_doors(capability: int) -> None:
         _attend(decode_attention, _cache(kept), _ints(4), 8)
         _attend(prefill_attention, _cache(kept), _ints(4, 2))
     ruled: dict[str, Any] = {"window": 512, "biases": _empty(32, 512, dtype=torch.float32)}
+    _attend(decode_attention, _cache(), _ints(4), MAX_SPLITS)
     _attend(decode_attention, _cache(), _ints(4), 1, **ruled)
     _attend(prefill_attention, _cache(), _ints(4, 2), **ruled)
-    for wide in (_cache(head_dim=256), _cache(torch.float32, head_dim=256)):
+    for wide in (_cache(head_dim=256), _cache(torch.float32, head_dim=256), _cache(block_size=64), _cache(head_dim=64)):
         _attend(decode_attention, wide, _ints(4), 8)
         _attend(prefill_attention, wide, _ints(4, 2))
     _compile_layers(formats)
@@ -104,6 +113,9 @@ def _compile_layers(formats: list[torch.dtype]) -> None:
     for activation in layers.ACTIVATIONS:
         layers.activate(x, activation)
         layers.gate_mul(x, activation)
+    for kept in formats[1:]:
+        layers.add_norm_quantised(residual, x, weight, None, 1e-5, kept, centred=False)
+        layers.activate_quantised(_empty(4, 2 * 14_336), "silu", kept, gated=True)
     angles, norm = _empty(512, 64, dtype=torch.float32), _empty(128)
     for kept in formats:
         given = _empty(4, 48 * 128), _cache(kept), _ints(4), _ints(4), angles, angles
@@ -112,14 +124,15 @@ def _compile_layers(formats: list[torch.dtype]) -> None:
 
 def _compile_products(formats: list[torch.dtype]) -> None:
     real = {"dtype": torch.float32}
-    for rows in (4, 64, 512):
+    for rows in (4, 16, 64, 512):
         x = _empty(rows, 4096)
         for kept in formats:
             q, scales = products.quantise_vectors(x, kept)
             products.multiply_scaled(q, scales, _empty(6144, 4096, dtype=kept), _empty(6144, **real), torch.bfloat16)
-        groups = _empty(6144, 128, dtype=torch.float16)
         for given in (x, x.float()):
-            products.multiply_int4(given, _empty(6144, 2048, dtype=torch.uint8), groups, groups)
+            products.multiply_int4(given, _empty(6144, 2048, dtype=torch.uint8), _ints(128, 6144))
+    for x in (_empty(4, 4096), _empty(4, 4096, **real)):
+        multiply_invariant(x, _empty(6144, 4096, dtype=x.dtype), _empty(6144, dtype=x.dtype))
     add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, 16, 4096), _empty(3, 6144, 16), _ints(2, 3))
 
 
@@ -137,11 +150,36 @@ def compile_steps() -> None:
         sample(_empty(size, 128_256), _ints(size, len(RULE_COLUMNS)), marks)
 
 
+def binary_facts(cubin: bytes) -> dict[str, Any]:
+    """What one program takes, and how often its machine code has each operation that tests ask for."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+    def output(tool: str, option: str, path: str) -> str:
+        return subprocess.run([tools / tool, option, path], capture_output=True, text=True, check=True).stdout
+
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", output("cuobjdump", "-res-usage", file.name))
+        code = output("nvdisasm", "-c", file.name)
+    assert usage is not None
+    operations = Counter(
+        re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+(?:\.[A-Z0-9]+)*)", code, re.M)
+    )
+    wanted = {name: count for name, count in operations.items() if name.split(".")[0] in OPERATIONS}
+    return {"registers": int(usage[1]), "stack_bytes": int(usage[2]), "operations": wanted}
+
+
+OPERATIONS = ("HGMMA", "QGMMA", "HMMA", "LDGSTS", "LDL", "STL", "F2F")
+"""Matrix products, loads to shared memory that nothing waits for, uses of local memory, and slow conversions."""
+
+
 class Recorder:
     """Stands in for a launch: compiles, and prints what came of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reads_binaries: bool) -> None:
         self.stage = "doors"
+        self.reads_binaries = reads_binaries
         self._run = JITFunction.run
 
     def record(self, function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -154,6 +192,12 @@ class Recorder:
             "sm": capability,
             "is_ptx": f".target sm_{capability}" in kernel.asm["ptx"],
             "shared": kernel.metadata.shared,
+            "warps": kernel.metadata.num_warps,
+            "constants": {
+                name: value for name, value in options.items() if name.isupper() and type(value) in (int, bool)
+            },
+            "dtype": str(args[0].dtype),
+            **(binary_facts(kernel.asm["cubin"]) if self.reads_binaries else {}),
             "additions": kernel.asm["ptx"].count("add.f32"),
             "hash": kernel.hash,
         }
@@ -162,7 +206,7 @@ class Recorder:
 
 
 def main() -> None:
-    recorder = Recorder()
+    recorder = Recorder(reads_binaries="--binaries" in sys.argv)
 
     def run(function: Any, *args: Any, **options: Any) -> Any:
         return recorder.record(function, *args, **options)
@@ -170,7 +214,10 @@ def main() -> None:
     JITFunction.run = run
     capability = int(sys.argv[1])
     triton.runtime.driver.set_active(NoCard(capability))
+    launches.architecture = lambda device: capability
     compile_doors(capability)
+    if recorder.reads_binaries:
+        return
     recorder.stage = "steps"
     compile_steps()
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+# Triton reads it when it is first imported. The root's conftest.py sets it too, but is not read on a bare GPU machine.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch

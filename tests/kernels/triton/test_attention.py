@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes.paged import make_scene
@@ -11,7 +12,8 @@ from fakes.paged import make_scene
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.reference import attention as reference
 from penstock.kernels.triton import attention
-from penstock.kernels.triton.decode_attention import decode_attention
+from penstock.kernels.triton.decode_attention import decode_attention, longest_first
+from penstock.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 
 from .conftest import TOLERANCES
 
@@ -55,10 +57,46 @@ def test_quantised_caches_mean_what_the_reference_reads(kept: torch.dtype, devic
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+def test_queries_in_bfloat16_over_a_cache_in_float8_lose_no_more_than_their_own_rounding(device: torch.device) -> None:
+    """The products are in float16: queries above its largest number, and scales of values that differ by 10^6."""
+    torch.manual_seed(0)
+    kept = torch.float8_e4m3fn
+    scene = make_scene(COUNTS, CONTEXTS, block_size=64, num_heads=1, head_dim=16, dtype=kept, device=device)
+    assert scene.cache.k_scales is not None and scene.cache.v_scales is not None
+    scene.cache.k_scales.mul_(1e-6)
+    scene.cache.v_scales[:, ::2].mul_(1e6)
+    q = (1e6 * torch.randn(sum(COUNTS), 4, 16, device=device)).bfloat16()
+    got, want = (
+        module.paged_attention(given, scene.cache, *scene.tables)
+        for module, given in ((attention, q), (reference, q.float()))
+    )
+    error = (got.float() - want).abs() / want.abs().amax(-1, keepdim=True)
+    assert error.max() < 2**-7
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_tiles_of_any_number_of_queries_give_the_same(rows: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    counts, contexts = [200, 3], [230, 3]
+    scene = make_scene(counts, contexts, block_size=64, num_heads=2, head_dim=16, dtype=torch.float16, device=device)
+    q = torch.randn(sum(counts), 4, 16, device=device).half()
+    tiles = prefill_tiles(scene.query_starts.cpu().numpy(), np.arange(2, dtype=np.int32), rows)
+    assert len(tiles) == -(-200 // rows) + 1
+    got = torch.empty_like(q)
+    prefill_attention(*(got, q, scene.cache, *scene.tables, torch.from_numpy(tiles).to(device)), scale=0.25, rows=rows)
+    want = reference.paged_attention(q, scene.cache, *scene.tables, scale=0.25)
+    torch.testing.assert_close(got, want, atol=3e-3, rtol=3e-3)
+
+
+def test_the_longest_context_starts_first() -> None:
+    seqs, contexts = np.array([0, 2, 3], np.int32), np.array([5, 99, 7, 6], np.int32)
+    assert longest_first(seqs, contexts).tolist() == [2, 3, 0]
+
+
 @pytest.mark.parametrize("splits", [1, 2, 16])
 def test_a_row_is_the_same_alone_and_in_a_batch(splits: int, device: torch.device) -> None:
     torch.manual_seed(0)
-    contexts = [1, 700, 0, 257]
+    contexts = [1, 700, 3, 257]
     scene = make_scene([1] * 4, contexts, block_size=16, num_heads=2, head_dim=16, dtype=torch.float32, device=device)
     q = torch.randn(4, 4, 16, device=device)
 
@@ -68,7 +106,8 @@ def test_a_row_is_the_same_alone_and_in_a_batch(splits: int, device: torch.devic
         decode_attention(out, q, scene.cache, *scene.tables, seqs, splits, scale=0.25, window=600)
         return out
 
-    together = decode(0, 1, 2, 3)
+    together = decode(0, 1, -1, 3)
+    assert together[2].isnan().all()
     for row in (0, 1, 3):
         want = reference.paged_attention(
             q[row : row + 1],

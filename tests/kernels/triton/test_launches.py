@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.kernels.triton import launches
-from penstock.kernels.triton.launches import Launch, attention_launch, shape_name, table_name
+from penstock.kernels.triton.launches import Launch, attention_launch, prefill_rows, shape_name, table_name
 
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
 SHORT = torch.bfloat16
@@ -21,6 +21,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder := tmp_path / "tuned").mkdir()
     monkeypatch.setattr(launches, "files", lambda _: tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some Card 80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     launches._table.cache_clear()
     return folder
 
@@ -47,5 +48,15 @@ def test_a_card_that_nobody_measured_goes_by_the_rule_that_holds_without_one(hea
         assert tile & (tile - 1) == warps & (warps - 1) == 0 and tile >= 16 and 1 <= warps <= 16 and stages >= 1
 
 
-def test_wide_heads_get_more_warps() -> None:
-    assert [attention_launch("prefill_attention", dim, 1, SHORT, CPU).num_warps for dim in (64, 128)] == [4, 8]
+@pytest.mark.parametrize(("capability", "most_kib"), [((8, 0), 163), ((8, 9), 99), ((9, 0), 227)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_of_queries_fill_the_warps_and_fit_into_shared_memory(
+    capability: tuple[int, int], most_kib: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Untuned")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    rows = prefill_rows(head_dim, SHORT, CARD)
+    assert rows == (64 if head_dim == 256 and capability < (9, 0) else 128)
+    tile, num_warps, num_stages = attention_launch("prefill_attention", head_dim, 4, SHORT, CARD, rows)
+    assert num_warps * 16 == rows and num_stages == 3
+    assert (rows + 2 * 2 * tile) * head_dim * 2 <= most_kib * 1024

@@ -11,6 +11,7 @@ from fakes.paged import empty_cache
 
 from penstock.kernels.reference import layers as reference
 from penstock.kernels.triton import layers
+from penstock.kernels.triton.products import quantise_vectors
 
 from .conftest import TOLERANCES
 
@@ -47,6 +48,32 @@ def test_activations(inter: int, dtype: torch.dtype, device: torch.device) -> No
     for name, activation in product(("gate_mul", "activate"), layers.ACTIVATIONS):
         want, got = (getattr(module, name)(x, activation) for module in BOTH)
         torch.testing.assert_close(got, want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_norms_and_activations_quantise_as_the_kernel_that_does_only_that(
+    kept: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    weight, bias = (_random(77, dtype=dtype, device=device) for _ in range(2))
+    residual, delta = torch.randn(5, 77, device=device), _random(5, 77, dtype=dtype, device=device)
+    gate_up = 3 * _random(3, 2200, dtype=dtype, device=device)
+    gate_up[0] = 0
+    plain = [
+        layers.add_layer_norm(residual.clone(), delta, weight, None, 1e-5, centred=False),
+        layers.add_layer_norm(residual.clone(), None, weight, bias, 1e-5),
+        layers.gate_mul(gate_up, "silu"),
+        layers.activate(gate_up, "gelu"),
+    ]
+    fused = [
+        layers.add_norm_quantised(residual.clone(), delta, weight, None, 1e-5, kept, centred=False),
+        layers.add_norm_quantised(residual.clone(), None, weight, bias, 1e-5, kept, centred=True),
+        layers.activate_quantised(gate_up, "silu", kept, gated=True),
+        layers.activate_quantised(gate_up, "gelu", kept, gated=False),
+    ]
+    for want, got in zip((quantise_vectors(x, kept) for x in plain), fused, strict=True):
+        assert torch.equal(got.q.float(), want.q.float())
+        assert torch.equal(got.scales, want.scales)
 
 
 @pytest.mark.parametrize("kept", ["plain", torch.int8, torch.float8_e4m3fn], ids=str)

@@ -9,7 +9,7 @@ import pytest
 from bench.open_streams import measure as measuring
 from bench.open_streams.emit_calls import FIRST_TOKEN, EmitCall, text_of
 from bench.open_streams.measure import Setup, measure_rates, measure_stopped
-from bench.open_streams.processes import TRANSPORTS, Cores
+from bench.open_streams.processes import Cores
 from bench.open_streams.report import Scene, report
 
 from penstock.contract.output import Chunk
@@ -45,7 +45,7 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Setup:
     return Setup(SECONDS, 4, Cores.of_this_machine(pinned=False))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["SSE", pytest.param("WebSocket", marks=pytest.mark.slow)])
 def test_every_event_of_every_stream_arrives_in_order(setup: Setup, transport: str) -> None:
     cores = os.sched_getaffinity(0)
     script, direct = measure_rates(sys.executable, NUM_STREAMS, [PER_S], [PER_S], setup, transport)
@@ -58,6 +58,7 @@ def test_every_event_of_every_stream_arrives_in_order(setup: Setup, transport: s
     assert os.sched_getaffinity(0) == cores
 
 
+@pytest.mark.slow
 def test_gaps_are_measured_before_and_after_readers_stop(setup: Setup) -> None:
     found = measure_stopped(sys.executable, NUM_STREAMS, 3, PER_S, setup)
     for when in ("quiet", "stopped"):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -30,64 +31,48 @@ runpy.run_module("bench_gpu", run_name="__main__")
 """
 ABSENT = (
     *("pydantic", "redis", "msgpack", "gguf", "safetensors", "transformers", "tokenizers", "cachetools", "llguidance"),
-    *("matplotlib", "psutil"),
+    *("matplotlib", "psutil", "hypothesis"),
 )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_dry_run_gets_through_all_stages(tmp_path: Path) -> None:
+def _dry_run(out: Path, *stages: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'ops'}:{ROOT / 'tests'}", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", RUN, ",".join(ABSENT), "--dry", "--out", str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    command = [sys.executable, "-c", RUN, ",".join(ABSENT), "--dry", "--out", str(out)]
+    command += ["--stages", *stages] if stages else []
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_dry_run_gets_through_all_stages(tmp_path: Path) -> None:
+    done = _dry_run(tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "results.json").read_text())
-    stages = ("decode", "prefill", "load", "trace")
-    names = {"dry", "limits", "errors", "kernels", "tuned", *(f"tiny {stage}" for stage in ("model", *stages))}
-    names |= {"tiny fp8 model", "tiny fp8 decode"}
-    assert set(found) == names
-    assert max(found["errors"].values()) < 1e-5
-    assert all(row["ms"] > 0 for row in found["kernels"])
-    assert len(found["tiny decode"]) == 4
-    ahead, after = found["tiny load"]
-    assert ahead["tokens"] == after["tokens"] and ahead["steps_ahead"] > 0 == after["steps_ahead"]
-    assert json.loads((tmp_path / "tiny-trace.json").read_text())["traceEvents"]
-    assert (tmp_path / "tiny-decode.svg").read_text().startswith("<svg")
-    assert set(json.loads((tmp_path / "cpu.json").read_text())) == {"decode_attention", "prefill_attention"}
+    files = sorted(path.name for path in tmp_path.iterdir())
+    names = ["bench-gpu.tar.gz", "headline.json", "headline.md", "kernels.json", "steps.json", "truth.json"]
+    assert files == names
+    with tarfile.open(tmp_path / "bench-gpu.tar.gz") as archive:
+        packed = set(archive.getnames())
+    assert packed >= {*names[1:], "further/trace.json", "further/trace.txt", "further/cpu.json"}
+    truth, kernels, steps, headline = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("truth", "kernels", "steps", "headline")
+    )
+    assert all(found["ceilings"] == truth["ceilings"] and "failed" not in found for found in (kernels, steps, headline))
+    checked = {str(row["check"]).split()[0] for row in truth["kernels in bfloat16"]}
+    want = {"rotate_and_store", "attention", "sample", "multiply_scaled", "multiply_int4", "multiply_invariant"}
+    assert checked >= want | {"quantise_vectors", "add_lora", "copy_blocks", "add_rms_norm", "gate_mul"}
+    assert truth["tiny: graph = eager"]
+    assert truth["tiny deterministic: alone = in a batch"]
+    assert all(row["fraction"] > 0 for row in kernels["kernels"])
+    ahead, after = steps["tiny load"]
+    assert ahead["tokens"] == after["tokens"]
+    assert ahead["steps_ahead"] > 0 == after["steps_ahead"]
+    assert [row["goal"] for row in headline["table"]] == [0.0, 0.0]
 
 
-OF_NO_USE = """
-import json, sys
-from pathlib import Path
-from types import SimpleNamespace
-
-from bench_gpu import kernels
-from bench_gpu.__main__ import Run
-from penstock.kernels.triton.launches import Launch
-from triton.runtime.errors import OutOfResources
-
-def refuse(launch):
-    if launch.tile > 64:
-        raise OutOfResources(300_000, 232_448, "shared memory")
-
-def tune():
-    kernels._decode = kernels._prefill = lambda sizes, device: (refuse, 0, 0)
-    clock = SimpleNamespace(device=None, left_s=1.0, device_ms=lambda work, repeats: work() or 1.0)
-    return kernels.tune(kernels.DRY, clock, dry=False)
-
-run = Run(Path(sys.argv[1]), dry=True)
-run._stage("broken", lambda: 1 / 0)
-run._stage("tuned", tune)
-"""
-
-
-def test_a_stage_that_fails_is_named_and_those_behind_it_are_measured(tmp_path: Path) -> None:
-    """Tuning tries launches that need more shared memory than the GPU has."""
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'ops'}", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", OF_NO_USE, str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+def test_a_dry_headline_measures_its_shapes(tmp_path: Path) -> None:
+    """One stage by itself, the shortest; the others are in the slow test above."""
+    done = _dry_run(tmp_path, "headline")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert list(found["failed"]) == ["broken"] and "ZeroDivisionError" in done.stderr
-    assert all(launch[0] <= 64 for shapes in found["tuned"].values() for launch in shapes.values())
-    assert set(found["tuned"]) == {"decode_attention", "prefill_attention"}
+    table = json.loads((tmp_path / "headline.json").read_text())["table"]
+    assert all(row["fraction"] > 0 and row["tokens_s"] > 0 for row in table)
+    assert table[0]["shape"] in (tmp_path / "headline.md").read_text()

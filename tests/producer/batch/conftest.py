@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -14,20 +15,29 @@ from typing import Any
 
 import pytest
 from fakes.processes.node_process import NodeProcess
+from fakes.processes.python_process import PythonProcess
 
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 Row = dict[str, Any]
 WriteInput = Callable[..., Path]
+CELERY_IMPORTS = ("celery.bin.celery", "celery.concurrency.prefork", "penstock.producer.batch.celery_app")
 
 
 @contextmanager
-def process(*argv: str, log: Path | None = None, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, killed with all its children at the end; what it says goes to `log`."""
+def process(*argv: str, log: Path | None = None, forked: bool = True, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A process in a group of its own, killed with all its children at the end; what it says goes to `log`.
+
+    A Python that is not `forked` is an interpreter of its own.
+    """
     with log.open("wb") if log else nullcontext(subprocess.PIPE) as said:
-        running = subprocess.Popen(
-            argv, env={**os.environ, **env}, stdout=said, stderr=subprocess.STDOUT, text=True, process_group=0
-        )
+        options: dict[str, Any] = {"env": {**os.environ, **env}, "stdout": said, "stderr": subprocess.STDOUT}
+        running: subprocess.Popen[str]
+        program, *words = argv
+        if forked and program == sys.executable:
+            running = PythonProcess(*words, imports=CELERY_IMPORTS, new_group=True, **options)
+        else:
+            running = subprocess.Popen(argv, text=True, process_group=0, **options)
     try:
         yield running
     finally:
@@ -48,9 +58,9 @@ def reference_node(url: str, *, pool: str = "ref", step_s: float = 0.002, **sett
     return NodeProcess(url, pool=pool, step_s=step_s, lease_ms=5000, **settings)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def served_url() -> Iterator[str]:
-    """URL of a Redis that this folder's tests share, with a node for the pool `ref`."""
+    """URL of a Redis that the tests of a file share, with a node for the pool `ref`."""
     with EmbeddedRedis() as server, reference_node(server.url):
         yield server.url
 

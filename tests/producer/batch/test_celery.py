@@ -55,7 +55,9 @@ def worker(
         "PENSTOCK_CELERY_VISIBILITY_TIMEOUT_S": str(visibility_timeout_s),
         "PENSTOCK_CELERY_SOFT_SHUTDOWN_S": "0",
     }
-    with process(*WORKER, *QUIET, log=log, **settings, **env) as running:
+    # Metrics of several processes are a mode that prometheus_client takes when it is imported.
+    forked = "PENSTOCK_CELERY_METRICS_PORT" not in env
+    with process(*WORKER, *QUIET, log=log, forked=forked, **settings, **env) as running:
         yield running
 
 

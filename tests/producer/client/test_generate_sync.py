@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 from fakes.fake_node import FakeNode, fake_tokens
+from fakes.processes.python_process import PythonProcess
 
 from penstock.contract.errors import RequestError, ResultTimeoutError
 from penstock.producer.client import AsyncClient, Client
@@ -106,21 +106,18 @@ with Client(sys.argv[1]) as client:
 async def test_what_ctrl_c_leaves_running(redis_url: str, call: str, ends: set[str]) -> None:
     async with FakeNode(redis_url, step_s=0.02) as node, AsyncClient(redis_url) as client:
         program = PROGRAM.format(call=call)
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", program, redis_url, stdout=pipe, stderr=pipe
-        )
+        process = PythonProcess("-c", program, redis_url)
         assert process.stdout is not None
-        submitted = (await process.stdout.readline()).decode().strip()
+        submitted = (await asyncio.to_thread(process.stdout.readline)).strip()
         async with asyncio.timeout(20):
             while len(node.jobs) < (21 if "hello" in call else 1):
                 await asyncio.sleep(0.02)
         others = node.jobs.keys() - {submitted}
         process.send_signal(signal.SIGINT)
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        _, errors = await asyncio.to_thread(process.communicate, timeout=20)
         assert process.returncode == -signal.SIGINT
-        assert errors.decode().count("Traceback") == 1
-        assert errors.decode().rstrip().endswith("KeyboardInterrupt")
+        assert errors.count("Traceback") == 1
+        assert errors.rstrip().endswith("KeyboardInterrupt")
         await asyncio.sleep(0.5)
         assert (await client.status(submitted)).state == "running", "a submitted job outlives its reader"
         assert {(await client.status(job_id)).state for job_id in others or {submitted}} == ends

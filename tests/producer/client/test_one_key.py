@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import redis as sync_redis
 from fakes.processes.node_process import NodeProcess
+from fakes.processes.python_process import PythonProcess
 
 from penstock.queue import keys
 
@@ -43,11 +43,8 @@ def served(redis_url: str) -> Iterator[str]:
 
 
 def test_hundred_submits_from_four_processes_are_one_generation(served: str) -> None:
-    command = [sys.executable, "-c", ASKER, served, str(NUM_CLIENTS), str(NUM_SUBMITS)]
-    askers = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(NUM_PROCESSES)
-    ]
+    words = ("-c", ASKER, served, str(NUM_CLIENTS), str(NUM_SUBMITS))
+    askers = [PythonProcess(*words, stdin=subprocess.PIPE, stderr=None) for _ in range(NUM_PROCESSES)]
     for asker in askers:
         assert asker.stdout is not None
         assert asker.stdout.readline() == "ready\n"

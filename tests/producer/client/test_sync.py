@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from fakes.fake_node import FakeNode, fake_text, fake_tokens
+from fakes.processes.python_process import run_python
 
 from penstock.contract.errors import JobCancelledError, RequestError, UnavailableError
 from penstock.producer.client import Client
@@ -165,7 +166,7 @@ job = client.submit("hello", max_tokens=3000, background=False)
 stream = job.stream()
 print(next(stream).index)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    done = run_python("-c", program)
     assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)
 
 

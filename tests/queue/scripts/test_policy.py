@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis as sync_redis
 from fakes.queue.check import check_policy, check_sets, dump
-from fakes.queue.harness import FakeNode, P, Queue, new_job
+from fakes.queue.harness import FakeNode, P, Queue, chunks_of, new_job
 from fakes.queue.model import KV_TOTAL, SHARE_WINDOW_MS, SLOTS_TOTAL, ModelJob, ModelNode, QueueModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -140,7 +140,7 @@ def new_pool(redis_url: str) -> Iterator[Any]:
 @pytest.mark.timeout(900 if FULL else 120)
 @pytest.mark.parametrize("name", POLICIES)
 def test_take_orders_as_policy_does(redis_url: str, name: PolicyName) -> None:
-    @settings(max_examples=2000 if FULL else 60, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=2000 if FULL else 40, suppress_health_check=list(HealthCheck), database=None)
     @given(st.sampled_from((0, 2 * AGING_MS, 10**6 * AGING_MS)), st.lists(events, min_size=10, max_size=50))
     def run(bypass_ms: int, story: list[tuple[Any, ...]]) -> None:
         pool = Pool(redis_url, PolicyConfig(name, AGING_MS, bypass_ms, SHARE_WINDOW_MS))
@@ -225,3 +225,14 @@ def test_a_node_of_another_policy_is_refused(new_pool: Any) -> None:
     other = FakeNode(pool.client, "n1", "r")
     with pytest.raises(ConfigError, match="policy=fair, this node with sjf"):
         pool.runner.run(other.join(policy="sjf", aging_ms=AGING_MS, bypass_ms=0, avoid_ms=0))
+
+
+def test_shortest_first_counts_what_the_log_of_a_requeued_job_already_has(new_pool: Any) -> None:
+    pool = new_pool("sjf")
+    pool.submit("a", Priority.STANDARD, 90, 1)
+    job, taken = started(pool), pool.taken[0][1]
+    assert pool.runner.run(pool.node.emit(taken, 0, 60)) == "OK"
+    pool.model.emit(job, pool.model.nodes["n0"], taken.lease, 0, list(chunks_of(job.job_id, 0, 60)))
+    pool.submit("a", Priority.STANDARD, 40, 1)
+    pool.end("give_back", 0, 89)
+    assert started(pool) is job

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.gpu_node.model.architecture.hf_config import LLAMA_NAMES, Config, llama_shapes, sliding_windows
+from penstock.gpu_node.model.architecture.hf_config import (
+    HEAD_NORMS,
+    LLAMA_NAMES,
+    Config,
+    llama_shapes,
+    sliding_windows,
+)
 from penstock.gpu_node.model.architecture.spec import Family, ModelSpec
 
 _DEFAULT_HEAD_DIM = 128
-_ATTENTION = "model.layers.{layer}.self_attn."
 
 
 def _spec_of(config: Config) -> ModelSpec:
     attention_bias = bool(config.get("attention_bias"))
     shapes = llama_shapes({"head_dim": _DEFAULT_HEAD_DIM, **config})
-    shapes["names"] = replace(LLAMA_NAMES, q_norm=_ATTENTION + "q_norm", k_norm=_ATTENTION + "k_norm")
+    shapes["names"] = replace(LLAMA_NAMES, **HEAD_NORMS)
     return ModelSpec(**shapes, windows=sliding_windows(config), qkv_bias=attention_bias, out_bias=attention_bias)
 
 

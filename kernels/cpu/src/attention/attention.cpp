@@ -56,6 +56,7 @@ class Span {
         for (int r = 0; r < R; ++r) s[r][2] = s[r][3] = broadcast(kMasked);
       }
     }
+    if (rows_.cap != 0) cap_scores(s);
     if (rows_.biases) add_biases(at, s);
     const bool masks = at + kChunk > first_limit_ || at < last_first_;
     if (masks) mask(at, kMasked, s);
@@ -99,6 +100,12 @@ class Span {
     }
     for (int i = 0; i < P; ++i)
       for (int r = 0; r < R; ++r) s[r][first + i] = own_.score(acc[r][i], r, kv_.key_scales(chunk.cells[first + i]));
+  }
+
+  // Scores are logarithms to base 2 of the weights.
+  void cap_scores(Floats (&s)[R][kChunkPages]) {
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < kChunkPages; ++i) s[r][i] = capped(s[r][i], rows_.cap * kLog2E);
   }
 
   void add_biases(int at, Floats (&s)[R][kChunkPages]) {

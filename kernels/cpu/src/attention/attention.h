@@ -26,6 +26,7 @@ struct QueryRows {
   const int32_t* block_table; // of the sequence
   int layer, head;            // key/value head
   float scale;                // of the scores
+  float cap;                  // of the scores: s becomes cap * tanh(s / cap); 0: none
   int first_chunk;            // start of the first chunk with a token that some row sees; nothing before it is read
   Context next;               // context to prefetch meanwhile: the likely next one of this layer; may be empty
 };

@@ -91,8 +91,9 @@ void quantise_groups(const float* values, int groups, int8_t* q, float* scales, 
 
 void Activations::prepare(int rows, const Matrix& right) {
   encoding_ = right.encoding();
-  has_halves_ = right.has(Format::kQ6_K);
-  tiling_ = Tiling(std::max(rows, 1), encoding_);
+  // The matrices of other layers share this memory, and each may have other formats.
+  has_halves_ |= right.has(Format::kQ2_K) || right.has(Format::kQ3_K) || right.has(Format::kQ6_K);
+  tiling_.cut(std::max(rows, 1), encoding_);
   padded_ = right.padded_columns();
   words_ = padded_ / (encoding_ == Encoding::kBf16 ? 2 : 4);
   groups_ = encoding_ == Encoding::kByGroup ? padded_ / kGroup : 1;
@@ -100,7 +101,9 @@ void Activations::prepare(int rows, const Matrix& right) {
   scales_.reserve((size_t)rows * groups_);
   biases_.reserve((size_t)rows * groups_);
   offsets_.reserve((size_t)rows * groups_);
-  if (has_halves_) half_biases_.reserve((size_t)rows * groups_ * 2);
+  if (!has_halves_) return;
+  half_biases_.reserve((size_t)rows * groups_ * 2);
+  half_offsets_.reserve((size_t)rows * groups_ * 2);
 }
 
 void Activations::set_row(int row, const float* values) {
@@ -137,7 +140,9 @@ void Activations::set_row(int row, const float* values) {
   }
   if (has_halves_) {
     for (int g = 0; g < 2 * groups_; ++g) {
-      half_biases_[(size_t)first * 2 * groups_ + g * stride + at] = -32 * half_totals[g];
+      const size_t i = (size_t)first * 2 * groups_ + g * stride + at;
+      half_biases_[i] = -32 * half_totals[g];
+      half_offsets_[i] = scales[g / 2] * half_totals[g];
     }
   }
   for (int i = 0; i < padded_; i += kGroup, out += stride * run) std::memcpy(out, q.data() + i, kGroup);
@@ -147,7 +152,8 @@ Tile Activations::tile(int i) const {
   const size_t first = tiling_.first(i);
   return {tiling_.size(i), data_.data() + first * words_, scales_.data() + first * groups_,
           biases_.data() + first * groups_, offsets_.data() + first * groups_,
-          has_halves_ ? half_biases_.data() + first * 2 * groups_ : nullptr};
+          has_halves_ ? half_biases_.data() + first * 2 * groups_ : nullptr,
+          has_halves_ ? half_offsets_.data() + first * 2 * groups_ : nullptr};
 }
 
 }  // namespace penstock

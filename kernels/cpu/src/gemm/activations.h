@@ -4,6 +4,9 @@
 // kernel reads one stream. A word is two bf16 or four quantized bytes. Quantization uses only its own row, so a row's
 // product is the same alone and in a batch.
 #pragma once
+#include <algorithm>
+#include <vector>
+
 #include "weights/weights.h"
 
 namespace penstock {
@@ -18,20 +21,36 @@ constexpr int max_tile_rows(Encoding encoding) {
 // Consecutive words of one row: those of 32 columns.
 constexpr int run_words(Encoding encoding) { return encoding == Encoding::kBf16 ? kGroup / 2 : kGroup / 4; }
 
-// Cuts `rows` rows into as few tiles as possible; the sizes of tiles differ by at most one.
-struct Tiling {
-  int rows, tiles;
+// How rows are cut into tiles. A group of rows has as few tiles as possible, and their sizes differ by at most one.
+class Tiling {
+ public:
+  // Cuts all rows as one group.
+  void cut(int rows, Encoding encoding) {
+    clear();
+    add_group(rows, encoding);
+  }
+  void clear() { firsts_.assign(1, 0); }
+  void reserve(int tiles) { firsts_.reserve(tiles + 1); }
+  // Adds rows behind the others, in tiles of their own.
+  void add_group(int rows, Encoding encoding) {
+    const int begin = firsts_.back(), count = (rows + max_tile_rows(encoding) - 1) / max_tile_rows(encoding);
+    for (int i = 1; i <= count; ++i) firsts_.push_back(begin + (int)((int64_t)rows * i / count));
+  }
+  int tiles() const { return (int)firsts_.size() - 1; }
+  int first(int tile) const { return firsts_[tile]; }
+  int size(int tile) const { return firsts_[tile + 1] - firsts_[tile]; }
+  int tile_of(int row) const { return (int)(std::upper_bound(firsts_.begin(), firsts_.end(), row) - firsts_.begin()) - 1; }
 
-  Tiling(int rows, Encoding encoding)
-      : rows(rows), tiles((rows + max_tile_rows(encoding) - 1) / max_tile_rows(encoding)) {}
-  int first(int tile) const { return (int)((int64_t)rows * tile / tiles); }
-  int size(int tile) const { return first(tile + 1) - first(tile); }
-  int tile_of(int row) const { return (int)(((int64_t)(row + 1) * tiles - 1) / rows); }
+ private:
+  std::vector<int> firsts_{0};  // the first row of each tile, then the number of rows
 };
 
 // What a kernel prefetches besides what it reads. A few rows are done as soon as their panel arrives, so they
 // prefetch a little ahead in it. More rows leave time to prefetch the next panel.
 enum class Fetch { kNothing, kThisPanel, kNextPanel };
+
+// A product with at most this many rows is bound by memory.
+constexpr int kMemoryBoundRows = 12;
 
 struct Tile {
   int rows;
@@ -40,6 +59,7 @@ struct Tile {
   const int32_t* biases;         // [groups][rows]: -128 * sum of the quantized values, for weights stored as 128 + q.
   const float* offsets;          // [groups][rows]: scale * sum.
   const int32_t* half_biases;    // [2 * groups][rows]: -32 * sum of half a group, for weights stored as 32 + q
+  const float* half_offsets;     // [2 * groups][rows]: scale * sum of half a group
   // What to prefetch while the tile is computed.
   Fetch fetch = Fetch::kNothing;
   const uint8_t* ahead[2] = {nullptr, nullptr};  // for kNextPanel: where two streams of cache lines begin
@@ -54,12 +74,14 @@ class Activations {
   void set_row(int row, const float* values);
 
   const Tiling& tiling() const { return tiling_; }
+  // The tiling of the prepared rows, for a product with groups of rows. It must be complete before a row is written.
+  Tiling& tiling() { return tiling_; }
   Tile tile(int i) const;
 
  private:
   Encoding encoding_ = Encoding::kBf16;
   bool has_halves_ = false;
-  Tiling tiling_{1, Encoding::kBf16};
+  Tiling tiling_;
   int padded_ = 0;
   int words_ = 0;
   int groups_ = 0;
@@ -68,6 +90,7 @@ class Activations {
   Buffer<int32_t> biases_;
   Buffer<float> offsets_;
   Buffer<int32_t> half_biases_;
+  Buffer<float> half_offsets_;
 };
 
 // Quantizes `count` values (a multiple of 16) to scale * q with q in [-127, 127]. A NaN or infinity makes the scale

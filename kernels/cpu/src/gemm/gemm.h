@@ -4,16 +4,13 @@
 // therefore do not depend on the batch.
 #pragma once
 #include "gemm/activations.h"
-#include "gemm/k_quant_kernels.h"
+#include "gemm/group_kernels.h"
 #include "threads/team.h"
 
 namespace penstock {
 
 // The kernel for a tile of at most max_tile_rows(encoding_of(format)) rows.
 TileKernel tile_kernel(Format format, const Tile& tile);
-
-// A product with at most this many rows is bound by memory.
-constexpr int kMemoryBoundRows = 12;
 
 // Chooses what a tile prefetches. `index`: its position among the tiles that are multiplied with a panel; the first
 // two of these share the next panel.
@@ -36,34 +33,39 @@ inline void add_bias(const float* bias, int rows, float* out) {
   for (int i = 0; i < rows * kPanel; i += kLanes) store(out + i, load(out + i) + load(bias + i % kPanel));
 }
 
+// Multiplies the tiles [begin, end), of `num_tiles` that are multiplied with the panel in all; see `multiply`.
+template <class Finish>
+void multiply_panel(const Activations& left, int begin, int end, int num_tiles, const Matrix& right, int panel,
+                    const Finish& finish) {
+  thread_local Buffer<uint8_t> unpacked;
+  const Matrix::Panel weights = right.panel(panel);
+  alignas(64) float out[max_tile_rows(Encoding::kBf16) * kPanel];
+  const bool unpacks = is_stored(weights.format) && end - begin >= kTilesToUnpack;
+  if (unpacks) {
+    unpacked.reserve(unpacked_bytes(weights.format, right.padded_columns()));
+    unpack_panel(weights.format, weights.bytes, right.padded_columns(), unpacked.data());
+  }
+  for (int i = begin; i < end; ++i) {
+    Tile tile = left.tile(i);
+    look_ahead(tile, i - begin, num_tiles, weights.bytes, weights.num_bytes);
+    const TileKernel kernel = unpacks ? unpacked_kernel(weights.format, tile) : tile_kernel(weights.format, tile);
+    kernel(unpacks ? unpacked.data() : weights.bytes, tile, right.padded_columns(), out);
+    if (right.bias.count()) add_bias(&right.bias[panel * kPanel], tile.rows, out);
+    finish(left.tiling().first(i), tile.rows, panel, out);
+  }
+}
+
 // Computes all outputs and passes them to `finish(first_row, num_rows, panel, out)`, out: [num_rows][kPanel].
 template <class Finish>
 void multiply(Worker& worker, const Activations& left, const Matrix& right, const Finish& finish) {
-  const Tiling& tiling = left.tiling();
+  const int num_tiles = left.tiling().tiles();
   const int tiles_per_pass = std::max(1, kRowsPerPass / max_tile_rows(right.encoding()));
-  const int passes = (tiling.tiles + tiles_per_pass - 1) / tiles_per_pass;
+  const int passes = (num_tiles + tiles_per_pass - 1) / tiles_per_pass;
   const int num_panels = right.num_panels();
-  thread_local Buffer<uint8_t> unpacked;
-  const auto unit_of_work = [&](int unit) {
-    const int pass = unit / num_panels, panel = unit % num_panels;
-    const Matrix::Panel weights = right.panel(panel);
-    alignas(64) float out[max_tile_rows(Encoding::kBf16) * kPanel];
-    const int begin = pass * tiles_per_pass, end = std::min(tiling.tiles, begin + tiles_per_pass);
-    const bool unpacks = is_k_quant(weights.format) && end - begin >= kTilesToUnpack;
-    if (unpacks) {
-      unpacked.reserve(unpacked_bytes(right.padded_columns()));
-      unpack_k_quant(weights.format, weights.bytes, right.padded_columns(), unpacked.data());
-    }
-    for (int i = begin; i < end; ++i) {
-      Tile tile = left.tile(i);
-      look_ahead(tile, i - begin, tiling.tiles, weights.bytes, weights.num_bytes);
-      const TileKernel kernel = unpacks ? unpacked_kernel(weights.format, tile) : tile_kernel(weights.format, tile);
-      kernel(unpacks ? unpacked.data() : weights.bytes, tile, right.padded_columns(), out);
-      if (right.bias.count()) add_bias(&right.bias[panel * kPanel], tile.rows, out);
-      finish(tiling.first(i), tile.rows, panel, out);
-    }
-  };
-  worker.for_each(passes * num_panels, unit_of_work);
+  worker.for_each(passes * num_panels, [&](int unit) {
+    const int begin = unit / num_panels * tiles_per_pass, end = std::min(num_tiles, begin + tiles_per_pass);
+    multiply_panel(left, begin, end, num_tiles, right, unit % num_panels, finish);
+  });
 }
 
 }  // namespace penstock

@@ -4,7 +4,7 @@
 #include <array>
 #include <utility>
 
-#include "gemm/gemm.h"
+#include "gemm/activations.h"
 
 namespace penstock {
 
@@ -35,6 +35,9 @@ struct Prefetcher {
   }
 };
 
+// out: [tile.rows][kPanel].
+using TileKernel = void (*)(const uint8_t* panel, const Tile& tile, int padded_columns, float* out);
+
 template <template <int, Fetch> class Kernel, int R, Fetch F>
 void run_kernel(const uint8_t* panel, const Tile& tile, int columns, float* out) {
   for (int half = 0; half < 2; half += kHalves) Kernel<R, F>::run(panel, tile, columns, half, out);
@@ -45,11 +48,10 @@ constexpr std::array<TileKernel, sizeof...(R)> kernels_of(std::integer_sequence<
   return {run_kernel<Kernel, R + 1, F>...};
 }
 
-template <template <int, Fetch> class Kernel, Format F>
+template <template <int, Fetch> class Kernel, Encoding E>
 TileKernel kernel_of(const Tile& tile) {
-  constexpr int kMaxRows = max_tile_rows(encoding_of(F));
-  constexpr auto kAll = std::make_integer_sequence<int, kMaxRows>();
-  constexpr auto kFew = std::make_integer_sequence<int, std::min(kMaxRows, kMemoryBoundRows)>();
+  constexpr auto kAll = std::make_integer_sequence<int, max_tile_rows(E)>();
+  constexpr auto kFew = std::make_integer_sequence<int, std::min(max_tile_rows(E), kMemoryBoundRows)>();
   static constexpr auto kThis = kernels_of<Kernel, Fetch::kThisPanel>(kFew);
   static constexpr auto kNext = kernels_of<Kernel, Fetch::kNextPanel>(kAll);
   static constexpr auto kNothing = kernels_of<Kernel, Fetch::kNothing>(kAll);

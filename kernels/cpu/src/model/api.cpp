@@ -37,8 +37,12 @@ enum Vector {
   kSin = 9,
   kPositionBiases = 10,
   kFinalGains = 11,
+  kAttentionOutputNorm = 12,
+  kMlpOutputNorm = 13,
+  kRouter = 14,
 };
 
+// `layer`: for kCos and kSin the index of the RoPE table.
 Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
   switch (which) {
     case kAttentionNorm:
@@ -58,9 +62,15 @@ Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
     case kKNorm:
       return weights.layers[layer].k_norm;
     case kCos:
-      return weights.positions.cos;
+      return weights.positions.ropes[layer].cos;
     case kSin:
-      return weights.positions.sin;
+      return weights.positions.ropes[layer].sin;
+    case kAttentionOutputNorm:
+      return weights.layers[layer].attention_output_norm.weight;
+    case kMlpOutputNorm:
+      return weights.layers[layer].mlp_output_norm.weight;
+    case kRouter:
+      return weights.layers[layer].router;
     case kFinalGains:
       return weights.final_gains;
     default:
@@ -125,8 +135,10 @@ PENSTOCK_API const char* penstock_bias_fill(Model* model, int layer, int slot, i
   return guarded([&] { model->weights().set_bias((Slot)slot, layer, (RowLayout)layout, first, data, count); });
 }
 
-PENSTOCK_API void penstock_window_set(Model* model, int layer, int window) {
+// `rope`: the index of the layer's RoPE table, or -1.
+PENSTOCK_API void penstock_layer_positions_set(Model* model, int layer, int window, int rope) {
   model->weights().layers[layer].window = window;
+  model->weights().layers[layer].rope = rope;
 }
 
 // No step may be running. `gains`: as for penstock_matrix_fill.

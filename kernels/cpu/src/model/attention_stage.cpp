@@ -56,11 +56,22 @@ void AttentionStage::project(Worker& worker, const Layer& layer, LayerProducts& 
       std::copy_n(out + r * kPanel, kPanel, buffers_.qkv.row(first + r) + panel * kPanel);
     }
   });
+  if (spec_.joins_head_norms) norm_all_heads(worker, layer);
+}
+
+// Norms the queries of each token, and its keys, over all heads together.
+void AttentionStage::norm_all_heads(Worker& worker, const Layer& layer) const {
+  const int queries = spec_.queries(), keys = spec_.num_kv_heads * spec_.head_dim;
+  worker.for_each(step_.plan.num_tokens, [&](int i) {
+    float* row = buffers_.qkv.row(i);
+    rms_norm(row, layer.q_norm.data(), queries, queries, spec_.norm_eps, row);
+    rms_norm(row + queries, layer.k_norm.data(), keys, keys, spec_.norm_eps, row + queries);
+  });
 }
 
 void AttentionStage::add_output(Worker& worker, const Layer& layer, LayerProducts& products) const {
   const auto attended = [&](int i) { return buffers_.attended.row(products.tokens()[i]); };
-  products.add(worker, layer, Slot::kOut, attended, buffers_.hidden);
+  products.add(worker, layer, Slot::kOut, attended, layer.attention_output_norm);
 }
 
 void AttentionStage::attend(Worker& worker, const Layer& layer) const {
@@ -90,22 +101,26 @@ void AttentionStage::store_key_value(const Layer& layer, int token, int head) co
   const int dim = spec_.head_dim;
   alignas(64) float key[kMaxHeadDim];
   const float* keys = buffers_.qkv.row(token) + spec_.queries();
-  prepare_head(keys + head * dim, layer.k_norm, step_.plan.positions[token], key);
+  prepare_head(layer, keys + head * dim, layer.k_norm, step_.plan.positions[token], key);
   const int slot = slot_of(token);
   cache_.set(layer.index, slot, head, key, keys + (spec_.num_kv_heads + head) * dim);
   if (begins_last_page(token)) cache_.clear_behind(layer.index, slot, head);
 }
 
 // Writes a head's query or key as the scores need it: normed if the model norms heads, and rotated by RoPE.
-void AttentionStage::prepare_head(const float* x, const Buffer<float>& norm, int position, float* out) const {
-  const int dim = spec_.head_dim, rotary = spec_.rotary_dim;
+void AttentionStage::prepare_head(const Layer& layer, const float* x, const Buffer<float>& norm, int position,
+                                  float* out) const {
+  const int dim = spec_.head_dim, rotary = layer.rope < 0 ? 0 : spec_.rotary_dim;
   alignas(64) float normed[kMaxHeadDim];
-  if (norm.count()) {
+  if (norm.count() && !spec_.joins_head_norms) {
     rms_norm(x, norm.data(), dim, dim, spec_.norm_eps, normed);
     x = normed;
   }
-  const size_t angles = (size_t)position * (rotary / 2);
-  rotate(x, positions_.cos.data() + angles, positions_.sin.data() + angles, rotary, out);
+  if (rotary > 0) {
+    const RopeTable& table = positions_.ropes[layer.rope];
+    const size_t angles = (size_t)position * (rotary / 2);
+    rotate(x, table.cos.data() + angles, table.sin.data() + angles, rotary, out);
+  }
   std::copy(x + rotary, x + dim, out + rotary);
 }
 
@@ -174,7 +189,7 @@ QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, 
     inputs.limits[r] = position + 1;
     inputs.firsts[r] = first_seen(position, layer);
     inputs.biases[r] = has_biases ? &positions_.biases[(size_t)query * biases_stride_] : nullptr;
-    prepare_head(buffers_.qkv.row(token) + query * dim, layer.q_norm, position, inputs.queries + r * dim);
+    prepare_head(layer, buffers_.qkv.row(token) + query * dim, layer.q_norm, position, inputs.queries + r * dim);
   }
   const Context context = context_of(tile, layer, head);
   return {.queries = inputs.queries,
@@ -185,7 +200,8 @@ QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, 
           .block_table = context.block_table,
           .layer = layer.index,
           .head = head,
-          .scale = 1.f / std::sqrt((float)dim),
+          .scale = spec_.score_scale != 0 ? spec_.score_scale : 1.f / std::sqrt((float)dim),
+          .cap = spec_.score_cap,
           .first_chunk = context.first,
           .next = {}};
 }

@@ -35,7 +35,8 @@ class AttentionStage {
   int num_items() const { return (int)plan_.tiles.size() * spec_.num_kv_heads; }
   void store_all(Worker& worker, const Layer& layer) const;
   void store_key_value(const Layer& layer, int token, int head) const;
-  void prepare_head(const float* x, const Buffer<float>& norm, int position, float* out) const;
+  void norm_all_heads(Worker& worker, const Layer& layer) const;
+  void prepare_head(const Layer& layer, const float* x, const Buffer<float>& norm, int position, float* out) const;
   int slot_of(int token) const;
   bool begins_last_page(int token) const;
   void attend_by_span(Worker& worker, const Layer& layer) const;

@@ -63,6 +63,7 @@ void HeadStage::note_logits(Worker& worker, int first, int rows, int panel, floa
   const int columns = std::min(kPanel, vocab_ - panel * kPanel);
   for (int r = 0; r < rows; ++r) {
     float* logits = out + r * kPanel;
+    finish_logits(spec_, logits);
     std::fill(logits + columns, logits + kPanel, -std::numeric_limits<float>::infinity());
     if (keeps_logits(first + r)) {
       std::copy_n(logits, kPanel, logits_of(first + r) + panel * kPanel);

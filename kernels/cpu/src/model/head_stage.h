@@ -10,10 +10,25 @@
 
 namespace penstock {
 
+// Scales and caps a panel of logits as the model asks for.
+inline void finish_logits(const Spec& spec, float* logits) {
+  if (spec.logit_scale == 1 && spec.logit_cap == 0) return;
+  for (int i = 0; i < kPanel; i += kLanes) {
+    const Floats scaled = load(logits + i) * broadcast(spec.logit_scale);
+    store(logits + i, spec.logit_cap == 0 ? scaled : capped(scaled, spec.logit_cap));
+  }
+}
+
 class HeadStage {
  public:
-  HeadStage(int vocab, const Norm& norm, const Matrix& head, const Step& step, const StepBuffers& buffers)
-      : vocab_(vocab), norm_(norm), head_(head), step_(step), buffers_(buffers), logits_(vocab) {}
+  HeadStage(const Spec& spec, const Norm& norm, const Matrix& head, const Step& step, const StepBuffers& buffers)
+      : spec_(spec),
+        vocab_(spec.vocab),
+        norm_(norm),
+        head_(head),
+        step_(step),
+        buffers_(buffers),
+        logits_(spec.vocab) {}
 
   // Plans the step, and reserves memory for it.
   void prepare(int num_threads);
@@ -30,6 +45,7 @@ class HeadStage {
   void await_masks(Worker& worker) const;
   int32_t choose_one(int row) const;
 
+  const Spec& spec_;
   const int vocab_;
   const Norm& norm_;
   const Matrix& head_;

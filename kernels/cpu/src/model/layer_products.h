@@ -1,5 +1,6 @@
 // The products of a step's rows with a layer's matrices, LoRA adapters included.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -14,8 +15,9 @@ namespace penstock {
 class LayerProducts {
  public:
   // `tokens`: the token of each row, which may change between steps.
-  LayerProducts(const std::vector<int>& tokens, const Step& step, const Adapters& adapters, int num_threads)
-      : tokens_(tokens), step_(step), adapters_(adapters), inputs_(num_threads) {}
+  LayerProducts(const std::vector<int>& tokens, const Spec& spec, const Step& step, const Adapters& adapters,
+                const StepBuffers& buffers, int num_threads)
+      : tokens_(tokens), spec_(spec), step_(step), adapters_(adapters), buffers_(buffers), inputs_(num_threads) {}
 
   const std::vector<int>& tokens() const { return tokens_; }
 
@@ -27,9 +29,10 @@ class LayerProducts {
   template <class Read, class Finish>
   void run(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Finish& finish);
 
-  // Adds each row's product with a layer's matrix to the row's token in `sums`.
+  // Adds each row's product with a layer's matrix to the hidden state of the row's token. `norm` norms the products
+  // if the model has output norms.
   template <class Read>
-  void add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const RowBuffer& sums);
+  void add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm);
 
  private:
   // Inputs of a layer's matrices: the normed hidden state, the output of the attention, the gated product.
@@ -47,8 +50,10 @@ class LayerProducts {
   float* inner_row(int row) const { return inner_.data() + (size_t)row * adapters_.largest_rank(); }
 
   const std::vector<int>& tokens_;
+  const Spec& spec_;
   const Step& step_;
   const Adapters& adapters_;
+  const StepBuffers& buffers_;
   std::vector<Inputs> inputs_;  // one per thread; all but the first hold only a few rows
   Buffer<float> inner_;         // low-rank values of the current product, [rows][largest rank]
 };
@@ -75,11 +80,23 @@ void LayerProducts::run(Worker& worker, const Layer& layer, Slot slot, const Rea
 }
 
 template <class Read>
-void LayerProducts::add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const RowBuffer& sums) {
+void LayerProducts::add(Worker& worker, const Layer& layer, Slot slot, const Read& read, const Norm& norm) {
+  const float scale = spec_.residual_scale;
+  if (spec_.has_output_norms) {
+    run(worker, layer, slot, read, [&](int first, int count, int panel, const float* out) {
+      for (int r = 0; r < count; ++r) {
+        std::copy_n(out + r * kPanel, kPanel, buffers_.outputs.row(first + r) + panel * kPanel);
+      }
+    });
+    worker.for_each((int)tokens_.size(), [&](int i) {
+      const float* normed = norm.apply(buffers_.outputs.row(i)).values;
+      add_scaled(normed, scale, buffers_.hidden.stride(), buffers_.hidden.row(tokens_[i]));
+    });
+    return;
+  }
   run(worker, layer, slot, read, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
-      float* sum = sums.row(tokens_[first + r]) + panel * kPanel;
-      for (int j = 0; j < kPanel; j += kLanes) store(sum + j, load(sum + j) + load(out + r * kPanel + j));
+      add_scaled(out + r * kPanel, scale, kPanel, buffers_.hidden.row(tokens_[first + r]) + panel * kPanel);
     }
   });
 }

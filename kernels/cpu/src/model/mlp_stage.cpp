@@ -7,16 +7,15 @@ namespace penstock {
 void MlpStage::run(Worker& worker, const Layer& layer, LayerProducts& products) const {
   const auto normed = [&](int i) { return layer.mlp_norm.apply(buffers_.hidden.row(products.tokens()[i])).values; };
   products.run(worker, layer, Slot::kMlpIn, normed, [&](int first, int count, int panel, const float* out) {
-    for (int r = 0; r < count; ++r) activate(out + r * kPanel, panel, buffers_.gated.row(first + r));
+    for (int r = 0; r < count; ++r) activate(spec_, out + r * kPanel, panel, buffers_.gated.row(first + r));
   });
   const auto gated = [&](int i) { return gated_row(i); };
-  products.add(worker, layer, Slot::kMlpOut, gated, buffers_.hidden);
+  products.add(worker, layer, Slot::kMlpOut, gated, layer.mlp_output_norm);
 }
 
-// Applies the activation to one panel of the MLP's inner products, and writes the row that the second matrix reads.
-void MlpStage::activate(const float* inner, int panel, float* row) const {
+void activate(const Spec& spec, const float* inner, int panel, float* row) {
   const auto activated = [&](Floats x) {
-    switch ((Activation)spec_.activation) {
+    switch ((Activation)spec.activation) {
       case Activation::kGelu:
         return gelu(x);
       case Activation::kGeluTanh:
@@ -25,7 +24,7 @@ void MlpStage::activate(const float* inner, int panel, float* row) const {
         return silu(x);
     }
   };
-  if (spec_.is_gated) {
+  if (spec.is_gated) {
     store(row + panel * kLanes, activated(load(inner)) * load(inner + kLanes));
   } else {
     for (int j = 0; j < kPanel; j += kLanes) store(row + panel * kPanel + j, activated(load(inner + j)));

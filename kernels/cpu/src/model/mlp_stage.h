@@ -7,6 +7,9 @@
 
 namespace penstock {
 
+// Applies the activation to one panel of the MLP's inner products, and writes the row that the second matrix reads.
+void activate(const Spec& spec, const float* inner, int panel, float* row);
+
 class MlpStage {
  public:
   // `rotation`: of the gated products; null if the model is not rotated.
@@ -17,7 +20,6 @@ class MlpStage {
   void run(Worker& worker, const Layer& layer, LayerProducts& products) const;
 
  private:
-  void activate(const float* inner, int panel, float* row) const;
   const float* gated_row(int row) const;
 
   const Spec& spec_;

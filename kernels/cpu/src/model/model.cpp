@@ -13,12 +13,13 @@ Model::Model(const Spec& spec, int num_threads, const int32_t* cores)
               spec.num_blocks}),
       adapters_(spec.num_layers),
       buffers_(spec),
-      products_(step_.all_tokens, step_, adapters_, num_threads),
-      last_products_(step_.head_tokens, step_, adapters_, num_threads),
+      products_(step_.all_tokens, spec_, step_, adapters_, buffers_, num_threads),
+      last_products_(step_.head_tokens, spec_, step_, adapters_, buffers_, num_threads),
       attention_(spec_, weights_.positions, cache_, step_, buffers_),
       mlp_(spec_, weights_.gated_rotation(), buffers_),
-      head_(spec.vocab, weights_.final_norm, weights_.head, step_, buffers_),
-      scores_(spec.vocab, weights_.final_norm, weights_.head, step_, buffers_),
+      experts_(spec_, buffers_),
+      head_(spec_, weights_.final_norm, weights_.head, step_, buffers_),
+      scores_(spec_, weights_.final_norm, weights_.head, step_, buffers_),
       states_(spec.hidden, weights_, step_, buffers_) {}
 
 void Model::set_adapter(int adapter_slot, int layer, Slot matrix, const LowRankPart* parts, int num_parts,
@@ -43,8 +44,13 @@ void Model::prepare() {
   buffers_.reserve(step_.plan.num_tokens);
   for (const Layer& layer : weights_.layers) {
     products_.prepare(layer, Slot::kQkv);
-    for (const Slot slot : {Slot::kOut, Slot::kMlpIn, Slot::kMlpOut}) {
-      products_after_attention(layer).prepare(layer, slot);
+    LayerProducts& later = products_after_attention(layer);
+    later.prepare(layer, Slot::kOut);
+    if (spec_.num_experts > 0) {
+      experts_.prepare(layer, (int)later.tokens().size());
+    } else {
+      later.prepare(layer, Slot::kMlpIn);
+      later.prepare(layer, Slot::kMlpOut);
     }
   }
   attention_.prepare(team_.size());
@@ -81,6 +87,10 @@ void Model::embed(Worker& worker) {
     float* row = hidden.row(i);
     table.get_row(step_.plan.token_ids[i], row);
     std::fill(row + spec_.hidden, row + hidden.stride(), 0.f);
+    if (spec_.embedding_scale == 1) return;
+    for (int c = 0; c < hidden.stride(); c += kLanes) {
+      store(row + c, load(row + c) * broadcast(spec_.embedding_scale));
+    }
   });
 }
 
@@ -91,10 +101,18 @@ void Model::run_layer(Worker& worker, const Layer& layer) {
   if (products.tokens().empty()) return;
   if (spec_.is_parallel) {
     // The MLP comes first, because it reads the same hidden state as the attention.
-    mlp_.run(worker, layer, products);
+    run_mlp(worker, layer, products);
     attention_.add_output(worker, layer, products);
   } else {
     attention_.add_output(worker, layer, products);
+    run_mlp(worker, layer, products);
+  }
+}
+
+void Model::run_mlp(Worker& worker, const Layer& layer, LayerProducts& products) {
+  if (spec_.num_experts > 0) {
+    experts_.run(worker, layer, products.tokens());
+  } else {
     mlp_.run(worker, layer, products);
   }
 }

@@ -3,6 +3,7 @@
 #include "attention/kv_cache.h"
 #include "weights/adapters.h"
 #include "model/attention_stage.h"
+#include "model/expert_stage.h"
 #include "weights/decoder_weights.h"
 #include "model/head_stage.h"
 #include "model/hidden_stage.h"
@@ -46,6 +47,7 @@ class Model {
   void run(Worker& worker);
   void embed(Worker& worker);
   void run_layer(Worker& worker, const Layer& layer);
+  void run_mlp(Worker& worker, const Layer& layer, LayerProducts& products);
 
   const Spec spec_;
   Team team_;
@@ -58,6 +60,7 @@ class Model {
   LayerProducts last_products_;  // of the head's tokens, after the last attention
   AttentionStage attention_;
   MlpStage mlp_;
+  ExpertStage experts_;
   HeadStage head_;
   ScoreStage scores_;
   HiddenStage states_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "gemm/gemm.h"
+#include "model/head_stage.h"
 #include "sampling/logprobs.h"
 
 namespace penstock {
@@ -34,8 +35,11 @@ void ScoreStage::project(Worker& worker, int first, int rows) {
     const int token = step_.head_tokens[step_.num_chosen + first + i];
     inputs_.set_row(i, norm_.apply(buffers_.hidden.row(token)).values);
   });
-  multiply(worker, inputs_, head_, [&](int begin, int count, int panel, const float* out) {
-    for (int r = 0; r < count; ++r) std::copy_n(out + r * kPanel, kPanel, logits_.row(begin + r) + panel * kPanel);
+  multiply(worker, inputs_, head_, [&](int begin, int count, int panel, float* out) {
+    for (int r = 0; r < count; ++r) {
+      finish_logits(spec_, out + r * kPanel);
+      std::copy_n(out + r * kPanel, kPanel, logits_.row(begin + r) + panel * kPanel);
+    }
   });
 }
 

@@ -9,8 +9,14 @@ namespace penstock {
 
 class ScoreStage {
  public:
-  ScoreStage(int vocab, const Norm& norm, const Matrix& head, const Step& step, const StepBuffers& buffers)
-      : vocab_(vocab), norm_(norm), head_(head), step_(step), buffers_(buffers), logits_(vocab) {}
+  ScoreStage(const Spec& spec, const Norm& norm, const Matrix& head, const Step& step, const StepBuffers& buffers)
+      : spec_(spec),
+        vocab_(spec.vocab),
+        norm_(norm),
+        head_(head),
+        step_(step),
+        buffers_(buffers),
+        logits_(spec.vocab) {}
 
   // Reserves memory for the step.
   void prepare();
@@ -20,6 +26,7 @@ class ScoreStage {
   void project(Worker& worker, int first, int rows);
   void write(int first, int row) const;
 
+  const Spec& spec_;
   const int vocab_;
   const Norm& norm_;
   const Matrix& head_;

@@ -22,20 +22,27 @@ class RowBuffer {
   Buffer<float> values_;
 };
 
+// sum += scale * values.
+inline void add_scaled(const float* values, float scale, int count, float* sum) {
+  for (int i = 0; i < count; i += kLanes) store(sum + i, fma(load(values + i), broadcast(scale), load(sum + i)));
+}
+
 struct StepBuffers {
   RowBuffer hidden;    // by token: the residual stream
   RowBuffer qkv;       // by token: queries, keys, values
   RowBuffer attended;  // by token: the output of the attention
-  RowBuffer gated;     // by row of a layer's products: the input of the MLP's second matrix
+  RowBuffer gated;     // by row of a layer's products: the input of the MLP's second matrix.
+  RowBuffer outputs;   // by row of a layer's products: outputs that are normed before they are added.
 
   explicit StepBuffers(const Spec& spec)
       : hidden(spec.hidden),
         qkv(spec.queries() + 2 * spec.num_kv_heads * spec.head_dim),
         attended(spec.queries()),
-        gated(spec.intermediate) {}
+        gated(spec.intermediate),
+        outputs(spec.hidden) {}
 
   void reserve(int num_tokens) {
-    for (RowBuffer* rows : {&hidden, &qkv, &attended, &gated}) rows->reserve(num_tokens);
+    for (RowBuffer* rows : {&hidden, &qkv, &attended, &gated, &outputs}) rows->reserve(num_tokens);
   }
 };
 

@@ -159,23 +159,28 @@ PENSTOCK_INLINE void store_bytes(void* p, Bytes x) {
   _mm256_storeu_si256((__m256i*)p + 1, x.b);
 }
 PENSTOCK_INLINE Bytes broadcast_word(uint32_t x) { return {_mm256_set1_epi32((int)x), _mm256_set1_epi32((int)x)}; }
-PENSTOCK_INLINE Bytes low_nibbles(Bytes x) {
-  const __m256i mask = _mm256_set1_epi8(15);
-  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
-}
-PENSTOCK_INLINE Bytes high_nibbles(Bytes x) {
-  return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
-}
+// Shifts the 32-bit words left by Shift; a negative one goes right.
 template <int Shift>
 PENSTOCK_INLINE __m256i shifted(__m256i x) {
+  if constexpr (Shift == 0) return x;
   return Shift < 0 ? _mm256_srli_epi32(x, Shift < 0 ? -Shift : 0) : _mm256_slli_epi32(x, Shift < 0 ? 0 : Shift);
 }
-// a | (bits & mask) per byte, after a left shift of the 32-bit words of `bits` by Shift; a negative one goes right.
+// bits & mask per byte, after a left shift of the 32-bit words of `bits` by Shift; a negative one goes right.
+template <int Shift>
+PENSTOCK_INLINE Bytes moved_bits(Bytes bits, uint8_t mask) {
+  const __m256i wanted = _mm256_set1_epi8((char)mask);
+  return {_mm256_and_si256(shifted<Shift>(bits.a), wanted), _mm256_and_si256(shifted<Shift>(bits.b), wanted)};
+}
+// a | moved_bits<Shift>(bits, mask).
 template <int Shift>
 PENSTOCK_INLINE Bytes with_bits(Bytes a, Bytes bits, uint8_t mask) {
-  const __m256i wanted = _mm256_set1_epi8((char)mask);
-  return {_mm256_or_si256(a.a, _mm256_and_si256(shifted<Shift>(bits.a), wanted)),
-          _mm256_or_si256(a.b, _mm256_and_si256(shifted<Shift>(bits.b), wanted))};
+  const Bytes moved = moved_bits<Shift>(bits, mask);
+  return {_mm256_or_si256(a.a, moved.a), _mm256_or_si256(a.b, moved.b)};
+}
+// Replaces each byte, which is below 16, by that one of the table.
+PENSTOCK_INLINE Bytes looked_up(const uint8_t (&table)[16], Bytes x) {
+  const __m256i all = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table));
+  return {_mm256_shuffle_epi8(all, x.a), _mm256_shuffle_epi8(all, x.b)};
 }
 PENSTOCK_INLINE __m256 dot_bf16(__m256 acc, __m256i x, __m256i y) {
   const __m256i high = _mm256_set1_epi32((int)0xffff0000);

@@ -82,16 +82,26 @@ PENSTOCK_INLINE void store_u8(uint8_t* p, Ints a) { _mm_storeu_si128((__m128i*)p
 PENSTOCK_INLINE Bytes load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
 PENSTOCK_INLINE void store_bytes(void* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
 PENSTOCK_INLINE Bytes broadcast_word(uint32_t x) { return {_mm512_set1_epi32((int)x)}; }
-PENSTOCK_INLINE Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
-PENSTOCK_INLINE Bytes high_nibbles(Bytes a) {
-  return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
+// Shifts the 32-bit words left by Shift; a negative one goes right.
+template <int Shift>
+PENSTOCK_INLINE __m512i shifted(__m512i a) {
+  if constexpr (Shift == 0) return a;
+  return Shift < 0 ? _mm512_srli_epi32(a, Shift < 0 ? -Shift : 0) : _mm512_slli_epi32(a, Shift < 0 ? 0 : Shift);
 }
-// a | (bits & mask) per byte, after a left shift of the 32-bit words of `bits` by Shift; a negative one goes right.
+// bits & mask per byte, after a left shift of the 32-bit words of `bits` by Shift; a negative one goes right.
+template <int Shift>
+PENSTOCK_INLINE Bytes moved_bits(Bytes bits, uint8_t mask) {
+  return {_mm512_and_si512(shifted<Shift>(bits.v), _mm512_set1_epi8((char)mask))};
+}
+// a | moved_bits<Shift>(bits, mask).
 template <int Shift>
 PENSTOCK_INLINE Bytes with_bits(Bytes a, Bytes bits, uint8_t mask) {
-  const __m512i shifted = Shift < 0 ? _mm512_srli_epi32(bits.v, Shift < 0 ? -Shift : 0)
-                                    : _mm512_slli_epi32(bits.v, Shift < 0 ? 0 : Shift);
-  return {_mm512_ternarylogic_epi32(a.v, shifted, _mm512_set1_epi8((char)mask), 0xf8)};
+  return {_mm512_ternarylogic_epi32(a.v, shifted<Shift>(bits.v), _mm512_set1_epi8((char)mask), 0xf8)};
+}
+// Replaces each byte, which is below 16, by that one of the table.
+PENSTOCK_INLINE Bytes looked_up(const uint8_t (&table)[16], Bytes a) {
+  const __m512i all = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table));
+  return {_mm512_shuffle_epi8(all, a.v)};
 }
 // acc + a0 * b0 + a1 * b1 per lane.
 PENSTOCK_INLINE Floats dot_bf16(Floats acc, Bytes a, Bytes b) {

@@ -63,6 +63,12 @@ PENSTOCK_INLINE Floats gated_by(Floats x, Floats y) {
 
 PENSTOCK_INLINE Floats silu(Floats x) { return gated_by(x, x); }
 
+// cap * tanh(x / cap), with an absolute error within 1e-6 cap.
+PENSTOCK_INLINE Floats capped(Floats x, float cap) {
+  const Floats share = gated_by(broadcast(1.f), x * broadcast(2.f / cap));
+  return fma(share, broadcast(2.f * cap), broadcast(-cap));
+}
+
 // x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
 PENSTOCK_INLINE Floats gelu_tanh(Floats x) {
   const Floats cubic = fma(x * x, broadcast(0.044715f), broadcast(1.f)) * x;

@@ -6,16 +6,19 @@
 
 namespace penstock {
 
-Norm::Norm(const Spec& spec)
-    : is_layer_norm_(spec.has_layer_norms),
+Norm::Norm(const Spec& spec, bool is_present)
+    : is_present_(is_present),
+      is_layer_norm_(spec.has_layer_norms),
       count_(spec.hidden),
       padded_(round_up(spec.hidden, kPanel)),
       eps_(spec.norm_eps) {
+  if (!is_present_) return;
   weight.reserve(padded_);
   if (is_layer_norm_) bias.reserve(padded_);
 }
 
 NormedRow Norm::apply(const float* row) const {
+  if (!is_present_) return {row, true};
   thread_local std::vector<float> normed;
   normed.resize(padded_);
   float* out = normed.data();
@@ -31,8 +34,11 @@ DecoderWeights::DecoderWeights(const Spec& spec)
       hidden_rotation_(is_rotated_ ? spec.hidden : 1),
       gated_rotation_(is_rotated_ ? spec.intermediate : 1) {
   const size_t num_angles = (size_t)spec.max_position * spec.rotary_dim / 2;
-  positions.cos.reserve(num_angles);
-  positions.sin.reserve(num_angles);
+  positions.ropes.resize(spec.num_ropes);
+  for (RopeTable& table : positions.ropes) {
+    table.cos.reserve(num_angles);
+    table.sin.reserve(num_angles);
+  }
   layers.reserve(spec.num_layers);
   for (int i = 0; i < spec.num_layers; ++i) layers.emplace_back(spec, i);
 }

@@ -19,16 +19,17 @@ struct NormedRow {
 // A norm of the hidden state.
 class Norm {
  public:
-  explicit Norm(const Spec& spec);
+  // Without `is_present` the norm returns its input.
+  explicit Norm(const Spec& spec, bool is_present = true);
 
-  // row: [hidden], padded to whole panels.
+  // row: [hidden], padded to whole panels. The result may be the row itself.
   NormedRow apply(const float* row) const;
 
   Buffer<float> weight;
   Buffer<float> bias;  // of layer norms
 
  private:
-  bool is_layer_norm_;
+  bool is_present_, is_layer_norm_;
   int count_, padded_;
   float eps_;
 };
@@ -40,21 +41,33 @@ constexpr int kLayerSlots = 4;
 struct Layer {
   int index;
   Norm attention_norm, mlp_norm;
+  Norm attention_output_norm, mlp_output_norm;
   Buffer<float> q_norm, k_norm;  // RMS norms of heads, or empty
+  Buffer<float> router;          // [num_experts][hidden, padded to whole panels]
   // By slot. Rows of kQkv: queries, keys, values. Rows of kMlpIn: gate and up projections, interleaved by half panels,
-  // if the MLP is gated.
+  // if the MLP is gated. The rows of all experts' matrices follow one another.
   std::array<Matrix, kLayerSlots> matrices;
   int window = 0;  // tokens that each token attends to, itself included; 0: all
+  int rope = 0;    // index of the RoPE table; -1: queries and keys are not rotated
 
-  Layer(const Spec& spec, int index) : index(index), attention_norm(spec), mlp_norm(spec) {}
+  Layer(const Spec& spec, int index)
+      : index(index),
+        attention_norm(spec, spec.has_input_norms),
+        mlp_norm(spec, spec.has_input_norms),
+        attention_output_norm(spec, spec.has_output_norms),
+        mlp_output_norm(spec, spec.has_output_norms) {}
 
   Matrix& matrix(Slot slot) { return matrices[(int)slot]; }
   const Matrix& matrix(Slot slot) const { return matrices[(int)slot]; }
 };
 
-struct PositionTables {
+struct RopeTable {
   Buffer<float> cos, sin;  // [max_position, rotary_dim / 2]
-  Buffer<float> biases;    // [num_heads, max_position rounded up to whole chunks], without RoPE
+};
+
+struct PositionTables {
+  std::vector<RopeTable> ropes;
+  Buffer<float> biases;  // [num_heads, max_position rounded up to whole chunks], without RoPE
 };
 
 class DecoderWeights {

@@ -17,6 +17,16 @@ struct Spec {
   int32_t activation;
   // Layer norms instead of RMS norms; a gated MLP; an MLP that reads the same input as the attention.
   int32_t has_layer_norms, is_gated, is_parallel;
+  // Norms of the hidden state before attention and MLP, and norms of their outputs.
+  int32_t has_input_norms, has_output_norms;
+  int32_t joins_head_norms;  // whether a norm of queries or keys spans all heads of a token, not one head.
+  int32_t num_ropes;         // tables of RoPE angles; each layer has one of them or none.
+  int32_t num_experts, experts_per_token;  // 0: one MLP in each layer. `intermediate` is that of an expert.
+  int32_t normalizes_experts;              // whether the weights of a token's experts are divided by their sum.
+  float embedding_scale, residual_scale;   // factors of embeddings, and of what is added to the hidden state.
+  float score_scale;                       // factor of attention scores; 0: 1 / sqrt(head_dim).
+  float score_cap;                         // a score s becomes cap * tanh(s / cap); 0: it stays.
+  float logit_scale, logit_cap;            // Likewise.
 
   int queries() const { return num_heads * head_dim; }
   int group() const { return num_heads / num_kv_heads; }

@@ -5,44 +5,65 @@
 #include <stdexcept>
 #include <vector>
 
-#include "weights/k_quants.h"
-
 namespace penstock {
 namespace {
 
-constexpr size_t kInt8GroupBytes = kPanel * sizeof(f16) + kPanel * kGroup;
-constexpr size_t kInt4GroupBytes = 2 * kPanel * sizeof(f16) + kPanel * kGroup / 2;
-
-struct Q4_0Block {
-  f16 scale;
-  uint8_t nibbles[16];
-};
-struct Q4_1Block {
-  f16 scale, minimum;
-  uint8_t nibbles[16];
-};
-struct Q8_0Block {
-  f16 scale;
-  int8_t values[32];
-};
-
-// A group of 32 weights, as in GGUF: w = scale * q + minimum with q in [0, 15].
-struct Group4 {
-  f16 scale, minimum;
-  uint8_t q[kGroup];
-};
-// w = scale * q with q in [-128, 127].
-struct Group8 {
-  f16 scale;
-  int8_t q[kGroup];
-};
-
 int lane_in_panel(int row) { return row % kPanel; }
 
-void unpack_nibbles(const uint8_t* nibbles, uint8_t* q) {
-  for (int i = 0; i < 16; ++i) {
-    q[i] = nibbles[i] & 15;
-    q[16 + i] = nibbles[i] >> 4;
+// Puts blocks of a row into lane `lane` of a panel.
+template <class P>
+void put(P, const uint8_t* blocks, int num_blocks, uint8_t* panel, int lane) {
+  for (int b = 0; b < num_blocks; ++b, panel += P::kBytes) {
+    const auto& block = reinterpret_cast<const typename P::Block*>(blocks)[b];
+    P::Scales::put(block, panel, lane);
+    for (int g = 0; g < P::Scales::kGroups; ++g) P::Bits::put(block.codes(g), panel + P::group_at(g), lane);
+  }
+}
+
+template <class P>
+void put(P panel_kind, const typename P::Block& block, uint8_t* panel, int lane) {
+  put(panel_kind, reinterpret_cast<const uint8_t*>(&block), 1, panel, lane);
+}
+
+float lane_of(Floats floats, int lane) {
+  float values[kLanes];
+  store(values, floats);
+  return values[lane];
+}
+
+// Writes the weights of a group. `scales`: those of its block, which are in lane `lane`.
+template <class P>
+void expand(P, const Codes& codes, const uint8_t* scales, int group, int lane, float* out) {
+  using Scales = typename P::Scales;
+  constexpr int kCount = kGroup / Scales::kParts;
+  const int row = lane / kLanes * kLanes;
+  for (int part = 0; part < Scales::kParts; ++part, out += kCount) {
+    const float scale = lane_of(Scales::scale(scales, group, part, row), lane - row);
+    for (int i = 0; i < kCount; ++i) out[i] = scale * P::value(codes[part * kCount + i]);
+    if constexpr (Scales::kHasMinima) {
+      const float minimum = lane_of(Scales::minimum(scales, group, part, row), lane - row);
+      for (int i = 0; i < kCount; ++i) out[i] -= minimum;
+    }
+  }
+}
+
+// Reads a row back from a panel.
+template <class P>
+void get(P panel_kind, const uint8_t* panel, int lane, int num_blocks, float* out) {
+  for (int b = 0; b < num_blocks; ++b, panel += P::kBytes) {
+    for (int g = 0; g < P::Scales::kGroups; ++g, out += kGroup) {
+      expand(panel_kind, P::Bits::take(panel + P::group_at(g), lane), panel, g, lane, out);
+    }
+  }
+}
+
+template <class P>
+void widen(P panel_kind, const uint8_t* blocks, int num_blocks, float* out) {
+  alignas(64) uint8_t scales[P::Scales::kBytes] = {};
+  for (int b = 0; b < num_blocks; ++b) {
+    const auto& block = reinterpret_cast<const typename P::Block*>(blocks)[b];
+    P::Scales::put(block, scales, 0);
+    for (int g = 0; g < P::Scales::kGroups; ++g, out += kGroup) expand(panel_kind, block.codes(g), scales, g, 0, out);
   }
 }
 
@@ -52,119 +73,128 @@ f16 scale_at_least(float x) {
   return widen_f16(scale) < x ? f16(scale + 1) : scale;
 }
 
-// Returns 0, or NaN if a weight is not finite. Searching for the largest number does not detect a NaN.
-float poison_of(const float* w, int count) {
-  float poison = 0;
-  for (int i = 0; i < count; ++i) poison += 0 * w[i];
-  return poison;
-}
+struct Range {
+  float low, high;
+  float poison;  // 0, or NaN if a number is not finite: searching for the largest one does not detect a NaN.
 
-Group4 quantise4(const float* w) {
-  const auto [low, high] = std::minmax_element(w, w + kGroup);
-  Group4 group{};
-  group.minimum = narrow_f16(*low + poison_of(w, kGroup));
-  const float minimum = widen_f16(group.minimum);
-  group.scale = scale_at_least(std::max(0.f, *high - minimum) / 15);
-  const float scale = widen_f16(group.scale);
-  for (int i = 0; i < kGroup; ++i) {
-    group.q[i] = scale > 0 ? std::clamp<long>(std::lrint((w[i] - minimum) / scale), 0, 15) : 0;
+  float largest() const { return std::max(-low, high); }
+};
+
+// count: a multiple of 16.
+Range range_of(const float* w, int count) {
+  Floats high = load(w), low = zeros() - high, poison = zeros();
+  for (int i = 0; i < count; i += kLanes) {
+    const Floats x = load(w + i);
+    high = max(high, x);
+    low = max(low, zeros() - x);
+    poison = fma(x, zeros(), poison);
   }
-  return group;
+  return {-largest(low), largest(high), sum(poison)};
 }
 
-Group8 quantise8(const float* w) {
-  float most = 0;
-  for (int i = 0; i < kGroup; ++i) most = std::max(most, std::fabs(w[i]));
-  Group8 group{};
-  group.scale = scale_at_least(most / 127 + poison_of(w, kGroup));
-  const float scale = widen_f16(group.scale);
-  for (int i = 0; i < kGroup; ++i) group.q[i] = scale > 0 ? std::lrint(w[i] / scale) : 0;
-  return group;
-}
-
-Group4 read_group4(Source source, const uint8_t* data, const float* w, int g) {
-  if (source == Source::kQ4_1) {
-    const auto& block = reinterpret_cast<const Q4_1Block*>(data)[g];
-    Group4 group{block.scale, block.minimum, {}};
-    unpack_nibbles(block.nibbles, group.q);
-    return group;
+Q4_1Block quantise4(const float* w) {
+  const Range range = range_of(w, kGroup);
+  Q4_1Block block{};
+  block.minimum = narrow_f16(range.low + range.poison);
+  const float minimum = widen_f16(block.minimum);
+  block.scale = scale_at_least(std::max(0.f, range.high - minimum) / 15);
+  const float scale = widen_f16(block.scale);
+  if (!(scale > 0)) return block;
+  uint8_t q[kGroup];
+  for (int i = 0; i < kGroup; i += kLanes) {
+    const Floats steps = (load(w + i) - broadcast(minimum)) / broadcast(scale);
+    store_u8(q + i, to_ints(max(min(steps, broadcast(15.f)), zeros())));
   }
-  if (source == Source::kQ4_0) {
-    const auto& block = reinterpret_cast<const Q4_0Block*>(data)[g];
-    Group4 group{block.scale, narrow_f16(-8 * widen_f16(block.scale)), {}};
-    unpack_nibbles(block.nibbles, group.q);
-    return group;
+  for (int i = 0; i < kGroup / 2; ++i) block.nibbles[i] = q[i] | q[kGroup / 2 + i] << 4;
+  return block;
+}
+
+// Writes numbers divided by `scale`, or zeros if the scale is not a positive number. count: a multiple of 16.
+void quantise8(const float* w, int count, float scale, int8_t* q) {
+  for (int i = 0; i < count; i += kLanes) {
+    store_s8(q + i, scale > 0 ? to_ints(load(w + i) / broadcast(scale)) : broadcast_int(0));
   }
-  return quantise4(w + g * kGroup);
 }
 
-Group8 read_group8(Source source, const uint8_t* data, const float* w, int g) {
-  if (source != Source::kQ8_0) return quantise8(w + g * kGroup);
-  const auto& block = reinterpret_cast<const Q8_0Block*>(data)[g];
-  Group8 group{block.scale, {}};
-  std::copy_n(block.values, kGroup, group.q);
-  return group;
+Q8_0Block quantise8(const float* w) {
+  const Range range = range_of(w, kGroup);
+  Q8_0Block block{};
+  block.scale = scale_at_least(range.largest() / 127 + range.poison);
+  quantise8(w, kGroup, widen_f16(block.scale), block.values);
+  return block;
 }
 
-size_t byte_at(int column, int lane) { return (column / 4 * kPanel + lane) * 4 + column % 4; }
-
-size_t nibble_at(int column, int lane) { return (column / 8 * kPanel + lane) * 4 + column % 4; }
-
-void put_group8(uint8_t* at, int lane, const Group8& group) {
-  reinterpret_cast<f16*>(at)[lane] = group.scale;
-  uint8_t* bytes = at + kPanel * sizeof(f16);
-  for (int i = 0; i < kGroup; ++i) bytes[byte_at(i, lane)] = group.q[i] + 128;
-}
-
-void put_group4(uint8_t* at, int lane, const Group4& group) {
-  reinterpret_cast<f16*>(at)[lane] = group.scale;
-  reinterpret_cast<f16*>(at)[kPanel + lane] = group.minimum;
-  uint8_t* pairs = at + 2 * kPanel * sizeof(f16);
-  for (int i = 0; i < kGroup; ++i) {
-    uint8_t& pair = pairs[nibble_at(i, lane)];
-    pair = i % 8 < 4 ? (pair & 0xf0) | group.q[i] : (pair & 0x0f) | group.q[i] << 4;
-  }
+// w = scale * (q - 8) as scale * q + minimum.
+Q4_1Block with_minimum(const Q4_0Block& block) {
+  Q4_1Block found{block.scale, narrow_f16(-8 * widen_f16(block.scale)), {}};
+  std::copy_n(block.nibbles, sizeof block.nibbles, found.nibbles);
+  return found;
 }
 
 void put_int8(uint8_t* panel, int lane, const float* w, int padded) {
-  float most = 0;
-  for (int i = 0; i < padded; ++i) most = std::max(most, std::fabs(w[i]));
-  const float scale = most / 127 + poison_of(w, padded);
-  for (int i = 0; i < padded; ++i) panel[byte_at(i, lane)] = 128 + (scale > 0 ? std::lrint(w[i] / scale) : 0);
-  reinterpret_cast<float*>(panel + (size_t)padded * kPanel)[lane] = scale;
+  const Range range = range_of(w, padded);
+  const float scale = range.largest() / 127 + range.poison;
+  for (int i = 0; i < padded; i += kGroup, panel += kPanel * kGroup) {
+    Q8_0Block block;
+    quantise8(w + i, kGroup, scale, block.values);
+    Q8_0Panel::Bits::put(block.codes(0), panel, lane);
+  }
+  reinterpret_cast<float*>(panel)[lane] = scale;
+}
+
+void put_bf16(uint8_t* panel, int lane, const bf16* row, int padded) {
+  for (int i = 0; i < padded; i += 2, panel += kPanel * 2 * sizeof(bf16)) {
+    std::memcpy(panel + lane * 2 * sizeof(bf16), row + i, 2 * sizeof(bf16));
+  }
 }
 
 // Returns the bytes of a panel with that many columns.
 size_t bytes_of_panel(Format format, int columns) {
   const size_t padded = round_up(columns, kGroup);
-  if (is_k_quant(format) && columns % kKBlock) throw std::invalid_argument("a k-quant needs a multiple of 256 columns");
-  switch (format) {
-    case Format::kBf16:
-      return padded * kPanel * sizeof(bf16);
-    case Format::kInt8:
-      return padded * kPanel + kPanel * sizeof(float);
-    case Format::kInt8Group:
-      return padded / kGroup * kInt8GroupBytes;
-    case Format::kInt4Group:
-      return padded / kGroup * kInt4GroupBytes;
-    case Format::kQ4_K:
-      return padded / kKBlock * Q4_KPanel::kBytes;
-    case Format::kQ5_K:
-      return padded / kKBlock * Q5_KPanel::kBytes;
-    case Format::kQ6_K:
-      return padded / kKBlock * Q6_KPanel::kBytes;
-  }
-  return 0;
+  if (format == Format::kBf16) return padded * kPanel * sizeof(bf16);
+  if (format == Format::kInt8) return padded * kPanel + kPanel * sizeof(float);
+  return with_panel(format, [&]<class P>(P) {
+    if (is_stored(format) && columns % P::kColumns) throw std::invalid_argument("the columns do not fill GGUF's blocks");
+    return padded / P::kColumns * P::kBytes;
+  });
 }
 
-void check_source(Source source, Source expected) {
-  if (source != expected) throw std::invalid_argument("a k-quant takes only rows of its own format");
-}
+size_t byte_at(int column, int lane) { return (column / 4 * kPanel + lane) * 4 + column % 4; }
 
 }  // namespace
 
+Format lossless_format(Source source) {
+  switch (source) {
+    case Source::kQ8_0:
+      return Format::kInt8Group;
+    case Source::kQ4_1:
+      return Format::kInt4Group;
+    case Source::kQ4_0:
+      return Format::kQ4_0;
+    case Source::kQ5_0:
+      return Format::kQ5_0;
+    case Source::kQ5_1:
+      return Format::kQ5_1;
+    case Source::kQ2_K:
+      return Format::kQ2_K;
+    case Source::kQ3_K:
+      return Format::kQ3_K;
+    case Source::kQ4_K:
+      return Format::kQ4_K;
+    case Source::kQ5_K:
+      return Format::kQ5_K;
+    case Source::kQ6_K:
+      return Format::kQ6_K;
+    case Source::kIQ4_NL:
+      return Format::kIQ4_NL;
+    case Source::kIQ4_XS:
+      return Format::kIQ4_XS;
+    default:
+      return Format::kBf16;
+  }
+}
+
 void widen_row(Source source, const uint8_t* data, int columns, float* out) {
-  const int num_blocks = columns / kGroup;
   switch (source) {
     case Source::kFloat32:
       std::memcpy(out, data, columns * sizeof(float));
@@ -172,42 +202,11 @@ void widen_row(Source source, const uint8_t* data, int columns, float* out) {
     case Source::kBf16:
       for (int i = 0; i < columns; ++i) out[i] = widen(reinterpret_cast<const bf16*>(data)[i]);
       break;
-    case Source::kQ4_0:
-      for (int b = 0; b < num_blocks; ++b) {
-        const auto& block = reinterpret_cast<const Q4_0Block*>(data)[b];
-        uint8_t q[kGroup];
-        unpack_nibbles(block.nibbles, q);
-        for (int i = 0; i < kGroup; ++i) out[b * kGroup + i] = widen_f16(block.scale) * (q[i] - 8);
-      }
-      break;
-    case Source::kQ4_1:
-      for (int b = 0; b < num_blocks; ++b) {
-        const auto& block = reinterpret_cast<const Q4_1Block*>(data)[b];
-        uint8_t q[kGroup];
-        unpack_nibbles(block.nibbles, q);
-        for (int i = 0; i < kGroup; ++i) {
-          out[b * kGroup + i] = widen_f16(block.scale) * q[i] + widen_f16(block.minimum);
-        }
-      }
-      break;
-    case Source::kQ8_0:
-      for (int b = 0; b < num_blocks; ++b) {
-        const auto& block = reinterpret_cast<const Q8_0Block*>(data)[b];
-        for (int i = 0; i < kGroup; ++i) out[b * kGroup + i] = widen_f16(block.scale) * block.values[i];
-      }
-      break;
-    case Source::kQ4_K:
-      widen_q4_k(data, columns / kKBlock, out);
-      break;
-    case Source::kQ5_K:
-      widen_q5_k(data, columns / kKBlock, out);
-      break;
-    case Source::kQ6_K:
-      widen_q6_k(data, columns / kKBlock, out);
-      break;
     case Source::kF16:
       for (int i = 0; i < columns; ++i) out[i] = widen_f16(reinterpret_cast<const f16*>(data)[i]);
       break;
+    default:
+      with_panel(lossless_format(source), [&]<class P>(P panel) { widen(panel, data, columns / P::kColumns, out); });
   }
 }
 
@@ -246,82 +245,57 @@ Matrix::Panel Matrix::panel(int i) const {
 void Matrix::set_row(int row, Source source, const uint8_t* data) {
   const Panel panel = this->panel(row / kPanel);
   auto* at = const_cast<uint8_t*>(panel.bytes);
-  const int lane = lane_in_panel(row), padded = padded_columns(), num_blocks = columns / kKBlock;
-  switch (panel.format) {
-    case Format::kQ4_K:
-      check_source(source, Source::kQ4_K);
-      return put_q4_k(data, num_blocks, at, lane);
-    case Format::kQ5_K:
-      check_source(source, Source::kQ5_K);
-      return put_q5_k(data, num_blocks, at, lane);
-    case Format::kQ6_K:
-      check_source(source, Source::kQ6_K);
-      return put_q6_k(data, num_blocks, at, lane);
-    default:
-      break;
+  const int lane = lane_in_panel(row), padded = padded_columns();
+  const Format own = lossless_format(source);
+  thread_local std::vector<bf16> narrow_row;
+  if (own == panel.format && own != Format::kBf16) {
+    return with_panel(own, [&]<class P>(P kind) { put(kind, data, columns / P::kColumns, at, lane); });
+  }
+  if (is_stored(panel.format)) throw std::invalid_argument("a format of GGUF takes only rows that are stored in it");
+  narrow_row.assign(padded, 0);
+  if (panel.format == Format::kBf16 && source == Source::kBf16) {
+    std::memcpy(narrow_row.data(), data, columns * sizeof(bf16));
+    return put_bf16(at, lane, narrow_row.data(), padded);
   }
   thread_local std::vector<float> w;
   w.assign(padded, 0.f);
   widen_row(source, data, columns, w.data());
   switch (panel.format) {
     case Format::kBf16:
-      for (int i = 0; i < padded; ++i) {
-        reinterpret_cast<bf16*>(at)[(i / 2 * kPanel + lane) * 2 + i % 2] = narrow(w[i]);
-      }
+      for (int i = 0; i < padded; ++i) narrow_row[i] = narrow(w[i]);
+      put_bf16(at, lane, narrow_row.data(), padded);
       break;
     case Format::kInt8:
       put_int8(at, lane, w.data(), padded);
       break;
     case Format::kInt8Group:
-      for (int g = 0; g < padded / kGroup; ++g) {
-        put_group8(at + g * kInt8GroupBytes, lane, read_group8(source, data, w.data(), g));
-      }
+      for (int i = 0; i < padded; i += kGroup, at += Q8_0Panel::kBytes) put(Q8_0Panel(), quantise8(&w[i]), at, lane);
       break;
     default:
-      for (int g = 0; g < padded / kGroup; ++g) {
-        put_group4(at + g * kInt4GroupBytes, lane, read_group4(source, data, w.data(), g));
+      for (int i = 0; i < padded; i += kGroup, at += Q4_1Panel::kBytes) {
+        const auto* blocks = reinterpret_cast<const Q4_0Block*>(data);
+        put(Q4_1Panel(), source == Source::kQ4_0 ? with_minimum(blocks[i / kGroup]) : quantise4(&w[i]), at, lane);
       }
-      break;
   }
 }
 
 void Matrix::get_row(int row, float* out) const {
   const Panel panel = this->panel(row / kPanel);
   const uint8_t* at = panel.bytes;
-  const int lane = lane_in_panel(row), padded = padded_columns(), num_blocks = columns / kKBlock;
-  switch (panel.format) {
-    case Format::kBf16:
-      for (int i = 0; i < columns; ++i) {
-        out[i] = widen(reinterpret_cast<const bf16*>(at)[(i / 2 * kPanel + lane) * 2 + i % 2]);
-      }
-      break;
-    case Format::kInt8: {
-      const float scale = reinterpret_cast<const float*>(at + (size_t)padded * kPanel)[lane];
-      for (int i = 0; i < columns; ++i) out[i] = scale * (at[byte_at(i, lane)] - 128);
-      break;
-    }
-    case Format::kInt8Group:
-      for (int i = 0; i < columns; ++i) {
-        const uint8_t* group = at + i / kGroup * kInt8GroupBytes;
-        const float scale = widen_f16(reinterpret_cast<const f16*>(group)[lane]);
-        out[i] = scale * (group[kPanel * sizeof(f16) + byte_at(i % kGroup, lane)] - 128);
-      }
-      break;
-    case Format::kInt4Group:
-      for (int i = 0; i < columns; ++i) {
-        const uint8_t* group = at + i / kGroup * kInt4GroupBytes;
-        const float scale = widen_f16(reinterpret_cast<const f16*>(group)[lane]);
-        const float minimum = widen_f16(reinterpret_cast<const f16*>(group)[kPanel + lane]);
-        const uint8_t pair = group[2 * kPanel * sizeof(f16) + nibble_at(i % kGroup, lane)];
-        out[i] = scale * (i % 8 < 4 ? pair & 15 : pair >> 4) + minimum;
-      }
-      break;
-    case Format::kQ4_K:
-      return get_q4_k(at, lane, num_blocks, out);
-    case Format::kQ5_K:
-      return get_q5_k(at, lane, num_blocks, out);
-    case Format::kQ6_K:
-      return get_q6_k(at, lane, num_blocks, out);
+  const int lane = lane_in_panel(row), padded = padded_columns();
+  if (panel.format == Format::kBf16) {
+    const auto* numbers = reinterpret_cast<const bf16*>(at);
+    for (int i = 0; i < columns; ++i) out[i] = widen(numbers[(i / 2 * kPanel + lane) * 2 + i % 2]);
+  } else if (panel.format == Format::kInt8) {
+    const float scale = reinterpret_cast<const float*>(at + (size_t)padded * kPanel)[lane];
+    for (int i = 0; i < columns; ++i) out[i] = scale * (at[byte_at(i, lane)] - 128);
+  } else {
+    with_panel(panel.format, [&]<class P>(P kind) {
+      thread_local std::vector<float> values;
+      values.resize(padded);
+      get(kind, at, lane, padded / P::kColumns, values.data());
+      std::copy_n(values.data(), columns, out);
+    });
   }
 }
 

@@ -4,27 +4,57 @@
 //
 //   bf16           [columns / 2][32 rows][2] bf16
 //   int8           [columns / 4][32 rows][4] u8, then 32 float scales;     w = scale * (u8 - 128)
-//   int8_group     per 32 columns: 32 f16 scales, [8][32 rows][4] u8;      w = scale * (u8 - 128)      (GGUF's Q8_0)
-//   int4_group     per 32 columns: 32 f16 scales, 32 f16 minima, [4][32 rows][4] nibble pairs;
-//                  w = scale * nibble + minimum                            (GGUF's Q4_1; Q4_0 with minimum = -8 scale)
-//   q4_k, q5_k, q6_k   see k_quants.h
+//   int8_group     GGUF's Q8_0, and int4_group: its Q4_1, see panels.h. They also hold rows of other formats, quantized.
+//   All others     GGUF's blocks, see panels.h. They hold only rows of their own format.
 //
-// The parts of a fused matrix may have different formats, each with whole panels. A nibble pair holds column c in its low half and column c + 4 in its high half. Rows are padded to whole panels and
+// The parts of a fused matrix may have different formats, each with whole panels. Rows are padded to whole panels and
 // columns to multiples of 32, with zero weights.
 #pragma once
 #include <vector>
 
 #include "threads/memory.h"
-#include "simd/simd.h"
+#include "weights/panels.h"
 
 namespace penstock {
 
-constexpr int kPanel = 32;
-constexpr int kGroup = 32;
+enum class Format : int {
+  kBf16 = 0, kInt8 = 1, kInt8Group = 2, kInt4Group = 3, kQ4_K = 4, kQ5_K = 5, kQ6_K = 6, kQ2_K = 7, kQ3_K = 8,
+  kIQ4_NL = 9, kIQ4_XS = 10, kQ4_0 = 11, kQ5_0 = 12, kQ5_1 = 13
+};
 
-enum class Format : int { kBf16 = 0, kInt8 = 1, kInt8Group = 2, kInt4Group = 3, kQ4_K = 4, kQ5_K = 5, kQ6_K = 6 };
+// Whether a format holds only rows that are stored in it.
+constexpr bool is_stored(Format format) { return format >= Format::kQ4_K; }
 
-constexpr bool is_k_quant(Format format) { return format >= Format::kQ4_K; }
+// Calls `use(P())` with the panel P of a format with scales for groups.
+template <class Use>
+decltype(auto) with_panel(Format format, const Use& use) {
+  switch (format) {
+    case Format::kInt8Group:
+      return use(Q8_0Panel());
+    case Format::kInt4Group:
+      return use(Q4_1Panel());
+    case Format::kQ4_0:
+      return use(Q4_0Panel());
+    case Format::kQ5_0:
+      return use(Q5_0Panel());
+    case Format::kQ5_1:
+      return use(Q5_1Panel());
+    case Format::kQ2_K:
+      return use(Q2_KPanel());
+    case Format::kQ3_K:
+      return use(Q3_KPanel());
+    case Format::kQ4_K:
+      return use(Q4_KPanel());
+    case Format::kQ5_K:
+      return use(Q5_KPanel());
+    case Format::kQ6_K:
+      return use(Q6_KPanel());
+    case Format::kIQ4_NL:
+      return use(IQ4_NLPanel());
+    default:
+      return use(IQ4_XSPanel());
+  }
+}
 
 // How the other side of a product is encoded: bf16; bytes with one scale per row; bytes with a scale per 32 columns.
 enum class Encoding : int { kBf16 = 0, kByRow = 1, kByGroup = 2 };
@@ -36,7 +66,13 @@ constexpr Encoding encoding_of(Format format) {
 }
 
 // Format of a checkpoint's rows: plain numbers, or GGUF's blocks of 32 or 256 weights.
-enum class Source : int { kFloat32 = 0, kBf16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4_K = 5, kQ5_K = 6, kQ6_K = 7, kF16 = 8 };
+enum class Source : int {
+  kFloat32 = 0, kBf16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4_K = 5, kQ5_K = 6, kQ6_K = 7, kF16 = 8, kQ2_K = 9,
+  kQ3_K = 10, kIQ4_NL = 11, kIQ4_XS = 12, kQ5_0 = 13, kQ5_1 = 14
+};
+
+// The format that keeps rows of a source to the bit.
+Format lossless_format(Source source);
 
 // Where the rows of a part go in a fused matrix: one after the other, or into one half of each panel. With halves,
 // row i of one part and row i of the other are 16 rows apart.
@@ -74,7 +110,7 @@ struct Matrix {
   Panel panel(int i) const;
 
   // Packs source row `data` of `columns` numbers as row `row`, which must not be packed yet. Never reads past the end
-  // of the source row. A k-quant takes only rows of its own format; throws std::invalid_argument.
+  // of the source row. Throws std::invalid_argument if the format does not hold rows of that source.
   void set_row(int row, Source source, const uint8_t* data);
   // Writes a row as the kernels see it, dequantized and without padding.
   void get_row(int row, float* out) const;

@@ -22,12 +22,15 @@ def chat(
         float | None, sampling_option(min=0.0, help="Sampling temperature. 0 picks the most likely token. Default: 1.")
     ] = None,
     top_p: Annotated[
-        float | None, sampling_option(help="Sample from the most likely tokens that together reach this probability.")
+        float | None,
+        sampling_option(help="Sample from the most likely tokens that together reach this probability. Default: 1."),
     ] = None,
     max_tokens: Annotated[
         int | None, sampling_option(min=1, help="Most tokens of an answer. Default: up to the model's context length.")
     ] = None,
-    seed: Annotated[int | None, sampling_option(help="Random seed. The same chat then gets the same answers.")] = None,
+    seed: Annotated[
+        int | None, sampling_option(help="Random seed. The same chat then gets the same answers. Default: random.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the speed of each answer on stderr.")] = False,
     priority: Annotated[ClassName, queue_option(help="Priority class of the jobs.")] = "interactive",
     tenant: Annotated[str, queue_option(help="Tenant for which the jobs run.")] = "default",

@@ -16,9 +16,9 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.records import EngineRequest
 
-PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 43 + i)] for i in range(8)]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-DRAWN = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, seed=3)
+PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 43 + i)] for i in range(6)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, seed=3)
 
 MakeEngine = Callable[..., Engine]
 RUNNERS = ("native", "torch")
@@ -29,6 +29,12 @@ PREEMPTIONS: list[dict[str, Any]] = [
     {"preemption": "swap", "num_swap_blocks": 7, "prefix_eviction": "lfu", "max_num_batched_tokens": 24},
     {"preemption": "auto", "num_swap_blocks": 30, "prefix_eviction": "length"},
 ]
+
+
+MOSTLY_NATIVE = pytest.mark.parametrize(
+    "make", ["native", pytest.param("torch", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
+"""For tests of what the engine keeps where. Other tests of every run show that both runners copy blocks."""
 
 
 @pytest.fixture(scope="module", params=RUNNERS)
@@ -81,6 +87,7 @@ def test_tokens_with_swap_are_those_with_recompute_and_those_alone(
     assert stats.swap_blocks_free == stats.swap_blocks_total and stats.num_swapped == 0
 
 
+@MOSTLY_NATIVE
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("num_prompt", [47, 48, 49])
 def test_choices_share_their_prompt_and_copy_no_more_than_its_last_block(
@@ -108,6 +115,7 @@ def test_choices_share_their_prompt_and_copy_no_more_than_its_last_block(
     check_idle(fresh)
 
 
+@MOSTLY_NATIVE
 def test_a_long_prefix_that_left_the_first_tier_is_computed_again_but_for_one_token(
     make: MakeEngine, tmp_path: Path
 ) -> None:
@@ -141,6 +149,7 @@ def test_a_sequence_larger_than_the_kv_cache_runs_in_both_pools(make: MakeEngine
     check_idle(small)
 
 
+@MOSTLY_NATIVE
 def test_what_both_pools_together_cannot_hold_is_refused_by_name(make: MakeEngine) -> None:
     engine = make(num_kv_blocks=5, num_swap_blocks=9)
     with pytest.raises(PromptTooLongError, match="KV cache holds 80 tokens, the swap space 144") as refusal:
@@ -148,6 +157,7 @@ def test_what_both_pools_together_cannot_hold_is_refused_by_name(make: MakeEngin
     assert refusal.value.param == "prompt" and not engine.has_work()
 
 
+@MOSTLY_NATIVE
 def test_prefixes_are_shared_within_a_salt_only(make: MakeEngine) -> None:
     engine = make()
     cached = []
@@ -157,6 +167,7 @@ def test_prefixes_are_shared_within_a_salt_only(make: MakeEngine) -> None:
     assert cached == [0, 0, 0, 32, 32]
 
 
+@MOSTLY_NATIVE
 def test_tenants_share_prefixes_unless_they_are_told_not_to(make: MakeEngine) -> None:
     cached = []
     for salt in ("none", "tenant"):
@@ -167,6 +178,7 @@ def test_tenants_share_prefixes_unless_they_are_told_not_to(make: MakeEngine) ->
     assert cached == [0, 32, 32, 0, 0, 32]
 
 
+@MOSTLY_NATIVE
 def test_more_choices_than_fit_at_once_start_in_several_groups(make: MakeEngine, tokens_alone: dict[Any, Any]) -> None:
     engine = make(num_kv_blocks=8, num_swap_blocks=8, max_num_seqs=2)
     assert _run(engine, DRAWN.model_copy(update={"n": 3})) == tokens_alone[True, 3]
@@ -198,6 +210,7 @@ def test_a_step_that_fails_while_it_copies_changes_no_tokens(
     check_idle(engine)
 
 
+@MOSTLY_NATIVE
 def test_tokens_used_are_counted_once_wherever_they_are_shared(make: MakeEngine) -> None:
     engine = make(enable_prefix_caching=False)
     engine.add(EngineRequest("x", list(range(1, 41)), DRAWN.model_copy(update={"n": 2}), seed=0))

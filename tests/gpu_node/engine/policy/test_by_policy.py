@@ -136,6 +136,42 @@ def test_shortest_first_learns_whose_outputs_are_short() -> None:
     assert bench.run() == "BDAC"
 
 
+def learn(bench: Bench, lengths: dict[str, int]) -> None:
+    """Let nine outputs of each tenant end with this number of tokens."""
+    for tenant, num_output in lengths.items():
+        for i in range(9):
+            seq = bench.add(f"{tenant}{i}", 8, 40, tenant=tenant)
+            bench.order.ended(seq, num_output)
+            bench.scheduler.remove(seq)
+
+
+@pytest.mark.parametrize(("name", "left"), [("priority", "wordy"), ("sjf", "brief")])
+def test_shortest_first_preempts_the_sequence_that_will_run_the_longest(name: PolicyName, left: str) -> None:
+    bench = Bench(name, num_blocks=7)
+    learn(bench, {"brief": 8, "wordy": 30})
+    bench.add("wordy", 8, 40, tenant="wordy")
+    bench.add("brief", 8, 40, tenant="brief")
+    while bench.scheduler.num_preemptions == 0:
+        bench.step()
+    assert [seq.request_id for seq in bench.scheduler.running] == [left]
+
+
+def test_shortest_first_resumes_by_what_is_left() -> None:
+    """A has most of its output when an urgent request preempts it; B would need fewer tokens in all."""
+    bench = Bench("sjf", num_blocks=12, max_num_seqs=1)
+    learn(bench, {"a": 30, "b": 20})
+    preempted = bench.add("A", 8, 40, tenant="a", priority=Priority.BATCH)
+    for _ in range(25):
+        bench.step()
+    bench.add("B", 8, 40, tenant="b", priority=Priority.BATCH)
+    bench.add("X", 8, 2, priority=Priority.INTERACTIVE)
+    bench.step()
+    assert preempted.row < 0
+    assert 1 <= preempted.remaining_tokens <= 6
+    bench.starts.clear()
+    assert bench.run() == "AB"
+
+
 def test_what_a_start_is_charged_follows_what_others_really_held() -> None:
     """One long sequence of a; short ones of both tenants beside it. At first it is charged a hundred times too much."""
     bench = Bench("fair", num_blocks=200, max_num_seqs=2)

@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.gpu_node.engine.policy.length_predictor import MAX_GROUPS, MAX_TOLD, WINDOW, LengthPredictor
 
@@ -113,3 +115,30 @@ def test_memory_is_bounded_and_the_oldest_is_forgotten() -> None:
     assert len(predictor._windows) == MAX_GROUPS
     learned(predictor, "t", 10, [400] * WINDOW + [5] * WINDOW)
     assert predictor.predict("t", 10, 4000) == 5
+
+
+@given(
+    mine=st.lists(st.integers(1, 60), max_size=20),
+    others=st.lists(st.integers(1, 60), max_size=20),
+    limit=st.integers(32, 63),
+)
+def test_the_remaining_length_shrinks_with_each_token_until_earlier_outputs_are_outlived(
+    mine: list[int], others: list[int], limit: int
+) -> None:
+    predictor = LengthPredictor(0.5)
+    for tenant, lengths in (("t", mine), ("u", others)):
+        for length in lengths:
+            predictor.ended(tenant, 10, limit, length, predictor.predict(tenant, 10, limit) or limit)
+    remaining = [predictor.remaining("t", 10, limit, done) for done in range(limit)]
+    ends = [done + more for done, more in enumerate(remaining)]
+    assert min(remaining) >= 1 and max(ends) <= limit
+    for done in range(1, limit):
+        assert ends[done] >= ends[done - 1]
+        if done < ends[done - 1] and ends[done] > ends[done - 1]:
+            assert done in mine + others, "the estimate grows only where an earlier output ended"
+
+
+def test_a_choice_longer_than_all_earlier_outputs_is_assumed_to_be_halfway() -> None:
+    predictor = learned(LengthPredictor(0.5), "t", 10, [20] * 9)
+    assert [predictor.remaining("t", 10, 4000, done) for done in (0, 19, 300, 3000)] == [20, 1, 300, 1000]
+    assert [LengthPredictor(0.5).remaining("new", 10, 4000, done) for done in (0, 255, 256)] == [256, 1, 256]

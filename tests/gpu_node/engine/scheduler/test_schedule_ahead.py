@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.policy.base import FirstComeFirstServed
+from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, NumTokens
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
@@ -140,7 +140,7 @@ class _Urgent(FirstComeFirstServed):
     """Every waiting sequence asks for preemption."""
 
     def preemption_request(
-        self, waiting: Iterable[Sequence], running: list[Sequence]
+        self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens
     ) -> tuple[Sequence, list[Sequence]] | None:
         seq = next(iter(waiting), None)
         return None if seq is None else (seq, running[::-1])

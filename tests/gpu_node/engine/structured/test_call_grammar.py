@@ -111,10 +111,10 @@ def test_whatever_is_drawn_reads_as_calls(
     rng, read = random.Random(form + reasoning), AnswerFormat(form, reasoning)
     for parallel in (True, False):
         wanted = calls(form, reasoning=reasoning, parallel=parallel)
-        drawn = [draw(guides, tokenizer, wanted, rng) for _ in range(10)]
+        drawn = [draw(guides, tokenizer, wanted, rng) for _ in range(5)]
         texts = [text for text in drawn if text is not None]
         # Where `</think>` is spelled, hardly any reasoning ends by chance.
-        assert len(texts) > 2 or reasoning != "none"
+        assert len(texts) > 1 or reasoning != "none"
         for said in map(read.read, texts):
             assert said.content == "" and 1 <= len(said.calls) <= (MAX_CALLS if parallel else 1)
             check_calls(said)
@@ -126,7 +126,7 @@ def test_among_other_text_what_reads_as_a_call_is_one(
     guides: GrammarCompiler, tokenizer: Tokenizer, form: str, reasoning: str
 ) -> None:
     rng, read = random.Random(form + reasoning), AnswerFormat(form, reasoning)
-    for _ in range(10):
+    for _ in range(5):
         text = draw(guides, tokenizer, calls(form, reasoning=reasoning, required=False), rng)
         check_calls(read.read(text or ""))
 

@@ -70,6 +70,12 @@ def _params(form: str | None, **options: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "max_tokens": MAX_TOKENS, "structured_outputs": wanted} | options)
 
 
+MOSTLY_NATIVE = pytest.mark.parametrize(
+    "make", [pytest.param("torch", marks=pytest.mark.slow), "native"], indirect=True, scope="module"
+)
+"""For tests of the guides and of the engine. Two tests of every run show that both runners apply masks."""
+
+
 @pytest.fixture(scope="module", params=["torch", "native"])
 def make(request: pytest.FixtureRequest, tiny_model: Path) -> Callable[..., Engine]:
     """Makes an engine on each runner."""
@@ -94,7 +100,7 @@ def _batch(forms: list[str | None], **options: Any) -> list[SamplingParams]:
 
 
 def test_every_answer_keeps_to_its_form_and_free_rows_are_not_touched(engine: Engine) -> None:
-    forms = [*FORMS, None] * 12
+    forms = [*FORMS, None] * 6
     answers = engine.generate(["the gate"] * len(forms), _batch(forms))
     for form, answer in zip(forms, answers, strict=True):
         if form is not None:
@@ -104,10 +110,11 @@ def test_every_answer_keeps_to_its_form_and_free_rows_are_not_touched(engine: En
     alone = [params for form, params in zip(forms, _batch(forms), strict=True) if form is None]
     assert free == [answer.choices for answer in engine.generate(["the gate"] * len(alone), alone)]
     texts = {answer.choices[0].text for form, answer in zip(forms, answers, strict=True) if form == "json"}
-    assert len(texts) == 12
+    assert len(texts) == 6
     check_idle(engine)
 
 
+@MOSTLY_NATIVE
 @pytest.mark.parametrize("form", FORMS)
 def test_all_choices_of_a_request_keep_to_it_and_options_are_heeded(engine: Engine, form: str) -> None:
     (answer,) = engine.generate(["the gate"], _params(form, n=5, seed=3, frequency_penalty=0.5, top_k=40))
@@ -127,12 +134,13 @@ def test_preemption_chunks_and_company_change_nothing(make: Callable[..., Engine
     ]
 
 
+@MOSTLY_NATIVE
 @pytest.mark.parametrize("form", FORMS)
 def test_a_node_that_takes_over_goes_on_to_the_token(engine: Engine, form: str) -> None:
     prompt, params = engine.tokenizer.encode("the gate"), _params(form)
     engine.add(EngineRequest("whole", prompt, params, seed=7))
     whole = tokens_of(drain(engine), "whole")
-    for cut in range(1, len(whole), max(1, len(whole) // 6)):
+    for cut in range(1, len(whole), max(1, len(whole) // 3)):
         logged = ResumedChoice(tuple(whole[:cut]), "", None)
         engine.add(EngineRequest("rest", prompt, params, seed=7, resume=[logged]))
         assert tokens_of(drain(engine), "rest") == whole[cut:]
@@ -143,6 +151,7 @@ NAMED = {"<|im_end|>": "a<|im_end|>b"}
 """A property and a value that spell the token which ends this model's texts."""
 
 
+@MOSTLY_NATIVE
 @pytest.mark.parametrize(
     ("wanted", "text"),
     [
@@ -176,6 +185,7 @@ def test_text_that_names_a_special_token_is_spelt_by_others(engine: Engine, want
     assert tokens_of(drain(engine), "rest") == list(answer.choices[0].token_ids[5:])
 
 
+@MOSTLY_NATIVE
 def test_a_log_of_another_form_ends_the_choice_by_name(engine: Engine) -> None:
     prompt = engine.tokenizer.encode("the gate")
     logged = ResumedChoice(tuple(engine.tokenizer.encode("yes")), "yes", None)
@@ -186,6 +196,7 @@ def test_a_log_of_another_form_ends_the_choice_by_name(engine: Engine) -> None:
     check_idle(engine)
 
 
+@MOSTLY_NATIVE
 @pytest.mark.parametrize(
     ("wanted", "param"),
     [
@@ -208,6 +219,7 @@ def test_forms_that_cannot_be_kept_to_are_refused_by_field(engine: Engine, wante
     check_idle(engine)
 
 
+@MOSTLY_NATIVE
 def test_a_remembered_refusal_keeps_nothing_alive_of_the_calls_that_met_it(engine: Engine) -> None:
     params = SamplingParams(structured_outputs={"regex": "(b"})
 
@@ -225,6 +237,7 @@ def test_a_remembered_refusal_keeps_nothing_alive_of_the_calls_that_met_it(engin
     assert [local() for local in locals_of_calls] == [None] * 3
 
 
+@MOSTLY_NATIVE
 def test_a_text_that_gets_past_the_limits_of_guides_is_not_taken_for_whole(engine: Engine) -> None:
     params = _params(None, structured_outputs={"regex": r"(\p{L}{0,1000}\w{0,1000}){0,100}-end"}, n=8, seed=1)
     (answer,) = engine.generate(["the gate"], params)
@@ -233,6 +246,7 @@ def test_a_text_that_gets_past_the_limits_of_guides_is_not_taken_for_whole(engin
     check_idle(engine)
 
 
+@MOSTLY_NATIVE
 def test_a_grammar_may_be_forgotten_as_long_as_somebody_holds_what_was_prepared(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

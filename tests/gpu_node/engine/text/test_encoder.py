@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,31 @@ def test_pieces_give_the_tokens_of_the_whole(tiny_model: Path, pieces: list[str]
             assert chats.encode("".join(pieces)) == _whole(backend, "".join(pieces))
 
 
-def test_a_long_system_prompt_is_encoded_once(backend: Backend) -> None:
-    counting = Counting(backend)
+def _normalizing(backend: Backend) -> Backend:
+    """Normalize as Qwen and GPT-NeoX do; one added token is looked for in the normalized text."""
+    backend.normalizer = normalizers.NFC()
+    backend.add_tokens([AddedToken("<<>", normalized=True)])
+    return backend
+
+
+@given(
+    pieces=st.lists(
+        st.one_of(st.sampled_from([*SEPARATORS, "<<>", "\u0338", "\u0301", "e", "\u212b"]), st.text(max_size=30)),
+        max_size=12,
+    )
+)
+def test_pieces_give_the_tokens_of_the_whole_with_a_normalizer(tiny_model: Path, pieces: list[str]) -> None:
+    backend = _normalizing(Backend.from_file(str(tiny_model / "tokenizer.json")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "MIN_CACHED_CHARS", 8)
+        chats = ChatEncoder(backend)
+        for _ in range(2):
+            assert chats.encode("".join(pieces)) == _whole(backend, "".join(pieces))
+
+
+@pytest.mark.parametrize("change", [lambda backend: backend, _normalizing])
+def test_a_long_system_prompt_is_encoded_once(backend: Backend, change: Callable[[Backend], Backend]) -> None:
+    counting = Counting(change(backend))
     chats = ChatEncoder(counting)
     system = "<|im_start|>system\n" + "You know all about rivers. " * 100 + "<|im_end|>\n"
     for i in range(20):
@@ -84,21 +108,28 @@ def test_what_was_used_longest_ago_is_forgotten(backend: Backend, monkeypatch: p
     assert counting.num_chars - known > MIN_CACHED_CHARS
 
 
-def _normalizes(backend: Backend) -> None:
-    backend.normalizer = normalizers.NFC()
+def _looks_for_added_tokens_in_normalized_text(backend: Backend) -> Backend:
+    spec = json.loads(backend.to_str()) | {"normalizer": {"type": "NFC"}}
+    for token in spec["added_tokens"]:
+        token["normalized"] = True
+    return Backend.from_str(json.dumps(spec))
 
 
-def _begins_pieces_with_a_space(backend: Backend) -> None:
+def _begins_pieces_with_a_space(backend: Backend) -> Backend:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return backend
 
 
-def _has_a_token_that_takes_spaces(backend: Backend) -> None:
+def _has_a_token_that_takes_spaces(backend: Backend) -> Backend:
     backend.add_special_tokens([AddedToken("<|wide|>", rstrip=True)])
+    return backend
 
 
-@pytest.mark.parametrize("change", [_normalizes, _begins_pieces_with_a_space, _has_a_token_that_takes_spaces])
+@pytest.mark.parametrize(
+    "change", [_looks_for_added_tokens_in_normalized_text, _begins_pieces_with_a_space, _has_a_token_that_takes_spaces]
+)
 def test_a_tokenizer_whose_pieces_hang_together_encodes_whole_texts(backend: Backend, change: Any) -> None:
-    change(backend)
+    backend = change(backend)
     text = "<|im_start|>" + "a e\u0301 " * MIN_CACHED_CHARS + "<|im_end|> <|wide|> b<|im_end|> c"
     counting = Counting(backend)
     chats = ChatEncoder(counting)

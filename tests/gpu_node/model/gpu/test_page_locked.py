@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.page_locked import page_locked
+from penstock.gpu_node.model.gpu.page_locked import check_host_address, page_locked
 
 PAGE = 4096
 
@@ -66,6 +68,26 @@ def test_memory_that_cannot_be_had_is_an_error_and_nothing_is_given_back(card: C
     with pytest.raises(MemoryError, match="failed with 2"):
         page_locked(PAGE, torch.device("cpu"))
     assert not card.events
+
+
+@pytest.mark.parametrize(
+    ("code", "shift", "message"), [(0, 0, None), (0, 4096, "address .* instead of"), (801, 0, "error 801")]
+)
+def test_memory_that_the_gpu_sees_elsewhere_is_refused(
+    code: int, shift: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def address_of(found: Any, pointer: Any, _flags: int) -> int:
+        found._obj.value = pointer.value + shift
+        return code
+
+    driver = SimpleNamespace(cuMemHostGetDevicePointer_v2=address_of)
+    monkeypatch.setattr("penstock.gpu_node.model.gpu.page_locked._driver", lambda: driver)
+    memory, device = torch.zeros(4), torch.device("cpu")
+    if message is None:
+        check_host_address(memory, device)
+        return
+    with pytest.raises(ConfigError, match=f"{message}.*swap_space_gib"):
+        check_host_address(memory, device)
 
 
 @pytest.mark.parametrize("shape", [(0, 48), (3, 48)])

@@ -42,14 +42,13 @@ def _load(folder: Path, **options: Any) -> Any:
     return load_model(str(folder), wanted, lambda stage, fraction: None)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "falcon 40b", "falcon rw", "gpt-neox"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "falcon 40b", "falcon rw", "gpt-neox", "phi3 with windows"])
 def test_a_mixed_batch_says_what_each_merged_model_says(family_folder: Family, tmp_path: Path, name: str) -> None:
     base = _model(family_folder(name))
+    only = next((part for part in ("query_key_value", "qkv_proj") if part in str(base)), "v_proj")
     folders = [
         make_adapter(tmp_path / "all", base, seed=1),
-        make_adapter(tmp_path / "some", base, seed=2, rank=8, dtype="bfloat16", only="query_key_value", use_rslora=True)
-        if "query_key_value" in str(base)
-        else make_adapter(tmp_path / "some", base, seed=2, rank=8, dtype="bfloat16", only="v_proj", use_rslora=True),
+        make_adapter(tmp_path / "some", base, seed=2, rank=8, dtype="bfloat16", only=only, use_rslora=True),
     ]
     loaded = _load(family_folder(name), lora_dir=tmp_path)
     for place, folder in enumerate(folders):

@@ -35,7 +35,13 @@ def _set(runner: NativeRunner, place: int, base: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    [("odd llama", "none"), ("odd llama", "int8"), ("falcon 40b", "int4"), ("gpt-neox", "none")],
+    [
+        ("odd llama", "none"),
+        ("odd llama", "int8"),
+        ("falcon 40b", "int4"),
+        ("gpt-neox", "none"),
+        ("phi3 with windows", "int8"),
+    ],
 )
 def test_an_adapter_is_as_good_as_merged(
     llama: Callable[..., Path],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes.cover import examples
 from fakes.runners.runner_options import runner_options
 from fixtures.plans import Track, plan_of
 from fixtures.sampling import rows_of
@@ -44,7 +45,7 @@ def test_any_list_of_copies_leaves_what_copying_one_by_one_would(runner: ModelRu
     contexts = {block: [rng.randrange(300) for _ in range(16)] for block in range(1, NUM_BLOCKS)}
     want = {block: _token(runner, Track([*ids, 7], [block, NUM_BLOCKS]), 17) for block, ids in contexts.items()}
     assert len(set(want.values())) > len(want) / 2
-    for _ in range(20):
+    for _ in range(examples(20)):
         for block in want:
             _token(runner, Track(contexts[block], [block]), 16)
         holds = {block: block for block in want}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,55 @@ from transformers import AutoModelForCausalLM
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native.runner import NativeRunner
 
-# A GGUF file says the size of Qwen3's heads, transformers reads 128 all the same.
-ARCHITECTURES: dict[str, dict[str, Any]] = {"qwen2": {}, "qwen3": {"head_dim": 128}}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    # A GGUF file says the size of Qwen3's heads, transformers reads 128 all the same.
+    "qwen3": ("qwen3", {"head_dim": 128}),
+    "granite": ("granite", {}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {}),
+    "smollm3": ("smollm3", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}),
+    # GGUF files of Gemma 3 imply that every sixth layer has no window.
+    "gemma3": ("gemma3", {"query_pre_attn_scalar": 32, "layer_types": None, "num_hidden_layers": 6}),
+    "qwen3 moe": ("qwen3moe", {"norm_topk_prob": True}),
+    "mixtral": ("llama", {}),
+}
+"""By family: the architecture that its GGUF files name, and settings that such a file implies."""
+TOKEN_IDS = random.Random(0).choices(range(384), k=100)
 TORCH = runner_options(max_model_len=256, max_num_seqs=1)
+
+
+@pytest.fixture(scope="session")
+def gguf_of(family: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's model as a GGUF file, in a folder of its own."""
+
+    @cache
+    def write(name: str) -> Path:
+        architecture, changes = ARCHITECTURES[name]
+        gguf = write_gguf(family(name, **changes), tmp_path_factory.mktemp("gguf") / "m.gguf", architecture)
+        # What is made of it is kept by content and time: the same from session to session.
+        os.utime(gguf, (1, 1))
+        return gguf
+
+    return write
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_gguf_file_has_the_logits_of_its_model(
-    family: Callable[..., Path], load_native: Callable[..., NativeRunner], name: str, tmp_path: Path
+    family: Callable[..., Path], gguf_of: Callable[[str], Path], name: str
 ) -> None:
-    folder = family(name, **ARCHITECTURES[name])
-    gguf, token_ids = write_gguf(folder, tmp_path / "m.gguf", name), random.Random(0).choices(range(384), k=100)
-    # What is made of it is kept by content and time: the same from session to session.
-    os.utime(gguf, (1, 1))
-    runner: Any = load_model(str(gguf), TORCH, lambda stage, fraction: None).runner
+    runner: Any = load_model(str(gguf_of(name)), TORCH, lambda stage, fraction: None).runner
+    model = AutoModelForCausalLM.from_pretrained(family(name, **ARCHITECTURES[name][1])).float()
     with torch.inference_mode():
-        want = AutoModelForCausalLM.from_pretrained(folder).float()(torch.tensor([token_ids])).logits[0].numpy()
-    np.testing.assert_allclose(logits_alone(runner, token_ids), want, rtol=0, atol=1e-4)
-    # The same weights in another file give the same bits.
-    native = logits_alone(load_native(folder, max_model_len=256), token_ids)
-    np.testing.assert_array_equal(logits_alone(load_native(gguf, max_model_len=256), token_ids), native)
+        want = model(torch.tensor([TOKEN_IDS])).logits[0].numpy()
+    np.testing.assert_allclose(logits_alone(runner, TOKEN_IDS), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "granite", "gemma2", "mixtral"])
+def test_the_same_weights_in_another_file_give_the_same_bits(
+    family: Callable[..., Path], gguf_of: Callable[[str], Path], load_native: Callable[..., NativeRunner], name: str
+) -> None:
+    folder = family(name, **ARCHITECTURES[name][1])
+    native = logits_alone(load_native(folder, max_model_len=256), TOKEN_IDS)
+    np.testing.assert_array_equal(logits_alone(load_native(gguf_of(name), max_model_len=256), TOKEN_IDS), native)

@@ -94,7 +94,7 @@ def test_the_arithmetic_is_named_and_logged(
     [
         ({"dtype": "float32"}, "bfloat16, not float32"),
         ({"kv_cache_dtype": "float32"}, "bfloat16 or int8, not float32"),
-        ({"block_size": 8}, "multiple of 16"),
+        ({"block_size": 8}, "need 16 or 32, because a page has 16 tokens; remedy: --block-size 16"),
         ({"quantization": "fp8"}, "none, int8, int8_group and int4, not fp8"),
     ],
 )
@@ -103,6 +103,16 @@ def test_options_that_the_kernels_have_not_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=f"runner native: .*{reason}"):
         _load(llama(), runner="native", **options)
+
+
+def test_a_block_size_of_8_warns_that_torch_computes_and_names_the_remedy(
+    llama: Llama, this_isa: Isa, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert _load(llama(), block_size=8).arithmetic == "torch-bfloat16"
+    (said,) = [vars(record) for record in caplog.records if "torch computes" in record.getMessage()]
+    assert said["reason"] == "block_size 8: the native kernels need 16 or 32, because a page has 16 tokens"
+    assert said["remedy"] == "--block-size 16"
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 272])

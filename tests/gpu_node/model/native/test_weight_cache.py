@@ -9,9 +9,11 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 from unittest import mock
@@ -25,6 +27,8 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
+from penstock.gpu_node.model.native import packed_file, weight_cache
+from penstock.gpu_node.model.native.packed_file import flush_to_disk
 from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.kernels.cpu.formats import Format
@@ -153,6 +157,27 @@ def test_a_file_that_is_not_whole_is_made_anew(
     assert len(packings) == 2
 
 
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_after_a_restart_of_the_machine_only_a_file_that_was_on_disk_is_used(
+    llama: Make, load: Load, packings: list[Packer], monkeypatch: pytest.MonkeyPatch, is_on_disk: bool
+) -> None:
+    flushed = Event()
+
+    def flush(path: Path) -> None:
+        if is_on_disk:
+            flush_to_disk(path)
+        flushed.set()
+
+    monkeypatch.setattr(weight_cache, "flush_to_disk", flush)
+    want = _logits(load(llama()))
+    assert flushed.wait(60)
+    load(llama())
+    assert len(packings) == 1
+    monkeypatch.setattr(packed_file, "boot_id", lambda: b"-" * 36)
+    np.testing.assert_array_equal(_logits(load(llama())), want)
+    assert len(packings) == (1 if is_on_disk else 2)
+
+
 def test_a_file_of_other_weights_is_not_taken_for_these(
     llama: Make, load: Load, cache: Path, packings: list[Packer]
 ) -> None:
@@ -218,8 +243,16 @@ def test_where_nothing_can_be_cached_weights_are_private_and_a_line_says_why(
     assert not cache.is_dir() or not list(cache.iterdir())
 
 
+def _wait_until_flushed() -> None:
+    """Wait until new files are on disk, because flushing changes their time."""
+    for thread in threading.enumerate():
+        if thread.name == "penstock-flush":
+            thread.join(60)
+
+
 def test_what_nobody_opened_for_long_goes_when_another_is_written(llama: Make, load: Load, cache: Path) -> None:
     load(llama())
+    _wait_until_flushed()
     (old,) = cache.iterdir()
     left_over = cache / "of-a-process-that-died.part"
     left_over.touch()

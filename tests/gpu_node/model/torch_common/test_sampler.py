@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from fakes.cover import examples
-from fixtures.sampling import SamplingCase, level_draws, rows_of, sampling_cases
+from fixtures.sampling import SamplingCase, level_draws, rows_of
+from fixtures.sampling_cases import sampling_cases
 from hypothesis import given, settings
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 

@@ -1,35 +1,28 @@
-"""A timer that one task awaits and others set."""
+"""A timer that may be set to several times and rings at the earliest."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 
 class Alarm:
     """A timer that rings at the earliest time set since its last ring. It belongs to the running event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, ring: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._rung = asyncio.Event()
+        self._on_ring = ring
 
     def set(self, delay_s: float) -> None:
-        """Ring after at most `delay_s` seconds; at once if it is not positive."""
+        """Ring after at most `delay_s` seconds."""
         at_s = self._loop.time() + delay_s
         if self._timer is not None:
             if self._timer.when() <= at_s:
                 return
             self._timer.cancel()
-        if delay_s <= 0:
-            self._ring()
-        else:
-            self._timer = self._loop.call_at(at_s, self._ring)
-
-    async def wait(self) -> None:
-        """Wait until it rings. A ring since the last wait counts."""
-        await self._rung.wait()
-        self._rung.clear()
+        self._timer = self._loop.call_at(at_s, self._ring)
 
     def _ring(self) -> None:
         self._timer = None
-        self._rung.set()
+        self._on_ring()

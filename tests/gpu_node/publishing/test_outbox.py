@@ -1,4 +1,4 @@
-"""When tokens leave while others come: the event loop stays free, and no engine waits for ever."""
+"""Sending while tokens come: the event loop stays free, no engine waits for ever, no failed call loses a token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fakes.processes.reference_engine import ReferenceEngine
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Outcome
-from penstock.gpu_node import publish_pace
 from penstock.gpu_node.doorbell import Bell
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine_worker import EngineWorker
 from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outbox import Outbox
-from penstock.gpu_node.publish_pace import Pace
+from penstock.gpu_node.publishing import pace, send_cost
+from penstock.gpu_node.publishing.pace import BUSY_SHARE, Pace
 from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, NodeBroker, Taken, UsedTokens
 
 LEASE = "1:x:1"
@@ -33,7 +33,12 @@ class ScriptedBroker(NodeBroker):
     """Says what the test says to each call that sends chunks."""
 
     def __init__(self) -> None:
-        self.num_emitted = 0
+        self.num_emitted = self.num_started = 0
+        self.is_connected = False
+        """Whether quick calls can start."""
+        self.fails_quick_calls = False
+        self.unanswered: list[Callable[[], None]] = []
+        """The answers to quick calls, which the test lets arrive."""
         self.emitted: list[Emission] = []
         self.finished: list[Emission] = []
         self.answers: Iterator[str] = itertools.repeat("OK")
@@ -46,6 +51,16 @@ class ScriptedBroker(NodeBroker):
         for _ in range(3):  # the answer takes a while
             await asyncio.sleep(0)
         return [next(self.answers) for _ in emissions]
+
+    def start_emit(self, emissions: Sequence[Emission], on_answers: Callable[[list[str] | None], None]) -> bool:
+        if not self.is_connected:
+            return False
+        self.num_started += 1
+        if not self.fails_quick_calls:
+            self.emitted += emissions
+        answers = None if self.fails_quick_calls else [next(self.answers) for _ in emissions]
+        self.unanswered.append(lambda: on_answers(answers))
+        return True
 
     async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[UsedTokens]) -> str:
         self.finished.append(last)
@@ -70,7 +85,7 @@ class Rig:
     """An outbox that holds one job; its engine's thread never starts."""
 
     def __init__(self) -> None:
-        self.broker, self.pace = ScriptedBroker(), CountingPace(1.0)
+        self.broker, self.pace = ScriptedBroker(), CountingPace(1.0, max_cpu_share=BUSY_SHARE)
         self.worker, ledger = EngineWorker(ReferenceEngine(), lambda outputs: None), Ledger()
         self.outbox = Outbox(
             self.broker, ledger, self.worker, Bell(), max_unsent_bytes=MAX_UNSENT_BYTES, pace=self.pace
@@ -82,8 +97,9 @@ class Rig:
 
 @pytest.fixture
 def slow_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two departures there is time for a test."""
-    monkeypatch.setattr(publish_pace, "MIN_INTERVAL_S", 0.5)
+    """Between two sends there is time for a test."""
+    monkeypatch.setattr(pace, "FEW_INTERVAL_S", 0.5)
+    monkeypatch.setattr(send_cost, "SEND_S", 0.5)
 
 
 @asynccontextmanager
@@ -119,7 +135,7 @@ async def test_an_engine_that_was_held_for_a_job_goes_on_when_that_job_is_lost()
         rig.outbox.deliver(step(0, "a" * 2 * MAX_UNSENT_BYTES))
         while not rig.worker.is_paused:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.1)  # it has waited out its pause, and waits for the next departure
+        await asyncio.sleep(0.1)  # it has waited out its pause, and waits for the next send
         rig.outbox.drop(rig.job)
         while rig.worker.is_paused:
             await asyncio.sleep(0.001)
@@ -154,3 +170,103 @@ async def test_an_ended_job_that_was_lost_in_mid_backlog_is_dropped_without_a_fi
     rig.broker.answers = iter(["OK", "FENCED"])
     await rig.outbox.flush()
     assert not rig.broker.finished and rig.outbox._ledger.counts.dropped == 1 and not len(rig.outbox._ledger)
+
+
+def connected_rig() -> Rig:
+    rig = Rig()
+    rig.broker.is_connected = True
+    return rig
+
+
+async def one_round() -> None:
+    """Let the callbacks run that are due in the event loop."""
+    await asyncio.sleep(0)
+
+
+async def test_steps_during_a_call_leave_together_after_its_answer() -> None:
+    rig = connected_rig()
+    rig.outbox.deliver(step(0))
+    await one_round()
+    for position in (1, 2, 3):
+        rig.outbox.deliver(step(position))
+        await one_round()
+    assert [(e.index, len(e.chunks)) for e in rig.broker.emitted] == [(0, 1)]
+    rig.broker.unanswered.pop()()
+    while not rig.broker.unanswered:
+        await asyncio.sleep(0.001)
+    rig.broker.unanswered.pop()()
+    assert [(e.index, len(e.chunks)) for e in rig.broker.emitted] == [(0, 1), (1, 1)]
+    assert rig.job.choice_so_far(0)[0] == (0, 1, 2, 3)
+    assert rig.job.num_acknowledged == 2
+
+
+async def test_a_failed_quick_call_is_repeated_by_a_flush_with_the_same_chunks() -> None:
+    async with running_rig() as rig:
+        rig.broker.is_connected = rig.broker.fails_quick_calls = True
+        rig.outbox.deliver(step(0))
+        await one_round()
+        rig.outbox.deliver(step(1))
+        assert rig.broker.num_started == 1 and rig.broker.num_emitted == 0
+        rig.broker.unanswered.pop()()
+        while rig.job.num_acknowledged < 2:
+            await asyncio.sleep(0.001)
+        assert [e.index for e in rig.broker.emitted] == [0]
+        assert len(rig.broker.emitted[0].chunks) == 2
+
+
+async def test_without_an_open_connection_tokens_leave_by_a_flush() -> None:
+    async with running_rig() as rig:
+        rig.outbox.deliver(step(0))
+        while not rig.job.num_acknowledged:
+            await asyncio.sleep(0.001)
+        assert (rig.broker.num_started, rig.broker.num_emitted) == (0, 1)
+
+
+@pytest.mark.parametrize("answer", ["FENCED", "GONE"])
+async def test_a_quick_call_that_finds_the_job_lost_drops_it(answer: str) -> None:
+    rig = connected_rig()
+    rig.broker.answers = iter([answer])
+    rig.outbox.deliver(step(0))
+    await one_round()
+    rig.broker.unanswered.pop()()
+    assert not len(rig.outbox._ledger) and rig.outbox._ledger.counts.dropped == 1
+
+
+async def test_chunks_that_redis_lost_are_sent_again_from_the_one_that_it_names() -> None:
+    async with running_rig() as rig:
+        rig.broker.is_connected = True
+        rig.broker.answers = iter(["OK", "NEED 0", "OK"])
+        for position in (0, 1):
+            rig.outbox.deliver(step(position))
+            await rig.outbox.flush() if position == 0 else await one_round()
+            while rig.broker.unanswered:
+                rig.broker.unanswered.pop()()
+            await asyncio.sleep(0.03)
+        while rig.broker.unanswered or rig.job.num_acknowledged < 2:
+            while rig.broker.unanswered:
+                rig.broker.unanswered.pop()()
+            await asyncio.sleep(0.001)
+        assert rig.broker.emitted[-1].index == 0 and len(rig.broker.emitted[-1].chunks) == 2
+        assert rig.outbox._ledger.counts.rewinds == 1
+
+
+async def test_an_answer_that_ends_the_job_ends_it_in_redis() -> None:
+    async with running_rig() as rig:
+        rig.broker.is_connected = True
+        rig.broker.answers = iter(["CANCEL"])
+        rig.outbox.deliver(step(0))
+        await one_round()
+        rig.broker.unanswered.pop()()
+        while not rig.broker.finished:
+            await asyncio.sleep(0.001)
+        assert rig.job.outcome is not None and rig.job.outcome.state == "cancelled"
+
+
+async def test_sends_chunks_and_their_cpu_time_are_counted() -> None:
+    rig = connected_rig()
+    rig.outbox.deliver(step(0))
+    await one_round()
+    rig.broker.unanswered.pop()()
+    sending = rig.outbox._ledger.counts.sending
+    assert (sending.sends, sending.chunks) == (1, 1)
+    assert 0 < sending.cpu_s < PATIENCE_S

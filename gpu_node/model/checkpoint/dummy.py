@@ -1,0 +1,95 @@
+"""Models of random weights (`load_format` dummy): a shape is enough to serve, measure and test without a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.shapes import SHAPES
+from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
+from penstock.gpu_node.model.checkpoint.json_object import read_object
+
+_NUM_NORMALS = 8_388_593
+"""Numbers that are drawn once; all matrices repeat them. A prime, so that rows of a matrix are not alike."""
+_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_VERSION = 1
+"""Increased when the written files change, so that no node uses outdated ones."""
+
+
+class RandomWeights:
+    """Makes tensors in bfloat16 that keep the scale of activations: the same for the same name and shape."""
+
+    def __init__(self) -> None:
+        self._normals = np.random.default_rng(0).standard_normal(_NUM_NORMALS, np.float32)
+        self._scaled: dict[int, NDArray[np.uint16]] = {}
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+        """Return a tensor's bytes. Norms are 1 and biases 0; a matrix is normal with variance 1 / columns."""
+        if len(shape) == 1:
+            return _bfloat16(np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)).view(np.uint8)
+        columns, total = shape[-1], int(np.prod(shape))
+        if columns not in self._scaled:
+            self._scaled[columns] = _bfloat16(self._normals * np.float32(columns**-0.5))
+        numbers, values = self._scaled[columns], np.empty(total, np.uint16)
+        # Tensors begin at different numbers.
+        first, at = crc32(name.encode()) % _NUM_NORMALS, 0
+        while at < total:
+            part = numbers[first : first + total - at]
+            values[at : at + len(part)] = part
+            first, at = 0, at + len(part)
+        return values.view(np.uint8)
+
+
+def dummy_folder(model: str) -> Path:
+    """Return a folder with the config and a tokenizer of a model without weights.
+
+    model: a folder with a config.json, or a name of `SHAPES`. A folder that has a tokenizer is returned itself; else
+    the tokenizer's tokens are the 256 bytes. Raises ConfigError for another name, or if the vocabulary is too small.
+    """
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        if (path / "tokenizer.json").is_file():
+            return path
+        config: Mapping[str, Any] = read_object(path / "config.json")
+    elif model in SHAPES:
+        config = SHAPES[model]
+    else:
+        known = ", ".join(SHAPES)
+        raise ConfigError(f"load_format dummy: {model} is no folder with a config.json and none of {known}")
+    least, vocab = 256 + len(_SPECIAL_TOKENS), config.get("vocab_size")
+    if not isinstance(vocab, int) or vocab < least:
+        raise ConfigError(f"load_format dummy: vocab_size is {vocab!r} but must be at least {least}")
+    digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return built_once(f"dummy-{digest}-v{_VERSION}", lambda folder: _write(folder, config))
+
+
+def _write(folder: Path, config: Mapping[str, Any]) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir(parents=True)
+    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer: Any = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"eos_token": _SPECIAL_TOKENS[-1], "chat_template": _CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | names))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Round to bfloat16, returned as its bits. values: finite."""
+    return ((values.view(np.uint32) + np.uint32(0x8000)) >> 16).astype(np.uint16)

@@ -1,0 +1,98 @@
+"""Read the settings of a GGUF file that transformers ignores, under the names of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint.files import mapped
+from penstock.gpu_node.model.checkpoint.gguf import LLAMA_LIKE
+from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, read_header
+from penstock.gpu_node.model.checkpoint.gguf_rope import rope_scaling
+
+_SETTINGS = {
+    "gemma2": {
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "attention.sliding_window": "sliding_window",
+    },
+    "gemma3": {"attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"},
+    "granite": {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    "phi3": {
+        "attention.sliding_window": "sliding_window",
+        "rope.scaling.original_context_length": "original_max_position_embeddings",
+    },
+    "qwen3moe": {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+    },
+}
+"""By architecture: keys of the metadata without its name, and the fields of config.json."""
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""These models scale scores by hidden_size / num_attention_heads instead of head_dim, which the file does not say."""
+
+
+def with_gguf_settings(config: dict[str, Any], gguf: Path) -> dict[str, Any]:
+    """Return the config with the settings of a GGUF file. Raises ConfigError for an unreadable file."""
+    content = np.frombuffer(mapped(gguf), np.uint8)
+    try:
+        header = read_header(content.data)
+    except ConfigError as error:
+        raise ConfigError(f"cannot read {gguf}: {error.message}") from error
+    try:
+        config = config | _settings(header, config)
+    except (KeyError, TypeError, ArithmeticError) as error:
+        raise ConfigError(f"cannot read {gguf}: its metadata is incomplete or invalid: {error!r}") from error
+    scaling = rope_scaling(header, content)
+    rope = config.get("rope_parameters") or {}
+    if not scaling:
+        return config
+    if "full_attention" in rope:
+        return config | {"rope_parameters": rope | {"full_attention": rope["full_attention"] | scaling}}
+    return config | {"rope_parameters": rope | scaling}
+
+
+def _settings(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = header.metadata
+    name = str(metadata.get("general.architecture"))
+    keys = {f"{name}.{key}": field for key, field in _SETTINGS.get(name, {}).items()}
+    found = {field: metadata[key] for key, field in keys.items() if key in metadata}
+    if "sliding_window" in found:
+        found["sliding_window"] = found["sliding_window"] or None
+    if config.get("num_hidden_layers") == _LAYERS_OF_27B.get(name, 0):
+        found["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+    elif name in _LAYERS_OF_27B:
+        found["query_pre_attn_scalar"] = config["head_dim"]
+    if name == "phi3":
+        found |= _partial_rotation(metadata, config)
+    if name in LLAMA_LIKE:
+        found["architectures"] = [LLAMA_LIKE[name]]
+        embedding = header.tensors.get("token_embd.weight")
+        if embedding is not None:
+            found["vocab_size"] = embedding.shape[0]
+        found["tie_word_embeddings"] = "output.weight" not in header.tensors
+    if name == "llama" and metadata.get("llama.expert_count"):
+        found["architectures"] = ["MixtralForCausalLM"]
+        found["num_local_experts"] = metadata["llama.expert_count"]
+        found["num_experts_per_tok"] = metadata.get("llama.expert_used_count")
+    return found
+
+
+def _partial_rotation(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the share of a head's channels that RoPE rotates."""
+    dim = metadata.get("phi3.rope.dimension_count")
+    if not isinstance(dim, int):
+        return {}
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    return {"rope_parameters": {**rope, "partial_rotary_factor": dim / head_dim}}

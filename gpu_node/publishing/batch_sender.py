@@ -1,0 +1,104 @@
+"""Sends whatever jobs have: tokens, backlogs, long prompts, and ends. Several calls may be in flight together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from penstock.contract.errors import InvariantError
+from penstock.contract.output import Outcome
+from penstock.gpu_node.held_job import HeldJob
+from penstock.gpu_node.ledger import Ledger
+from penstock.gpu_node.publishing.emit_batches import emit_batches
+from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, NodeBroker
+from penstock.queue.msgpack_codec import new_pack
+from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.gather import gather_all
+
+log = logging.getLogger(__name__)
+
+MAX_CALLS_AT_ONCE = 16
+"""Emit and finish calls that may be in flight together."""
+
+
+class AnswerHandler(Protocol):
+    """Handles what Redis says to emit and finish calls."""
+
+    def handle_answer(self, emission: Emission, answer: str) -> None:
+        """Note the answer to an emission, unless its job was lost meanwhile."""
+
+    def handle_loss(self, job: HeldJob, answer: str) -> bool:
+        """Drop a lost job, or send again the chunks that Redis has lost. Return whether it did."""
+
+    def ended(self, job: HeldJob, outcome: Outcome) -> None:
+        """Stop holding a job whose end Redis has stored."""
+
+
+class BatchSender:
+    """Sends batches of jobs: one emit call for running jobs, and a finish call for each ended one."""
+
+    def __init__(self, broker: NodeBroker, ledger: Ledger, answers: AnswerHandler) -> None:
+        self._broker = broker
+        self._ledger = ledger
+        self._answers = answers
+        self._pack = new_pack()
+        self._yielder = LoopYielder()
+        self._loop = asyncio.get_running_loop()
+
+    async def send(self, batch: Sequence[HeldJob]) -> None:
+        """Send everything that these jobs have. Raises UnavailableError; the calls that succeeded are noted."""
+        calls = [partial(self._finish, job, job.outcome) for job in batch if job.outcome is not None]
+        going = [job for job in batch if job.outcome is None]
+        if at_once := [job for job in going if not job.has_unsealed_prompt]:
+            calls.append(partial(self._emit, at_once))
+        calls += [partial(self._emit, [job]) for job in going if job.has_unsealed_prompt]
+        for start in range(0, len(calls), MAX_CALLS_AT_ONCE):
+            await gather_all(*(call() for call in calls[start : start + MAX_CALLS_AT_ONCE]))
+
+    async def _seal(self, job: HeldJob) -> None:
+        """Pack a prompt's log-probabilities, and yield to the event loop after each part."""
+        while job.has_unsealed_prompt:
+            job.seal_part(self._pack)
+            await self._yielder.wait()
+
+    async def _emit(self, jobs: list[HeldJob]) -> None:
+        for job in jobs:
+            await self._seal(job)
+        while jobs:
+            emissions = [job.emission(self._pack, MAX_EMIT_BYTES) for job in jobs]
+            jobs = []
+            for batch in emit_batches(emissions):
+                jobs += await self._emit_batch(batch)
+
+    async def _emit_batch(self, batch: list[Emission]) -> list[HeldJob]:
+        """Emit in one call. Return the jobs of which more chunks must follow."""
+        began_s = self._loop.time()
+        answers = await self._broker.emit(batch)
+        self._ledger.counts.emits.note(self._loop.time() - began_s)
+        unfinished = list[HeldJob]()
+        for emission, answer in zip(batch, answers, strict=True):
+            if (job := self._ledger.of_lease(emission.lease)) is not None:
+                self._answers.handle_answer(emission, answer)
+                if answer == "OK" and job.outcome is None and not job.is_rest(emission):
+                    unfinished.append(job)
+        return unfinished
+
+    async def _finish(self, job: HeldJob, outcome: Outcome) -> None:
+        await self._seal(job)
+        while (emission := job.emission(self._pack, MAX_EMIT_BYTES)).progress or not job.is_rest(emission):
+            (answer,) = await self._broker.emit([emission])
+            if self._answers.handle_loss(job, answer):
+                return
+            # The job has its outcome, so a cancellation changes nothing. The finish call reports damaged keys.
+            job.acknowledge(emission)
+        try:
+            answer = await self._broker.finish(emission, outcome, job.result(), **job.used)
+        except InvariantError as error:
+            # This job's keys are damaged; other jobs' keys are not.
+            log.error("finish failed", extra={"job_id": job.job_id, "reason": error.message})
+            answer = "GONE"
+        if not self._answers.handle_loss(job, answer):
+            self._answers.ended(job, outcome)

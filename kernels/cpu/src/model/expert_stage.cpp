@@ -1,0 +1,135 @@
+#include "model/expert_stage.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "model/mlp_stage.h"
+
+namespace penstock {
+
+void ExpertStage::prepare(const Layer& layer, int rows) {
+  const int entries = rows * spec_.experts_per_token;
+  input_.rows.prepare(entries, layer.matrix(Slot::kMlpIn));
+  gated_input_.rows.prepare(entries, layer.matrix(Slot::kMlpOut));
+  for (Input* input : {&input_, &gated_input_}) {
+    input->rows.tiling().reserve(entries);
+    input->groups.reserve(spec_.num_experts);
+  }
+  normed_.reserve(rows);
+  gated_.reserve(entries);
+  outputs_.reserve(entries);
+  ends_.resize(spec_.num_experts);
+  if ((int)choices_.size() >= entries) return;
+  choices_.resize(entries);
+  rows_.resize(entries);
+  entries_.resize(entries);
+}
+
+void ExpertStage::run(Worker& worker, const Layer& layer, const std::vector<int>& tokens) {
+  const Matrix &in = layer.matrix(Slot::kMlpIn), &out = layer.matrix(Slot::kMlpOut);
+  const int rows = (int)tokens.size(), entries = rows * spec_.experts_per_token;
+  worker.for_each(rows, [&](int i) { route(layer, buffers_.hidden.row(tokens[i]), i); });
+  if (worker.leads()) {
+    sort(rows);
+    cut(input_, in);
+    cut(gated_input_, out);
+  }
+  worker.for_each(0, [](int) {});  // the other threads wait at this barrier
+  worker.for_each(entries, [&](int i) { input_.rows.set_row(i, normed_.row(rows_[i])); });
+  multiply_groups(worker, input_, in, [&](int first, int count, int panel, const float* inner) {
+    for (int r = 0; r < count; ++r) activate(spec_, inner + r * kPanel, panel, gated_.row(first + r));
+  });
+  worker.for_each(entries, [&](int i) { gated_input_.rows.set_row(i, gated_.row(i)); });
+  multiply_groups(worker, gated_input_, out, [&](int first, int count, int panel, const float* product) {
+    for (int r = 0; r < count; ++r) {
+      std::copy_n(product + r * kPanel, kPanel, outputs_.row(first + r) + panel * kPanel);
+    }
+  });
+  worker.for_each(rows, [&](int i) { add_outputs(i, buffers_.hidden.row(tokens[i])); });
+}
+
+void ExpertStage::route(const Layer& layer, const float* hidden, int row) {
+  const int count = spec_.num_experts, columns = normed_.stride();
+  std::copy_n(layer.mlp_norm.apply(hidden).values, columns, normed_.row(row));
+  thread_local std::vector<float> shares;
+  shares.resize(count);
+  for (int e = 0; e < count; ++e) {
+    const float* weights = layer.router.data() + (size_t)e * columns;
+    Floats score = zeros();
+    for (int c = 0; c < columns; c += kLanes) score = fma(load(normed_.row(row) + c), load(weights + c), score);
+    shares[e] = sum(score);
+  }
+  const float largest = *std::max_element(shares.begin(), shares.end());
+  float total = 0;
+  for (float& share : shares) total += share = std::exp(share - largest);
+  Choice* chosen = &choices_[(size_t)row * spec_.experts_per_token];
+  float chosen_total = 0;
+  for (int k = 0; k < spec_.experts_per_token; ++k) {
+    int best = -1;
+    for (int e = 0; e < count; ++e) {
+      const bool is_taken = std::any_of(chosen, chosen + k, [&](const Choice& c) { return c.expert == e; });
+      // The first expert that is left is taken even if its share is NaN.
+      if (!is_taken && (best < 0 || shares[e] > shares[best])) best = e;
+    }
+    chosen[k] = {best, shares[best]};
+    chosen_total += shares[best];
+  }
+  for (int k = 0; k < spec_.experts_per_token; ++k) {
+    chosen[k].weight /= spec_.normalizes_experts ? chosen_total : total;
+  }
+}
+
+void ExpertStage::sort(int rows) {
+  const int entries = rows * spec_.experts_per_token;
+  std::fill(ends_.begin(), ends_.end(), 0);
+  for (int i = 0; i < entries; ++i) ++ends_[choices_[i].expert];
+  int end = 0;
+  for (int& count : ends_) {
+    const int begin = end;
+    end += count;
+    count = begin;
+  }
+  for (int i = 0; i < entries; ++i) {
+    const int entry = ends_[choices_[i].expert]++;
+    entries_[i] = entry;
+    rows_[entry] = i / spec_.experts_per_token;
+  }
+}
+
+void ExpertStage::cut(Input& input, const Matrix& matrix) const {
+  // The memory for these rows is reserved already.
+  input.rows.prepare(ends_.back(), matrix);
+  Tiling& tiling = input.rows.tiling();
+  tiling.clear();
+  input.groups.clear();
+  for (int expert = 0, begin = 0; expert < spec_.num_experts; begin = ends_[expert++]) {
+    if (ends_[expert] == begin) continue;
+    const int first_tile = tiling.tiles();
+    tiling.add_group(ends_[expert] - begin, matrix.encoding());
+    input.groups.push_back({expert, first_tile, tiling.tiles()});
+  }
+}
+
+template <class Finish>
+void ExpertStage::multiply_groups(Worker& worker, const Input& input, const Matrix& matrix,
+                                  const Finish& finish) const {
+  const int panels = matrix.num_panels() / spec_.num_experts;
+  worker.for_each((int)input.groups.size() * panels, [&](int i) {
+    const Group& group = input.groups[i / panels];
+    const int first_panel = group.expert * panels;
+    multiply_panel(input.rows, group.begin, group.end, group.end - group.begin, matrix, first_panel + i % panels,
+                   [&](int first, int count, int panel, const float* out) {
+                     finish(first, count, panel - first_panel, out);
+                   });
+  });
+}
+
+void ExpertStage::add_outputs(int row, float* sum) const {
+  for (int k = 0; k < spec_.experts_per_token; ++k) {
+    const size_t choice = (size_t)row * spec_.experts_per_token + k;
+    const float weight = choices_[choice].weight * spec_.residual_scale;
+    add_scaled(outputs_.row(entries_[choice]), weight, outputs_.stride(), sum);
+  }
+}
+
+}  // namespace penstock

@@ -1,0 +1,65 @@
+// The MLP of a layer with a mixture of experts. A router chooses a few experts for each row, and adds their outputs by
+// weight.
+//
+// Each chosen expert of a row is an entry. The entries are sorted by expert, so that the panels of an expert's matrices
+// are read once for all of its rows. An output depends only on its own row, as in `multiply`, and a row adds its
+// outputs in the order of its choices. Its bits therefore do not depend on the batch.
+#pragma once
+#include <vector>
+
+#include "gemm/gemm.h"
+#include "model/step_buffers.h"
+#include "weights/decoder_weights.h"
+#include "weights/spec.h"
+
+namespace penstock {
+
+class ExpertStage {
+ public:
+  ExpertStage(const Spec& spec, const StepBuffers& buffers)
+      : spec_(spec), buffers_(buffers), normed_(spec.hidden), gated_(spec.intermediate), outputs_(spec.hidden) {}
+
+  // Reserves memory for `rows` rows of a layer.
+  void prepare(const Layer& layer, int rows);
+  // Adds the output of the MLP to the hidden state. `tokens`: the token of each row.
+  void run(Worker& worker, const Layer& layer, const std::vector<int>& tokens);
+
+ private:
+  struct Choice {
+    int expert;
+    float weight;
+  };
+  // An expert with entries, and the tiles of these.
+  struct Group {
+    int expert, begin, end;
+  };
+  // The entries as the input of one of the experts' matrices.
+  struct Input {
+    Activations rows;
+    std::vector<Group> groups;
+  };
+
+  // Chooses the experts of a row, best first.
+  void route(const Layer& layer, const float* hidden, int row);
+  // Sorts the entries by expert.
+  void sort(int rows);
+  // Cuts an input into tiles by expert. The entries must be sorted.
+  void cut(Input& input, const Matrix& matrix) const;
+  // Multiplies each expert's entries with its rows of a matrix. `finish`: as for `multiply`, with the panels of each
+  // expert counted from 0.
+  template <class Finish>
+  void multiply_groups(Worker& worker, const Input& input, const Matrix& matrix, const Finish& finish) const;
+  void add_outputs(int row, float* sum) const;
+
+  const Spec& spec_;
+  const StepBuffers& buffers_;
+  Input input_, gated_input_;
+  RowBuffer normed_;             // by row
+  RowBuffer gated_, outputs_;    // by entry
+  std::vector<Choice> choices_;  // [rows][experts_per_token].
+  std::vector<int> rows_;        // by entry: its row.
+  std::vector<int> entries_;     // by choice: its entry.
+  std::vector<int> ends_;        // by expert: the end of its entries
+};
+
+}  // namespace penstock

@@ -1,0 +1,171 @@
+"""The sampler's passes over the logits: at most three, with one program per tile of a row.
+
+1. `scan_tiles`: each tile's best token and its weight. It is all that greedy and plain rows need.
+2. `count_buckets`: rows with top_k or top_p count tokens, and add up weights, in buckets by distance from the best
+   score. `bound_limits` then finds the buckets in which the limits lie.
+3. `collect_candidates`: the weight that a tile surely keeps, and the few tokens of those buckets.
+
+`sampling_draw` finds the exact limits among the collected tokens, chooses a tile by its weight, and reads that tile to
+choose a token. This is a radix selection (Alabi et al., "Fast k-selection algorithms for graphics processing units",
+2012) with buckets that are even in the distance.
+
+Weights are integers in units of 2^-40, so their sums do not depend on the order of atomic additions. A weight below one
+unit counts as 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.triton.sampling_rows import (
+    FAILED,
+    INFINITY_BITS,
+    NUM_RULE_COLUMNS,
+    best_of,
+    bucket_of,
+    distance_of,
+    limits_of,
+    real,
+    row_of,
+    scores_of,
+    weight_of,
+)
+
+COLUMNS = 2048
+"""Tokens of a tile."""
+BUCKETS = 2048
+"""1,024 buckets of 1/64 temperature each, then 8 for each power of two up to infinity, and padding."""
+MAX_CANDIDATES = 8192
+"""Tokens of a row's bounding buckets. More than these are not collected: `_draw` then reads the logits repeatedly."""
+BOUND_FIELDS = 6
+"""Per row: buckets of top_k, first and last of top_p; tokens and weight nearer than the former, weight nearer than
+the latter."""
+
+
+@triton.jit
+def scan_tiles(
+    bests, tokens, weights, counts, masses, found, logits, rules, marks, biases, vocab, stride,
+    CLEARED: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Grid [rows, tiles]. Pass 1: best score and token, weight relative to this tile's best; clears the buckets.
+
+    The token is -1 if a logit or score of the tile is NaN or a logit is infinite.
+    """
+    index, tile = tl.program_id(0), tl.program_id(1)
+    rule, row = row_of(logits, rules, marks, biases, vocab, stride)
+    ids = tile * COLUMNS + tl.arange(0, COLUMNS)
+    given, scores = scores_of(row, ids, vocab)
+    best = tl.max(scores, 0)
+    token = tl.min(tl.where(scores == best, ids, vocab), 0)
+    is_bad = (given != given) | (scores != scores) | (given == float("inf"))
+    at = index * TILES + tile
+    tl.store(bests + at, best)
+    tl.store(tokens + at, tl.where(tl.sum(is_bad.to(tl.int32), 0) > 0, FAILED, token))
+    temperature = real(rule, 0)
+    if temperature > 0:
+        distance, _ = distance_of(scores, best, temperature)
+        tl.store(weights + at, tl.sum(weight_of(distance), 0))
+        is_k, is_p, _ = limits_of(rule, vocab)
+        if is_k | is_p:
+            b = tile * CLEARED + tl.arange(0, CLEARED)
+            tl.store(counts + index * BUCKETS + b, tl.zeros([CLEARED], tl.int32), mask=b < BUCKETS)
+            tl.store(masses + index * BUCKETS + b, tl.zeros([CLEARED], tl.int64), mask=b < BUCKETS)
+            if tile == 0:
+                tl.store(found + index, 0)
+
+
+@triton.jit
+def count_buckets(
+    counts, masses, bests, tokens, logits, rules, marks, biases, vocab, stride,
+    COLUMNS: tl.constexpr, BUCKETS: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr,
+):  # fmt: skip
+    """Grid [rows, tiles]. Pass 2: the tokens of each bucket for top_k, their weight for top_p."""
+    index = tl.program_id(0)
+    rule, row = row_of(logits, rules, marks, biases, vocab, stride)
+    temperature = real(rule, 0)
+    is_k, is_p, max_bits = limits_of(rule, vocab)
+    if (is_k | is_p) & (temperature > 0):
+        best, _token, is_sound = best_of(bests, tokens, TILES, TILES_PAD)
+        if is_sound:
+            ids = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+            _given, scores = scores_of(row, ids, vocab)
+            distance, near = distance_of(scores, best, temperature)
+            # Tokens at an infinite distance weigh nothing, so they may stay whatever their number.
+            kept = (near <= max_bits) & (near < INFINITY_BITS)
+            at = index * BUCKETS + tl.where(kept, bucket_of(distance, near), 0)
+            if is_k:
+                tl.atomic_add(counts + at, 1, mask=kept, sem="relaxed")
+            if is_p:
+                weight = weight_of(distance)
+                tl.atomic_add(masses + at, weight, mask=kept & (weight > 0), sem="relaxed")
+
+
+@triton.jit
+def bound_limits(bounds, counts, masses, rules, vocab, BUCKETS: tl.constexpr, FIELDS: tl.constexpr):
+    """Grid [rows]. Find the buckets in which the limits lie; BUCKETS where there is no limit."""
+    index = tl.program_id(0)
+    rule = rules + index * NUM_RULE_COLUMNS
+    is_k, is_p, _ = limits_of(rule, vocab)
+    if (is_k | is_p) & (real(rule, 0) > 0):
+        b = tl.arange(0, BUCKETS)
+        of_k = tl.full([], BUCKETS, tl.int32)
+        nearer = tl.full([], 0, tl.int32)
+        if is_k:
+            count = tl.load(counts + index * BUCKETS + b)
+            of_k = tl.sum((tl.cumsum(count, 0) < tl.load(rule + 6)).to(tl.int32), 0)
+            nearer = tl.sum(tl.where(b < of_k, count, 0), 0)
+        first, last = of_k, of_k
+        below_k, below_p = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+        if is_p:
+            mass = tl.load(masses + index * BUCKETS + b)
+            through, top_p = tl.cumsum(mass, 0).to(tl.float64), real(rule, 1).to(tl.float64)
+            # top_k keeps between all and none of its own bucket.
+            below_k = tl.sum(tl.where(b < of_k, mass, 0), 0)
+            most = tl.sum(tl.where(b <= of_k, mass, 0), 0)
+            first = tl.sum((through < below_k.to(tl.float64) * top_p).to(tl.int32), 0)
+            last = tl.sum((through < most.to(tl.float64) * top_p).to(tl.int32), 0)
+            below_p = tl.sum(tl.where(b < first, mass, 0), 0)
+        to = bounds + index * FIELDS
+        tl.store(to, of_k.to(tl.int64))
+        tl.store(to + 1, first.to(tl.int64))
+        tl.store(to + 2, last.to(tl.int64))
+        tl.store(to + 3, nearer.to(tl.int64))
+        tl.store(to + 4, below_k)
+        tl.store(to + 5, below_p)
+
+
+@triton.jit
+def collect_candidates(
+    candidates, found, weights, bounds, bests, tokens, logits, rules, marks, biases, vocab, stride,
+    COLUMNS: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr,
+    CAPACITY: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Grid [rows, tiles]. Pass 3: a tile's weight that limits surely keep; distances and ids of doubtful tokens."""
+    index, tile = tl.program_id(0), tl.program_id(1)
+    rule, row = row_of(logits, rules, marks, biases, vocab, stride)
+    temperature = real(rule, 0)
+    is_k, is_p, max_bits = limits_of(rule, vocab)
+    is_limited = is_k | is_p
+    if (is_limited | (max_bits < INFINITY_BITS)) & (temperature > 0):
+        best, _token, is_sound = best_of(bests, tokens, TILES, TILES_PAD)
+        if is_sound:
+            ids = tile * COLUMNS + tl.arange(0, COLUMNS)
+            _given, scores = scores_of(row, ids, vocab)
+            distance, near = distance_of(scores, best, temperature)
+            sure = (near <= max_bits) & (near < INFINITY_BITS)
+            if is_limited:
+                of_k = tl.load(bounds + index * FIELDS)
+                first, last = tl.load(bounds + index * FIELDS + 1), tl.load(bounds + index * FIELDS + 2)
+                bucket = bucket_of(distance, near)
+                is_candidate = sure & ((bucket == of_k) | ((bucket >= first) & (bucket <= last)))
+                sure = sure & (bucket < tl.minimum(first, of_k))
+                chosen = is_candidate.to(tl.int32)
+                count = tl.sum(chosen, 0)
+                if count > 0:
+                    slot = tl.atomic_add(found + index, count, sem="relaxed") + tl.cumsum(chosen, 0) - 1
+                    to = candidates + (index.to(tl.int64) * CAPACITY + slot) * 2
+                    is_stored = is_candidate & (slot < CAPACITY)
+                    tl.store(to, near, mask=is_stored)
+                    tl.store(to + 1, ids, mask=is_stored)
+            tl.store(weights + index * TILES + tile, tl.sum(tl.where(sure, weight_of(distance), 0), 0))

@@ -1,0 +1,221 @@
+"""`PYTHONPATH=ops python -m bench.studies.gguf_perplexity`: perplexity of GGUF files, by penstock and by llama.cpp.
+
+Both read the same windows of the same text. llama-quantize makes the files from the demo model. Most of its rows have
+576 numbers, which fill no blocks of 256; so it is also made wider, with zeros that change nothing that it computes. A
+file that is there is not made again, and a line in the results is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, GGUFWriter, dequantize
+from numpy.typing import NDArray
+
+from bench import machine, peers
+from bench.studies.perplexity import english, native_logits, native_model
+
+RESULTS = Path(__file__).parents[1] / "results" / "gguf_perplexity.json"
+FOLDER = peers.BUILD / "bench" / "gguf_perplexity"
+WINDOW = 512
+WINDOW_CHARACTERS = 4096
+"""Of the text, for each window: more than enough."""
+AS_IT_IS, WIDE = "as it is", "wide"
+FILES = (
+    *((WIDE, kind) for kind in ("F16", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS")),
+    *((WIDE, kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
+    *((AS_IT_IS, kind) for kind in ("F16", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K")),
+)
+BOUND = 0.005
+"""How far penstock's perplexity may be from llama.cpp's for the same file."""
+_BLOCK = 256
+
+HEAD = """# Perplexity of GGUF files, {date}
+
+`PYTHONPATH=ops python -m bench.studies.gguf_perplexity` on {cpu}, {cores} cores,
+{revision}. Both programs read the same {windows} windows of {window} tokens of Python's help texts, and score the
+second half of each window, as `llama-perplexity` does. `llama-quantize` made the files from the demo model, whose
+layers were in Q4_1 before. *Wide*: hidden states and heads are padded with zeros from 576 to 768 numbers, which changes
+nothing that the model computes. So all rows fill blocks of 256. *As it is*: where rows have 576 numbers,
+`llama-quantize` takes another format.
+*Weights*: what penstock keeps in memory. F16 becomes bf16 there. The file also has the tokenizer, about 2 MiB.
+*Widened*: penstock with the same weights in bf16 and activations in bf16, as a reference for both programs. Activations
+are integers otherwise: penstock has a scale for 32 of them, llama.cpp one for 256 where weights are in K-quants or
+IQ4_XS, else one for 32.
+
+| model | file | its matrices | file, MiB | weights, MiB | llama.cpp | penstock | penstock ÷ llama.cpp | widened |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def padded(values: NDArray[np.float32], axis: int, size: int) -> NDArray[np.float32]:
+    """Values with zeros up to a size along an axis."""
+    widths = [(0, size - count if i == axis % values.ndim else 0) for i, count in enumerate(values.shape)]
+    return np.pad(values, widths)
+
+
+def with_heads(values: NDArray[np.float32], axis: int, groups: int, size: int) -> NDArray[np.float32]:
+    """Values with heads of zeros behind the heads of each group, so that an axis has `size` numbers."""
+    grouped = np.moveaxis(values, axis, 0).reshape(groups, -1, values.shape[1 - axis])
+    wider = padded(grouped, 1, size // groups).reshape(size, -1)
+    return np.moveaxis(wider, 0, axis)
+
+
+def make_wide(model: Path, path: Path) -> None:
+    """Write a Llama with rows of whole blocks of 256, in f16, that computes what `model` computes."""
+    reader, writer = GGUFReader(model), GGUFWriter(path, "llama")
+    size, num_heads, num_groups = (
+        "llama.embedding_length",
+        "llama.attention.head_count",
+        "llama.attention.head_count_kv",
+    )
+    epsilon = "llama.attention.layer_norm_rms_epsilon"
+    known = {name: reader.fields[name].contents() for name in (size, num_heads, num_groups, epsilon)}
+    hidden, groups = known[size], known[num_groups]
+    wide = -(-hidden // _BLOCK) * _BLOCK
+    # Zeros make the mean square smaller by this factor.
+    factor = hidden / wide
+    changed = {size: wide, num_heads: known[num_heads] * wide // hidden, epsilon: known[epsilon] * factor}
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            kind, of = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, changed.get(name, field.contents()), kind, sub_type=of)
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1])
+        if "attn_q." in tensor.name:
+            values = with_heads(values, 0, groups, wide)
+        if "attn_output." in tensor.name:
+            values = padded(with_heads(values, 1, groups, wide), 0, wide)
+        elif "ffn_down." in tensor.name:
+            values = padded(values, 0, wide)
+        else:
+            values = padded(values, -1, wide)
+        if values.ndim == 1:
+            values = values * math.sqrt(factor)
+        writer.add_tensor(tensor.name, values.astype(np.float32 if values.ndim == 1 else np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def file_of(model: Path, shape: str, kind: str) -> Path:
+    """Return a file of the model in a format; make it if there is none."""
+    path = FOLDER / f"{shape.replace(' ', '-')}-{kind}.gguf"
+    if path.exists():
+        return path
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    if shape == WIDE and kind == "F16":
+        make_wide(model, part)
+    else:
+        source = model if kind == "F16" else file_of(model, shape, "F16")
+        command = [str(peers.llama_binary("llama-quantize")), "--allow-requantize", str(source), str(part), kind]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return part.rename(path)
+
+
+def by_llamacpp(path: Path, text: Path, num_windows: int) -> float:
+    """The perplexity by llama.cpp's own tool. Without its repacked kernels: those for AMX crash on virtual machines."""
+    sizes = ["-c", str(WINDOW), "-b", str(WINDOW), "--chunks", str(num_windows), "--no-repack"]
+    command = [str(peers.llama_binary("llama-perplexity")), "-m", str(path), "-f", str(text), *sizes]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = re.search(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr)
+    if found is None:
+        raise ValueError(f"llama-perplexity said nothing of a final estimate: {done.stderr[-500:]}")
+    return float(found[1])
+
+
+def by_penstock(path: Path, text: str, num_windows: int, weights: str = "auto") -> tuple[float, float]:
+    """The perplexity of the native runner, and the MiB of its weights."""
+    from transformers import AutoTokenizer
+
+    from penstock.gpu_node.model.checkpoint.source import resolve_model
+
+    auto: Any = AutoTokenizer
+    tokenizer = auto.from_pretrained(resolve_model(str(path), lambda *_: None).folder)
+    ids = np.array(tokenizer(text, verbose=False).input_ids[: WINDOW * num_windows], np.int32)
+    losses: list[float] = []
+    with native_model(str(path), weights, "bfloat16") as loaded:
+        mib = loaded.runner.placement.weight_bytes / 2**20
+        for window in ids.reshape(num_windows, WINDOW):
+            scored = native_logits(loaded, window)[WINDOW // 2 : -1].log_softmax(-1)
+            targets = torch.from_numpy(window[WINDOW // 2 + 1 :].astype(np.int64))
+            losses.append(float(-scored.gather(1, targets[:, None]).double().mean()))
+    return math.exp(statistics.mean(losses)), mib
+
+
+def measure(model: Path, shape: str, kind: str, num_windows: int) -> dict[str, Any]:
+    """One line of the results."""
+    text = english()[: num_windows * WINDOW_CHARACTERS]
+    path = file_of(model, shape, kind)
+    written = FOLDER / "text.txt"
+    written.write_text(text)
+    counts = Counter(tensor.tensor_type.name for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1)
+    ours, mib = by_penstock(path, text, num_windows)
+    return {
+        "model": shape,
+        "file": kind,
+        "matrices": dict(counts.most_common()),
+        "file_mib": path.stat().st_size / 2**20,
+        "weights_mib": mib,
+        "llama.cpp": by_llamacpp(path, written, num_windows),
+        "penstock": ours,
+        "widened": by_penstock(path, text, num_windows, "none")[0],
+    }
+
+
+def report(content: dict[str, Any]) -> str:
+    """The results as a page."""
+    lines = [HEAD.format(windows=content["windows"], window=WINDOW, **content["machine"], revision=content["revision"])]
+    for run in content["runs"].values():
+        matrices = ", ".join(f"{count} {name}" for name, count in run["matrices"].items())
+        sizes = f"{run['file_mib']:.1f} | {run['weights_mib']:.1f}"
+        figures = f"{run['llama.cpp']:.4f} | {run['penstock']:.4f} | {run['penstock'] / run['llama.cpp']:.4f}"
+        widened = f"{run['widened']:.4f}" if "widened" in run else "–"
+        lines.append(f"| {run['model']} | {run['file']} | {matrices} | {sizes} | {figures} | {widened} |\n")
+    off = [name for name, run in content["runs"].items() if abs(run["penstock"] / run["llama.cpp"] - 1) > BOUND]
+    verdict = f"{len(content['runs']) - len(off)} of {len(content['runs'])} files are within {BOUND:.1%}"
+    lines.append(f"\n{verdict} of llama.cpp{'; not: ' + ', '.join(off) if off else ''}.\n")
+    for engine in ("penstock", "llama.cpp"):
+        gaps = [abs(run[engine] / run["widened"] - 1) for run in content["runs"].values() if "widened" in run]
+        lines.append(f"From the widened weights, {engine} is off by {max(gaps):.1%} at most.\n" if gaps else "")
+    return "".join(lines)
+
+
+def main() -> None:
+    """Measure what the results lack; write table and JSON after each file."""
+    from penstock.cli.demo_model import demo_model
+
+    parser = argparse.ArgumentParser(prog="bench.studies.gguf_perplexity", description=__doc__)
+    parser.add_argument("--model", type=Path, help="a GGUF file of a Llama; the demo model if not given")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--windows", type=int, default=20, help=f"windows of {WINDOW} tokens; 20 if not given")
+    parser.add_argument("formats", nargs="*", help="measure only these, such as Q4_K_M; all if none is given")
+    options = parser.parse_args(sys.argv[1:])
+    model = options.model or demo_model()
+    content: dict[str, Any] = json.loads(options.results.read_text()) if options.results.exists() else {"runs": {}}
+    content |= {"machine": machine.describe(), "revision": machine.revision(), "versions": peers.versions("llamacpp")}
+    content["windows"] = options.windows
+    for shape, kind in FILES:
+        name = f"{shape} {kind}"
+        if name not in content["runs"] and (not options.formats or kind in options.formats):
+            content["runs"][name] = measure(model, shape, kind, options.windows)
+            options.results.write_text(json.dumps(content, indent=1) + "\n")
+            options.results.with_suffix(".md").write_text(report(content))
+            print(name, content["runs"][name], flush=True)
+
+
+if __name__ == "__main__":
+    main()

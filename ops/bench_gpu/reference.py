@@ -1,0 +1,82 @@
+"""A decoder in float64 by plain torch operations, from the same weights as the runner's: what its logits should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
+from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
+from penstock.kernels.reference.layers import ACTIVATIONS
+
+
+@torch.inference_mode()
+def reference_logits(spec: ModelSpec, weights: DecoderWeights, token_ids: Tensor) -> Tensor:
+    """Return the logits after each token of one sequence, [num_tokens, vocab] in float64.
+
+    weights: unquantized (`PlainLinear`); token_ids: [num_tokens], on the device of the weights.
+    """
+    residual = weights.embedding(token_ids).double()
+    for layer, window in zip(weights.layers, spec.windows, strict=True):
+        normed = _norm(residual, layer.attention_norm)
+        attended = _linear(_attention(spec, layer, _linear(normed, layer.qkv), window), layer.out)
+        if spec.parallel_residual:
+            other = normed if layer.mlp_norm is layer.attention_norm else _norm(residual, layer.mlp_norm)
+            residual = residual + attended + _mlp(spec, layer, other)
+        else:
+            residual = residual + attended
+            residual = residual + _mlp(spec, layer, _norm(residual, layer.mlp_norm))
+    return _linear(_norm(residual, weights.final_norm), weights.head)[:, : spec.vocab_size]
+
+
+def _attention(spec: ModelSpec, layer: LayerWeights, qkv: Tensor, window: int | None) -> Tensor:
+    num_tokens, device = len(qkv), qkv.device
+    heads = qkv.view(num_tokens, -1, spec.head_dim)
+    q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    if layer.head_norms is not None:
+        q, k = (_norm(x, norm) for x, norm in zip((q, k), layer.head_norms, strict=True))
+    at = torch.arange(num_tokens, device=device)
+    scores_more = torch.zeros(spec.num_heads, 1, num_tokens, dtype=torch.float64, device=device)
+    if spec.rope is None:
+        scores_more = torch.from_numpy(alibi_biases(spec, num_tokens)).to(device).double().unsqueeze(1)
+    else:
+        cos, sin = (torch.from_numpy(table).to(device).double() for table in rope_angles(spec.rope, num_tokens))
+        q, k = (_rotated(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k))
+    group = spec.num_heads // spec.num_kv_heads
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5 + scores_more
+    hidden = at[None, :] > at[:, None]
+    if window is not None:
+        hidden |= at[None, :] <= at[:, None] - window
+    shares = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", shares, v).flatten(1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    first, second, kept = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, kept), dim=-1)
+
+
+def _mlp(spec: ModelSpec, layer: LayerWeights, x: Tensor) -> Tensor:
+    inner, activation = _linear(x, layer.mlp_in), ACTIVATIONS[spec.activation]
+    if not spec.is_gated:
+        return _linear(activation(inner), layer.mlp_out)
+    gate, up = inner.chunk(2, dim=-1)
+    return _linear(activation(gate) * up, layer.mlp_out)
+
+
+def _norm(x: Tensor, norm: Norm) -> Tensor:
+    weight = norm.weight.double()
+    if norm.bias is None:
+        return functional.rms_norm(x, weight.shape, weight, norm.eps)
+    return functional.layer_norm(x, weight.shape, weight, norm.bias.double(), norm.eps)
+
+
+def _linear(x: Tensor, product: Any) -> Tensor:
+    return functional.linear(x, product.weight.double(), None if product.bias is None else product.bias.double())

@@ -1,0 +1,48 @@
+"""Whether a result is near enough to the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class WrongResultError(Exception):
+    """A kernel or a step gave another result than its reference. A benchmark of it would mean nothing."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The error that rounding explains, as fractions of the reference."""
+
+    rms: float
+    """Root mean square of the differences, by that of the reference."""
+    largest: float
+    """Largest difference, by the largest number of the reference."""
+
+
+EXACT = Bound(0.0, 0.0)
+SHORT = Bound(0.004, 0.02)
+"""One rounding to bfloat16 errs by at most 2^-9 of a number. Products round inputs, weights or shares as well."""
+
+
+def judge(name: str, got: Tensor, want: Tensor, bound: Bound) -> dict[str, float | str]:
+    """Compare in float64; return the errors and their bounds. Raises WrongResultError beyond a bound, or for a NaN."""
+    difference, exact = (got.double() - want.double()).abs(), want.double().abs().clamp(min=1e-30)
+    rms, largest = (difference.square().mean() / exact.square().mean()).sqrt(), difference.max() / exact.max()
+    found = Bound(float(rms), float(largest))
+    # A NaN compares as false.
+    if not (found.rms <= bound.rms and found.largest <= bound.largest):
+        raise WrongResultError(
+            f"{name}: rms error {found.rms:.2g} (bound {bound.rms:.2g}), "
+            f"largest {found.largest:.2g} (bound {bound.largest:.2g})"
+        )
+    return {"check": name, "rms": found.rms, "rms_bound": bound.rms, "max": found.largest, "max_bound": bound.largest}
+
+
+def judge_equal(name: str, got: Tensor, want: Tensor) -> dict[str, float | str]:
+    """As `judge`, for results that must be equal to the last bit."""
+    if not torch.equal(got, want):
+        raise WrongResultError(f"{name}: the results differ")
+    return {"check": name, "rms": 0.0, "rms_bound": 0.0, "max": 0.0, "max_bound": 0.0}

@@ -1,0 +1,145 @@
+"""Launches of the GPU runner's steps: per layer, and per step outside of the layers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from bench_gpu.models import Options, make_model, spec_of
+from bench_gpu.without_gpu.recorder import H100, Gpu, RecordingDevice, TritonLaunch, recording
+from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes, StepShape
+
+MAX_NUM_SEQS = 256
+_MAX_TOKENS = 8192
+"""`Limits.max_num_batched_tokens` of the models that `make_model` makes."""
+
+
+class Setup(NamedTuple):
+    """What a runner's launches depend on, beside the shape of a step."""
+
+    shape: str
+    quantization: str = "none"
+    kv_dtype: torch.dtype = torch.bfloat16
+    num_adapters: int = 0
+
+    def __str__(self) -> str:
+        """Return a key for tables and JSON."""
+        adapters = " adapters" if self.num_adapters else ""
+        kept = {"none": "bf16"}.get(self.quantization, self.quantization)
+        cache = "bf16" if self.kv_dtype == torch.bfloat16 else "fp8"
+        return f"{self.shape} {kept} kv-{cache}{adapters}"
+
+
+SETUPS = [
+    Setup(shape, quantization, kv_dtype)
+    for shape in ("llama-8b", "qwen3-0.6b")
+    for quantization in ("none", "int8", "fp8", "int4")
+    for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
+] + [Setup("llama-8b", num_adapters=2)]
+
+
+@dataclass(frozen=True)
+class StepLaunches:
+    """The launches of one graph."""
+
+    shape: StepShape
+    per_layer: Counter[str]
+    outside: Counter[str]
+    """Those of a step that has no layers."""
+
+    @property
+    def kind(self) -> str:
+        """`decode` or `mixed`, ` few` rows of at most 16 or ` many`: products choose their kernel by that."""
+        return f"{'mixed' if self.shape.num_tiles else 'decode'} {'few' if self.shape.num_tokens <= 16 else 'many'}"
+
+
+class Recorded(NamedTuple):
+    """All graphs of a setup, and the different launches of Triton kernels in them."""
+
+    steps: list[StepLaunches]
+    triton: set[TritonLaunch]
+
+
+def record(setup: Setup, gpu: Gpu = H100, *, max_num_seqs: int = MAX_NUM_SEQS) -> Recorded:
+    """Build a runner of 2 layers and one of 3, and count the launches of all of their graphs.
+
+    The difference is one layer's. The last layer computes only sampling rows, so its gathers count as `outside`.
+    """
+    has_adapters = setup.num_adapters > 0
+    shapes = GraphShapes(max_num_seqs, _MAX_TOKENS, has_adapters=has_adapters).all
+    two, _ = _captured(setup, gpu, 2, max_num_seqs)
+    three, triton = _captured(setup, gpu, 3, max_num_seqs)
+    steps = []
+    for shape, fewer, more in zip(shapes, two, three, strict=True):
+        layer = Counter({name: count - fewer[name] for name, count in more.items() if count > fewer[name]})
+        outside = Counter({name: count - 2 * layer[name] for name, count in fewer.items() if count > 2 * layer[name]})
+        steps.append(StepLaunches(shape, layer, outside))
+    return Recorded(steps, triton)
+
+
+def _captured(
+    setup: Setup, gpu: Gpu, num_layers: int, max_num_seqs: int
+) -> tuple[list[Counter[str]], set[TritonLaunch]]:
+    spec = spec_of(setup.shape)
+    spec = replace(spec, num_layers=num_layers, windows=spec.windows[:num_layers])
+    options = Options(
+        quantization=setup.quantization,
+        kv_dtype=setup.kv_dtype,
+        max_num_seqs=max_num_seqs,
+        num_blocks=64,
+        num_adapters=setup.num_adapters,
+    )
+    with recording(gpu) as recorder:
+        device = RecordingDevice(recorder)
+        recorder.triton_launches.clear()
+        make_model(setup.shape, spec, device, options)
+    return device.captured, recorder.triton_launches
+
+
+def by_kind(steps: list[StepLaunches]) -> dict[str, StepLaunches]:
+    """Return for each kind of step the graph with the most launches."""
+    worst: dict[str, StepLaunches] = {}
+    for step in steps:
+        kind = f"{step.kind}{' adapters' if step.shape.num_adapter_tiles else ''}"
+        if kind not in worst or _weight(step) > _weight(worst[kind]):
+            worst[kind] = step
+    return worst
+
+
+def _weight(step: StepLaunches) -> tuple[int, int]:
+    return step.per_layer.total(), step.outside.total()
+
+
+def main() -> None:
+    """Print the launches of all setups, or of those whose name contains the argument."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", nargs="?", default="", help="part of a setup's name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per setup instead of Markdown")
+    given = parser.parse_args()
+    if not given.json:
+        print("| setup | step | per layer | outside of layers | the layer's | the others |\n|---|---|---|---|---|---|")
+    for setup in SETUPS:
+        if given.part in str(setup):
+            kinds = dict(sorted(by_kind(record(setup).steps).items()))
+            if given.json:
+                counts = {kind: (step.per_layer.total(), step.outside.total()) for kind, step in kinds.items()}
+                print(json.dumps({"setup": str(setup), "counts": counts}), flush=True)
+                continue
+            for kind, step in kinds.items():
+                totals = f"{step.per_layer.total()} | {step.outside.total()}"
+                print(
+                    f"| {setup} | {kind} | {totals} | {_names(step.per_layer)} | {_names(step.outside)} |", flush=True
+                )
+
+
+def _names(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+
+
+if __name__ == "__main__":
+    main()

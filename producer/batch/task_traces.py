@@ -1,0 +1,113 @@
+"""The trace of a Celery task: from the program that sends the task, through the worker, to the task's jobs.
+
+The task's headers `traceparent` and `tracestate` carry it, so OpenTelemetry's own instrumentation of Celery works at
+either end too. Programs that do not use OpenTelemetry send no such headers.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from celery import Task, signals
+
+from penstock.runtime.tracing.context import TRACER_KEY, context_of
+from penstock.runtime.tracing.setup import tracing_of
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from penstock.runtime.tracing.export import Tracing
+
+SERVICE = "penstock-worker"
+_HEADERS = ("traceparent", "tracestate")
+
+
+def carry_trace(headers: MutableMapping[str, Any], **_: Any) -> None:
+    """Add the current span to the headers of a task that is being sent. Celery calls this before it sends one."""
+    if "opentelemetry.trace" not in sys.modules or _HEADERS[0] in headers:
+        return
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    TraceContextTextMapPropagator().inject(headers)
+
+
+class TaskTraces:
+    """The traces of the tasks that a worker runs. Each process of the worker exports its own spans."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tracing: Tracing | None = None
+        self._is_set_up = False
+
+    @contextmanager
+    def continued(self, task: Task) -> Iterator[None]:
+        """Run the block in the trace that the task carries. With traces on, the block is a span of that trace."""
+        tracing = self._of_this_process()
+        given = {name: value for name in _HEADERS if isinstance(value := task.request.get(name), str)}
+        if tracing is None and not given:
+            yield
+            return
+        try:
+            from opentelemetry import context, trace
+        except ModuleNotFoundError:
+            yield
+            return
+        if trace.get_current_span().get_span_context().is_valid:
+            # Another instrumentation has begun a span for this task.
+            yield
+            return
+        parent = context_of(given)
+        if tracing is not None:
+            with _span_of(task, tracing, parent):
+                yield
+            return
+        token = context.attach(parent)
+        try:
+            yield
+        finally:
+            context.detach(token)
+
+    def _of_this_process(self) -> Tracing | None:
+        """Return the export of spans. It begins with the first task, because a fork would lose its thread."""
+        with self._lock:
+            if not self._is_set_up:
+                self._is_set_up = True
+                self._tracing = tracing = tracing_of(None, SERVICE)
+                if tracing is not None:
+                    # The first ends a child process, the second a worker without child processes.
+                    for ending in (signals.worker_process_shutdown, signals.worker_shutdown):
+                        ending.connect(lambda **_: tracing.close(), weak=False)
+            return self._tracing
+
+
+@contextmanager
+def _span_of(task: Task, tracing: Tracing, parent: Context) -> Iterator[None]:
+    from opentelemetry import context, trace
+
+    attributes = {
+        "messaging.system": "celery",
+        "messaging.operation.type": "process",
+        "messaging.message.id": task.request.id,
+        "celery.task_name": task.name,
+    }
+    # An exception's message may quote the request, so it is not recorded.
+    with tracing.tracer.start_as_current_span(
+        f"run {task.name}",
+        parent,
+        trace.SpanKind.CONSUMER,
+        attributes,
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as span:
+        token = context.attach(context.set_value(TRACER_KEY, tracing.tracer))
+        try:
+            yield
+        except Exception as error:
+            span.set_attribute("error.type", type(error).__name__)
+            raise
+        finally:
+            context.detach(token)

@@ -1,0 +1,62 @@
+"""The GPU runner launches no more kernels than it did; counted without a GPU, in a process without the interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.source_tree import ROOT
+
+LAYER = {"bf16": 10, "int8": 11, "fp8": 11, "int4": 10}
+"""Launches of a layer in decode steps, by the format of its matrices."""
+OUTSIDE = {"bf16": 20, "int8": 19, "fp8": 20, "int4": 20}
+"""Launches of a step outside of its layers: token ids, embedding, last layer's gathers, final norm, head, sampler."""
+PREFILL_ATTENTION = 1
+"""What a mixed step adds to each layer."""
+ADAPTERS = 8
+"""What adapters add to each layer: two launches for each of its four matrices."""
+
+
+def _counts(part: str) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return by setup and kind of step: launches per layer, launches outside of layers."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'ops'}"
+    command = [sys.executable, "-m", "bench_gpu.without_gpu.launch_counts", part, "--json"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["setup"]: {kind: tuple(count) for kind, count in line["counts"].items()} for line in lines}
+
+
+def _assert_within_budget(counts: dict[str, dict[str, tuple[int, int]]]) -> None:
+    for setup, kinds in counts.items():
+        matrices = setup.split()[1]
+        for kind, (layer, outside) in kinds.items():
+            layer_budget = LAYER[matrices] + PREFILL_ATTENTION * ("mixed" in kind) + ADAPTERS * ("adapters" in kind)
+            for part, found, budget in (
+                ("per layer", layer, layer_budget),
+                ("outside of layers", outside, OUTSIDE[matrices]),
+            ):
+                where = f"{setup}, {kind} step: {found} launches {part}"
+                assert found <= budget, f"{where}, {budget} before: fuse them, or say in this file why more are faster"
+                assert found >= budget, f"{where}, {budget} before: lower the constant, so that the gain stays"
+
+
+@pytest.mark.timeout(120)
+def test_llamas_steps_launch_no_more_than_their_budget() -> None:
+    counts = _counts("llama-8b bf16 kv-bf16")
+    assert {"decode few", "decode many", "mixed few", "mixed many"} <= set(counts["llama-8b bf16 kv-bf16"])
+    _assert_within_budget(counts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_models_and_formats_steps_launch_no_more_than_their_budget() -> None:
+    counts = _counts("")
+    assert len(counts) == 17
+    assert {setup.split()[1] for setup in counts} == set(LAYER)
+    _assert_within_budget(counts)

@@ -1,0 +1,43 @@
+"""Links between the documents lead to files and headings that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.source_tree import ROOT
+
+PAGES = sorted(
+    path for folder in ("", "examples", "ops", "ops/acl", "ops/bench") for path in (ROOT / folder).glob("*.md")
+)
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def text_of(page: Path) -> str:
+    """A page without its blocks of code."""
+    return CODE.sub("", page.read_text())
+
+
+def anchors_in(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors_in(target))):
+            wrong.append(link)
+    assert wrong == []
+
+
+def test_readme_leads_to_every_page_beside_it() -> None:
+    readme = (ROOT / "README.md").read_text()
+    pages = {path.name for path in ROOT.glob("*.md")} - {"README.md", "CHANGELOG.md"}
+    assert [name for name in pages if f"]({name})" not in readme] == []
