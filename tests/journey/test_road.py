@@ -58,11 +58,11 @@ def tokens_of(chunks: Sequence[Chunk]) -> list[int]:
 
 
 async def wait_for_idle(broker: ProducerBroker) -> int:
-    """Until the node holds nothing and all its KV blocks are free; how many steps it took to get here."""
+    """Until the node says that it worked, holds nothing and has all KV blocks free; how many steps it took."""
     async with asyncio.timeout(20):
         while True:
             (node,) = (await broker.pressure(POOL)).nodes
-            if node.num_jobs == 0 and node.kv_blocks_free == node.kv_blocks_total:
+            if node.num_steps and node.num_jobs == 0 and node.kv_blocks_free == node.kv_blocks_total:
                 return node.num_steps
             await asyncio.sleep(0.1)
 
