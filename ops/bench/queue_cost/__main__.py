@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from bench.child import Spec
 from bench.queue_cost.bare import serve_bare
+from bench.queue_cost.ceiling import measure_ceiling
 from bench.queue_cost.gaps import measure_gaps
 from bench.queue_cost.idle import measure_idle
 from bench.queue_cost.model import measure_model
@@ -26,7 +27,7 @@ from bench.queue_cost.streams import measure_http, measure_load
 from penstock.cli.demo_model import demo_model
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
-KINDS = {"load": measure_load, "http": measure_http, "share": measure_share}
+KINDS = {"ceiling": measure_ceiling, "load": measure_load, "http": measure_http, "share": measure_share}
 
 
 async def measure(what: Sequence[str], num_streams: int, num_tokens: int, steps_ms: Sequence[float]) -> None:
@@ -48,6 +49,12 @@ def main() -> None:
     if sys.argv[1:2] == ["node"]:
         redis_url, step_s, num_busy = sys.argv[2:]
         asyncio.run(serve_node(redis_url, float(step_s), int(num_busy)))
+        return
+    if sys.argv[1:2] == ["gpu-node"]:
+        from bench.queue_cost.gpu_node import serve_gpu_node
+
+        redis_url, step_s, max_num_seqs = sys.argv[2:]
+        asyncio.run(serve_gpu_node(redis_url, float(step_s), int(max_num_seqs)))
         return
     if sys.argv[1:2] == ["plain"]:
         asyncio.run(serve_plain(sys.argv[2], float(sys.argv[3])))
