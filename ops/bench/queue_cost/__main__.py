@@ -1,9 +1,10 @@
-"""`PYTHONPATH=ops python -m bench.queue_cost [idle|load|http|share|model|gaps]`: what the queue and the gateway cost.
+"""What the queue and the gateway cost: `PYTHONPATH=ops python -m bench.queue_cost [KIND…]`.
 
 `idle`: the way of one job through an idle system. `load`, `http`: CPU per token of each process at 64 streams, read
 from Redis and over HTTP. `share`: an engine whose steps keep two cores busy, bare and behind the queue. `model`: the
 same of a real model, into results/queue.md; only where it is named, as it takes half an hour. `gaps`: the gaps between
-a stream's events over HTTP, of the demo model or of `--model`; results/stream_gaps.md has its tables.
+a stream's events over HTTP, of the demo model or of `--model`; results/stream_gaps.md has its tables. `ceiling`: CPU
+per step of each part of the host, around a real engine whose GPU only takes time; only where it is named.
 """
 
 from __future__ import annotations

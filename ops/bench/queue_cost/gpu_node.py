@@ -7,6 +7,8 @@ import json
 import signal
 import sys
 
+import torch
+
 from bench.queue_cost.cpu_parts import CpuParts
 from bench.queue_cost.processes import POOL
 from bench.queue_cost.waiting_gpu import make_engine
@@ -36,26 +38,25 @@ METHODS = (
     (NodeBroker, "start_emit", "send"),
     (Outbox, "_receive", "answers"),
 )
-"""What is watched: class, method, part."""
-ON_ENGINE_THREAD = ("commit", "schedule", "plan", "submit", "output", "commands", "deliver")
-ON_EVENT_LOOP = ("accept", "pack", "send", "answers")
+"""What is timed: class, method, part."""
 
 
 async def serve_gpu_node(redis_url: str, step_s: float, max_num_seqs: int) -> None:
     """Serve until SIGTERM. At SIGUSR1, write one line of JSON: steps, sends, and CPU microseconds by part."""
+    torch.set_num_threads(1)
     parts = CpuParts()
     for owner, method, part in METHODS:
         parts.watch(owner, method, part)
     engine, gpu = await asyncio.to_thread(make_engine, str(demo_model()), step_s, max_num_seqs)
 
     def say() -> None:
-        counts = {"steps": gpu.num_steps, "waited": gpu.num_waited, "idle_us": gpu.idle_us}
+        tokens = engine.stats().decode_tokens
+        counts = {"steps": gpu.num_steps, "tokens": tokens, "waited": gpu.num_waited, "idle_us": gpu.idle_us}
         sys.stdout.write(json.dumps(counts | parts.spent_us) + "\n")
         sys.stdout.flush()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, say)
     freeze_gc()
-    # Enough memory for all streams, so that the settings of the engine are what limits them.
     settings = NodeSettings.load(
         redis_url=redis_url, model=POOL, pool=POOL, max_num_seqs=max_num_seqs, drain_s=0, log_jobs=False
     )

@@ -1,7 +1,7 @@
 """A GPU that takes no time of the host: the real engine and GPU runner around steps that only take time.
 
-Graphs are replayed as a wait of `step_s`, and sample tokens of a text. What CUDA's driver takes to enqueue a graph, three
-copies and four events is not included.
+A replay of a graph is a wait of `step_s` that samples tokens of a text. What CUDA's driver takes to enqueue a graph,
+three copies and four events is not included.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-
 from bench_gpu.models import Options, make_model
+
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model import load
 from penstock.gpu_node.model.architecture.description import Description
@@ -25,9 +25,8 @@ from penstock.gpu_node.model.options import RunnerOptions
 
 CONTEXT = 1024
 _TEXT = (
-    "A penstock is the gated pipe that feeds a turbine. Requests wait in a reservoir. The gate opens by pressure, which "
-    "is the number of free blocks of the KV cache. So the turbine, a batch that grows and shrinks at every step, neither "
-    "starves nor floods. "
+    "A penstock is the gated pipe that feeds a turbine. Requests wait in a reservoir. The gate opens by pressure. "
+    "That is the number of free blocks of the KV cache. So the turbine neither starves nor floods. "
 )
 
 
@@ -86,9 +85,12 @@ class _Moment:
 
 def make_engine(model: str, step_s: float, max_num_seqs: int) -> tuple[Engine, WaitingGpu]:
     """Return an engine with the tokenizer and the vocabulary of a model, and its GPU."""
-    torch.set_num_threads(1)
     gpu = WaitingGpu(step_s)
-    settings: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": 2 * CONTEXT, "max_num_batched_tokens": 2048}
+    settings: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": 2 * CONTEXT,
+        "max_num_batched_tokens": 2048,
+    }
     with _loading(gpu, max_num_seqs):
         engine = Engine(EngineConfig(model=model, block_size=16, **settings))
     ids = engine.tokenizer.encode(_TEXT)

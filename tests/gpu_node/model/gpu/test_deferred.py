@@ -264,6 +264,7 @@ SCENARIOS_OF = {"in_flight.py": ["steps"], "runner.py": ["steps", "swaps"], "kv_
 """The scenarios that need the synchronizations of a file; by default the one with its name."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", synchronizations(), ids=lambda site: f"{Path(site.file).name}:{site.line}")
 def test_a_missing_synchronization_is_found(site: Site) -> None:
     name = Path(site.file).name
