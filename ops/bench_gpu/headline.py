@@ -55,7 +55,7 @@ class LoadGoal:
 
 
 LOAD = LoadGoal("llama-8b", 1000, 512, 8192, 16_000)
-DRY_LOAD = LoadGoal("tiny", 3, 2, 16, 1.0, divisor=40)
+DRY_LOAD = LoadGoal("tiny", 2, 2, 16, 1.0, divisor=60)
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:

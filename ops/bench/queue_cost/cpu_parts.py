@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from functools import wraps
+from threading import get_ident
 from typing import Any
 
 
@@ -13,7 +14,7 @@ class CpuParts:
     """CPU microseconds of methods since they were first watched, without those of watched methods that they call."""
 
     def __init__(self) -> None:
-        self.spent_us: Counter[str] = Counter()
+        self.spent_us: defaultdict[str, float] = defaultdict(float)
         self._inner_ns: dict[int, int] = {}
 
     def watch(self, owner: Any, method: str, part: str) -> None:
@@ -21,8 +22,6 @@ class CpuParts:
         setattr(owner, method, self._timed(getattr(owner, method), part))
 
     def _timed(self, call: Callable[..., Any], part: str) -> Callable[..., Any]:
-        from threading import get_ident
-
         @wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:
             thread = get_ident()

@@ -12,12 +12,25 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from fakes.runners.deferred_work import (
+    Event,
+    Hold,
+    Item,
+    Mark,
+    RaceError,
+    Site,
+    Work,
+    bytes_of,
+    like,
+    on_meta,
+    poison,
+    shape_only,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
@@ -34,59 +47,6 @@ _VIEWS = {"_unsafe_view", "_reshape_alias", "detach", "lift_fresh"}
 _MAIN = 0
 
 
-class Site(NamedTuple):
-    """A line of a source file."""
-
-    file: str
-    line: int
-
-
-class RaceError(AssertionError):
-    """The host changed pinned memory before the device had read it, or the device's result is read on the host."""
-
-
-@dataclass(eq=False)
-class _Event:
-    """A point in a stream's queue."""
-
-    gpu: DeferredGpu
-    stream: int
-    is_reached: bool = False
-
-    def wait(self) -> None:
-        if not self.gpu.omits(sys._getframe(1)):
-            self.gpu.run_until(self)
-
-    def hold(self) -> None:
-        if not self.gpu.omits(sys._getframe(1)):
-            self.gpu.enqueue(_Hold(self))
-
-    def ms_since(self, earlier: Any) -> float:
-        del earlier
-        return 0.0
-
-
-@dataclass
-class _Mark:
-    event: _Event
-
-
-@dataclass
-class _Hold:
-    event: _Event
-
-
-@dataclass
-class _Work:
-    name: str
-    run: Callable[[], object]
-    reads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Pinned memory, and what it held when the work was queued."""
-
-
-_Item = _Mark | _Hold | _Work
-
-
 class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The queues of a GPU's streams. Tensors on the CPU are device memory, except pinned memory and arrays of numpy."""
 
@@ -94,9 +54,9 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """side_is_early: side streams run as soon as their holds allow; otherwise as late as they may."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._side_is_early = side_is_early
-        self._streams: list[deque[_Item]] = [deque()]
+        self._streams: list[deque[Item]] = [deque()]
         self._current = _MAIN
-        self._captured: list[tuple[int, _Item]] | None = None
+        self._captured: list[tuple[int, Item]] | None = None
         self._graph_memory: list[Tensor] = []
         self._host: dict[int, Tensor] = {}
         """Memory of the host by address; kept, so that no device memory gets the same address."""
@@ -147,7 +107,7 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def to_device_async(array: Any, _device: torch.device) -> Tensor:
             # torch copies from pinned memory of its own, which it does not reuse before the device has read it.
-            return torch.empty_like(private := from_numpy(array.copy())).copy_(private, non_blocking=True)
+            return torch.emptylike(private := from_numpy(array.copy())).copy_(private, non_blocking=True)
 
         def host_array(array: Any) -> Tensor:
             return gpu.note_host(from_numpy(array))
@@ -179,13 +139,13 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return whether a tensor lies in the host's memory."""
         return tensor.untyped_storage().data_ptr() in self._host
 
-    def record(self) -> _Event:
+    def record(self) -> Event:
         """Return an event behind the current stream's work."""
-        event = _Event(self, self._current)
-        self.enqueue(_Mark(event))
+        event = Event(self, self._current)
+        self.enqueue(Mark(event))
         return event
 
-    def enqueue(self, item: _Item) -> None:
+    def enqueue(self, item: Item) -> None:
         """Append to the current stream, or to the graph that is captured."""
         if self._captured is not None:
             self._captured.append((self._current, item))
@@ -198,9 +158,9 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_deferred += 1
         tensors = [x for x in tree_flatten(args)[0] if isinstance(x, Tensor) and x is not written]
         pinned = [x for x in tensors if self._is_pinned(x)]
-        self.enqueue(_Work(name, run, [(x, x.clone()) for x in pinned]))
+        self.enqueue(Work(name, run, [(x, x.clone()) for x in pinned]))
 
-    def run_until(self, event: _Event) -> None:
+    def run_until(self, event: Event) -> None:
         """Run the work before an event, and nothing else that may still wait."""
         with _disable_current_modes(), torch.inference_mode():
             while not event.is_reached:
@@ -253,10 +213,10 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_copy = name == "copy_"
             self.defer(name, lambda: func(*args, **kwargs), (args, kwargs), written=target if is_copy else None)
             if is_copy and self._is_pinned(target):
-                _poison(target)
+                poison(target)
             return target
-        shapes = func(*tree_map(_shape_only, args), **tree_map(_shape_only, _on_meta(kwargs)))
-        results = tree_map(lambda x: self._new(_like(x)) if isinstance(x, Tensor) else x, shapes)
+        shapes = func(*tree_map(shape_only, args), **tree_map(shape_only, on_meta(kwargs)))
+        results = tree_map(lambda x: self._new(like(x)) if isinstance(x, Tensor) else x, shapes)
 
         def run() -> None:
             for result, got in zip(tree_flatten(results)[0], tree_flatten(func(*args, **kwargs))[0], strict=True):
@@ -276,40 +236,40 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return new device memory, with poison in it."""
         if self._captured is not None:
             self._graph_memory.append(memory)
-        return _poison(memory)
+        return poison(memory)
 
-    def _replay(self, captured: list[tuple[int, _Item]]) -> None:
-        self.enqueue(_Work("other graphs", lambda: [_poison(memory) for memory in self._graph_memory]))
-        events: dict[_Event, _Event] = {}
+    def _replay(self, captured: list[tuple[int, Item]]) -> None:
+        self.enqueue(Work("other graphs", lambda: [poison(memory) for memory in self._graph_memory]))
+        events: dict[Event, Event] = {}
         for stream, item in captured:
             with self.on(stream):
-                if isinstance(item, _Mark):
+                if isinstance(item, Mark):
                     events[item.event] = self.record()
                 else:
-                    self.enqueue(_Hold(events[item.event]) if isinstance(item, _Hold) else item)
+                    self.enqueue(Hold(events[item.event]) if isinstance(item, Hold) else item)
 
     def _run_early(self) -> None:
         if not self._side_is_early or self._is_running or self._captured is not None:
             return
         with _disable_current_modes(), torch.inference_mode():
             for stream, queue in list(enumerate(self._streams))[1:]:
-                while queue and not (isinstance(queue[0], _Hold) and not queue[0].event.is_reached):
+                while queue and not (isinstance(queue[0], Hold) and not queue[0].event.is_reached):
                     self._run_next(stream)
 
     def _run_next(self, stream: int) -> None:
         queue = self._streams[stream]
-        if isinstance(hold := queue[0], _Hold) and not hold.event.is_reached:
+        if isinstance(hold := queue[0], Hold) and not hold.event.is_reached:
             self.run_until(hold.event)  # Until then it stays, so that nothing behind it runs early.
             return
         item = queue.popleft()
-        if isinstance(item, _Mark):
+        if isinstance(item, Mark):
             item.event.is_reached = True
-        elif isinstance(item, _Work):
+        elif isinstance(item, Work):
             self._run(item)
 
-    def _run(self, work: _Work) -> None:
+    def _run(self, work: Work) -> None:
         for memory, was in work.reads:
-            if memory.numel() and not torch.equal(_bytes(memory), _bytes(was)):
+            if memory.numel() and not torch.equal(bytes_of(memory), bytes_of(was)):
                 raise RaceError(f"pinned memory changed before {work.name} had read it")
         self._is_running = True
         try:
@@ -334,7 +294,7 @@ class DeferredDevice(Device):
     def pinned_run(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return memory that kernels use too, with poison in it."""
         with _disable_current_modes():
-            return _poison(self._gpu.note_host(torch.zeros(*shape, dtype=dtype), is_mapped=True))
+            return poison(self._gpu.note_host(torch.zeros(*shape, dtype=dtype), is_mapped=True))
 
     def record_event(self) -> Any:
         """Record an event after the work queued so far."""
@@ -347,27 +307,3 @@ class DeferredDevice(Device):
     def capture(self, work: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
         """Capture `work` without running it."""
         return self._gpu.capture(work), pool
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
-
-
-def _poison(x: Tensor) -> Tensor:
-    """Fill a tensor with bytes of ones: NaN, or -1."""
-    with _disable_current_modes(), torch.inference_mode():
-        if x.dtype == torch.bool:
-            return x.fill_(True)
-        return x.fill_(float("nan") if x.is_floating_point() else (255 if x.dtype == torch.uint8 else -1))
-
-
-def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return kwargs | {"device": torch.device("meta")} if "device" in kwargs else kwargs
-
-
-def _shape_only(x: Any) -> Any:
-    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
