@@ -37,10 +37,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.gpu_node.model.gpu import kv_pool, row_marks, runner
-from penstock.gpu_node.model.gpu.device import Device
 from penstock.kernels.triton import blocks
 
-_CPU = torch.device("cpu")
 _MAKES_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _VIEWS = {"_unsafe_view", "_reshape_alias", "detach", "lift_fresh"}
 """Operations that return a view but whose schema does not say so."""
@@ -276,34 +274,3 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work.run()
         finally:
             self._is_running = False
-
-
-class DeferredDevice(Device):
-    """A device of a deferred GPU, with a side stream of its own."""
-
-    def __init__(self, gpu: DeferredGpu) -> None:
-        super().__init__(_CPU)
-        self._gpu = gpu
-        self._side_stream = gpu.new_stream()
-
-    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return zeroed memory that counts as pinned."""
-        with _disable_current_modes():
-            return self._gpu.note_host(torch.zeros(*shape, dtype=dtype))
-
-    def pinned_run(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return memory that kernels use too, with poison in it."""
-        with _disable_current_modes():
-            return poison(self._gpu.note_host(torch.zeros(*shape, dtype=dtype), is_mapped=True))
-
-    def record_event(self) -> Any:
-        """Record an event after the work queued so far."""
-        return self._gpu.record()
-
-    def on_side(self) -> Any:
-        """Queue work in the side stream."""
-        return self._gpu.on(self._side_stream)
-
-    def capture(self, work: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
-        """Capture `work` without running it."""
-        return self._gpu.capture(work), pool

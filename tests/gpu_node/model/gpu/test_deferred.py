@@ -20,7 +20,8 @@ import pytest
 import torch
 from bench_gpu.models import BLOCK_SIZE, Options, random_weights, spec_of
 from bench_gpu.plans import Ints, decode_plan, plan_of
-from fakes.runners.deferred_gpu import DeferredDevice, DeferredGpu
+from fakes.runners.deferred_device import DeferredDevice
+from fakes.runners.deferred_gpu import DeferredGpu
 from fakes.runners.deferred_work import RaceError, Site
 from triton.runtime.errors import InterpreterError
 
