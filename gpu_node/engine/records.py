@@ -52,9 +52,11 @@ class EngineRequest:
     """Return the prompt's embedding instead of text. `params` are then those of `Embed.sampling`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutput:
     """The output of one choice in a step; `position` is the index of `token_ids[0]` in the choice.
+
+    Nothing changes it. It is not frozen, because each token makes one, and a frozen one takes five times as long.
 
     `text` may lag behind the tokens. The last output of a choice carries `finish_reason`; `error` means that the
     computation of this choice failed, and only of this one. The last output of a request carries its `usage`.

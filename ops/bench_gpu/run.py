@@ -18,7 +18,7 @@ import torch
 import triton
 
 from bench_gpu import headline, kernels, model_checks, steps
-from bench_gpu.load import Driver, make_requests
+from bench_gpu.load import Driver, Lengths, make_requests, sharegpt_lengths, uniform_lengths
 from bench_gpu.measure import Clock, ceilings
 from bench_gpu.models import Model, Options, make_model, spec_of
 from bench_gpu.shapes import CHECKED, DRY, FULL
@@ -132,6 +132,9 @@ class Run:
                 measured = self._part(shape, partial(self._measured, model, goal)) or {}
                 rows.append(measured | {"shape": shape, "goal": goal.fraction})
             del model
+        load = headline.DRY_LOAD if self._dry else headline.LOAD
+        measured = self._part(load.name, partial(self._measured_load, load)) or {"error": "not measured"}
+        rows.append(measured | {"shape": load.name, "goal": 1.0})
         self._found["table"] = rows
         self._write()
         (self._out / "headline.md").write_text(headline.table_of(rows) + "\n")
@@ -146,10 +149,21 @@ class Run:
         """The same requests with steps planned ahead and without, by the engine's scheduler."""
         count, shortest, longest, budget = (3, 3, 7, 16) if self._dry else (256, 100, 1024, 8192)
         for overlap in (True, False):
-            driver = Driver(model, make_requests(count, shortest, longest), budget, overlap=overlap)
-            ms = self._clock.wall_ms(driver.run)
-            done = {"tokens": driver.num_tokens, "steps": driver.num_steps, "steps_ahead": driver.num_ahead}
-            yield {"overlap": overlap, "ms": ms, "tokens_s": driver.num_tokens / ms * 1e3, **done}
+            yield self._load(model, uniform_lengths(count, shortest, longest), budget, overlap=overlap)
+
+    def _load(self, model: Model, lengths: Lengths, budget: int, *, overlap: bool = True) -> dict[str, Any]:
+        driver = Driver(model, make_requests(lengths), budget, overlap=overlap)
+        ms = self._clock.wall_ms(driver.run)
+        done = {"tokens": driver.num_tokens, "steps": driver.num_steps, "steps_ahead": driver.num_ahead}
+        return {"overlap": overlap, "ms": ms, "tokens_s": driver.num_tokens / ms * 1e3, **done}
+
+    def _measured_load(self, goal: headline.LoadGoal) -> dict[str, Any]:
+        """Measure requests of ShareGPT's lengths that are all there at once; tokens per second are of outputs alone."""
+        lengths = sharegpt_lengths(goal.count, divisor=goal.divisor)
+        model = self._make(goal.model, max_num_seqs=goal.max_num_seqs)
+        row = self._load(model, lengths, goal.budget)
+        all_tokens_s = int(lengths.sum()) / row["ms"] * 1e3
+        return row | {"all_tokens_s": all_tokens_s, "fraction": row["tokens_s"] / goal.tokens_s}
 
     def _make(self, name: str, **options: Any) -> Model:
         # The previous model's GPU memory is free again.

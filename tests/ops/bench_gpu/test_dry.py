@@ -66,7 +66,7 @@ def test_a_dry_run_gets_through_all_stages(tmp_path: Path) -> None:
     ahead, after = steps["tiny load"]
     assert ahead["tokens"] == after["tokens"]
     assert ahead["steps_ahead"] > 0 == after["steps_ahead"]
-    assert [row["goal"] for row in headline["table"]] == [0.0, 0.0]
+    assert [row["goal"] for row in headline["table"]] == [0.0, 0.0, 1.0]
 
 
 def test_a_dry_headline_measures_its_shapes(tmp_path: Path) -> None:
