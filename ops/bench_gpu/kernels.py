@@ -13,11 +13,14 @@ from triton.runtime.errors import OutOfResources
 from bench_gpu.measure import Clock, Work, fraction, rotated
 from bench_gpu.shapes import Pages, Sizes, ints, normal
 from penstock.gpu_node.model.gpu.linear import SCALED
+from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.kernels.norm_weights import Addend
 from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import decode_attention, num_splits
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.launches import Launch, shape_name
+from penstock.kernels.triton.norms import add_norm
 from penstock.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
 
@@ -177,14 +180,14 @@ def _small_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     def norm() -> Work:
         delta = normal(tokens, sizes.hidden, sizes=sizes, device=device)
         residual, weight = torch.randn(delta.shape, device=device), normal(sizes.hidden, sizes=sizes, device=device)
-        return lambda: layers.add_rms_norm(residual, delta, weight, 1e-5)
+        return lambda: add_norm(residual, Addend(delta), Norm(weight, None, 1e-5))
 
     def gate() -> Work:
         x = normal(tokens, 2 * sizes.inter, sizes=sizes, device=device)
         return lambda: layers.gate_mul(x, "silu")
 
     yield Case("rotate_and_store", rope, 2 * tokens * width * item)
-    yield Case("add_rms_norm", norm, tokens * sizes.hidden * (8 + 2 * item))
+    yield Case("add_norm", norm, tokens * sizes.hidden * (8 + 2 * item))
     yield Case("gate_mul", gate, 3 * tokens * sizes.inter * item)
 
 

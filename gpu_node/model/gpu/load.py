@@ -19,7 +19,7 @@ from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import MIN_COMPUTE_CAPABILITY, Device
 from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
-from penstock.gpu_node.model.gpu.linear import HEAD_ROWS, SCALED, can_pack_int4, padded_head
+from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, padded_head, padded_vocab
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_bytes, run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
@@ -169,7 +169,7 @@ def _bytes_for_cache(
     graphs = GraphMemory(
         num_graphs=len(shapes.all),
         num_rows=shapes.max_rows,
-        logits_width=-(-described.spec.vocab_size // HEAD_ROWS) * HEAD_ROWS,
+        logits_width=padded_vocab(described.spec.vocab_size),
         itemsize=decoder.dtype.itemsize,
         max_blocks=-(-described.max_model_len // options.block_size),
         step_bytes=peak_bytes(decoder, pool, shapes.all[0].num_tokens, shapes.max_rows),
