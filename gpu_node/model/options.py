@@ -92,7 +92,7 @@ class RunnerSettings(BaseModel):
     @field_validator("runner")
     @classmethod
     def _cuda_is_gpu(cls, given: str) -> str:
-        """vLLM's users know the GPU's runner by the name of its device."""
+        """VLLM's users know the GPU's runner by the name of its device."""
         return "gpu" if given == "cuda" else given
 
     @field_validator("kv_cache_gib", mode="before")

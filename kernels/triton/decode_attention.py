@@ -51,11 +51,13 @@ def as_float16(queries):
 
 @triton.jit
 def capped(scores, CAP: tl.constexpr):
-    """Return CAP * tanh(score / CAP) of scores in units of log2(e), in the same units.
+    """Return CAP * tanh(score / CAP) of scores in units of log2(e), in the same units; as given if CAP is 0.
 
     tanh(y) is 1 - 2 / (exp(2 * y) + 1), also where the exponential is 0 or infinite.
     """
-    return CAP * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / CAP)) + 1.0))
+    if CAP > 0:
+        scores = CAP * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / CAP)) + 1.0))
+    return scores
 
 
 @triton.jit
@@ -141,8 +143,7 @@ def _decode(
         if QUANTISED:
             scale_at = block_offset(blocks, scale_block_stride, host_from, host_scale_jump) + head * scale_head_stride
             scores *= tl.load(k_scales + scale_at + tokens % BLOCK, mask=seen, other=0.0)[None, :]
-        if CAP > 0:
-            scores = capped(scores, CAP)
+        scores = capped(scores, CAP)
         if BIASED:
             bias_at = heads[:, None] * bias_stride + tokens[None, :]
             scores += tl.load(biases + bias_at, mask=(g < GROUP)[:, None] & seen[None, :], other=0.0) * LOG2_E

@@ -87,7 +87,8 @@ def rotate_and_store(
         NORMED=q_norm is not None,
         OFFSET=offset,
         MOST=0.0 if cache.k_scales is None else QUANTISED_MAX[cache.k.dtype],
-        num_warps=2,
+        # A head's numbers and their partners stay in registers, also where 71 queries share a key.
+        num_warps=min(8, max(2, padded(group) * padded(head_dim) // 1024)),
     )
     return out
 

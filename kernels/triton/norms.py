@@ -105,9 +105,7 @@ def add_norm(residual: Tensor, delta: Addend | None, norm: NormWeights) -> Tenso
     return out
 
 
-def add_norm_quantised(
-    residual: Tensor, delta: Addend | None, norm: NormWeights, dtype: torch.dtype
-) -> QuantisedRows:
+def add_norm_quantised(residual: Tensor, delta: Addend | None, norm: NormWeights, dtype: torch.dtype) -> QuantisedRows:
     """Return `quantise_vectors` of `add_norm` in one pass."""
     rows = QuantisedRows.empty(residual.shape[0], residual.shape[1], dtype, residual.device)
     _launch(rows, residual, delta, norm, most=QUANTISED_MAX[dtype])
@@ -130,9 +128,7 @@ def norm_all_heads(qkv: Tensor, q_norm: NormWeights, k_norm: NormWeights) -> Non
     )
 
 
-def _launch(
-    rows: QuantisedRows, residual: Tensor, delta: Addend | None, norm: NormWeights, most: float = 0.0
-) -> None:
+def _launch(rows: QuantisedRows, residual: Tensor, delta: Addend | None, norm: NormWeights, most: float = 0.0) -> None:
     num_tokens, hidden = residual.shape
     before = None if delta is None else delta.norm
     first = (None, 0.0) if before is None else (before.weight, before.eps)

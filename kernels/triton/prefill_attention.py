@@ -69,8 +69,7 @@ def _attend_tile(
     if QUANTISED:
         scale_at = block_offset(blocks, scale_block_stride, host_from, host_scale_jump) + head * scale_head_stride
         scores *= tl.load(k_scales + scale_at + tokens % BLOCK, mask=held, other=0.0)[None, :]
-    if CAP > 0:
-        scores = capped(scores, CAP)
+    scores = capped(scores, CAP)
     if BIASED:
         scores += tl.load(biases + bias_at + tokens, mask=held, other=0.0)[None, :] * LOG2_E
     if MASKED:

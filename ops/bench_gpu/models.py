@@ -119,7 +119,10 @@ def random_weights(spec: ModelSpec, options: Options, device: torch.device) -> D
     def norm(size: int, *, centred: bool = False) -> Norm:
         mean = 1.0 - spec.norm_offset
         return Norm(
-            random(size, std=0.1, mean=mean), random(size, std=0.1) if centred else None, spec.norm_eps, spec.norm_offset
+            random(size, std=0.1, mean=mean),
+            random(size, std=0.1) if centred else None,
+            spec.norm_eps,
+            spec.norm_offset,
         )
 
     def layer() -> LayerWeights:

@@ -26,9 +26,10 @@ from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.invariant import multiply_invariant
+from penstock.kernels.triton.launches import prefill_rows
 from penstock.kernels.triton.lora import add_lora, lora_tiles
 from penstock.kernels.triton.norms import add_norm
-from penstock.kernels.triton.prefill_attention import QUERY_TILE, prefill_tiles
+from penstock.kernels.triton.prefill_attention import prefill_tiles
 from penstock.kernels.triton.sampler import pack_rules, sample
 
 Row = dict[str, float | str]
@@ -152,9 +153,12 @@ def _attention(sizes: Sizes, device: torch.device, kept: torch.dtype) -> Iterato
     tables = ints(starts, device), ints(contexts, device), pages.tables
     chunks, decoding = (np.flatnonzero(which).astype(np.int32) for which in (counts > 1, counts == 1))
     splits = num_splits(len(decoding), sizes.kv_heads, device)
+    runners = prefill_rows(sizes.head_dim, sizes.dtype, device)
     for count in sorted({1, splits, 8}):
-        tiles = ints(prefill_tiles(starts, chunks), device)
-        rows = AttentionRows(ints(decoding, device), tiles, count, QUERY_TILE)
+        # Tiles of as many queries as the runner's have, and once of the fewest.
+        query_rows = 64 if count == 1 else runners
+        tiles = ints(prefill_tiles(starts, chunks, query_rows), device)
+        rows = AttentionRows(ints(decoding, device), tiles, count, query_rows)
         for window, cap in ((None, None), (sizes.context // 3, None), (None, 2.0)):
             out = torch.empty_like(q)
             given: dict[str, Any] = {"scale": sizes.head_dim**-0.5, "window": window, "cap": cap}

@@ -77,9 +77,7 @@ class TritonAttention:
         """Implement `AttentionBackend.attend`."""
         given, sees = (out, q, cache, starts, contexts, tables), window or 0
         if len(rows.decoding):
-            decode_attention(
-                *given, rows.decoding, rows.splits, scale=scale, window=sees, biases=biases, cap=cap
-            )
+            decode_attention(*given, rows.decoding, rows.splits, scale=scale, window=sees, biases=biases, cap=cap)
         if len(rows.tiles):
             prefill_attention(
                 *given, rows.tiles, scale=scale, window=sees, biases=biases, cap=cap, rows=rows.query_rows

@@ -85,12 +85,13 @@ def _compile_rest(runner: GpuRunner, decoder: GpuDecoder, pool: KvPool, options:
 
 def _device() -> torch.device:
     if torch.cuda.is_available():
+        # Before anything starts CUDA: the next lines do.
+        _avoid_fragments()
         device = torch.device("cuda", torch.cuda.current_device())
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if capability < MIN_COMPUTE_CAPABILITY:
             has, wanted = (".".join(map(str, pair)) for pair in (capability, MIN_COMPUTE_CAPABILITY))
             raise ConfigError(f"runner gpu: {name} has compute capability {has}; at least {wanted} is needed")
-        _avoid_fragments()
         return device
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(

@@ -16,10 +16,7 @@ from penstock.gpu_node.model import load
 from penstock.gpu_node.model.load import load_model
 
 Folder = Callable[[str], Path]
-FEATURES = {
-    "mixtral": ("MixtralForCausalLM", "experts"),
-    "qwen3 moe": ("Qwen3MoeForCausalLM", "experts"),
-}
+FEATURES = {"mixtral": ("MixtralForCausalLM", "experts"), "qwen3 moe": ("Qwen3MoeForCausalLM", "experts")}
 
 
 @pytest.mark.parametrize("name", FEATURES)

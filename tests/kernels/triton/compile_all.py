@@ -144,7 +144,8 @@ def _compile_products(formats: list[torch.dtype]) -> None:
             products.multiply_int4(given, _empty(6144, 2048, dtype=torch.uint8), _ints(128, 6144))
     for x in (_empty(4, 4096), _empty(4, 4096, **real)):
         multiply_invariant(x, _empty(6144, 4096, dtype=x.dtype), _empty(6144, dtype=x.dtype))
-    add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, 16, 4096), _empty(3, 6144, 16), _ints(2, 3))
+    for rank in (16, 3 * 512):
+        add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, rank, 4096), _empty(3, 6144, rank), _ints(2, 3))
 
 
 def compile_steps() -> None:

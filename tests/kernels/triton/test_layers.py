@@ -130,7 +130,9 @@ def test_queries_turn_and_keys_and_values_are_kept(
     group, kv_heads, head_dim = shape["group"], shape["kv_heads"], shape["head_dim"]
     qkv = _random(5, (group + 2) * kv_heads * head_dim, dtype=dtype, device=device)
     angles = torch.randn(9, shape["rotary"] // 2, device=device)
-    head_norms = {name: _random(head_dim, dtype=dtype, device=device) for name in ("q_norm", "k_norm") if shape["normed"]}
+    head_norms = {
+        name: _random(head_dim, dtype=dtype, device=device) for name in ("q_norm", "k_norm") if shape["normed"]
+    }
     positions, slots = (
         torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 8, 3, 7, 1], [9, 31, -1, 0, 16])
     )
