@@ -91,7 +91,8 @@ class GpuDecoder:
         self, step: StepInputs[Tensor], qkv: Tensor, cache: PagedCache, layer: LayerWeights, at: int, splits: int
     ) -> Tensor:
         """Return the attention of layer `at`, [num_tokens, num_heads, head_dim]."""
-        spec, norms = self.spec, {}
+        spec = self.spec
+        norms: dict[str, Tensor] = {}
         if layer.head_norms is not None:
             q_norm, k_norm = layer.head_norms
             if spec.joint_head_norms:
@@ -136,7 +137,8 @@ class GpuDecoder:
         """
         scale = self.spec.residual_scale
         if not self.spec.parallel_residual:
-            delta, matrix = Addend(attended, layer.post_attention_norm, scale), (at, "mlp_in", layer.mlp_in)
+            delta = Addend(attended, layer.post_attention_norm, scale)
+            matrix: _Matrix = at, "mlp_in", layer.mlp_in
             _, inner = self._normed_product(residual, delta, layer.mlp_norm, matrix, adapted)
             return Addend(self._mlp(inner, at, layer, adapted), layer.post_mlp_norm, scale)
         if normed is None or layer.mlp_norm is not layer.attention_norm:
@@ -156,6 +158,7 @@ class GpuDecoder:
 def _angles(rope: Rope | None, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cosines and sines by position, each [num_positions, rope.dim / 2]; of width 0 without RoPE."""
     if rope is None:
-        return (torch.zeros(num_positions, 0, device=device),) * 2
+        nothing = torch.zeros(num_positions, 0, device=device)
+        return nothing, nothing
     cos, sin = (torch.from_numpy(table).to(device) for table in rope_angles(rope, num_positions))
     return cos, sin
