@@ -16,7 +16,7 @@ from bench_gpu.verdict import WrongResultError
 
 Row = dict[str, Any]
 _FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/nsight-compute")
-_TIMEOUT_S = 150
+_TIMEOUT_S = 100
 _FOUND_ERRORS = 86
 """The exit code that the sanitizer is told to use."""
 _NCU_SECTIONS = ("SpeedOfLight", "Occupancy", "MemoryWorkloadAnalysis", "WarpStateStats")

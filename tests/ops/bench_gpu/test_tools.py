@@ -18,7 +18,7 @@ def _program(folder: Path, script: str) -> str:
 
 def test_an_access_that_the_sanitizer_reports_is_a_wrong_result(tmp_path: Path) -> None:
     tool = _program(tmp_path, 'echo "========= Invalid __global__ read of size 16 bytes"; exit 86')
-    with pytest.raises(WrongResultError, match="compute-sanitizer on kernels: .*Invalid __global__ read"):
+    with pytest.raises(WrongResultError, match=r"compute-sanitizer on kernels: .*Invalid __global__ read"):
         list(tools.sanitized(dry=False, tool=tool))
 
 
