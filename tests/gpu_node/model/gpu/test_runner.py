@@ -24,8 +24,12 @@ from penstock.gpu_node.model.protocol import NO_LOGPROBS, PooledTokens, ScoredTo
 from penstock.gpu_node.model.token_masks import TokenMasks
 
 WINDOWED = ("mistral", "qwen2 with windows")
-ALTERNATING = ("gemma2", "gemma3", "smollm3")
-"""Their layers differ in windows or positions."""
+ALTERNATING: dict[str, dict[str, Any]] = {
+    "gemma2": {},
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+"""Families whose layers differ in windows or positions, and what makes the first two layers differ."""
 FEATURES = (
     *("llama", *WINDOWED, *ALTERNATING, "qwen3", "granite", "olmo2", "phi3"),
     *("falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential"),
@@ -49,8 +53,8 @@ def _logits(runner: Any, length: int = 7) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_logits_are_the_torch_runners(name: str, tmp_path: Path) -> None:
-    one_layer: dict[str, Any] = {} if name in ("llama", *WINDOWED, *ALTERNATING) else {"num_hidden_layers": 1}
-    folder = make_family_model(tmp_path, name, **one_layer)
+    num_layers = 2 if name in ("llama", *WINDOWED, *ALTERNATING) else 1
+    folder = make_family_model(tmp_path, name, num_hidden_layers=num_layers, **ALTERNATING.get(name, {}))
     length = WINDOW + 3 if name in (*WINDOWED, "gemma2", "gemma3") else 7
     want, got = (_logits(_runner(folder, runner), length) for runner in ("torch", "gpu"))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
