@@ -221,7 +221,7 @@ def sweep(sizes: Sizes, clock: Clock, *, dry: bool) -> Iterator[dict[str, Any]]:
     for rows, make in makers.items():
         kernel = "prefill_attention" if rows else "decode_attention"
         for launch in launches:
-            row = {"kernel": kernel, "rows": rows, **launch._asdict()}
+            row: dict[str, Any] = {"kernel": kernel, "rows": rows, **launch._asdict()}
             if clock.left_s < 0:
                 yield row | {"skipped": "the stage's time is over"}
                 continue
