@@ -72,7 +72,9 @@ def judge_gpus(machine: GpuMachine) -> Iterator[Check]:
     float8 = "fp8 too" if first.compute_capability >= FLOAT8_COMPUTE_CAPABILITY else "no fp8"
     dtypes = f"dtype: as the checkpoint (bfloat16, float16, float32); int8, int4, {float8}"
     packages = f"torch {machine.torch} for CUDA {machine.torch_cuda}, triton {machine.triton}"
-    yield Check("ok", "GPU", f"runner gpu will compute; attention: Triton kernels; {dtypes}; {packages}")
+    yield Check(
+        "ok", "GPU", f"runner gpu (--device cuda) will compute; attention: Triton kernels; {dtypes}; {packages}"
+    )
 
 
 def _missing(machine: GpuMachine) -> Iterator[Check]:
