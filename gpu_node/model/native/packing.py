@@ -160,7 +160,7 @@ class Packer:
         self._model.allocate(slot, layer, runs, columns)
         packed = self._keep.buffer(self._model.packed(slot, layer).nbytes)
         if sum(rows for _, rows in runs) % PANEL:
-            # The rows behind the last one are zeros. A row has at most two bytes per column, or a scale more than one.
+            # The rows behind the last one are zeros. A row has at most two bytes per column, or one and a scale.
             packed[-PANEL * (2 * (columns + PANEL)) :] = 0
         self._model.use(slot, layer, runs, columns, packed)
         return packed
