@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MAX_PAIR_BYTES = 128 << 20
-"""Two buffers larger than this together are not kept: a larger one is written before the next one is filled."""
+"""Two buffers have at most this many bytes together. A larger matrix has one buffer, written before the next fill."""
 
 
 @dataclass
@@ -39,11 +39,12 @@ class BackgroundWriter:
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return a page-aligned buffer of arbitrary bytes. It is valid until the next call. Raises OSError."""
-        self._filling, self._other = self._other, self._filling
-        self._filling.wait()
-        if 2 * num_bytes > _MAX_PAIR_BYTES:
+        if 2 * num_bytes <= _MAX_PAIR_BYTES:
+            self._filling, self._other = self._other, self._filling
+        else:
             self._other.wait()
             self._other.memory = np.empty(0, np.uint8)
+        self._filling.wait()
         if len(self._filling.memory) < num_bytes:
             # Free the old memory first.
             self._filling.memory = np.empty(0, np.uint8)
