@@ -15,7 +15,7 @@ from bench import campaign, machine, peers, report, verdicts
 from bench.contestants import CONTESTANTS
 from bench.journal import Journal, journal_path
 from bench.larger import table
-from bench.larger.contestants import LARGER
+from bench.larger.contestants import of_shape
 from bench.larger.models import MODEL_SHAPES
 from bench.workload import WORKLOADS
 
@@ -48,10 +48,10 @@ def main() -> None:
     from penstock.cli.demo_model import demo_model
 
     options = parse(sys.argv[1:])
-    contestants = LARGER if options.model_shape else CONTESTANTS
+    contestants = of_shape(options.model_shape) if options.model_shape else list(CONTESTANTS.values())
     # An exception, so that the run under way is ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    chosen = [one for one in contestants.values() if one.name.startswith(tuple(options.engines))]
+    chosen = [one for one in contestants if one.name.startswith(tuple(options.engines))]
     journal = Journal(journal_path(options.campaign, options.model_shape))
     if options.redo:
         journal.forget({one.name for one in chosen}, set(options.workloads))

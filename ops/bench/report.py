@@ -52,7 +52,8 @@ DESCRIPTIONS = {
     "single": "one stream at a time, 32 → 128",
     "poisson": "120 requests like the mix's, 4 a second on average; goodput: TTFT ≤ 200 ms and mean ITL ≤ 50 ms",
     "startup": "from the start of the process, caches warm; one prompt of 32 tokens",
-    "larger": "one stream at a time, 32 → 64; a prompt of 512 tokens; 16 requests at once, 64 → 48",
+    "larger-1b": "one stream at a time, 32 → 64; a prompt of 512 tokens; 16 requests at once, 64 → 48",
+    "larger-3b": "one stream, 32 → 64; a prompt of 512 tokens; 16 requests at once, 32 → 24",
     "load": "the first load of a file: no packed weights are cached, the file is in memory",
     "tiny": "10,000 requests of 8 → 2, 64 at a time",
 }

@@ -96,11 +96,11 @@ NUM_PROMPT_TOKENS = 512
 """Of the prompt whose time is compared with the machine's peak."""
 
 
-def larger() -> Workload:
-    """For models of 1B parameters and more: one stream, then a long prompt, then 16 requests at once."""
-    prompt = Workload(alike(2, NUM_PROMPT_TOKENS, 1, seed=9), max_in_flight=1)
-    batch = Workload(alike(16, 64, 48, seed=10))
-    return Workload(alike(2, 32, 64, seed=8), max_in_flight=1, parts={"prompt": prompt, "batch": batch})
+def larger(num_alone: int, num_prompt: int, num_output: int) -> Workload:
+    """For models of 1B parameters and more: single streams, as many long prompts, then 16 requests at once."""
+    prompt = Workload(alike(num_alone, NUM_PROMPT_TOKENS, 1, seed=9), max_in_flight=1)
+    batch = Workload(alike(16, num_prompt, num_output, seed=10))
+    return Workload(alike(num_alone, 32, 64, seed=8), max_in_flight=1, parts={"prompt": prompt, "batch": batch})
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
@@ -110,7 +110,8 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "single": lambda: Workload(alike(6, 32, 128, seed=1), max_in_flight=1),
     "poisson": lambda: Workload(poisson()),
     "startup": lambda: Workload(alike(1, 32, 1, seed=6), warm=False),
-    "larger": larger,
+    "larger-1b": lambda: larger(2, 64, 48),
+    "larger-3b": lambda: larger(1, 32, 24),
     "load": lambda: Workload(alike(1, 32, 1, seed=11), warm=False),
     "tiny": lambda: Workload(alike(10_000, 8, 2, seed=7), max_in_flight=64, rss_after=(2_000, 10_000)),
 }

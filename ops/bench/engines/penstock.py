@@ -57,12 +57,12 @@ def open_session(spec: Spec) -> Iterator[PenstockSession]:
     from penstock.gpu_node.engine.config import EngineConfig
     from penstock.gpu_node.engine.engine import Engine
 
-    with _empty_cache() if os.environ.get(EMPTY_CACHE) else nullcontext():
+    with empty_cache() if os.environ.get(EMPTY_CACHE) else nullcontext():
         yield PenstockSession(Engine(EngineConfig(model=spec.weights, **spec.options)))
 
 
 @contextmanager
-def _empty_cache() -> Iterator[None]:
+def empty_cache() -> Iterator[None]:
     """As at the first load of a model on a machine: nothing is cached but the compiled kernels."""
     from penstock.runtime.cache_folders import cache_folder
 

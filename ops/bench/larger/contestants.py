@@ -21,6 +21,8 @@ LLAMA_WEIGHTS = {"bf16": "bf16.gguf", "Q8_0": "q8_0.gguf", "Q4_K_M": "q4_k_m.ggu
 BITS = {"bf16": 16, "int8": 8, "Q8_0": 8, "Q4_K_M": 4, "int4": 4}
 """By the last word of an engine's name. An engine without one computes in bfloat16."""
 
+_SERVERS = ("penstock-http", "llamacpp-server")
+_NOT_SERVED = ("bf16", "int8", "Q8_0")
 ALL_PARTS = ("prompt", "batch")
 
 
@@ -64,3 +66,14 @@ def _peers() -> Iterator[Contestant]:
 
 
 LARGER: dict[str, Contestant] = {one.name: one for group in (_penstock(), _peers()) for one in group}
+LEFT_OUT = {"3b": ("openvino", "penstock int8", *(f"{server} {kind}" for server in _SERVERS for kind in _NOT_SERVED))}
+"""Beginnings of the names of engines that a shape does without, to keep its table within minutes."""
+
+
+def of_shape(shape: str) -> list[Contestant]:
+    """The engines that compute a shape."""
+    return [
+        replace(one, workloads=tuple(f"{name}-{shape}" if name == "larger" else name for name in one.workloads))
+        for one in LARGER.values()
+        if not one.name.startswith(LEFT_OUT.get(shape, ("-",)))
+    ]

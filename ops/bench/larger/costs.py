@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.larger.contestants import LARGER, bits_of
 from bench.larger.models import MODEL_SHAPES, num_weights
-from bench.workload import NUM_PROMPT_TOKENS, larger
+from bench.workload import NUM_PROMPT_TOKENS, WORKLOADS
 from penstock.gpu_node.model.architecture.shapes import SHAPES
 
 _MEAN = 0.5
@@ -17,7 +17,7 @@ _MEAN = 0.5
 def decode_bytes(name: str, shape: str, weights: Path) -> float:
     """Bytes that an engine must read for a token of the single stream: all weights and the KV cache of its context."""
     config = SHAPES[MODEL_SHAPES[shape]]
-    [request, *_] = larger().requests
+    [request, *_] = WORKLOADS[f"larger-{shape}"]().requests
     context = len(request.prompt) + request.num_output * _MEAN
     kv_values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     kv_bytes = 1 if LARGER[name].options.get("kv_cache_dtype") == "int8" else 2

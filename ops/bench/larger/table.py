@@ -121,10 +121,10 @@ def write(folder: Path, scene: Scene, campaign: str) -> str:
     content = asdict(scene) | {"ceilings": asdict(highest) if highest else None, "shapes": {}}
     sections = [report.head("larger models", scene, every_run), _ceilings_line(highest)]
     for shape, runs in journals.items():
-        table = medians(runs)
+        table = _of_rows(medians(runs), shape)
         results = compared(table)
         shares = shares_of(table, shape, highest) if highest else []
-        sections += [f"## {shape}", "", _verdicts(results), _shares(shares), *_engines(table)]
+        sections += [f"## {shape}", "", _verdicts(results), _shares(shares), *_engines(table, shape)]
         sections.append(report.not_measured(scene, runs))
         content["shapes"][shape] = {
             "rows": [asdict(one) | {"is_met": one.is_met} for one in results],
@@ -136,6 +136,11 @@ def write(folder: Path, scene: Scene, campaign: str) -> str:
     (folder / "larger.md").write_text(text)
     (folder / "larger.json").write_text(json.dumps(content, indent=1) + "\n")
     return text
+
+
+def _of_rows(table: Medians, shape: str) -> Medians:
+    """The table with the shape's workload under the name that rows have for it."""
+    return {name.removesuffix(f"-{shape}"): cells for name, cells in table.items()}
 
 
 def _ceilings_line(highest: Ceilings | None) -> str:
@@ -196,8 +201,9 @@ def _shares(shares: list[Share]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _engines(table: Medians) -> Iterator[str]:
+def _engines(table: Medians, shape: str) -> Iterator[str]:
     if "larger" in table:
-        yield report.section("larger", _COLUMNS, table)
+        name = f"larger-{shape}"
+        yield report.section(name, _COLUMNS, {name: table["larger"]})
     if "load" in table:
         yield report.section("load", {"first_token_s": ("start to first token, s", ".2f")}, table)
