@@ -41,12 +41,12 @@ def make_all(model: str | None = None, kinds: Collection[str] | None = None) -> 
     from penstock.cli.demo_model import demo_model
 
     model = model or str(demo_model())
-    makers: dict[str, Callable[[str, Path], None]]
+    makers: dict[str, Callable[[str, Path], None]] = {}
     if model in models.MODEL_SHAPES:
-        makers = {"hf-bf16": models.write_folder, "bf16.gguf": models.write_gguf}
+        makers |= {"hf-bf16": models.write_folder, "bf16.gguf": models.write_gguf}
         makers |= dict.fromkeys(SHAPE_TYPES, _quantize_shape)
     else:
-        makers = {"hf-bf16": _make_hf} | dict.fromkeys(GGUF_TYPES, _make_gguf)
+        makers |= {"hf-bf16": _make_hf, **dict.fromkeys(GGUF_TYPES, _make_gguf)}
     makers |= dict.fromkeys(OPENVINO_ARGUMENTS, _make_openvino)
     failed = []
     for kind, make in makers.items():

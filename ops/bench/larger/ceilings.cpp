@@ -1,6 +1,6 @@
 // What the machine's cores reach together: reading memory, and the products of bfloat16 and of 8-bit integers.
 //
-// Usage: ceilings CORE...   Prints one JSON object. Each figure is the best of several passes, in units of 1e9 per second:
+// Usage: ceilings CORE...   Prints one JSON object. Each number is the best of several passes, in units of 1e9 per second:
 // bytes read; operations in bfloat16 and in int8 (a multiplication and an addition are two).
 #include <immintrin.h>
 #include <sched.h>

@@ -19,7 +19,7 @@ def decode_bytes(name: str, shape: str, weights: Path) -> float:
     config = SHAPES[MODEL_SHAPES[shape]]
     [request, *_] = WORKLOADS[f"larger-{shape}"]().requests
     context = len(request.prompt) + request.num_output * _MEAN
-    kv_values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    kv_values: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     kv_bytes = 1 if LARGER[name].options.get("kv_cache_dtype") == "int8" else 2
     return _weight_bytes(name, config, weights) + context * kv_values * kv_bytes
 

@@ -108,7 +108,7 @@ def write_gguf(shape: str, path: Path) -> None:
         # Vectors are stored in float32.
         dtype, stored = (np.float32, None) if len(sizes) == 1 else (np.uint16, GGMLQuantizationType.BF16)
         num_bytes = int(np.prod(sizes)) * np.dtype(dtype).itemsize
-        its_name = names.get_name(name, try_suffixes=(".weight",))
+        its_name = str(names.get_name(name, try_suffixes=(".weight",)))
         writer.add_tensor_info(its_name, sizes, np.dtype(dtype), num_bytes, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

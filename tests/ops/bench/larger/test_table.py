@@ -1,4 +1,4 @@
-"""Larger models: who is compared with whom, and what of the machine's ceilings an engine reaches."""
+"""Larger models: which engines are compared, and what share of the machine's ceilings an engine reaches."""
 
 from __future__ import annotations
 
