@@ -13,6 +13,7 @@
 #   make hostile     attacks of one tenant on another, each measured (minutes); HOSTILE="grammar choice --rounds 2"
 #   make mutants     take away one guard of the queue after the other: the tests must notice (minutes)
 #   make bench       measure this machine; BENCH="--engines penstock --workloads mix" chooses
+#                    BENCH="--model-shape 1b" (or 3b) measures a larger model with random weights
 #   make bench-peers install what make bench compares with (llama.cpp is compiled: minutes)
 #   make bench-gpu   measure a CUDA device, in ten minutes; BENCH=--dry runs through it on the CPU
 #   make gpu-venv    what a bare GPU machine has (Python 3.12, torch 2.11, Triton 3.6.0; 3 GB), for the slow tests

@@ -45,8 +45,9 @@ class RunnerSettings(BaseModel):
     """What computes the model. gpu or cuda: a CUDA GPU; native: C++ kernels on the CPU; torch: PyTorch on the CPU;
     cpu: native, else torch. auto: a GPU if there is one, else as cpu."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """dummy: random weights, of the shape in the model folder's config.json or of a known one: llama-8b, llama-1b,
-    qwen3-0.6b, tiny. Without a tokenizer in that folder, tokens are bytes. auto: the weights of the model's files."""
+    """dummy: random weights, of the shape in the model folder's config.json or of a known one: llama-8b, llama-3b,
+    llama-1b, qwen3-0.6b, tiny. Without a tokenizer in that folder, tokens are bytes. auto: the weights of the model's
+    files."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Compute type. The native runner has bfloat16 only. auto: the stored type if runner and machine support it,
     else float32."""
