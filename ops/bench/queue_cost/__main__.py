@@ -24,6 +24,7 @@ from bench.queue_cost.processes import serve_node
 from bench.queue_cost.share import measure_share
 from bench.queue_cost.streams import measure_http, measure_load
 from penstock.cli.demo_model import demo_model
+from penstock.runtime import event_loop
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 KINDS = {"load": measure_load, "http": measure_http, "share": measure_share}
@@ -47,7 +48,7 @@ def main() -> None:
         return
     if sys.argv[1:2] == ["node"]:
         redis_url, step_s, num_busy = sys.argv[2:]
-        asyncio.run(serve_node(redis_url, float(step_s), int(num_busy)))
+        event_loop.run(serve_node(redis_url, float(step_s), int(num_busy)))
         return
     if sys.argv[1:2] == ["plain"]:
         asyncio.run(serve_plain(sys.argv[2], float(sys.argv[3])))
