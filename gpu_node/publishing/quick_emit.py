@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 
@@ -38,7 +37,6 @@ class QuickEmit:
         self._on_answers = on_answers
         self._on_idle = on_idle
         self._pack = new_pack()
-        self._clock = asyncio.get_running_loop().time
         self.is_in_flight = False
         """Whether a call is unanswered, or its answers are being handled."""
 
@@ -48,13 +46,13 @@ class QuickEmit:
             return False
         if any(job.outcome is not None or job.has_unsealed_prompt for job in jobs):
             return False
-        began_s, cpu_s = self._clock(), time.thread_time()
+        began_s, cpu_s = time.monotonic(), time.thread_time()
         emissions = [job.emission(self._pack) for job in jobs]
         if sum(len(chunk) for emission in emissions for chunk in emission.chunks) > MAX_EMIT_BYTES:
             return False
 
         def receive(answers: Sequence[str] | None) -> None:
-            self._counts.emits.note(self._clock() - began_s)
+            self._counts.emits.note(time.monotonic() - began_s)
             self._on_answers(jobs, emissions, answers)
             if answers is not None:
                 # This includes what else the event loop did meanwhile, which is little beside a send.

@@ -26,6 +26,7 @@ from bench.queue_cost.processes import serve_node
 from bench.queue_cost.share import measure_share
 from bench.queue_cost.streams import measure_http, measure_load
 from penstock.cli.demo_model import demo_model
+from penstock.runtime import event_loop
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 KINDS = {"ceiling": measure_ceiling, "load": measure_load, "http": measure_http, "share": measure_share}
@@ -49,7 +50,7 @@ def main() -> None:
         return
     if sys.argv[1:2] == ["node"]:
         redis_url, step_s, num_busy = sys.argv[2:]
-        asyncio.run(serve_node(redis_url, float(step_s), int(num_busy)))
+        event_loop.run(serve_node(redis_url, float(step_s), int(num_busy)))
         return
     if sys.argv[1:2] == ["gpu-node"]:
         from bench.queue_cost.gpu_node import serve_gpu_node
