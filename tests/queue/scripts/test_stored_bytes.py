@@ -93,6 +93,11 @@ async def test_a_large_result_goes_with_the_log_once_it_was_fetched(queue: Queue
         assert LOG_TTL_MS - 5000 < await queue.redis.pttl(keys.result(job_id)) <= LOG_TTL_MS
     size = (await kept(queue))["acme"]
     assert size > 10 * LARGE_RESULT_BYTES
+    (member,) = [name for name in await queue.ids("expiry") if name.endswith(f" result:{job_id}")]
+    await queue.age("expiry", member, 60_000)
+    due_ms = await queue.redis.zscore(f"{P}:expiry", member)
+    assert await queue.producer.result(job_id, "acme") is not None
+    assert await queue.redis.zscore(f"{P}:expiry", member) == due_ms, "a later fetch does not lengthen its life"
 
     await queue.redis.delete(keys.result(job_id), keys.log(job_id))  # as if by their ends of life
     await queue.change(job_id, result_until=1)
