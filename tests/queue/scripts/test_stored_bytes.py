@@ -15,6 +15,7 @@ from penstock.contract.terms import UNLIMITED, Terms
 from penstock.queue import keys
 from penstock.queue.admission import estimate_bytes
 from penstock.queue.audit import audit
+from penstock.queue.broker import scripts
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.node import Emission, Taken
@@ -128,6 +129,12 @@ async def test_small_results_live_on_when_they_were_fetched_and_strangers_fetch_
     assert await queue.redis.pttl(keys.result(job_id)) > RESULT_TTL_MS - 5000
     with pytest.raises(NotFoundError):
         await queue.producer.result(job_id, "rival")
+
+
+async def test_a_stranger_s_delivery_shortens_no_life(queue: Queue) -> None:
+    job_id = await ended(queue, 2 * LARGE_RESULT_BYTES, background=True)
+    assert await scripts.call(queue.redis, "deliver", POOL, job_id, "rival") == b"NOT_FOUND"
+    assert await queue.redis.pttl(keys.result(job_id)) > RESULT_TTL_MS - 5000
 
 
 async def test_a_dead_letters_request_counts_until_it_is_purged(queue: Queue) -> None:
