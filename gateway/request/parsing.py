@@ -72,7 +72,8 @@ def stream_position_of(request: Request, body: ParsedBody) -> StreamPosition | N
         raise RequestError("after: an event id has the form <job>:<chunk>:<tokens>", param=AFTER)
     if not body.stream or len(body.content.prompts) != 1:
         raise RequestError("after: only a streaming request with one prompt can be resumed", param=AFTER)
-    return StreamPosition(job_id, *map(int, numbers), lacks_end=event_id.endswith(FIRST_OF_TWO))
+    index, num_tokens = map(int, numbers)
+    return StreamPosition(job_id, index, num_tokens, lacks_end=event_id.endswith(FIRST_OF_TWO))
 
 
 def _wants_event_ids(request: Request, body: ParsedBody, *, may_resume: bool) -> bool:
