@@ -19,7 +19,7 @@ from penstock.gateway.responses.render import Status, end_of, open_members, outp
 from penstock.gateway.stream.answer import Answer, StreamAnswer, WholeAnswer
 from penstock.gateway.stream.body_writer import PIECE_BYTES
 from penstock.gateway.stream.dialect import AnswerHead, StreamEncoder
-from penstock.gateway.stream.flow import Batch, Ended, ends_of
+from penstock.gateway.stream.flow import Batch, Ended, Waiting, batches_of, ends_of
 from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
 from penstock.gateway.stream.sse import EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -78,15 +78,19 @@ class ResponseStream(_ResponseAnswer, StreamAnswer):
             await self._learn(job)
             self._say_position(job, writer)
             self._encoder = encoder = DIALECT.stream(self._head_at(job))
-            if self._record.background or self._generation.cut_at is not None:
-                # The caller may need the id before the first token.
+            # The caller may need the id before the first token. Progress follows the events of the opening.
+            generation = self._generation
+            if self._record.background or generation.cut_at is not None or generation.return_progress:
                 await self._send_all(encoder.opening(), writer)
             await self._relay_events(job, encoder, writer)
 
     async def _relay_events(self, job: AsyncJob, encoder: ResponseEncoder, writer: EventWriter) -> None:
         num_tokens = 0
-        async with aclosing(job.batches()) as batches:
+        async with aclosing(batches_of([job], with_waiting=self._generation.return_progress)) as batches:
             async for batch in batches:
+                if isinstance(batch, Waiting):
+                    await writer.write(encoder.waiting(batch.job_id, batch.update))
+                    continue
                 outcome = batch[-1].outcome
                 failed = outcome is not None and outcome.state != "done"
                 if outcome is not None and failed and self._generation.cut_at is None and not writer.started:

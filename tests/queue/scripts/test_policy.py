@@ -236,3 +236,18 @@ def test_shortest_first_counts_what_the_log_of_a_requeued_job_already_has(new_po
     pool.submit("a", Priority.STANDARD, 40, 1)
     pool.end("give_back", 0, 89)
     assert started(pool) is job
+
+
+@pytest.mark.parametrize(("windows_ago", "left"), [(0, 25), (1, 25), (2, 100)])
+async def test_a_refund_lowers_the_use_of_the_window_of_its_charge(queue: Queue, windows_ago: int, left: int) -> None:
+    """A refund for an older window than the last one is dropped: that window no longer counts."""
+    node = await queue.node(share_window_ms=10**10)
+    await queue.submit(new_job(tenant="acme"), cost=100)
+    taken = await node.take_one()
+    (name,) = await queue.keys("recent_use:*")
+    window = int(name.rpartition(":")[2]) - windows_ago
+    await queue.redis.rename(f"{P}:{name}", f"{P}:recent_use:{window}")
+    await queue.change(taken.job_id, window=window)
+    assert await node.finish(taken, 0, kv_token_ms=25) == "OK"
+    uses = {key: await queue.redis.hgetall(f"{P}:{key}") for key in await queue.keys("recent_use:*")}
+    assert uses == {f"recent_use:{window}": {b"acme": b"%d" % left}}
