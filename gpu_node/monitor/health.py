@@ -22,7 +22,7 @@ _THRASH_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class HealthSample:
-    """What is observed of a node at one moment. Counters grow from the node's start."""
+    """Measurements of a node at one moment. Counters grow from the node's start."""
 
     now_s: float
     """Monotonic clock."""

@@ -24,7 +24,7 @@ _MAX_IDLE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens, and the path before `/v1`."""
+    """The address on which a server listens, and the path before `/v1`."""
 
     host: str
     port: int
