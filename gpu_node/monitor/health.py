@@ -1,4 +1,4 @@
-"""Which parts of a node are unhealthy, and why: each heartbeat's sample is judged against the one before."""
+"""Health of a node's parts. Each heartbeat compares its sample with the one before, and names the unhealthy parts."""
 
 from __future__ import annotations
 

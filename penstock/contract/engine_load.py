@@ -24,7 +24,7 @@ class EngineLoad:
     prefill_tokens: int = 0
     """Prompt tokens computed, recomputed ones included."""
     decode_tokens: int = 0
-    """Tokens sampled, without rejected drafts."""
+    """Tokens that were sampled, without rejected drafts."""
     num_running: int = 0
     num_waiting: int = 0
     num_preemptions: int = 0

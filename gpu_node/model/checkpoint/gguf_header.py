@@ -31,7 +31,7 @@ class GgufTensor:
 
     ggml_type: str
     shape: tuple[int, ...]
-    """Slowest dimension first."""
+    """The tensor's dimensions, the slowest one first."""
     start: int
     num_bytes: int
 
