@@ -144,7 +144,7 @@ class ParsedSseEncoder(_OpenAIEncoder):
     """
 
     def __init__(self, renderer: Renderer, head: AnswerHead) -> None:
-        """As for SseEncoder. A resumed stream is parsed again from its start to restore the parser's state."""
+        """Create the parsers. A resumed stream is parsed again from its start to restore their state."""
         super().__init__(renderer, head)
         self._readers: dict[tuple[str, int], AnswerReader] = {}
         self._have_called: set[tuple[str, int]] = set()

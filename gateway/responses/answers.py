@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from fastapi import Request
 from starlette.types import Send
 
-from penstock.contract.errors import NotFoundError, PenstockError, error_of
+from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.output import Usage
 from penstock.gateway.responses.dialect import ResponseDialect, answer_options
 from penstock.gateway.responses.events import ResponseEncoder
@@ -34,6 +34,12 @@ async def record_of(client: AsyncClient, job_id: str, tenant: str) -> StoredResp
         return decode_stored_response(await client.responses.read(job_id, tenant))
     except NotFoundError:
         raise no_response(response_id_of(job_id)) from None
+
+
+async def leave(job: AsyncJob) -> None:
+    """Stop reading a job. If Redis is unreachable, the next chunk without a reader detaches it."""
+    with suppress(UnavailableError):
+        await job.detach()
 
 
 class _ResponseAnswer(Answer):
@@ -153,7 +159,7 @@ class ResponseState(ResponseWhole):
                 await self._send_whole(job, end, status, send)
             else:
                 await self._send_body(self._unfinished_parts(job, status), jobs, send)
-            await job.detach()
+            await leave(job)
 
     async def _unfinished_parts(self, job: AsyncJob, status: JobStatus) -> AsyncGenerator[bytes, None]:
         record = self._record

@@ -15,7 +15,7 @@ from penstock.contract.errors import JobFailedError, NotFoundError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gateway.authentication import caller_of
 from penstock.gateway.request.parsing import MAX_NUMBER_DIGITS
-from penstock.gateway.responses.answers import ResponseState, ResponseStream, record_of
+from penstock.gateway.responses.answers import ResponseState, ResponseStream, leave, record_of
 from penstock.gateway.responses.body import INCLUDABLE
 from penstock.gateway.responses.create import CreateResponse
 from penstock.gateway.responses.ids import job_id_of, no_response
@@ -127,4 +127,4 @@ async def _wait_for_end(client: AsyncClient, job_id: str, tenant: str) -> None:
     with suppress(TimeoutError, JobFailedError):
         async with asyncio.timeout(CANCEL_WAIT_S):
             await job.packed_result()
-    await job.detach()
+    await leave(job)

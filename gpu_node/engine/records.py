@@ -124,7 +124,7 @@ class EngineStats(EngineLoad):
     output_ms: float = 0.0
     """Time to turn tokens into text and outputs, while the next step runs."""
     grammar_trials: int = 0
-    """New grammars that were tried out in a separate process."""
+    """Number of new grammars that were compiled and tried in a separate process."""
     grammar_refusals: int = 0
     """Tried grammars that were refused."""
     grammar_costly_refusals: int = 0

@@ -99,7 +99,7 @@ class RunnerSettings(BaseModel):
     @field_validator("kv_cache_gib", mode="before")
     @classmethod
     def _empty_is_unset(cls, given: Any) -> Any:
-        """Compose passes a variable that the operator did not set as an empty text."""
+        """Treat an empty text as unset. Docker Compose passes a variable without a value as an empty text."""
         return None if given == "" else given
 
 

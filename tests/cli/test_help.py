@@ -74,6 +74,11 @@ def test_options_of_a_node_are_grouped_by_purpose() -> None:
     assert shown.index("\nMemory:\n") < shown.index("  --swap-space, --swap-space-gib ") < shown.index("\nBatching:\n")
 
 
+def test_options_that_change_a_key_name_no_defaults() -> None:
+    assert "Default: 0." in run_command("keys", "add", "--help").stdout
+    assert "Default: " not in run_command("keys", "set", "--help").stdout.partition("\nLimits of the tenant:\n")[2]
+
+
 @pytest.mark.parametrize("path", [(), ("jobs",), ("keys",)])
 def test_a_group_without_a_command_shows_its_help_as_an_error(path: tuple[str, ...]) -> None:
     done = run_command(*path)

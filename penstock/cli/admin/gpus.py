@@ -16,7 +16,7 @@ from penstock.cli.admin.check import Check
 _TIMEOUT_S = 20
 _FIELDS = "name,driver_version,compute_cap,memory.free,memory.total"
 MIN_COMPUTE_CAPABILITY = 8.0
-"""As the GPU runner's, which cannot be imported without torch."""
+"""A copy of the GPU runner's constant, which cannot be imported without torch."""
 FLOAT8_COMPUTE_CAPABILITY = 8.9
 _CPU = "models run on the CPU"
 
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuMachine:
-    """What a node would find on this machine."""
+    """The GPUs and libraries that a node would find on this machine."""
 
     gpus: tuple[Gpu, ...]
     driver_cuda: str | None
