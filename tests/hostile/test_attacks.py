@@ -1,4 +1,4 @@
-"""The catalogue of attacks at the gateway, each beside a neighbor that must not notice."""
+"""The catalogue of attacks at the gateway, each beside a neighbor that must not notice; and bodies of the fuzzer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import asyncio
 import pytest
 from hostile.attacks import ATTACKS
 from hostile.campaign import carry_out
+from hostile.fuzz import Fuzzer
 from hostile.stack import Stack, running_stack
 
 from penstock.cli.demo_model import demo_model
+from tests.hostile.test_fuzz import SEED, check
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300), pytest.mark.usefixtures("demo_file")]
 QUICK = ("forged_places", "odd_heads")
 """They need no time of their own."""
+NUM_BODIES = 120
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -23,6 +26,11 @@ def test_attack_is_refused_and_the_neighbor_keeps_its_stream(stack: Stack, name:
     assert verdict.answers
     timed = ("p99", "loop")
     assert [problem for problem in verdict.problems(ATTACKS[name]) if not any(word in problem for word in timed)] == []
+
+
+def test_bodies_get_documented_answers(stack: Stack) -> None:
+    """Other tests share the machine, so a hold that counts here is a gross one."""
+    check(asyncio.run(Fuzzer(stack, SEED).run(NUM_BODIES)), NUM_BODIES, max_hold_s=1.0)
 
 
 @pytest.mark.slow
