@@ -237,6 +237,7 @@ def test_phone_shows_all_without_horizontal_scrolling(page: Page, url: str, engi
 
 def test_motion_stops_where_the_reader_prefers_that(chat: Playground, engine: EchoEngine) -> None:
     engine.step_s = STEP_S
+    chat.page.emulate_media(reduced_motion="no-preference")
     cursor = "getComputedStyle(document.querySelector('.said p:last-child'), '::after').animationName"
     chat.ask(LONG)
     expect(chat.answer.locator(".said p")).to_be_visible()
