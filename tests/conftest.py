@@ -101,9 +101,11 @@ def pytest_collection_finish() -> None:
 def _waiting_beside_computing(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
     """Put tests of processes, which wait a lot, first in the shares of two workers. The others compute meanwhile.
 
-    Each worker begins with an equal share of the items, and later takes over what another one has not begun.
+    Each worker begins with an equal share of the items, and later takes over the last of those that another one has not
+    begun. Tests of the web page come first: otherwise each worker that takes some of them over starts a browser.
     """
     waiting = [item for item in items if item.get_closest_marker("process")]
+    waiting.sort(key=lambda item: not item.path.is_relative_to(kinds.TESTS / "gateway/web"))
     others = [item for item in items if not item.get_closest_marker("process")]
     if num_workers < 3 or not waiting:
         return waiting + others
