@@ -140,7 +140,7 @@ def new_pool(redis_url: str) -> Iterator[Any]:
 @pytest.mark.timeout(900 if FULL else 120)
 @pytest.mark.parametrize("name", POLICIES)
 def test_take_orders_as_policy_does(redis_url: str, name: PolicyName) -> None:
-    @settings(max_examples=2000 if FULL else 40, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=2000 if FULL else 25, suppress_health_check=list(HealthCheck), database=None)
     @given(st.sampled_from((0, 2 * AGING_MS, 10**6 * AGING_MS)), st.lists(events, min_size=10, max_size=50))
     def run(bypass_ms: int, story: list[tuple[Any, ...]]) -> None:
         pool = Pool(redis_url, PolicyConfig(name, AGING_MS, bypass_ms, SHARE_WINDOW_MS))
