@@ -169,7 +169,7 @@ MUTANTS = (
         "'ZREM', P .. ':expiry', member) > -1",
         "stored_bytes.py",
     ),
-    Mutant("large results that nobody read", "queue", " and was_read and", " and", "stored_bytes.py"),
+    Mutant("large results without a reader", "queue", " and was_read and", " and", "stored_bytes.py"),
     Mutant("a result's life grows no more", "deliver", "or '0') > till then", "or '0') > 0 then", "stored_bytes.py"),
     Mutant("tenant of a result", "deliver", " or job.tenant ~= tenant", "", "stored_bytes.py"),
     Mutant(
