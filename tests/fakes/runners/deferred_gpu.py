@@ -105,7 +105,7 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def to_device_async(array: Any, _device: torch.device) -> Tensor:
             # torch copies from pinned memory of its own, which it does not reuse before the device has read it.
-            return torch.emptylike(private := from_numpy(array.copy())).copy_(private, non_blocking=True)
+            return torch.empty_like(private := from_numpy(array.copy())).copy_(private, non_blocking=True)
 
         def host_array(array: Any) -> Tensor:
             return gpu.note_host(from_numpy(array))
