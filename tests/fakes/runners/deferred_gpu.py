@@ -19,9 +19,9 @@ from unittest.mock import patch
 import torch
 from fakes.runners.deferred_work import (
     Event,
+    EventPoint,
     Hold,
     Item,
-    Mark,
     RaceError,
     Site,
     Work,
@@ -105,7 +105,7 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def to_device_async(array: Any, _device: torch.device) -> Tensor:
             # torch copies from pinned memory of its own, which it does not reuse before the device has read it.
-            return torch.emptylike(private := from_numpy(array.copy())).copy_(private, non_blocking=True)
+            return torch.empty_like(private := from_numpy(array.copy())).copy_(private, non_blocking=True)
 
         def host_array(array: Any) -> Tensor:
             return gpu.note_host(from_numpy(array))
@@ -140,7 +140,7 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def record(self) -> Event:
         """Return an event behind the current stream's work."""
         event = Event(self, self._current)
-        self.enqueue(Mark(event))
+        self.enqueue(EventPoint(event))
         return event
 
     def enqueue(self, item: Item) -> None:
@@ -241,7 +241,7 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         events: dict[Event, Event] = {}
         for stream, item in captured:
             with self.on(stream):
-                if isinstance(item, Mark):
+                if isinstance(item, EventPoint):
                     events[item.event] = self.record()
                 else:
                     self.enqueue(Hold(events[item.event]) if isinstance(item, Hold) else item)
@@ -260,7 +260,7 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.run_until(hold.event)  # Until then it stays, so that nothing behind it runs early.
             return
         item = queue.popleft()
-        if isinstance(item, Mark):
+        if isinstance(item, EventPoint):
             item.event.is_reached = True
         elif isinstance(item, Work):
             self._run(item)

@@ -54,7 +54,7 @@ class Event:
 
 
 @dataclass
-class Mark:
+class EventPoint:
     event: Event
 
 
@@ -71,7 +71,7 @@ class Work:
     """Pinned memory, and what it held when the work was queued."""
 
 
-Item = Mark | Hold | Work
+Item = EventPoint | Hold | Work
 
 
 def bytes_of(x: Tensor) -> Tensor:
