@@ -101,7 +101,8 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def launch(function: Any, *args: Any, **options: Any) -> object:
             if gpu._is_running:
                 return run(function, *args, **options)
-            return gpu.defer(f"kernel {function.__name__}", lambda: run(function, *args, **options), args)
+            gpu.defer(f"kernel {function.__name__}", lambda: run(function, *args, **options), args)
+            return None
 
         def to_device_async(array: Any, _device: torch.device) -> Tensor:
             # torch copies from pinned memory of its own, which it does not reuse before the device has read it.
@@ -176,7 +177,8 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return what queues the captured work again."""
         with self.activated():
-            self._captured = captured = []
+            captured: list[tuple[int, Item]] = []
+            self._captured = captured
             work()
             self._captured = None
         return lambda: self._replay(captured)
