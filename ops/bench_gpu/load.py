@@ -63,14 +63,16 @@ def uniform_lengths(count: int, shortest: int, longest: int, seed: int = 0) -> L
 def sharegpt_lengths(count: int, seed: int = 0, *, divisor: int = 1) -> Lengths:
     """Return lengths like those of ShareGPT, by formula: log-normal, within the limits of vLLM's `benchmark_serving`.
 
-    These limits are 4 to 1,024 prompt tokens and 2,048 tokens in all. The constants were fitted to the totals that vLLM
-    prints for its 1,000 requests: 217 prompt tokens and 200 output tokens on average. divisor: shortens all lengths.
+    These limits are 4 to 1,024 prompt tokens and 2,048 tokens in all. The constants give averages of 217
+    prompt tokens and 200 output tokens. divisor: shortens all lengths.
     """
     rng = np.random.default_rng(seed)
-    drawn = np.exp(rng.normal(*zip(_PROMPTS, _OUTPUTS, strict=True), size=(8 * count, 2))).astype(np.int64)
+    means, deviations = np.array([_PROMPTS, _OUTPUTS]).T
+    drawn = np.exp(rng.normal(means, deviations, size=(8 * count, 2))).astype(np.int64)
     prompts, totals = drawn[:, 0], drawn.sum(axis=1)
     fits = (drawn >= _SHORTEST).all(axis=1) & (prompts <= _LONGEST_PROMPT) & (totals <= _LONGEST)
-    return np.maximum(drawn[fits][:count] // divisor, 1)
+    chosen: Lengths = np.maximum(drawn[fits][:count] // divisor, 1)
+    return chosen
 
 
 def make_requests(lengths: Lengths, seed: int = 0) -> list[Choice]:

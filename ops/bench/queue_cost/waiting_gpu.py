@@ -80,7 +80,7 @@ class _Moment:
         """Streams have no length of their own."""
 
     def ms_since(self, earlier: Any) -> float:
-        return (self._at_s - earlier._at_s) * 1e3
+        return 1e3 * (self._at_s - float(earlier._at_s))
 
 
 def make_engine(model: str, step_s: float, max_num_seqs: int) -> tuple[Engine, WaitingGpu]:
@@ -115,7 +115,7 @@ def _loading(gpu: WaitingGpu, max_num_seqs: int) -> Iterator[None]:
             gpu.replay()
             return no_logits, None
 
-        runner._run_eagerly = wait_eagerly  # type: ignore[method-assign]
+        runner._run_eagerly = wait_eagerly  # type: ignore[method-assign, assignment]
         return runner, "waiting"
 
     with patch.object(load, "_load", load_waiting):

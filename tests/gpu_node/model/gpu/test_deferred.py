@@ -110,7 +110,7 @@ def previous(count: int) -> Ints:
 
 def found(result: StepResult) -> Results:
     """Return the arrays of a result."""
-    arrays = [result.tokens]
+    arrays: Results = [result.tokens]
     if result.logprobs is not None:
         arrays += [result.logprobs.token_ids, result.logprobs.values]
     return arrays
