@@ -96,7 +96,7 @@ def _generations(
             runner=runner,
             dtype="float32",
             block_size=8,
-            num_kv_blocks=8,
+            num_kv_blocks=5,
             num_swap_blocks=30,
             preemption="swap",
             max_num_seqs=4,
