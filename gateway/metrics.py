@@ -110,11 +110,14 @@ class GatewayMetrics:
             self._open_sockets.dec()
 
     @contextmanager
-    def stream(self) -> Iterator[StreamMeter]:
-        """Count a stream as open for the duration of the block, and yield a meter for its token times."""
+    def stream(self, *, is_measured: bool = True) -> Iterator[StreamMeter]:
+        """Count a stream as open for the duration of the block, and yield a meter for its token times.
+
+        `is_measured`: whether the stream begins with a new job. The times of a replayed log would distort the metrics.
+        """
         self.open_streams.inc()
         try:
-            yield StreamMeter(self)
+            yield StreamMeter(self, is_measured=is_measured)
         finally:
             self.open_streams.dec()
 
@@ -122,14 +125,15 @@ class GatewayMetrics:
 class StreamMeter:
     """Measures time to first token and time per output token of one stream."""
 
-    def __init__(self, metrics: GatewayMetrics) -> None:
+    def __init__(self, metrics: GatewayMetrics, *, is_measured: bool = True) -> None:
         self._metrics = metrics
+        self._is_measured = is_measured
         self._began_s = time.monotonic()
         self._first_s: float | None = None
 
     def sent(self) -> None:
         """Note that tokens were sent. The first call records the time to first token."""
-        if self._first_s is None:
+        if self._first_s is None and self._is_measured:
             self._first_s = time.monotonic()
             self._metrics.first_token(self._first_s - self._began_s)
 

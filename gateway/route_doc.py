@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of a route that takes a body, beyond the schema of that body."""
+"""Descriptions of the routes that take a body, for the OpenAPI document: summary, answer and events."""
 
 from __future__ import annotations
 

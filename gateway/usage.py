@@ -65,7 +65,7 @@ class UsageParams(Named):
     days: Annotated[int, Field(ge=1, le=MAX_DAYS)] | None = None
     """Number of days up to the end, instead of `start`. Default: 31, and 1 with `by=hour`."""
     by: Period = "day"
-    """What a row adds up."""
+    """The period of a row."""
     pool: Text | None = None
     """Only this pool."""
     model: Text | None = None

@@ -1,4 +1,4 @@
-"""What wakes the inbox: a message on the doorbell channel, a job that ended while others wait, or a timeout."""
+"""Wake-ups of the inbox: a message on the doorbell channel, a job that ended while others wait, or a timeout."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class HeldJob:
 
     @property
     def expected_cost(self) -> int:
-        """Its cost in the queue if it is given back."""
+        """The job's cost in the queue if it is given back."""
         return self.taken.cost if self.is_task else self.expected_kv_tokens
 
     @property

@@ -7,7 +7,7 @@ from penstock.gpu_node.held_job import HeldJob
 
 BY_ANSWER = {
     "CANCEL": Outcome("cancelled", "cancelled", "the job was cancelled"),
-    "UNREAD": Outcome("cancelled", "unread", "nobody reads this job any more"),
+    "UNREAD": Outcome("cancelled", "unread", "the job has no reader any more"),
     "EXPIRED": Outcome("expired", "deadline_exceeded", "the deadline passed before the job was done"),
 }
 """Outcomes by the answer of a Redis script."""

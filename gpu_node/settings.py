@@ -127,7 +127,7 @@ class NodeSettings(Settings, EngineOptions):
 
     @property
     def pool_config(self) -> dict[str, int | str]:
-        """What all nodes of the pool must agree on, under the names that the scripts use."""
+        """The settings on which all nodes of the pool must agree, under the names that the scripts use."""
         given = {name: getattr(self, name) for name in POOL_WIDE}
         return {"policy": given.pop("scheduling_policy"), **given}
 

@@ -90,14 +90,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if not kinds.is_quick(item)])
         items[:] = [item for item in items if kinds.is_quick(item)]
     if hasattr(config, "workerinput"):
-        # Tests of processes wait a lot. Those of the first worker overlap with the others' computing, and the end of a
-        # run has short tests.
-        items.sort(key=lambda item: item.get_closest_marker("process") is None)
+        items[:] = _waiting_beside_computing(items, config.workerinput["workercount"])
 
 
 def pytest_collection_finish() -> None:
     """What is loaded by now stays. The collector need not look at a million objects whenever a test calls it."""
     gc.freeze()
+
+
+def _waiting_beside_computing(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+    """Put tests of processes, which wait a lot, first in the shares of two workers. The others compute meanwhile.
+
+    Each worker begins with an equal share of the items, and later takes over the last of those that another one has not
+    begun. Tests of the web page come first: otherwise each worker that takes some of them over starts a browser.
+    """
+    waiting = [item for item in items if item.get_closest_marker("process")]
+    waiting.sort(key=lambda item: not item.path.is_relative_to(kinds.TESTS / "gateway/web"))
+    others = [item for item in items if not item.get_closest_marker("process")]
+    if num_workers < 3 or not waiting:
+        return waiting + others
+    # The tests of a file share its processes.
+    middle = next((i for i in range(len(waiting) // 2, len(waiting)) if waiting[i].path != waiting[i - 1].path), 0)
+    filled = max(0, len(items) // num_workers - middle)
+    return [*waiting[:middle], *others[:filled], *waiting[middle:], *others[filled:]]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,7 +18,7 @@ OF_IMPORTS = {
     "process": {"subprocess", "multiprocessing", "psutil", "fakes.processes", "fakes.terminal", "faults"},
     "redis": {"penstock.runtime.embedded_redis", "redis", "hostile"},
     "torch": {"torch", "transformers", "fakes.native", "fakes.single_kernels", "fixtures", "fakes.engine_runs"},
-    "triton": {"triton", "fakes.interpreter"},
+    "triton": {"triton", "fixtures.interpreter"},
 }
 """A file that imports one of these, or a module below it."""
 _IMPORT = re.compile(r"^ *(?:from ([\w.]+) import |import (\w[\w. ,]*))", re.MULTILINE)

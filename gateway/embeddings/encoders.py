@@ -108,7 +108,7 @@ class RerankEncoder(_Encoder):
         self._scores: list[float] = []
 
     def head(self) -> bytes:
-        """Return the part before the documents."""
+        """Return the JSON before the list of documents."""
         return b'{"id":%b,"model":%b,"results":[' % (self._id, self._model)
 
     def _parts(self, index: int, output: PackedOutput) -> Iterator[bytes]:

@@ -85,6 +85,10 @@ class JobStream(EventStream):
         self._start = start
         self._with_waiting = with_waiting
 
+    @property
+    def _is_new(self) -> bool:
+        return self._start.index < 0
+
     def _error_event(self, error: PenstockError) -> bytes:
         return event(error_body(error))
 

@@ -39,16 +39,12 @@ async def list_jobs(request: Request) -> dict[str, Any]:
     tenant = params.pop("tenant", caller.tenant)
     if tenant != caller.tenant or "infer" not in caller.scopes:
         caller.require("admin")
-    page = await client.jobs(
-        tenant=tenant,
-        pool=_pool_of(params.pop("pool", None)),
-        state=_state_of(params.pop("state", None)),
-        limit=_limit_of(params.pop("limit", str(DEFAULT_PAGE_JOBS))),
-        after=_cursor_of(params.pop(AFTER, None)),
-    )
+    pool, state = _pool_of(params.pop("pool", None)), _state_of(params.pop("state", None))
+    limit, after = _limit_of(params.pop("limit", str(DEFAULT_PAGE_JOBS))), _cursor_of(params.pop(AFTER, None))
     if params:
         name = next(iter(params))[:64]
         raise RequestError(f"{name}: /v1/jobs accepts only limit, after, state, pool and tenant", param=name)
+    page = await client.jobs(tenant=tenant, pool=pool, state=state, limit=limit, after=after)
     jobs = [job_object(status) | {"links": links_of(status.job_id)} for status in page.jobs]
     return {"object": "list", "data": jobs, "has_more": page.next_after is not None, "next": page.next_after}
 

@@ -59,11 +59,13 @@ class _OpenAIEncoder(ChunkEncoder):
         """Return the event with the usage, if the caller asked for it, and the stream's last line."""
         return (event(self._renderer.last_piece(usages)) if self._renderer.includes_usage else b"") + DONE
 
-    def _encoded(self, piece: dict[str, Any], chunk: Chunk) -> bytes:
-        """Return the event with this piece, which ends with this chunk."""
+    def _encoded(self, piece: dict[str, Any], chunk: Chunk, *, is_first_of_two: bool = False) -> bytes:
+        """Return the event with this piece of this chunk."""
         if self._has_usage:
             piece["usage"] = self._usage_so_far(chunk)
-        return event(piece, event_id(chunk, self._progress) if self._has_ids else "")
+        if not self._has_ids:
+            return event(piece)
+        return event(piece, event_id(chunk, self._progress, is_first_of_two=is_first_of_two))
 
     def _note_prompt(self, chunk: Chunk) -> None:
         if chunk.num_prompt_tokens is not None:
@@ -142,7 +144,7 @@ class ParsedSseEncoder(_OpenAIEncoder):
     """
 
     def __init__(self, renderer: Renderer, head: AnswerHead) -> None:
-        """As for SseEncoder. A resumed stream is parsed again from its start to restore the parser's state."""
+        """Create the parsers. A resumed stream is parsed again from its start to restore their state."""
         super().__init__(renderer, head)
         self._readers: dict[tuple[str, int], AnswerReader] = {}
         self._have_called: set[tuple[str, int]] = set()
@@ -164,11 +166,11 @@ class ParsedSseEncoder(_OpenAIEncoder):
             piece = self._renderer.prompt_piece(index, chunk.prompt_logprobs) if self._shows_prompt else None
         if chunk.text or chunk.finish_reason or chunk.logprobs or (self._reports_ids and chunk.token_ids):
             piece = self._piece_of(chunk, index)
-        if not piece or not is_new:
+        if not piece or not (is_new or self._progress.lacks_end_of(chunk)):
             return b""
-        # With event ids, both events would need the same id, and a resumed stream could repeat the first one.
-        pieces = [piece] if self._has_ids else _with_end_apart(piece)
-        return b"".join(self._encoded(one, chunk) for one in pieces)
+        *first, last = _with_end_apart(piece)
+        events = [self._encoded(one, chunk, is_first_of_two=True) for one in first if is_new]
+        return b"".join([*events, self._encoded(last, chunk)])
 
     def _piece_of(self, chunk: Chunk, index: int) -> dict[str, Any] | None:
         key = chunk.job_id, chunk.choice

@@ -113,21 +113,8 @@ class _Child:
         """Start a parser process. It starts on a thread, because forking a large process is slow."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        command = [
-            sys.executable,
-            "-m",
-            "penstock.gateway.request.parser_process",
-            str(theirs.fileno()),
-            unknown_fields,
-        ]
         try:
-            process = await asyncio.to_thread(
-                subprocess.Popen,
-                command,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"RUST_BACKTRACE": "0"},
-            )
+            process = await asyncio.to_thread(_spawn, theirs, unknown_fields)
         except OSError as error:
             ours.close()
             log.warning("the parser process cannot be started", extra={"reason": str(error)})
@@ -135,8 +122,6 @@ class _Child:
         except BaseException:
             ours.close()
             raise
-        finally:
-            theirs.close()
         return cls(process, ours)
 
     async def ask(self, form: str, raw: bytes) -> bytes:
@@ -163,3 +148,19 @@ class _Child:
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, _REAP_TIMEOUT_S)
+
+
+def _spawn(line: socket.socket, unknown_fields: UnknownFields) -> subprocess.Popen[bytes]:
+    """Start a parser process that inherits `line`, and close the gateway's copy of it.
+
+    Both happen on one thread. If the caller closed the copy after a cancellation, its descriptor could belong to a
+    client's connection by the time of the fork, and the process would inherit that.
+    """
+    module, number = "penstock.gateway.request.parser_process", line.fileno()
+    with line:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(number), unknown_fields],
+            pass_fds=(number,),
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"RUST_BACKTRACE": "0"},
+        )

@@ -14,7 +14,7 @@ from penstock.gateway.request.body_parser import Parser
 from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
-from penstock.gateway.stream.generation_request import GenerationRequest, StreamPosition
+from penstock.gateway.stream.generation_request import FIRST_OF_TWO, GenerationRequest, StreamPosition
 
 KEY_HEADER = "idempotency-key"
 MAX_KEY_CHARS = 200
@@ -67,12 +67,13 @@ def stream_position_of(request: Request, body: ParsedBody) -> StreamPosition | N
     event_id = request.query_params.get(AFTER) or request.headers.get(LAST_EVENT_HEADER)
     if not event_id:
         return None
-    job_id, *numbers = event_id.rsplit(":", 2)
+    job_id, *numbers = event_id.removesuffix(FIRST_OF_TWO).split(":")
     if not is_job_id(job_id) or len(numbers) != 2 or not all(map(_is_number, numbers)):
         raise RequestError("after: an event id has the form <job>:<chunk>:<tokens>", param=AFTER)
     if not body.stream or len(body.content.prompts) != 1:
         raise RequestError("after: only a streaming request with one prompt can be resumed", param=AFTER)
-    return StreamPosition(job_id, *map(int, numbers))
+    index, num_tokens = map(int, numbers)
+    return StreamPosition(job_id, index, num_tokens, lacks_end=event_id.endswith(FIRST_OF_TWO))
 
 
 def _wants_event_ids(request: Request, body: ParsedBody, *, may_resume: bool) -> bool:

@@ -24,7 +24,7 @@ from penstock.producer.openai.fields import Wire
 from penstock.queue.msgpack_codec import pack, unpack_all
 
 FORM = "socket_message"
-"""How the parser process tells a message from the forms of bodies."""
+"""The name of this form beside the forms of bodies in the parser process."""
 JOBS_PATH = "/v1/jobs"
 FORMS = {
     JOBS_PATH: "job",
@@ -103,7 +103,7 @@ class SocketMessage:
     """A parsed message. If it is invalid, it has an error in place of its content or of its body."""
 
     tag: str | None = None
-    """Its `id`, if it has a usable one."""
+    """The message's `id`, if it has a usable one."""
     content: Content | None = None
     """The message, without its body."""
     body: ParsedBody | None = None

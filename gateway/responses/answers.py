@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from fastapi import Request
 from starlette.types import Send
 
-from penstock.contract.errors import NotFoundError, PenstockError, error_of
+from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.output import Usage
 from penstock.gateway.responses.dialect import ResponseDialect, answer_options
 from penstock.gateway.responses.events import ResponseEncoder
@@ -19,7 +19,7 @@ from penstock.gateway.responses.render import Status, end_of, open_members, outp
 from penstock.gateway.stream.answer import Answer, StreamAnswer, WholeAnswer
 from penstock.gateway.stream.body_writer import PIECE_BYTES
 from penstock.gateway.stream.dialect import AnswerHead, StreamEncoder
-from penstock.gateway.stream.flow import Batch, Ended, ends_of
+from penstock.gateway.stream.flow import Batch, Ended, Waiting, batches_of, ends_of
 from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
 from penstock.gateway.stream.sse import EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -34,6 +34,12 @@ async def record_of(client: AsyncClient, job_id: str, tenant: str) -> StoredResp
         return decode_stored_response(await client.responses.read(job_id, tenant))
     except NotFoundError:
         raise no_response(response_id_of(job_id)) from None
+
+
+async def leave(job: AsyncJob) -> None:
+    """Stop reading a job. If Redis is unreachable, the next chunk without a reader detaches it."""
+    with suppress(UnavailableError):
+        await job.detach()
 
 
 class _ResponseAnswer(Answer):
@@ -78,15 +84,19 @@ class ResponseStream(_ResponseAnswer, StreamAnswer):
             await self._learn(job)
             self._say_position(job, writer)
             self._encoder = encoder = DIALECT.stream(self._head_at(job))
-            if self._record.background or self._generation.cut_at is not None:
-                # The caller may need the id before the first token.
+            # The caller may need the id before the first token. Progress follows the events of the opening.
+            generation = self._generation
+            if self._record.background or generation.cut_at is not None or generation.return_progress:
                 await self._send_all(encoder.opening(), writer)
             await self._relay_events(job, encoder, writer)
 
     async def _relay_events(self, job: AsyncJob, encoder: ResponseEncoder, writer: EventWriter) -> None:
         num_tokens = 0
-        async with aclosing(job.batches()) as batches:
+        async with aclosing(batches_of([job], with_waiting=self._generation.return_progress)) as batches:
             async for batch in batches:
+                if isinstance(batch, Waiting):
+                    await writer.write(encoder.waiting(batch.job_id, batch.update))
+                    continue
                 outcome = batch[-1].outcome
                 failed = outcome is not None and outcome.state != "done"
                 if outcome is not None and failed and self._generation.cut_at is None and not writer.started:
@@ -149,7 +159,7 @@ class ResponseState(ResponseWhole):
                 await self._send_whole(job, end, status, send)
             else:
                 await self._send_body(self._unfinished_parts(job, status), jobs, send)
-            await job.detach()
+            await leave(job)
 
     async def _unfinished_parts(self, job: AsyncJob, status: JobStatus) -> AsyncGenerator[bytes, None]:
         record = self._record

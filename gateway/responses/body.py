@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, PlainValidator, StringConstraints, model_validator
+from pydantic import (
+    BeforeValidator,
+    FailFast,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import SamplingParams
@@ -106,6 +115,7 @@ class ResponseBody(Wire):
     store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
 
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -152,6 +162,13 @@ class ResponseBody(Wire):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("unsupported_value", "stream_options are allowed only when stream is true")
         return self
+
+    @field_validator("return_progress")
+    @classmethod
+    def _needs_stream(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and not (info.data.get("stream") or info.data.get("background")):
+            raise PydanticCustomError("unsupported_value", "allowed only when stream or background is true")
+        return value
 
     @property
     def echoes(self) -> bool:
@@ -209,6 +226,7 @@ class ResponseBody(Wire):
             "references": [[at, item_ids] for at, item_ids in found.references],
             "num_calls": found.num_calls,
             "deadline_s": self.deadline_s,
+            "return_progress": bool(self.return_progress),
         }
 
     def _echo(self) -> dict[str, Any]:

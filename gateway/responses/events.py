@@ -9,6 +9,7 @@ from pydantic_core import to_json
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.output import Chunk, Outcome, Usage
+from penstock.contract.waiting import WaitUpdate, members_of
 from penstock.gateway.responses.output import Closed, Grown, HeldLogprobs, Opened, OutputItem, OutputReader, OutputStep
 from penstock.gateway.responses.record import StoredResponse
 from penstock.gateway.responses.render import (
@@ -74,6 +75,16 @@ class ResponseEncoder(StreamEncoder):
         output = output_parts(self._reader.items, self._logprobs.repeated)
         yield from self._response_event(_LAST_EVENTS[end.status], end, output)
         yield DONE
+
+    def waiting(self, job_id: str, update: WaitUpdate) -> bytes:
+        """Return the event that says where the job is before its first chunk. It does not belong to the stored stream.
+
+        So it has the number of the event before it: the numbers of the others stay the same at every read.
+        https://www.openresponses.org/specification#extending-streaming-events
+        """
+        ((name, members),) = members_of(update).items()
+        event = {"type": f"penstock:{name}", "sequence_number": self._next - 1, **members}
+        return f"event: penstock:{name}\ndata: ".encode() + to_json(event, ensure_ascii=True) + b"\n\n"
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         """Return the stream's last line."""

@@ -82,7 +82,7 @@ class OutputReader:
         return self._num_reasoning_chars / self._num_chars if self._num_chars else 0.0
 
     def push(self, text: str, finish_reason: FinishReason | None) -> Iterator[OutputStep]:
-        """Take in the next chunk, and yield what it changes."""
+        """Parse the next chunk, and yield the changes that it makes to the output."""
         self._num_chars += len(text)
         yield from self._steps(ParsedText(text) if self._reader is None else self._reader.push(text))
         if finish_reason is not None:

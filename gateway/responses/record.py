@@ -56,7 +56,7 @@ def _header_of(data: bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """What is stored of a response, beside its job. Its events follow from this and from the job's log."""
+    """The stored record of a response. Its events can be made from this record and the log of its job."""
 
     created_s: int
     background: bool

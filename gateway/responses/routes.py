@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,7 +15,7 @@ from penstock.contract.errors import JobFailedError, NotFoundError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gateway.authentication import caller_of
 from penstock.gateway.request.parsing import MAX_NUMBER_DIGITS
-from penstock.gateway.responses.answers import ResponseState, ResponseStream, record_of
+from penstock.gateway.responses.answers import ResponseState, ResponseStream, leave, record_of
 from penstock.gateway.responses.body import INCLUDABLE
 from penstock.gateway.responses.create import CreateResponse
 from penstock.gateway.responses.ids import job_id_of, no_response
@@ -24,6 +25,7 @@ from penstock.producer.client import AsyncClient
 
 CANCEL_WAIT_S = 2.0
 """Seconds that a cancellation waits for a running job to end, which usually takes a step."""
+RETURN_PROGRESS = "return_progress"
 _INCLUDE = ("include", "include[]")
 
 ROUTES = (Route("/v1/responses", CreateResponse(), methods=["POST"]),)
@@ -32,22 +34,25 @@ router = APIRouter()
 
 @router.get("/v1/responses/{response_id}")
 async def retrieve_response(request: Request, response_id: str) -> Response:
-    """Return a stored response, or with `?stream=true` its events, after the one that `starting_after` names."""
-    query = _query_of(request, "stream", "starting_after", "include_obfuscation", *_INCLUDE)
-    is_stream = query.get("stream", "false")
+    """Return a stored response, or with `?stream=true` its events, after the one that `starting_after` names.
+
+    With `?return_progress=true`, further events say where its job is before its first token.
+    """
+    query = _query_of(request, "stream", "starting_after", RETURN_PROGRESS, "include_obfuscation", *_INCLUDE)
+    is_stream, with_progress = _truth_of(query, "stream"), _truth_of(query, RETURN_PROGRESS)
     starting_after = query.get("starting_after", "-1")
-    if is_stream not in ("true", "false"):
-        raise RequestError("stream must be true or false", param="stream")
     if query.get("include_obfuscation", "false") != "false":
         raise RequestError("include_obfuscation: not supported; omit it or send false", param="include_obfuscation")
-    if is_stream == "false" and "starting_after" in query:
-        raise RequestError("starting_after: allowed only when stream is true", param="starting_after")
+    for name in () if is_stream else ("starting_after", RETURN_PROGRESS):
+        if name in query:
+            raise RequestError(f"{name}: allowed only when stream is true", param=name)
     if starting_after != "-1" and not (starting_after.isdecimal() and len(starting_after) <= MAX_NUMBER_DIGITS):
         raise RequestError("starting_after must be the sequence number of an event", param="starting_after")
     job_id, client, tenant = _named(request, response_id)
     record = await record_of(client, job_id, tenant)
-    if is_stream == "true":
-        return ResponseStream(request, _reading(job_id, tenant), record, starting_after=int(starting_after))
+    if is_stream:
+        reading = replace(_reading(job_id, tenant), return_progress=with_progress)
+        return ResponseStream(request, reading, record, starting_after=int(starting_after))
     return ResponseState(request, _reading(job_id, tenant), record)
 
 
@@ -110,9 +115,16 @@ def _query_of(request: Request, *known: str) -> Mapping[str, str]:
     return request.query_params
 
 
+def _truth_of(query: Mapping[str, str], name: str) -> bool:
+    value = query.get(name, "false")
+    if value not in ("true", "false"):
+        raise RequestError(f"{name} must be true or false", param=name)
+    return value == "true"
+
+
 async def _wait_for_end(client: AsyncClient, job_id: str, tenant: str) -> None:
     job = await client.attach(job_id, tenant=tenant)
     with suppress(TimeoutError, JobFailedError):
         async with asyncio.timeout(CANCEL_WAIT_S):
             await job.packed_result()
-    await job.detach()
+    await leave(job)

@@ -170,6 +170,10 @@ class StreamAnswer(EventStream, Answer):
     def _keep_alive(self) -> bytes | None:
         return self._dialect.keep_alive
 
+    @property
+    def _is_new(self) -> bool:
+        return self._generation.cut_at is None
+
     def _error_event(self, error: PenstockError) -> bytes:
         return self._dialect.error_event(error)
 

@@ -1,4 +1,4 @@
-"""What an API must provide for its answers: the interface between `answer.py` and the APIs' folders."""
+"""The interface between `answer.py` and the APIs' folders: what an API must provide for its answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.queue.packed_result import PackedResult
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What is known of an answer before its first token."""
+    """The facts about an answer that are known before its first token."""
 
     job_ids: Sequence[str]
     """One job for each prompt of the request."""
@@ -89,7 +89,7 @@ class Dialect(ABC):
     parses_text: bool = True
     """Whether tool calls and reasoning are parsed from the text."""
     keep_alive: bytes | None = None
-    """What a silent stream sends from time to time. None: a comment."""
+    """The bytes that a silent stream sends from time to time. None: a comment."""
 
     def needs_whole_log(self, options: Mapping[str, Any]) -> bool:
         """Return whether the rest of a resumed stream depends on its first chunks because of these options."""

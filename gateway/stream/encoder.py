@@ -9,7 +9,7 @@ from penstock.contract.errors import StreamDivergedError
 from penstock.contract.output import Chunk
 from penstock.gateway.stream.body_writer import PIECE_BYTES
 from penstock.gateway.stream.dialect import StreamEncoder
-from penstock.gateway.stream.generation_request import StreamPosition
+from penstock.gateway.stream.generation_request import FIRST_OF_TWO, StreamPosition
 
 MAX_EVENTS_OF_PART = 256
 
@@ -17,14 +17,21 @@ MAX_EVENTS_OF_PART = 256
 class StreamState:
     """The position of a stream. Event ids encode it: `<job>:<chunk>:<tokens of the stream up to the chunk's end>`.
 
+    The first of two events of one chunk has FIRST_OF_TWO after that.
+
     A resumed stream skips the chunks that the caller already has. The token count reveals whether the job's log is
     still the same. If Redis lost its last writes, another node may have written the log again with other chunk borders.
     """
 
     def __init__(self, cut_at: StreamPosition | None) -> None:
         self._cut_at = cut_at
+        self._half_sent = cut_at.index if cut_at is not None and cut_at.lacks_end else None
         self._has_begun = cut_at is None
         self.num_tokens = 0
+
+    def lacks_end_of(self, chunk: Chunk) -> bool:
+        """Return whether the caller has only the first of this chunk's two events."""
+        return chunk.index == self._half_sent
 
     def is_new(self, chunk: Chunk) -> bool:
         """Advance past the next chunk and return whether the caller still needs it.
@@ -81,6 +88,6 @@ def joined(events: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(part)
 
 
-def event_id(chunk: Chunk, progress: StreamState) -> str:
-    """Return the id of the event that ends with this chunk."""
-    return f"{chunk.job_id}:{chunk.index}:{progress.num_tokens}"
+def event_id(chunk: Chunk, progress: StreamState, *, is_first_of_two: bool = False) -> str:
+    """Return the id of the event of this chunk, or of the first of its two events."""
+    return f"{chunk.job_id}:{chunk.index}:{progress.num_tokens}" + (FIRST_OF_TWO if is_first_of_two else "")

@@ -42,13 +42,18 @@ class EventStream(JobResponse):
 
     @property
     def _comment(self) -> bytes:
-        """What a silent stream sends if it has no `_keep_alive`."""
+        """The comment that a silent stream sends if it has no `_keep_alive`."""
         return KEEP_ALIVE
 
     @property
     def _keep_alive(self) -> bytes | None:
-        """What a silent stream sends. None: a comment, which says where the job is in the queue until it begins."""
+        """The bytes that a silent stream sends. None: `_comment`, with the position of a waiting job."""
         return None
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether the stream begins with its job's first token."""
+        return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the stream ends or the caller leaves."""
@@ -59,7 +64,7 @@ class EventStream(JobResponse):
             interval_s=settings.keep_alive_s,
             send_timeout_s=settings.send_timeout_s,
         )
-        with contextlib.suppress(CallerGoneError), self._metrics.stream() as self._meter:
+        with contextlib.suppress(CallerGoneError), self._metrics.stream(is_measured=self._is_new) as self._meter:
             await while_there(self._answer(writer), hang_up(receive), watch)
 
     async def _answer(self, writer: EventWriter) -> None:

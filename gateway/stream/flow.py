@@ -29,7 +29,7 @@ Batch = list[Chunk]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Where a job is before its first chunk."""
+    """A job's position in the queue, or the progress of its prompt, before its first chunk."""
 
     job_id: str
     update: WaitUpdate

@@ -20,6 +20,8 @@ from penstock.runtime.gather import try_all
 
 LEAVE_TIMEOUT_S = 5.0
 """Seconds for canceling the jobs of a caller that is gone. If Redis is unreachable, the queue ends the jobs later."""
+FIRST_OF_TWO = ".1"
+"""The end of the id of a chunk's first event, if the chunk has two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class StreamPosition:
     """Index of that chunk in the job's log."""
     num_tokens: int
     """Tokens of the stream up to the end of that chunk."""
+    lacks_end: bool = False
+    """Whether the caller received only the first of that chunk's two events."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from penstock.gpu_node.engine.options import EngineOptions
 from penstock.gpu_node.model.options import RunnerOptions
 
 NAME_BY_VLLM_NAME = {
+    "device": "runner",
     "swap_space": "swap_space_gib",
     "cpu_offload_gb": "cpu_offload_gib",
     "num_gpu_blocks_override": "num_kv_blocks",

@@ -17,7 +17,7 @@ MAX_STEPS_OF_RUNNER = 50
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """What an engine recorded."""
+    """The steps and requests that an engine recorded."""
 
     steps: tuple[RecordedStep, ...]
     has_operations: bool

@@ -52,9 +52,11 @@ class EngineRequest:
     """Return the prompt's embedding instead of text. `params` are then those of `Embed.sampling`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutput:
     """The output of one choice in a step; `position` is the index of `token_ids[0]` in the choice.
+
+    Nothing changes it. It is not frozen, because each token makes one, and a frozen one takes five times as long.
 
     `text` may lag behind the tokens. The last output of a choice carries `finish_reason`; `error` means that the
     computation of this choice failed, and only of this one. The last output of a request carries its `usage`.
@@ -122,7 +124,7 @@ class EngineStats(EngineLoad):
     output_ms: float = 0.0
     """Time to turn tokens into text and outputs, while the next step runs."""
     grammar_trials: int = 0
-    """New grammars that were tried out in a separate process."""
+    """Number of new grammars that were compiled and tried in a separate process."""
     grammar_refusals: int = 0
     """Tried grammars that were refused."""
     grammar_costly_refusals: int = 0

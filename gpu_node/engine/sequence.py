@@ -55,14 +55,14 @@ class Sequence:
     forks_from: Sequence | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     row: int = -1
-    """Its row in the InputBatch while it runs, else -1."""
+    """The sequence's row in the InputBatch while it runs, else -1."""
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it was first admitted."""
     tenant: str = "default"
     weight: float = 1.0
-    """Its tenant's weight in fair sharing."""
+    """The tenant's weight under the policy `fair`."""
     priority: int = int(Priority.STANDARD)
-    """Its class; 0 is the most urgent."""
+    """The priority class of its job; 0 is the most urgent."""
     urgency: int = int(Priority.STANDARD)
     """The class that it was started as: its own, or a more urgent one after a long wait."""
     submitted_ms: float = 0.0

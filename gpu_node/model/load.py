@@ -84,7 +84,7 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
             return load_gpu(described, options, progress)
         reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
         if options.runner == "gpu":
-            raise ConfigError(f"runner gpu: {reason}; use --runner native or torch")
+            raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
         _log.warning("the CPU computes, not the GPU", extra={"reason": reason})
     if options.runner != "torch":
         try:

@@ -41,12 +41,13 @@ class RunnerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    runner: Literal["auto", "gpu", "native", "torch"] = "auto"
-    """What computes the model. gpu: a CUDA GPU; native: C++ kernels on the CPU; torch: PyTorch on the CPU. auto: a GPU
-    if there is one, else native, else torch."""
+    runner: Literal["auto", "gpu", "cuda", "cpu", "native", "torch"] = "auto"
+    """What computes the model. gpu or cuda: a CUDA GPU; native: C++ kernels on the CPU; torch: PyTorch on the CPU;
+    cpu: native, else torch. auto: a GPU if there is one, else as cpu."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """dummy: random weights, of the shape in the model folder's config.json or of a known one: llama-8b, llama-1b,
-    qwen3-0.6b, tiny. Without a tokenizer in that folder, tokens are bytes. auto: the weights of the model's files."""
+    """dummy: random weights, of the shape in the model folder's config.json or of a known one: llama-8b, llama-3b,
+    llama-1b, qwen3-0.6b, tiny. Without a tokenizer in that folder, tokens are bytes. auto: the weights of the model's
+    files."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Compute type. The native runner has bfloat16 only. auto: the stored type if runner and machine support it,
     else float32."""
@@ -89,10 +90,16 @@ class RunnerSettings(BaseModel):
     weight_cache: bool = True
     """Keep the native runner's packed weights in a cache file that all nodes of the machine map."""
 
+    @field_validator("runner")
+    @classmethod
+    def _cuda_is_gpu(cls, given: str) -> str:
+        """VLLM's users know the GPU's runner by the name of its device."""
+        return "gpu" if given == "cuda" else given
+
     @field_validator("kv_cache_gib", mode="before")
     @classmethod
     def _empty_is_unset(cls, given: Any) -> Any:
-        """Compose passes a variable that the operator did not set as an empty text."""
+        """Treat an empty text as unset. Docker Compose passes a variable without a value as an empty text."""
         return None if given == "" else given
 
 

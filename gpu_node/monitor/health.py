@@ -1,4 +1,4 @@
-"""Which parts of a node are unhealthy, and why: each heartbeat's sample is judged against the one before."""
+"""Health of a node's parts. Each heartbeat compares its sample with the one before, and names the unhealthy parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _THRASH_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class HealthSample:
-    """What is observed of a node at one moment. Counters grow from the node's start."""
+    """Measurements of a node at one moment. Counters grow from the node's start."""
 
     now_s: float
     """Monotonic clock."""

@@ -1,4 +1,4 @@
-"""What a node tells about each of its jobs: a line in its log, and the spans of the job's trace."""
+"""Reports of a node about each of its jobs: a line in its log, and the spans of the job's trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class SpanRecorder(Protocol):
-    """What records the spans of jobs whose trace is recorded."""
+    """A recorder of spans, for jobs whose trace is recorded."""
 
     async def taken(self, job: HeldJob, request: Request) -> None:
         """Set the job's trace, if what it carries names a recorded one."""
@@ -130,4 +130,4 @@ def reports_of(settings: NodeSettings, tracing: Tracing | None, redis: Redis, no
 
 
 NO_REPORTS = JobReports()
-"""For a ledger without a node."""
+"""A report that does nothing, for a ledger without a node."""

@@ -35,7 +35,7 @@ class JobTimes:
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """What the metrics need of a job that ended here."""
+    """The facts about a job that ended on this node, for the metrics."""
 
     outcome: Outcome
     finish_reason: FinishReason | None

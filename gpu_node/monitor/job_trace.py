@@ -1,4 +1,4 @@
-"""What a node keeps of a job's trace while it holds the job. Pure data."""
+"""The part of a job's trace that a node keeps while it holds the job. Pure data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class JobTrace:
     parent: Context
     """The context of the span that submitted the job."""
     trace_id: str
-    """In hexadecimal, as logs show it."""
+    """The trace id in hexadecimal, as logs show it."""
     operation: str
     """GenAI's name of what the job asks for."""
     queued_s: float

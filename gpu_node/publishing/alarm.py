@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 
@@ -16,7 +17,8 @@ class Alarm:
 
     def set(self, delay_s: float) -> None:
         """Ring after at most `delay_s` seconds."""
-        at_s = self._loop.time() + delay_s
+        # Rounded up to milliseconds, the resolution of uvloop's timers: a ring before the time would find nothing due.
+        at_s = math.ceil((self._loop.time() + delay_s) * 1000) / 1000
         if self._timer is not None:
             if self._timer.when() <= at_s:
                 return

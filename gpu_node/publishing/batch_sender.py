@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -46,7 +46,6 @@ class BatchSender:
         self._answers = answers
         self._pack = new_pack()
         self._yielder = LoopYielder()
-        self._loop = asyncio.get_running_loop()
 
     async def send(self, batch: Sequence[HeldJob]) -> None:
         """Send everything that these jobs have. Raises UnavailableError; the calls that succeeded are noted."""
@@ -75,9 +74,9 @@ class BatchSender:
 
     async def _emit_batch(self, batch: list[Emission]) -> list[HeldJob]:
         """Emit in one call. Return the jobs of which more chunks must follow."""
-        began_s = self._loop.time()
+        began_s = time.monotonic()
         answers = await self._broker.emit(batch)
-        self._ledger.counts.emits.note(self._loop.time() - began_s)
+        self._ledger.counts.emits.note(time.monotonic() - began_s)
         unfinished = list[HeldJob]()
         for emission, answer in zip(batch, answers, strict=True):
             if (job := self._ledger.of_lease(emission.lease)) is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 
 from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.monitor.counters import NodeCounts
+from penstock.gpu_node.publishing.emit_batches import fits_one_call, size_of
 from penstock.gpu_node.publishing.send_cost import SendCost
-from penstock.queue.broker.node import MAX_EMIT_BYTES, MAX_EMIT_JOBS, Emission, NodeBroker
+from penstock.queue.broker.node import Emission, NodeBroker
 from penstock.queue.msgpack_codec import new_pack
 
 OnAnswers = Callable[[Sequence[HeldJob], Sequence[Emission], Sequence[str] | None], None]
@@ -38,23 +38,22 @@ class QuickEmit:
         self._on_answers = on_answers
         self._on_idle = on_idle
         self._pack = new_pack()
-        self._clock = asyncio.get_running_loop().time
         self.is_in_flight = False
         """Whether a call is unanswered, or its answers are being handled."""
 
     def start(self, jobs: Sequence[HeldJob]) -> bool:
         """Send what these jobs have. Return False if nothing was sent."""
-        if self.is_in_flight or len(jobs) > MAX_EMIT_JOBS:
+        if self.is_in_flight or not fits_one_call(len(jobs), 0):
             return False
         if any(job.outcome is not None or job.has_unsealed_prompt for job in jobs):
             return False
-        began_s, cpu_s = self._clock(), time.thread_time()
+        began_s, cpu_s = time.monotonic(), time.thread_time()
         emissions = [job.emission(self._pack) for job in jobs]
-        if sum(len(chunk) for emission in emissions for chunk in emission.chunks) > MAX_EMIT_BYTES:
+        if not fits_one_call(len(emissions), sum(map(size_of, emissions))):
             return False
 
         def receive(answers: Sequence[str] | None) -> None:
-            self._counts.emits.note(self._clock() - began_s)
+            self._counts.emits.note(time.monotonic() - began_s)
             self._on_answers(jobs, emissions, answers)
             if answers is not None:
                 # This includes what else the event loop did meanwhile, which is little beside a send.

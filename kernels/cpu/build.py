@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -57,7 +58,12 @@ def library_path(
     flags = (*_FLAGS, *_ISA_FLAGS[isa], *extra_flags)
     path = cache / f"penstock-cpu-{isa}-{_digest(' '.join(flags), _version(compiler), sources=sources)}.so"
     if not path.is_file():
-        _build(compiler, flags, sources, path, progress)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            # Other processes wait, rather than compile the same beside this one. The lock ends with its process.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.is_file():
+                _build(compiler, flags, sources, path, progress)
     return path
 
 
@@ -107,7 +113,7 @@ def _version(compiler: str) -> str:
 def _build(
     compiler: str, flags: Sequence[str], sources: Sequence[Path], path: Path, progress: Callable[[float], None]
 ) -> None:
-    """Compile in a temporary folder, then rename: two processes may build at once, and either may be killed."""
+    """Compile in a temporary folder, then rename, so that a process that is killed leaves no incomplete library."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sources = sorted(sources, key=lambda source: -source.stat().st_size)
     progress(0.0)

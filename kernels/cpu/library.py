@@ -135,11 +135,15 @@ class NativeModel:
     def allocate(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int) -> None:
         """Create a matrix of zeros. Every run but the last has a multiple of 32 rows."""
         self._create(slot, layer, runs, columns, None)
+        self._kept.pop((slot, layer), None)
 
     def use(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int, packed: NDArray[np.uint8]) -> None:
-        """Use a packed matrix in place. `packed`: bytes that `NativeModel.packed` once returned, 64-byte aligned."""
-        self._kept[slot, layer] = packed
+        """Use a packed matrix in place. `packed`: bytes that `NativeModel.packed` once returned, 64-byte aligned.
+
+        They may also be others, if `fill` then writes all rows, and the padding of the last panel is zeros.
+        """
         self._create(slot, layer, runs, columns, packed.ctypes.data)
+        self._kept[slot, layer] = packed
 
     def _create(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int, address: int | None) -> None:
         formats, rows = ((c.c_int32 * len(runs))(*numbers) for numbers in zip(*runs, strict=True))

@@ -18,13 +18,15 @@ def paged_attention(
     scale: float | None = None,
     window: int | None = None,
     biases: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Causal attention of a mixed batch of prefill chunks and decode steps, computed in float32.
 
     q: [num_tokens, num_heads, head_dim]; query_starts: [num_seqs + 1]; context_lens: [num_seqs], cached tokens
     including those of this step; block_tables: [num_seqs, max_blocks]; scale: of the scores, head_dim ** -0.5 by
     default; window: the most tokens that a query sees, its own included; biases: [num_heads, num_positions], added
-    to the scores of a token by its position (ALiBi, arXiv:2108.12409). Returns q's shape and dtype.
+    to the scores of a token by its position (ALiBi, arXiv:2108.12409); cap: of the scores, before biases: a score s
+    becomes cap * tanh(s / cap). Returns q's shape and dtype.
     """
     num_kv_heads, head_dim = cache.k.shape[0], cache.k.shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
@@ -37,6 +39,8 @@ def paged_attention(
             blocks = block_tables[seq, : -(-visible // cache.block_size)].long()
             keys, values = (kept[:, first:visible] for kept in _read(cache, blocks))
             scores = q[token].float().view(num_kv_heads, -1, head_dim) @ keys.transpose(1, 2) * scale
+            if cap is not None:
+                scores = cap * torch.tanh(scores / cap)
             if biases is not None:
                 scores += biases[:, first:visible].reshape(num_kv_heads, -1, visible - first)
             out[token] = (torch.softmax(scores, dim=-1) @ values).reshape(-1, head_dim).to(q.dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.kernels.norm_weights import Addend, NormWeights
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.reference.attention import store_kv
 
@@ -44,21 +45,39 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, kept), dim=-1).to(x.dtype)
 
 
-def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_norm(residual: Tensor, delta: Addend | None, norm: NormWeights) -> Tensor:
     """Add `delta`, if any, to `residual` in place, and norm the sum.
 
-    residual, delta: [num_tokens, hidden]; weight: [hidden]; returns [num_tokens, hidden] in weight's dtype.
+    residual, rows of delta: [num_tokens, hidden]; returns [num_tokens, hidden] in the dtype of the norm's weight.
     """
     if delta is not None:
-        residual += delta
-    return rms_norm(residual.float(), weight, eps).to(weight.dtype)
+        rows = delta.rows.float() if delta.norm is None else _normed(delta.rows.float(), delta.norm)
+        residual += delta.scale * rows
+    return _normed(residual.float(), norm).to(norm.weight.dtype)
 
 
-def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """As `add_rms_norm`, but subtract the mean and add `bias`, [hidden]."""
-    if delta is not None:
-        residual += delta
-    return layer_norm(residual.float(), weight, bias, eps).to(weight.dtype)
+def norm_all_heads(qkv: Tensor, q_norm: NormWeights, k_norm: NormWeights) -> None:
+    """Norm each token's queries as one vector, and its keys, in place.
+
+    qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values.
+    """
+    parts = qkv[:, : len(q_norm.weight)], qkv[:, len(q_norm.weight) :][:, : len(k_norm.weight)]
+    for part, norm in zip(parts, (q_norm, k_norm), strict=True):
+        part.copy_(_normed(part.float(), norm))
+
+
+def _normed(x: Tensor, norm: NormWeights) -> Tensor:
+    """Norm rows in float32; x: [rows, hidden] in float32."""
+    if not norm.weight.numel():
+        return x
+    weight = norm.weight.float() + norm.offset
+    return rms_norm(x, weight, norm.eps) if norm.bias is None else layer_norm(x, weight, norm.bias, norm.eps)
+
+
+def bound_logits(logits: Tensor, scale: float, cap: float | None) -> None:
+    """Multiply logits by `scale`, then replace each logit x by cap * tanh(x / cap), in place."""
+    scaled = logits.float() * scale
+    logits.copy_(scaled if cap is None else cap * torch.tanh(scaled / cap))
 
 
 def rotate_and_store(
@@ -72,19 +91,20 @@ def rotate_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    offset: float = 0.0,
 ) -> Tensor:
     """Norm the heads of queries and keys, apply RoPE to them, and store keys and values in the cache.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], queries, keys, values; positions, slots: [num_tokens],
     slot -1 skips a token; cos, sin: [num_positions, rotary_dim // 2], of width 0 without RoPE; q_norm, k_norm:
-    [head_dim], weights of RMS norms. Returns the queries, [num_tokens, num_heads, head_dim].
+    [head_dim], weights of RMS norms, without `offset`. Returns the queries, [num_tokens, num_heads, head_dim].
     """
     num_kv_heads, head_dim = cache.k.shape[0], cache.k.shape[-1]
     heads = qkv.view(len(qkv), -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
-    q = q if q_norm is None else rms_norm(q, q_norm, eps)
-    k = k if k_norm is None else rms_norm(k, k_norm, eps)
+    q = q if q_norm is None else rms_norm(q, q_norm.float() + offset, eps)
+    k = k if k_norm is None else rms_norm(k, k_norm.float() + offset, eps)
     q, k = (rope(x, cos[positions.long()], sin[positions.long()]) for x in (q, k))
     store_kv(k, v, cache, slots)
     return q.contiguous()

@@ -22,6 +22,7 @@ def paged_attention(
     scale: float | None = None,
     window: int | None = None,
     biases: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """As `kernels.reference.attention.paged_attention`, with all integers in int32.
 
@@ -36,9 +37,9 @@ def paged_attention(
     if len(decoding):
         seqs = torch.from_numpy(longest_first(decoding, context_lens.cpu().numpy())).to(q.device)
         splits = num_splits(len(seqs), cache.k.shape[0], q.device)
-        decode_attention(*given, seqs, splits, scale=scale, window=window or 0, biases=biases)
+        decode_attention(*given, seqs, splits, scale=scale, window=window or 0, biases=biases, cap=cap)
     if len(chunks):
         rows = prefill_rows(q.shape[-1], q.dtype, q.device)
         tiles = torch.from_numpy(prefill_tiles(starts, chunks, rows)).to(q.device)
-        prefill_attention(*given, tiles, scale=scale, window=window or 0, biases=biases, rows=rows)
+        prefill_attention(*given, tiles, scale=scale, window=window or 0, biases=biases, cap=cap, rows=rows)
     return out

@@ -50,6 +50,17 @@ def as_float16(queries):
 
 
 @triton.jit
+def capped(scores, CAP: tl.constexpr):
+    """Return CAP * tanh(score / CAP) of scores in units of log2(e), in the same units; as given if CAP is 0.
+
+    tanh(y) is 1 - 2 / (exp(2 * y) + 1), also where the exponential is 0 or infinite.
+    """
+    if CAP > 0:
+        scores = CAP * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / CAP)) + 1.0))
+    return scores
+
+
+@triton.jit
 def weigh_values(p, shrink, unit, scales):
     """Return p times the values' scales, and the shrinkage, in the unit of the largest scale so far; and this unit.
 
@@ -96,6 +107,7 @@ def _decode(
     QUANTISED: tl.constexpr,
     NARROW: tl.constexpr,
     BIASED: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Grid [sequences, key heads, splits]. Query heads that share a key head are the rows of one product."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -131,6 +143,7 @@ def _decode(
         if QUANTISED:
             scale_at = block_offset(blocks, scale_block_stride, host_from, host_scale_jump) + head * scale_head_stride
             scores *= tl.load(k_scales + scale_at + tokens % BLOCK, mask=seen, other=0.0)[None, :]
+        scores = capped(scores, CAP)
         if BIASED:
             bias_at = heads[:, None] * bias_stride + tokens[None, :]
             scores += tl.load(biases + bias_at, mask=(g < GROUP)[:, None] & seen[None, :], other=0.0) * LOG2_E
@@ -218,6 +231,7 @@ def decode_attention(
     scale: float,
     window: int = 0,
     biases: Tensor | None = None,
+    cap: float | None = None,
     launch: Launch | None = None,
 ) -> None:
     """Write the attention of the only query of each of `seqs`, [num_rows] in int32, to its row of `out`.
@@ -242,7 +256,7 @@ def decode_attention(
         *(block_tables, context_lens, query_starts, seqs),
         *scales_and_strides(cache, block_tables, scale, biases),
         GROUP_PAD=padded(group, 16),
-        **kinds_of(cache, group, biases, q.dtype),
+        **kinds_of(cache, group, biases, cap, q.dtype),
         **cut,
         **head,
         **launch.options,
@@ -261,14 +275,17 @@ def scales_and_strides(
     return *by_bias, block_tables.stride(0), *cache_strides(cache)
 
 
-def kinds_of(cache: PagedCache, group: int, biases: Tensor | None, dtype: torch.dtype) -> dict[str, int | bool]:
+def kinds_of(
+    cache: PagedCache, group: int, biases: Tensor | None, cap: float | None, dtype: torch.dtype
+) -> dict[str, int | float | bool]:
     """Return the constants that attention kernels are compiled for. group: query heads per key head; dtype: of queries.
 
-    NARROW: products are computed in float16, because keys are float8 and queries bfloat16.
+    CAP: the limit of scores, 0 without one. NARROW: products are computed in float16, because keys are float8 and
+    queries bfloat16.
     """
     has_scales, has_biases = cache.k_scales is not None, biases is not None
     is_narrow = cache.k.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
-    sizes = {"GROUP": group, "BLOCK": cache.block_size}
+    sizes = {"GROUP": group, "BLOCK": cache.block_size, "CAP": cap or 0.0}
     return {**sizes, "QUANTISED": has_scales, "NARROW": is_narrow, "BIASED": has_biases}
 
 

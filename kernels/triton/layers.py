@@ -19,43 +19,6 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 @triton.jit
-def _add_norm(
-    out,
-    scales,
-    residual,
-    delta,
-    weight,
-    bias,
-    eps,
-    HIDDEN: tl.constexpr,
-    HIDDEN_PAD: tl.constexpr,
-    ADDED: tl.constexpr,
-    CENTRED: tl.constexpr,
-    BIASED: tl.constexpr,
-    MOST: tl.constexpr,
-):
-    """Grid [tokens]. MOST: the largest number of the format that `out` is quantized to, or 0."""
-    i = tl.arange(0, HIDDEN_PAD)
-    inside = i < HIDDEN
-    row = tl.program_id(0).to(tl.int64)
-    at = row * HIDDEN + i
-    x = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    if ADDED:
-        x += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(residual + at, x.to(residual.dtype.element_ty), mask=inside)
-    if CENTRED:
-        x = tl.where(inside, x - tl.sum(x, 0) / HIDDEN, 0.0)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps) * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    if BIASED:
-        y += tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
-    if MOST > 0:
-        # Rounded as if the norm was stored first, so that both ways give the same numbers.
-        store_quantised(out, scales, y.to(weight.dtype.element_ty).to(tl.float32), row, i, HIDDEN, MOST)
-    else:
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _activated(x, KIND: tl.constexpr):
     if KIND == "silu":
         return x * tl.sigmoid(x)
@@ -76,7 +39,10 @@ def _activate(
     GATED: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Grid [tokens, runs of columns], of one run where MOST is not 0: see `_add_norm`."""
+    """Grid [tokens, runs of columns], of one run where MOST is not 0.
+
+    MOST: the largest number of the format that `out` is quantized to, or 0.
+    """
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row, width = tl.program_id(0).to(tl.int64), 2 * INNER if GATED else INNER
     y = _activated(tl.load(x + row * width + i, mask=i < INNER, other=0.0).to(tl.float32), KIND)
@@ -86,61 +52,6 @@ def _activate(
         store_quantised(out, scales, y.to(x.dtype.element_ty).to(tl.float32), row, i, INNER, MOST)
     else:
         tl.store(out + row * INNER + i, y.to(out.dtype.element_ty), mask=i < INNER)
-
-
-def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """As `kernels.reference.layers.add_rms_norm`; rows of `residual` and `delta` must be contiguous."""
-    return add_layer_norm(residual, delta, weight, None, eps, centred=False)
-
-
-def add_layer_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, centred: bool = True
-) -> Tensor:
-    """As `kernels.reference.layers.add_layer_norm`; rows of `residual` and `delta` must be contiguous.
-
-    centred: subtract the mean, which an RMS norm does not.
-    """
-    out = torch.empty(residual.shape, dtype=weight.dtype, device=residual.device)
-    _launch_norm(QuantisedRows(out, out), residual, delta, (weight, bias, eps), centred=centred)
-    return out
-
-
-def add_norm_quantised(
-    residual: Tensor,
-    delta: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-    *,
-    centred: bool,
-) -> QuantisedRows:
-    """Return `quantise_vectors` of the norm in one pass: `add_layer_norm` if centred, else `add_rms_norm`."""
-    rows = QuantisedRows.empty(residual.shape[0], residual.shape[1], dtype, residual.device)
-    _launch_norm(rows, residual, delta, (weight, bias, eps), centred=centred, most=QUANTISED_MAX[dtype])
-    return rows
-
-
-def _launch_norm(
-    rows: QuantisedRows,
-    residual: Tensor,
-    delta: Tensor | None,
-    norm: tuple[Tensor, Tensor | None, float],
-    *,
-    centred: bool,
-    most: float = 0.0,
-) -> None:
-    num_tokens, hidden = residual.shape
-    _add_norm[(num_tokens,)](
-        *(*rows, residual, delta, *norm),
-        HIDDEN=hidden,
-        HIDDEN_PAD=padded(hidden),
-        ADDED=delta is not None,
-        CENTRED=centred,
-        BIASED=norm[1] is not None,
-        MOST=most,
-        num_warps=8 if hidden > 2048 else 4,
-    )
 
 
 def rotate_and_store(
@@ -154,6 +65,7 @@ def rotate_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    offset: float = 0.0,
 ) -> Tensor:
     """As `kernels.reference.layers.rotate_and_store`; positions and slots in int32, cos and sin in float32.
 
@@ -173,8 +85,10 @@ def rotate_and_store(
         BLOCK=cache.block_size,
         ROTARY=2 * cos.shape[-1],
         NORMED=q_norm is not None,
+        OFFSET=offset,
         MOST=0.0 if cache.k_scales is None else QUANTISED_MAX[cache.k.dtype],
-        num_warps=2,
+        # A head's numbers and their partners stay in registers, also where 71 queries share a key.
+        num_warps=min(8, max(2, padded(group) * padded(head_dim) // 1024)),
     )
     return out
 
@@ -211,3 +125,20 @@ def _activated_rows(x: Tensor, inner: int, activation: str) -> Tensor:
     grid = (len(x), triton.cdiv(inner, _COLUMNS))
     _activate[grid](out, out, x, INNER=inner, COLUMNS=_COLUMNS, KIND=activation, GATED=gated, MOST=0.0)
     return out
+
+
+@triton.jit
+def _bound_logits(logits, count, scale, CAP: tl.constexpr, COLUMNS: tl.constexpr):
+    """Grid [runs of logits]."""
+    i = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    x = tl.load(logits + i, mask=i < count, other=0.0).to(tl.float32) * scale
+    if CAP > 0:
+        # tanh(y) is 1 - 2 / (exp(2 * y) + 1), also where the exponential is 0 or infinite.
+        x = CAP * (1.0 - 2.0 / (tl.exp(x * (2.0 / CAP)) + 1.0))
+    tl.store(logits + i, x.to(logits.dtype.element_ty), mask=i < count)
+
+
+def bound_logits(logits: Tensor, scale: float, cap: float | None) -> None:
+    """As `kernels.reference.layers.bound_logits`; logits must be contiguous."""
+    grid = (triton.cdiv(logits.numel(), _COLUMNS),)
+    _bound_logits[grid](logits, logits.numel(), scale, CAP=cap or 0.0, COLUMNS=_COLUMNS)

@@ -16,6 +16,8 @@ from penstock.kernels.triton.launches import padded
 LORA_ROWS = 16
 """Most rows of a tile."""
 _COLUMNS, _OUTPUTS = 128, 64
+_RANKS = 64
+"""Most ranks that a program multiplies at once: a tile of all 1,536 ranks of a large adapter's qkv fits nowhere."""
 
 
 @triton.jit
@@ -26,18 +28,19 @@ def _shrink(
     tiles,
     num_columns,
     RANK: tl.constexpr,
-    RANK_PAD: tl.constexpr,
+    RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid [tiles]: multiply each row by its adapter's first matrix. A tile without rows is padding."""
+    """Grid [tiles, runs of ranks]: multiply rows by their adapter's first matrix. A tile without rows is padding."""
     tile = tl.program_id(0)
     adapter, first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     if count == 0:
         return
-    i, k, c = tl.arange(0, ROWS), tl.arange(0, RANK_PAD), tl.arange(0, COLUMNS)
+    i, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    k = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     row = (first + i).to(tl.int64)
-    sums = tl.zeros([ROWS, RANK_PAD], tl.float32)
+    sums = tl.zeros([ROWS, RANKS], tl.float32)
     for start in range(0, num_columns, COLUMNS):
         inside = start + c < num_columns
         given = x + row[:, None] * num_columns + start + c[None, :]
@@ -56,7 +59,7 @@ def _expand(
     tiles,
     num_outputs,
     RANK: tl.constexpr,
-    RANK_PAD: tl.constexpr,
+    RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
@@ -65,17 +68,19 @@ def _expand(
     adapter, first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     if count == 0:
         return
-    i, k = tl.arange(0, ROWS), tl.arange(0, RANK_PAD)
-    o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    i, o = tl.arange(0, ROWS), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = (first + i).to(tl.int64)
-    a = tl.load(inner + row[:, None] * RANK + k[None, :], mask=(i < count)[:, None] & (k < RANK)[None, :], other=0.0)
-    weight = up + (adapter.to(tl.int64) * num_outputs + o)[None, :] * RANK + k[:, None]
-    b = tl.load(weight, mask=(o < num_outputs)[None, :] & (k < RANK)[:, None], other=0.0)
     at = out + row[:, None] * num_outputs + o[None, :]
     is_value = (i < count)[:, None] & (o < num_outputs)[None, :]
-    before = tl.load(at, mask=is_value, other=0.0).to(tl.float32)
-    more = tl.dot(a, b.to(tl.float32), input_precision="ieee")
-    tl.store(at, (before + more).to(out.dtype.element_ty), mask=is_value)
+    sums = tl.load(at, mask=is_value, other=0.0).to(tl.float32)
+    for start in range(0, RANK, RANKS):
+        k = start + tl.arange(0, RANKS)
+        given = inner + row[:, None] * RANK + k[None, :]
+        a = tl.load(given, mask=(i < count)[:, None] & (k < RANK)[None, :], other=0.0)
+        weight = up + (adapter.to(tl.int64) * num_outputs + o)[None, :] * RANK + k[:, None]
+        b = tl.load(weight, mask=(o < num_outputs)[None, :] & (k < RANK)[:, None], other=0.0)
+        sums = tl.dot(a, b.to(tl.float32), sums, input_precision="ieee")
+    tl.store(at, sums.to(out.dtype.element_ty), mask=is_value)
 
 
 def lora_tiles(adapters: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -97,7 +102,8 @@ def add_lora(out: Tensor, x: Tensor, down: Tensor, up: Tensor, tiles: Tensor) ->
     if not len(tiles):
         return
     inner = torch.empty(len(x), rank, dtype=torch.float32, device=x.device)
-    ranks = {"RANK": rank, "RANK_PAD": padded(rank, 16), "ROWS": LORA_ROWS}
-    _shrink[(len(tiles),)](inner, x, down, tiles, num_columns, COLUMNS=_COLUMNS, **ranks)
+    ranks = {"RANK": rank, "RANKS": min(_RANKS, padded(rank, 16)), "ROWS": LORA_ROWS}
+    by_rank = len(tiles), triton.cdiv(rank, ranks["RANKS"])
+    _shrink[by_rank](inner, x, down, tiles, num_columns, COLUMNS=_COLUMNS, **ranks)
     grid = (len(tiles), triton.cdiv(num_outputs, _OUTPUTS))
     _expand[grid](out, inner, up, tiles, num_outputs, OUTPUTS=_OUTPUTS, **ranks)

@@ -13,6 +13,7 @@ from penstock.kernels.triton.decode_attention import (
     LOG2_E,
     as_float16,
     block_offset,
+    capped,
     kinds_of,
     scales_and_strides,
     weigh_values,
@@ -54,6 +55,7 @@ def _attend_tile(
     QUANTISED: tl.constexpr,
     NARROW: tl.constexpr,
     BIASED: tl.constexpr,
+    CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add the TILE keys from `at` on to the running maximum, total and sum. MASKED: some rows do not see all."""
@@ -67,6 +69,7 @@ def _attend_tile(
     if QUANTISED:
         scale_at = block_offset(blocks, scale_block_stride, host_from, host_scale_jump) + head * scale_head_stride
         scores *= tl.load(k_scales + scale_at + tokens % BLOCK, mask=held, other=0.0)[None, :]
+    scores = capped(scores, CAP)
     if BIASED:
         scores += tl.load(biases + bias_at + tokens, mask=held, other=0.0)[None, :] * LOG2_E
     if MASKED:
@@ -124,6 +127,7 @@ def _prefill(
     QUANTISED: tl.constexpr,
     NARROW: tl.constexpr,
     BIASED: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Grid [tiles of queries, heads]. `tiles` holds the sequence, -1 for padding, and the first query of each tile."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -160,7 +164,7 @@ def _prefill(
                 *(state, j, queries, positions, context, biases, head * bias_stride, row_scale, table),
                 *(k, v, k_scales, v_scales, head // GROUP, block_stride, head_stride),
                 *(scale_block_stride, scale_head_stride, host_from, host_jump, host_scale_jump),
-                *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, NARROW, BIASED, part == 1),
+                *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, NARROW, BIASED, CAP, part == 1),
             )
     _best, total, acc, unit = state
     # Rows after the last query may have seen no key.
@@ -195,6 +199,7 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     biases: Tensor | None = None,
+    cap: float | None = None,
     rows: int = QUERY_TILE,
     launch: Launch | None = None,
 ) -> None:
@@ -214,6 +219,6 @@ def prefill_attention(
         ROWS=rows,
         TILE=launch.tile,
         WINDOW=window,
-        **kinds_of(cache, group, biases, q.dtype),
+        **kinds_of(cache, group, biases, cap, q.dtype),
         **launch.options,
     )

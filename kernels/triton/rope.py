@@ -22,6 +22,7 @@ def _normed_rope(
     HEAD_PAD: tl.constexpr,
     ROTARY: tl.constexpr,
     NORMED: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """Return the heads that begin at `at`, normed and rotated by RoPE, [rows, HEAD_PAD] in float32."""
     d = tl.arange(0, HEAD_PAD)
@@ -29,14 +30,14 @@ def _normed_rope(
     y = tl.load(x + at[:, None] + d[None, :], mask=is_value, other=0.0).to(tl.float32)
     norm = tl.rsqrt(tl.sum(y * y, 1) / HEAD + eps)[:, None] if NORMED else 1.0
     if NORMED:
-        y *= norm * tl.load(weight + d, mask=d < HEAD, other=0.0).to(tl.float32)[None, :]
+        y *= norm * (tl.load(weight + d, mask=d < HEAD, other=0.0).to(tl.float32) + OFFSET)[None, :]
     if ROTARY > 0:
         is_first, is_rotary = d < ROTARY // 2, d < ROTARY
         other = tl.where(is_first, d + ROTARY // 2, d - ROTARY // 2)
         partner = tl.load(x + at[:, None] + other[None, :], mask=is_row[:, None] & is_rotary[None, :], other=0.0)
         partner = partner.to(tl.float32)
         if NORMED:
-            partner *= norm * tl.load(weight + other, mask=is_rotary, other=0.0).to(tl.float32)[None, :]
+            partner *= norm * (tl.load(weight + other, mask=is_rotary, other=0.0).to(tl.float32) + OFFSET)[None, :]
         angle = tl.where(is_first, d, other)
         cosine = tl.load(cos + angle, mask=is_rotary, other=1.0)
         sine = tl.load(sin + angle, mask=is_rotary, other=0.0)
@@ -87,6 +88,7 @@ def rotate_and_store_kernel(
     BLOCK: tl.constexpr,
     ROTARY: tl.constexpr,
     NORMED: tl.constexpr,
+    OFFSET: tl.constexpr,
     MOST: tl.constexpr,
 ):
     """Grid [tokens, key heads]: one key head, its value head, and the query heads that share them."""
@@ -98,7 +100,7 @@ def rotate_and_store_kernel(
     at = token * qkv_stride
     queries = _normed_rope(
         qkv, at + (head * GROUP + g) * HEAD, g < GROUP, q_norm, eps, cos + angles, sin + angles,
-        HEAD, HEAD_PAD, ROTARY, NORMED,
+        HEAD, HEAD_PAD, ROTARY, NORMED, OFFSET,
     )  # fmt: skip
     to = (token * num_heads + head * GROUP + g) * HEAD
     is_value = (g < GROUP)[:, None] & (d < HEAD)[None, :]
@@ -108,8 +110,9 @@ def rotate_and_store_kernel(
         one = tl.arange(0, 1)
         key_at = at + (num_heads + head) * HEAD
         key = _normed_rope(
-            qkv, key_at + one, one == 0, k_norm, eps, cos + angles, sin + angles, HEAD, HEAD_PAD, ROTARY, NORMED
-        )
+            qkv, key_at + one, one == 0, k_norm, eps, cos + angles, sin + angles,
+            HEAD, HEAD_PAD, ROTARY, NORMED, OFFSET,
+        )  # fmt: skip
         value_at = key_at + num_kv_heads * HEAD
         value = tl.load(qkv + value_at + d[None, :], mask=(d < HEAD)[None, :], other=0.0).to(tl.float32)
         block, offset = slot // BLOCK, slot % BLOCK

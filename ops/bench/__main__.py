@@ -13,7 +13,10 @@ from pathlib import Path
 
 from bench import campaign, machine, peers, report, verdicts
 from bench.contestants import CONTESTANTS
-from bench.journal import Journal
+from bench.journal import Journal, journal_path
+from bench.larger import table
+from bench.larger.contestants import of_shape
+from bench.larger.models import MODEL_SHAPES
 from bench.workload import WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
@@ -23,6 +26,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The options; engines are chosen by how their names begin."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("--model", help="folder or .gguf file; the demo model if not given")
+    parser.add_argument("--model-shape", choices=list(MODEL_SHAPES), help="random weights instead of a model")
     parser.add_argument("--engines", nargs="+", metavar="NAME", default=[""], help="names or beginnings: " + names())
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--repeats", type=int, default=3)
@@ -44,14 +48,18 @@ def main() -> None:
     from penstock.cli.demo_model import demo_model
 
     options = parse(sys.argv[1:])
+    contestants = of_shape(options.model_shape) if options.model_shape else list(CONTESTANTS.values())
     # An exception, so that the run under way is ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    chosen = [one for one in CONTESTANTS.values() if one.name.startswith(tuple(options.engines))]
-    journal = Journal(peers.BUILD / "bench" / f"{options.campaign}.jsonl")
+    chosen = [one for one in contestants if one.name.startswith(tuple(options.engines))]
+    journal = Journal(journal_path(options.campaign, options.model_shape))
     if options.redo:
         journal.forget({one.name for one in chosen}, set(options.workloads))
-    runs = campaign.Campaign(journal, options.model or str(demo_model()), chosen, max_tries=options.tries)
+    model = options.model_shape or options.model or str(demo_model())
+    runs = campaign.Campaign(journal, model, chosen, max_tries=options.tries)
     if not options.report:
+        if options.model_shape:
+            table.prepare(options.model_shape, chosen)
         runs.run(options.workloads, options.repeats)
     scene = report.Scene(
         machine=machine.describe(),
@@ -59,6 +67,9 @@ def main() -> None:
         peers={one.peer: peers.versions(one.peer) for one in CONTESTANTS.values() if one.peer and one.is_installed},
         missing=runs.missing(),
     )
+    if options.model_shape:
+        print(table.write(options.results, scene, options.campaign))
+        return
     print(report.write(options.results, scene, journal.runs, CONTESTANTS.values()))
     try:
         from bench import plots

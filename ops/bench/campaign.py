@@ -75,7 +75,7 @@ class Campaign:
 
     def _run(self, one: Contestant, workload: str, repeat: int) -> Run:
         place = weights.path(one.weights, self._model)
-        spec = Spec(workload, str(place), one.options, one.max_requests, time.monotonic())
+        spec = Spec(workload, str(place), one.options, one.max_requests, one.parts, time.monotonic())
         argv = [one.python, "-m", f"bench.engines.{one.module}", json.dumps(asdict(spec))]
         shown = anywhere(" ".join([*(f"{k}={v}" for k, v in one.env.items()), *map(shlex.quote, argv)]))
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -32,13 +32,17 @@ class Spec:
     options: dict[str, Any] = field(default_factory=dict)
     max_requests: int | None = None
     """Of a workload's requests only the first few: for engines that would need minutes for all."""
+    parts: Sequence[str] | None = None
+    """Which parts of the workload are run; None: all."""
     spawned_s: float = 0.0
     """On the machine's monotonic clock, when this process was started."""
 
     def requests_of(self) -> Workload:
-        """The workload, cut to `max_requests`."""
+        """The workload, cut to `max_requests` and to the chosen parts."""
         workload = WORKLOADS[self.workload]()
-        return replace(workload, requests=workload.requests[: self.max_requests])
+        names = workload.parts if self.parts is None else self.parts
+        parts = {name: workload.parts[name] for name in names}
+        return replace(workload, requests=workload.requests[: self.max_requests], parts=parts)
 
 
 class Session(Protocol):
@@ -83,6 +87,10 @@ def measure(session: Session, spec: Spec) -> dict[str, float]:
     _emit("begin")
     watch = Stopwatch(workload, on_finished=look)
     session.run(workload, watch)
+    for name, part in workload.parts.items():
+        watch_of_part = Stopwatch(part)
+        session.run(part, watch_of_part)
+        found |= {f"{name}_{metric}": value for metric, value in watch_of_part.measured().items()}
     _emit("end")
     found["first_token_s"] = watch.first_arrival_s - spec.spawned_s
     found["rss_peak_mib"] = memory.peak_mib(with_own=session.in_own_process)

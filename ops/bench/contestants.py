@@ -41,6 +41,8 @@ class Contestant:
     options: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     max_requests: int | None = None
+    parts: tuple[str, ...] | None = None
+    """Which parts of a workload it runs; None: all."""
 
     @property
     def is_ours(self) -> bool:

@@ -6,7 +6,14 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from bench import peers
+
 MAX_FOREIGN_CPU = 0.05
+
+
+def journal_path(campaign: str, shape: str | None = None) -> Path:
+    """Where a campaign's runs are kept; those of a shape have a file of their own."""
+    return peers.BUILD / "bench" / f"{campaign}{f'-{shape}' if shape else ''}.jsonl"
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,9 @@ DESCRIPTIONS = {
     "single": "one stream at a time, 32 → 128",
     "poisson": "120 requests like the mix's, 4 a second on average; goodput: TTFT ≤ 200 ms and mean ITL ≤ 50 ms",
     "startup": "from the start of the process, caches warm; one prompt of 32 tokens",
+    "larger-1b": "one stream at a time, 32 → 64; a prompt of 512 tokens; 16 requests at once, 64 → 48",
+    "larger-3b": "one stream, 32 → 64; a prompt of 512 tokens; 16 requests at once, 32 → 24",
+    "load": "the first load of a file: no packed weights are cached, the file is in memory",
     "tiny": "10,000 requests of 8 → 2, 64 at a time",
 }
 
@@ -82,7 +85,7 @@ def write(folder: Path, scene: Scene, runs: list[Run], contestants: Iterable[Con
         sections = [section(workload, columns, table) for workload, columns in workloads.items() if workload in table]
         (folder / f"{name}.md").write_text("\n".join([head(name, scene, chosen), *sections]))
     found = verdicts(table, contestants)
-    text = "\n".join([head("targets", scene, runs), targets_table(found), _not_measured(scene, runs)])
+    text = "\n".join([head("targets", scene, runs), targets_table(found), not_measured(scene, runs)])
     (folder / "targets.md").write_text(text)
     (folder / "targets.json").write_text(
         json.dumps([asdict(one) | {"is_met": one.is_met} for one in found], indent=1) + "\n"
@@ -161,7 +164,8 @@ def targets_table(found: list[Verdict]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _not_measured(scene: Scene, runs: list[Run]) -> str:
+def not_measured(scene: Scene, runs: list[Run]) -> str:
+    """List what was skipped and what failed."""
     worked = {(run.contestant, run.workload) for run in runs if not run.error}
     failed = {(r.contestant, r.workload): r.error for r in runs if r.error and (r.contestant, r.workload) not in worked}
     lines = [f"- {name}: skipped, {why}" for name, why in scene.missing.items()]

@@ -88,7 +88,9 @@ class Stopwatch:
                 )
         num_tokens = sum(self._num_tokens.values())
         wall_s = max(times[-1] for times in self._arrivals_s.values()) - self.start_s
-        return {"output_tokens": num_tokens, "wall_s": wall_s, "tokens_per_s": num_tokens / wall_s} | self._latencies()
+        found = {"output_tokens": num_tokens, "wall_s": wall_s, "tokens_per_s": num_tokens / wall_s}
+        found["tokens_per_event"] = num_tokens / sum(map(len, self._arrivals_s.values()))
+        return found | self._latencies()
 
     def _latencies(self) -> dict[str, float]:
         ttft_s = {i: times[0] - self._asked_s[i] for i, times in self._arrivals_s.items()}

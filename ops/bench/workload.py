@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 FIRST_ORDINARY_TOKEN = 1000
 LAST_ORDINARY_TOKEN = 40_000
@@ -31,11 +31,14 @@ class Workload:
     """Whether the engine answers something else first, unmeasured."""
     rss_after: tuple[int, ...] = ()
     """After how many finished requests the memory is looked at."""
+    parts: Mapping[str, Workload] = field(default_factory=dict)
+    """Further workloads that the same process answers afterwards. Their metrics begin with their names."""
 
     def most_tokens(self, num_slots: int) -> int:
         """The most that prompts and outputs of requests under way can come to, `num_slots` of them at once."""
         lengths = sorted((len(r.prompt) + r.num_output for r in self.requests), reverse=True)
-        return sum(lengths[: min(num_slots, self.max_in_flight or num_slots)])
+        own = sum(lengths[: min(num_slots, self.max_in_flight or num_slots)])
+        return max((own, *(part.most_tokens(num_slots) for part in self.parts.values())))
 
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:
@@ -89,6 +92,17 @@ def alike(num_requests: int, num_prompt: int, num_output: int, *, seed: int) -> 
 
 WARM_UP = Workload(alike(2, 24, 8, seed=100), max_in_flight=1)
 
+NUM_PROMPT_TOKENS = 512
+"""Of the prompt whose time is compared with the machine's peak."""
+
+
+def larger(num_alone: int, num_prompt: int, num_output: int) -> Workload:
+    """For models of 1B parameters and more: single streams, as many long prompts, then 16 requests at once."""
+    prompt = Workload(alike(num_alone, NUM_PROMPT_TOKENS, 1, seed=9), max_in_flight=1)
+    batch = Workload(alike(16, num_prompt, num_output, seed=10))
+    return Workload(alike(num_alone, 32, 64, seed=8), max_in_flight=1, parts={"prompt": prompt, "batch": batch})
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "mix": lambda: Workload(offline_mix()),
     "prefix": lambda: Workload(shared_prefix()),
@@ -96,5 +110,8 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "single": lambda: Workload(alike(6, 32, 128, seed=1), max_in_flight=1),
     "poisson": lambda: Workload(poisson()),
     "startup": lambda: Workload(alike(1, 32, 1, seed=6), warm=False),
+    "larger-1b": lambda: larger(2, 64, 48),
+    "larger-3b": lambda: larger(1, 32, 24),
+    "load": lambda: Workload(alike(1, 32, 1, seed=11), warm=False),
     "tiny": lambda: Workload(alike(10_000, 8, 2, seed=7), max_in_flight=64, rss_after=(2_000, 10_000)),
 }

@@ -21,6 +21,10 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     import torch
 
+    if arguments.dry:
+        from fixtures.interpreter import mend
+
+        mend()
     from bench_gpu.run import Run
     from bench_gpu.verdict import WrongResultError
 

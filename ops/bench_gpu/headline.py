@@ -35,6 +35,29 @@ GOALS = (
 DRY_GOALS = (Goal("tiny", "none", 2, 20, 0.0, {"top_p": 0.9}), Goal("tiny", "int4", 0, 18, 0.0))
 
 
+@dataclass(frozen=True)
+class LoadGoal:
+    """Requests of ShareGPT's lengths that are all there at once, and the output tokens per second that are wanted."""
+
+    model: str
+    count: int
+    max_num_seqs: int
+    budget: int
+    """Tokens of a step."""
+    tokens_s: float
+    divisor: int = 1
+    """Shortens all lengths."""
+
+    @property
+    def name(self) -> str:
+        """The row's name; its fraction is of the wanted tokens per second."""
+        return f"{self.model}, {self.count} requests of ShareGPT's lengths, of {self.tokens_s:,.0f} tokens/s"
+
+
+LOAD = LoadGoal("llama-8b", 1000, 512, 8192, 16_000)
+DRY_LOAD = LoadGoal("tiny", 2, 2, 16, 1.0, divisor=60)
+
+
 def table_of(rows: list[dict[str, Any]]) -> str:
     """Return the measured rows as a table in Markdown."""
     lines = ["| shape | ms | tokens/s | of the ceiling | goal |", "|---|---|---|---|---|"]

@@ -13,11 +13,14 @@ from triton.runtime.errors import OutOfResources
 from bench_gpu.measure import Clock, Work, fraction, rotated
 from bench_gpu.shapes import Pages, Sizes, ints, normal
 from penstock.gpu_node.model.gpu.linear import SCALED
+from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.kernels.norm_weights import Addend
 from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import decode_attention, num_splits
 from penstock.kernels.triton.invariant import multiply_invariant
-from penstock.kernels.triton.launches import Launch, shape_name
+from penstock.kernels.triton.launches import Launch, prefill_rows, shape_name
+from penstock.kernels.triton.norms import add_norm
 from penstock.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
 
@@ -57,7 +60,7 @@ def cases(sizes: Sizes, device: torch.device, ceilings: dict[str, Any], *, dry: 
         for batch, context in grid:
             yield decode_case(replace(sizes, rows=batch, context=context), device, kept)
     for prompt in (18,) if dry else (2048, 8192, 32_768):
-        yield prefill_case(replace(sizes, prompt=prompt), device)
+        yield prefill_case(replace(sizes, prompt=prompt), device, prefill_rows(sizes.head_dim, sizes.dtype, device))
     for rows in (1, 20) if dry else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192):
         yield from _product_cases(sizes, rows, device, has_float8="fp8_tflop_s" in ceilings)
     yield from _sampler_cases(sizes, device)
@@ -81,19 +84,29 @@ def decode_case(sizes: Sizes, device: torch.device, kept: torch.dtype, launch: L
     return Case(_name("decode_attention", kept, rows, sizes.context), make, num_bytes, operations)
 
 
-def prefill_case(sizes: Sizes, device: torch.device, launch: Launch | None = None) -> Case:
+def profiled_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """Yield a case for each kernel that a profiler looks at."""
+    rows = prefill_rows(sizes.head_dim, sizes.dtype, device)
+    yield from (decode_case(sizes, device, sizes.dtype), prefill_case(sizes, device, rows))
+    wanted = {"multiply_scaled int8 1 rows", "multiply_int4 1 rows", "sample top_p", "add_norm"}
+    others = *_product_cases(sizes, 1, device, has_float8=False), *_sampler_cases(sizes, device)
+    yield from (case for case in (*others, *_small_cases(sizes, device)) if case.name in wanted)
+
+
+def prefill_case(sizes: Sizes, device: torch.device, rows: int, launch: Launch | None = None) -> Case:
+    """rows: queries of a tile."""
     prompt, dim = sizes.prompt, sizes.head_dim
 
     def make() -> Work:
         pages = Pages.of(sizes, 1, prompt, device, sizes.dtype)
         q = normal(prompt, sizes.heads, dim, sizes=sizes, device=device)
         starts = np.array([0, prompt], np.int32)
-        tiles = ints(prefill_tiles(starts, np.zeros(1, np.int32)), device)
+        tiles = ints(prefill_tiles(starts, np.zeros(1, np.int32), rows), device)
         tables = ints(starts, device), ints(starts[1:], device), pages.tables
         given = torch.empty_like(q), q, pages.cache, *tables, tiles
-        return lambda: prefill_attention(*given, scale=dim**-0.5, launch=launch)
+        return lambda: prefill_attention(*given, scale=dim**-0.5, rows=rows, launch=launch)
 
-    return Case(f"prefill_attention {prompt}", make, 0, 2 * prompt**2 * sizes.heads * dim)
+    return Case(f"prefill_attention {prompt}, {rows} rows a tile", make, 0, 2 * prompt**2 * sizes.heads * dim)
 
 
 def _name(kernel: str, kept: torch.dtype, *numbers: int) -> str:
@@ -177,14 +190,14 @@ def _small_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     def norm() -> Work:
         delta = normal(tokens, sizes.hidden, sizes=sizes, device=device)
         residual, weight = torch.randn(delta.shape, device=device), normal(sizes.hidden, sizes=sizes, device=device)
-        return lambda: layers.add_rms_norm(residual, delta, weight, 1e-5)
+        return lambda: add_norm(residual, Addend(delta), Norm(weight, None, 1e-5))
 
     def gate() -> Work:
         x = normal(tokens, 2 * sizes.inter, sizes=sizes, device=device)
         return lambda: layers.gate_mul(x, "silu")
 
     yield Case("rotate_and_store", rope, 2 * tokens * width * item)
-    yield Case("add_rms_norm", norm, tokens * sizes.hidden * (8 + 2 * item))
+    yield Case("add_norm", norm, tokens * sizes.hidden * (8 + 2 * item))
     yield Case("gate_mul", gate, 3 * tokens * sizes.inter * item)
 
 
@@ -196,25 +209,34 @@ def copy_ms(clock: Clock, *, dry: bool) -> dict[str, float | str]:
     return {"kernel": "copy_blocks, host included", "ms": clock.wall_ms(lambda: copy_blocks(pool, copies))}
 
 
-def tune(sizes: Sizes, clock: Clock, *, dry: bool) -> dict[str, dict[str, list[int]]]:
-    """Return the fastest launches of the attention kernels on this GPU, as `kernels/triton/launches.py` reads them."""
+def sweep(sizes: Sizes, clock: Clock, *, dry: bool) -> Iterator[dict[str, Any]]:
+    """Yield the times of the attention kernels over rows of a tile, its keys, warps and stages."""
     tiles, warps, stages = ((16,), (4,), (1,)) if dry else ((32, 64, 128), (4, 8), (2, 3, 4))
     launches = [Launch(tile, warp, stage) for tile in tiles for warp in warps for stage in stages]
-    shape = shape_name(sizes.head_dim, sizes.heads // sizes.kv_heads, sizes.dtype)
-    makers: dict[str, Callable[[Launch], Case]] = {
-        "decode_attention": lambda launch: decode_case(sizes, clock.device, sizes.dtype, launch),
-        "prefill_attention": lambda launch: prefill_case(sizes, clock.device, launch),
+    makers: dict[int, Callable[[Launch], Case]] = {
+        0: lambda launch: decode_case(sizes, clock.device, sizes.dtype, launch),
+        64: lambda launch: prefill_case(sizes, clock.device, 64, launch),
+        128: lambda launch: prefill_case(sizes, clock.device, 128, launch),
     }
+    for rows, make in makers.items():
+        kernel = "prefill_attention" if rows else "decode_attention"
+        for launch in launches:
+            row: dict[str, Any] = {"kernel": kernel, "rows": rows, **launch._asdict()}
+            if clock.left_s < 0:
+                yield row | {"skipped": "the stage's time is over"}
+                continue
+            try:
+                yield row | {"ms": clock.device_ms([make(launch).make()])}
+            except (OutOfResources, torch.OutOfMemoryError) as error:
+                yield row | {"skipped": str(error)[:200]}
+
+
+def tuned(rows: list[dict[str, Any]], sizes: Sizes) -> dict[str, dict[str, list[int]]]:
+    """Return the fastest launches of a sweep, as `kernels/triton/launches.py` reads them."""
+    shape = shape_name(sizes.head_dim, sizes.heads // sizes.kv_heads, sizes.dtype)
     found: dict[str, dict[str, list[int]]] = {}
-    for name, make in makers.items():
-        times = {launch: _time(clock, make(launch)) for launch in launches if clock.left_s > 0}
-        if times and min(times.values()) < float("inf"):
-            found[name] = {shape: list(min(times, key=times.__getitem__))}
+    # The fastest one comes last.
+    for row in sorted((row for row in rows if "ms" in row), key=lambda row: -row["ms"]):
+        name = f"{row['kernel']}_128" if row["rows"] == 128 else row["kernel"]
+        found[name] = {shape: [row["tile"], row["num_warps"], row["num_stages"]]}
     return found
-
-
-def _time(clock: Clock, case: Case) -> float:
-    try:
-        return clock.device_ms([case.make()])
-    except OutOfResources:  # more shared memory than the GPU has
-        return float("inf")

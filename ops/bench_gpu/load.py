@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench_gpu.models import BLOCK_SIZE, Model
 from penstock.gpu_node.engine.in_flight import InFlightSteps
@@ -47,8 +48,35 @@ class OneByOne:
         return self._runner.submit(plan)
 
 
-def make_requests(count: int, shortest: int, longest: int, seed: int = 0) -> list[Choice]:
-    """Prompts and outputs of random lengths, as nano-vllm's bench draws them; nothing ends before its length."""
+Lengths = NDArray[np.int64]
+"""[num_requests, 2]: tokens of prompt and output."""
+_PROMPTS, _OUTPUTS = (5.02, 1.5), (4.77, 1.1)
+"""Mean and standard deviation of the logarithms of ShareGPT's lengths; see `sharegpt_lengths`."""
+_SHORTEST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048
+
+
+def uniform_lengths(count: int, shortest: int, longest: int, seed: int = 0) -> Lengths:
+    """Return lengths as nano-vllm's benchmark draws them."""
+    return np.random.default_rng(seed).integers(shortest, longest + 1, size=(count, 2))
+
+
+def sharegpt_lengths(count: int, seed: int = 0, *, divisor: int = 1) -> Lengths:
+    """Return lengths like those of ShareGPT, by formula: log-normal, within the limits of vLLM's `benchmark_serving`.
+
+    These limits are 4 to 1,024 prompt tokens and 2,048 tokens in all. The constants give averages of 217
+    prompt tokens and 200 output tokens. divisor: shortens all lengths.
+    """
+    rng = np.random.default_rng(seed)
+    means, deviations = np.array([_PROMPTS, _OUTPUTS]).T
+    drawn = np.exp(rng.normal(means, deviations, size=(8 * count, 2))).astype(np.int64)
+    prompts, totals = drawn[:, 0], drawn.sum(axis=1)
+    fits = (drawn >= _SHORTEST).all(axis=1) & (prompts <= _LONGEST_PROMPT) & (totals <= _LONGEST)
+    chosen: Lengths = np.maximum(drawn[fits][:count] // divisor, 1)
+    return chosen
+
+
+def make_requests(lengths: Lengths, seed: int = 0) -> list[Choice]:
+    """Return requests of these lengths with random prompts; nothing ends before its length."""
     rng = np.random.default_rng(seed)
     params: Any = Whole()
     return [
@@ -58,10 +86,10 @@ def make_requests(count: int, shortest: int, longest: int, seed: int = 0) -> lis
             params=params,
             seed=i,
             token_ids=rng.integers(1, 60, size=num_prompt, dtype=np.int32),
-            num_prompt_tokens=int(num_prompt),
-            end_rule=EndRule(frozenset(), 0, int(num_output)),
+            num_prompt_tokens=num_prompt,
+            end_rule=EndRule(frozenset(), 0, num_output),
         )
-        for i, (num_prompt, num_output) in enumerate(rng.integers(shortest, longest + 1, size=(count, 2)))
+        for i, (num_prompt, num_output) in enumerate(lengths.tolist())
     ]
 
 

@@ -19,7 +19,7 @@ from penstock.gpu_node.model.gpu.linear import KeptLinear, linear_of, pad_rows, 
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
-from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
 
 BLOCK_SIZE = 16
 _SHARE = 0.8
@@ -117,20 +117,30 @@ def random_weights(spec: ModelSpec, options: Options, device: torch.device) -> D
         return linear(random(rows, columns, std=columns**-0.5), bias)
 
     def norm(size: int, *, centred: bool = False) -> Norm:
-        return Norm(random(size, std=0.1, mean=1.0), random(size, std=0.1) if centred else None, spec.norm_eps)
+        mean = 1.0 - spec.norm_offset
+        return Norm(
+            random(size, std=0.1, mean=mean),
+            random(size, std=0.1) if centred else None,
+            spec.norm_eps,
+            spec.norm_offset,
+        )
 
     def layer() -> LayerWeights:
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        before = norm(hidden, centred=spec.norm == "layer")
+        hidden, inner, names = spec.hidden_size, spec.intermediate_size, spec.names
+        is_layer_norm, is_joint = spec.norm == "layer", spec.joint_head_norms
+        before = NoNorm(dtype, device) if names.attention_norm is None else norm(hidden, centred=is_layer_norm)
+        widths = (queries, keys) if is_joint else (spec.head_dim, spec.head_dim)
         return LayerWeights(
             attention_norm=before,
             qkv=matrix(queries + 2 * keys, hidden, has_bias=spec.qkv_bias),
-            head_norms=None if spec.names.q_norm is None else (norm(spec.head_dim), norm(spec.head_dim)),
+            head_norms=None if names.q_norm is None else (norm(widths[0]), norm(widths[1])),
             out=matrix(hidden, queries, has_bias=spec.out_bias),
-            mlp_norm=before if spec.names.mlp_norm is None else norm(hidden, centred=spec.norm == "layer"),
+            mlp_norm=before if names.mlp_norm is None else norm(hidden, centred=is_layer_norm),
             mlp_in=matrix((2 if spec.is_gated else 1) * inner, hidden, has_bias=spec.mlp_bias),
             mlp_out=matrix(hidden, inner, has_bias=spec.mlp_bias),
+            post_attention_norm=None if names.post_attention_norm is None else norm(hidden),
+            post_mlp_norm=None if names.post_mlp_norm is None else norm(hidden),
         )
 
     embedding = pad_rows(random(spec.vocab_size, spec.hidden_size, std=1.0))

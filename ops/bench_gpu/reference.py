@@ -21,35 +21,41 @@ def reference_logits(spec: ModelSpec, weights: DecoderWeights, token_ids: Tensor
 
     weights: unquantized (`PlainLinear`); token_ids: [num_tokens], on the device of the weights.
     """
-    residual = weights.embedding(token_ids).double()
-    for layer, window in zip(weights.layers, spec.windows, strict=True):
+    residual = weights.embedding(token_ids).double() * spec.embedding_scale
+    for at, layer in enumerate(weights.layers):
         normed = _norm(residual, layer.attention_norm)
-        attended = _linear(_attention(spec, layer, _linear(normed, layer.qkv), window), layer.out)
-        if spec.parallel_residual:
-            other = normed if layer.mlp_norm is layer.attention_norm else _norm(residual, layer.mlp_norm)
-            residual = residual + attended + _mlp(spec, layer, other)
-        else:
-            residual = residual + attended
-            residual = residual + _mlp(spec, layer, _norm(residual, layer.mlp_norm))
-    return _linear(_norm(residual, weights.final_norm), weights.head)[:, : spec.vocab_size]
+        attended = _linear(_attention(spec, layer, _linear(normed, layer.qkv), at), layer.out)
+        if layer.post_attention_norm is not None:
+            attended = _norm(attended, layer.post_attention_norm)
+        other, scale = residual, spec.residual_scale
+        residual = residual + scale * attended
+        inner = other if spec.parallel_residual else residual
+        mlp = _mlp(spec, layer, _norm(inner, layer.mlp_norm))
+        residual = residual + scale * (mlp if layer.post_mlp_norm is None else _norm(mlp, layer.post_mlp_norm))
+    logits = _linear(_norm(residual, weights.final_norm), weights.head)[:, : spec.vocab_size] * spec.logit_scale
+    return _capped(logits, spec.logit_cap)
 
 
-def _attention(spec: ModelSpec, layer: LayerWeights, qkv: Tensor, window: int | None) -> Tensor:
+def _attention(spec: ModelSpec, layer: LayerWeights, qkv: Tensor, layer_index: int) -> Tensor:
     num_tokens, device = len(qkv), qkv.device
+    rope, window = spec.ropes[layer_index], spec.windows[layer_index]
     heads = qkv.view(num_tokens, -1, spec.head_dim)
     q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
     if layer.head_norms is not None:
-        q, k = (_norm(x, norm) for x, norm in zip((q, k), layer.head_norms, strict=True))
+        first = 1 if spec.joint_head_norms else 2
+        both = zip((q, k), layer.head_norms, strict=True)
+        q, k = (_norm(x.flatten(first), norm).view(x.shape) for x, norm in both)
     at = torch.arange(num_tokens, device=device)
     scores_more = torch.zeros(spec.num_heads, 1, num_tokens, dtype=torch.float64, device=device)
     if spec.rope is None:
         scores_more = torch.from_numpy(alibi_biases(spec, num_tokens)).to(device).double().unsqueeze(1)
-    else:
-        cos, sin = (torch.from_numpy(table).to(device).double() for table in rope_angles(spec.rope, num_tokens))
+    if rope is not None:
+        cos, sin = (torch.from_numpy(table).to(device).double() for table in rope_angles(rope, num_tokens))
         q, k = (_rotated(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k))
     group = spec.num_heads // spec.num_kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5 + scores_more
+    scale = spec.head_dim**-0.5 if spec.score_scale is None else spec.score_scale
+    scores = _capped(torch.einsum("qhd,khd->hqk", q, k) * scale, spec.score_cap) + scores_more
     hidden = at[None, :] > at[:, None]
     if window is not None:
         hidden |= at[None, :] <= at[:, None] - window
@@ -71,8 +77,14 @@ def _mlp(spec: ModelSpec, layer: LayerWeights, x: Tensor) -> Tensor:
     return _linear(activation(gate) * up, layer.mlp_out)
 
 
+def _capped(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 def _norm(x: Tensor, norm: Norm) -> Tensor:
-    weight = norm.weight.double()
+    if not norm.weight.numel():
+        return x
+    weight = norm.weight.double() + norm.offset
     if norm.bias is None:
         return functional.rms_norm(x, weight.shape, weight, norm.eps)
     return functional.layer_norm(x, weight.shape, weight, norm.bias.double(), norm.eps)

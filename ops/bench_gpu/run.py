@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import triton
 
-from bench_gpu import headline, kernels, model_checks, steps
-from bench_gpu.load import Driver, make_requests
+from bench_gpu import headline, kernels, model_checks, steps, tools
+from bench_gpu.load import Driver, Lengths, make_requests, sharegpt_lengths, uniform_lengths
 from bench_gpu.measure import Clock, ceilings
 from bench_gpu.models import Model, Options, make_model, spec_of
 from bench_gpu.shapes import CHECKED, DRY, FULL
@@ -56,7 +56,7 @@ class Run:
         stages: dict[str, Callable[[], None]] = {
             "truth": self._truth,
             "kernels": self._kernels,
-            "steps": self._steps,
+            "steps": self._steps_and_profile,
             "headline": self._headline,
         }
         stages[name]()
@@ -75,6 +75,7 @@ class Run:
         if bad := [row["file"] for row in tests or () if not row["is_ok"]]:
             raise WrongResultError(f"tests failed: {bad}; their output is in truth.json")
         self._rows("kernels in bfloat16", check_kernels(DRY if self._dry else CHECKED, self._device))
+        self._rows("sanitizer", tools.sanitized(dry=self._dry))
         names, length = (("tiny",), 12) if self._dry else (("tiny", "llama-1b", "qwen3-0.6b"), 200)
         device = Device(self._device)
         for name in names:
@@ -94,11 +95,17 @@ class Run:
         found = kernels.cases(sizes, self._device, self._ceilings, dry=self._dry)
         self._rows("kernels", kernels.measure(found, self._clock, self._ceilings))
         self._rows("copies", [kernels.copy_ms(self._clock, dry=self._dry)])
-        tuned = self._part("tuned", lambda: kernels.tune(sizes, self._clock, dry=self._dry))
-        if tuned:
+        swept = self._rows("sweep", kernels.sweep(sizes, self._clock, dry=self._dry))
+        if tuned := kernels.tuned(swept, sizes):
             # To be used, it goes to kernels/triton/tuned/.
             path = Path(self._further.name) / table_name(str(self._ceilings["device"]))
             path.write_text(json.dumps(tuned, indent=1) + "\n")
+
+    def _steps_and_profile(self) -> None:
+        self._steps()
+        # The profiled kernels need the memory that the model's cache has.
+        self._free()
+        self._rows("profiler", tools.profiled(Path(self._further.name), dry=self._dry))
 
     def _steps(self) -> None:
         name, rows = ("tiny", 4) if self._dry else ("llama-8b", 128)
@@ -132,6 +139,9 @@ class Run:
                 measured = self._part(shape, partial(self._measured, model, goal)) or {}
                 rows.append(measured | {"shape": shape, "goal": goal.fraction})
             del model
+        load = headline.DRY_LOAD if self._dry else headline.LOAD
+        measured = self._part(load.name, partial(self._measured_load, load)) or {"error": "not measured"}
+        rows.append(measured | {"shape": load.name, "goal": 1.0})
         self._found["table"] = rows
         self._write()
         (self._out / "headline.md").write_text(headline.table_of(rows) + "\n")
@@ -146,23 +156,37 @@ class Run:
         """The same requests with steps planned ahead and without, by the engine's scheduler."""
         count, shortest, longest, budget = (3, 3, 7, 16) if self._dry else (256, 100, 1024, 8192)
         for overlap in (True, False):
-            driver = Driver(model, make_requests(count, shortest, longest), budget, overlap=overlap)
-            ms = self._clock.wall_ms(driver.run)
-            done = {"tokens": driver.num_tokens, "steps": driver.num_steps, "steps_ahead": driver.num_ahead}
-            yield {"overlap": overlap, "ms": ms, "tokens_s": driver.num_tokens / ms * 1e3, **done}
+            yield self._load(model, uniform_lengths(count, shortest, longest), budget, overlap=overlap)
 
-    def _make(self, name: str, **options: Any) -> Model:
-        # The previous model's GPU memory is free again.
+    def _load(self, model: Model, lengths: Lengths, budget: int, *, overlap: bool = True) -> dict[str, Any]:
+        driver = Driver(model, make_requests(lengths), budget, overlap=overlap)
+        ms = self._clock.wall_ms(driver.run)
+        done = {"tokens": driver.num_tokens, "steps": driver.num_steps, "steps_ahead": driver.num_ahead}
+        return {"overlap": overlap, "ms": ms, "tokens_s": driver.num_tokens / ms * 1e3, **done}
+
+    def _measured_load(self, goal: headline.LoadGoal) -> dict[str, Any]:
+        """Measure requests of ShareGPT's lengths that are all there at once; tokens per second are of outputs alone."""
+        lengths = sharegpt_lengths(goal.count, divisor=goal.divisor)
+        model = self._make(goal.model, max_num_seqs=goal.max_num_seqs)
+        row = self._load(model, lengths, goal.budget)
+        all_tokens_s = int(lengths.sum()) / row["ms"] * 1e3
+        return row | {"all_tokens_s": all_tokens_s, "fraction": row["tokens_s"] / goal.tokens_s}
+
+    def _free(self) -> None:
+        """Return the GPU memory of models that nothing refers to."""
         gc.collect()
         if self._clock.is_gpu:
             torch.cuda.empty_cache()
+
+    def _make(self, name: str, **options: Any) -> Model:
+        self._free()
         usual: dict[str, Any] = {"dtype": torch.bfloat16}
         usual |= {"max_model_len": 96, "num_blocks": 80} if self._dry else {"max_model_len": 16_384}
         torch.manual_seed(0)
         return make_model(name, spec_of(name), Device(self._device), Options(**usual | options))
 
-    def _rows(self, title: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Print and keep rows as they come, so that those before an error stay."""
+    def _rows(self, title: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Print, keep and return rows as they come, so that those before an error stay."""
         kept: list[dict[str, Any]] = []
         self._found[title] = kept
 
@@ -173,6 +197,7 @@ class Run:
             return kept
 
         self._part(title, take)
+        return kept
 
     def _part(self, title: str, work: Callable[[], Any], *, keep: bool = True) -> Any:
         """Do it, and write down what it found; None, and why, if it fails. A wrong result is not caught."""

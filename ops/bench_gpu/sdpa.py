@@ -29,6 +29,7 @@ class SdpaAttention:
         scale: float,
         window: int | None,
         biases: Tensor | None,
+        cap: float | None = None,
     ) -> None:
         """Implement `AttentionBackend.attend`."""
         bounds, group = starts.tolist(), q.shape[1] // cache.k.shape[0]
@@ -47,7 +48,11 @@ class SdpaAttention:
             if biases is not None:
                 added = added + biases[:, None, :context]
             queries = q[span].float().transpose(0, 1)
-            attended = functional.scaled_dot_product_attention(queries, k, v, attn_mask=added, scale=scale)
+            if cap is None:
+                attended = functional.scaled_dot_product_attention(queries, k, v, attn_mask=added, scale=scale)
+            else:
+                scores = cap * torch.tanh(queries @ k.transpose(1, 2) * (scale / cap))
+                attended = torch.softmax(scores + added, dim=-1) @ v
             out[span] = attended.transpose(0, 1).to(out.dtype)
 
 

@@ -17,6 +17,8 @@ from bench_gpu.shapes import BLOCK_SIZE, Pages, Sizes, ints, normal
 from bench_gpu.verdict import SHORT, Bound, WrongResultError, judge, judge_equal
 from penstock.gpu_node.model.gpu.attention import AttentionRows, TritonAttention
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
+from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.kernels.norm_weights import Addend
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.reference import attention as reference_attention
 from penstock.kernels.reference.layers import ACTIVATIONS
@@ -24,8 +26,10 @@ from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.invariant import multiply_invariant
+from penstock.kernels.triton.launches import prefill_rows
 from penstock.kernels.triton.lora import add_lora, lora_tiles
-from penstock.kernels.triton.prefill_attention import QUERY_TILE, prefill_tiles
+from penstock.kernels.triton.norms import add_norm
+from penstock.kernels.triton.prefill_attention import prefill_tiles
 from penstock.kernels.triton.sampler import pack_rules, sample
 
 Row = dict[str, float | str]
@@ -75,13 +79,18 @@ def poisoned() -> Iterator[None]:
 def _norms(sizes: Sizes, device: torch.device) -> Iterator[Row]:
     residual = 3 + torch.randn(sizes.rows, sizes.hidden, device=device)
     delta, weight, bias = (normal(*shape, sizes=sizes, device=device) for shape in _norm_shapes(sizes))
-    total = residual.double() + delta.double()
-    want = functional.rms_norm(total, (sizes.hidden,), weight.double(), 1e-5)
+    total, shape = residual.double() + delta.double(), (sizes.hidden,)
+    rms, layer = Norm(weight, None, 1e-5, offset=1.0), Norm(weight, bias, 1e-5)
+    want = functional.rms_norm(total, shape, weight.double() + 1, 1e-5)
     mine = residual.clone()
-    yield judge("add_rms_norm", layers.add_rms_norm(mine, delta, weight, 1e-5), want, SHORT)
-    yield judge("add_rms_norm residual", mine, total, Bound(1e-6, 1e-6))
-    want = functional.layer_norm(total, (sizes.hidden,), weight.double(), bias.double(), 1e-5)
-    yield judge("add_layer_norm", layers.add_layer_norm(residual.clone(), delta, weight, bias, 1e-5), want, SHORT)
+    yield judge("add_norm", add_norm(mine, Addend(delta), rms), want, SHORT)
+    yield judge("add_norm, residual", mine, total, Bound(1e-6, 1e-6))
+    want = functional.layer_norm(total, shape, weight.double(), bias.double(), 1e-5)
+    yield judge("add_norm, centred", add_norm(residual.clone(), Addend(delta), layer), want, SHORT)
+    total = residual.double() + 0.3 * functional.rms_norm(delta.double(), shape, weight.double() + 1, 1e-5)
+    mine = residual.clone()
+    add_norm(mine, Addend(delta, rms, 0.3), rms)
+    yield judge("add_norm, normed delta", mine, total, Bound(1e-5, 1e-5))
 
 
 def _norm_shapes(sizes: Sizes) -> list[tuple[int, ...]]:
@@ -144,21 +153,30 @@ def _attention(sizes: Sizes, device: torch.device, kept: torch.dtype) -> Iterato
     tables = ints(starts, device), ints(contexts, device), pages.tables
     chunks, decoding = (np.flatnonzero(which).astype(np.int32) for which in (counts > 1, counts == 1))
     splits = num_splits(len(decoding), sizes.kv_heads, device)
+    runners = prefill_rows(sizes.head_dim, sizes.dtype, device)
     for count in sorted({1, splits, 8}):
-        tiles = ints(prefill_tiles(starts, chunks), device)
-        rows = AttentionRows(ints(decoding, device), tiles, count, QUERY_TILE)
-        for window in (None, sizes.context // 3):
-            out, scale = torch.empty_like(q), sizes.head_dim**-0.5
-            TritonAttention().attend(out, q, pages.cache, *tables, rows, scale=scale, window=window, biases=None)
-            want = _attended(q, pages, starts, contexts, window)
-            name = f"attention {kept}, {count} splits, window {window}".replace("torch.", "")
+        # Tiles of as many queries as the runner's have, and once of the fewest.
+        query_rows = 64 if count == 1 else runners
+        tiles = ints(prefill_tiles(starts, chunks, query_rows), device)
+        rows = AttentionRows(ints(decoding, device), tiles, count, query_rows)
+        for window, cap in ((None, None), (sizes.context // 3, None), (None, 2.0)):
+            out = torch.empty_like(q)
+            given: dict[str, Any] = {"scale": sizes.head_dim**-0.5, "window": window, "cap": cap}
+            TritonAttention().attend(out, q, pages.cache, *tables, rows, biases=None, **given)
+            want = _attended(q, pages, starts, contexts, window, cap)
+            name = f"attention {kept}, {count} splits, window {window}, cap {cap}".replace("torch.", "")
             yield judge(f"{name}, decode", out[starts[decoding]], want[starts[decoding]], ATTENTION)
             first = int(starts[chunks[0]])
             yield judge(f"{name}, prefill", out[first:], want[first:], ATTENTION)
 
 
 def _attended(
-    q: Tensor, pages: Pages, starts: np.ndarray[Any, Any], contexts: np.ndarray[Any, Any], window: int | None
+    q: Tensor,
+    pages: Pages,
+    starts: np.ndarray[Any, Any],
+    contexts: np.ndarray[Any, Any],
+    window: int | None,
+    cap: float | None,
 ) -> Tensor:
     cache: PagedCache = pages.cache
     group, parts = q.shape[1] // cache.k.shape[0], []
@@ -173,6 +191,7 @@ def _attended(
         if window is not None:
             hidden |= at[None, :] <= positions[:, None] - window
         scores = torch.einsum("qhd,khd->hqk", queries, k) * q.shape[2] ** -0.5
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
         parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
     return torch.cat(parts)
 

@@ -44,5 +44,18 @@ def judge(name: str, got: Tensor, want: Tensor, bound: Bound) -> dict[str, float
 def judge_equal(name: str, got: Tensor, want: Tensor) -> dict[str, float | str]:
     """As `judge`, for results that must be equal to the last bit."""
     if not torch.equal(got, want):
-        raise WrongResultError(f"{name}: the results differ")
+        raise WrongResultError(f"{name}: {_difference(got, want)}")
     return {"check": name, "rms": 0.0, "rms_bound": 0.0, "max": 0.0, "max_bound": 0.0}
+
+
+def _difference(got: Tensor, want: Tensor) -> str:
+    """Say where two results differ first, and by how much at most."""
+    if got.shape != want.shape:
+        return f"the shapes {tuple(got.shape)} and {tuple(want.shape)} differ"
+    # A NaN differs from all numbers.
+    at = (got != want).nonzero()
+    first = tuple(at[0].tolist())
+    largest = (got.double() - want.double()).abs().max()
+    return (
+        f"{len(at)} of {got.numel()} numbers differ, first {got[first]} from {want[first]} at {first}, by {largest:.3g}"
+    )

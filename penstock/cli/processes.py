@@ -27,6 +27,8 @@ GATEWAY_GRACE_S = 35.0
 _GUARD_MARGIN_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
 _TAIL_LINES = 20
+_NO_REASONS = ("DEBUG", "INFO")
+"""Levels of events that do not say why a process ended."""
 _PENSTOCK = (sys.executable, "-m", "penstock")
 
 T = TypeVar("T")
@@ -163,12 +165,17 @@ def status_in_words(status: int | None) -> str:
 
 
 def reason_in(tail: Iterable[str]) -> str:
-    """Return the reason from the end of a log: the last line, or its message and reason if it is JSON."""
+    """Return the reason from the end of a log: the last line, or its message and reason if it is JSON.
+
+    A last event of level info, such as the end of a job, is no reason. A killed process leaves none.
+    """
     last = next((line for line in reversed([*tail]) if line.strip()), "")
     try:
         record = json.loads(last)
+        if record.get("level") in _NO_REASONS:
+            return ""
         return ": ".join(str(record[name]) for name in ("message", "reason") if name in record)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, AttributeError):
         return last.strip().removeprefix("penstock: ")
 
 

@@ -24,7 +24,7 @@ class EngineLoad:
     prefill_tokens: int = 0
     """Prompt tokens computed, recomputed ones included."""
     decode_tokens: int = 0
-    """Tokens sampled, without rejected drafts."""
+    """Tokens that were sampled, without rejected drafts."""
     num_running: int = 0
     num_waiting: int = 0
     num_preemptions: int = 0
@@ -44,9 +44,9 @@ class EngineLoad:
     prefix_lookup_tokens: int = 0
     """Tokens of all sequences that were admitted without blocks of their own."""
     prefix_hit_tokens: int = 0
-    """Those of `prefix_lookup_tokens` that were found in the prefix cache, on device and host."""
+    """The tokens among `prefix_lookup_tokens` that were found in the prefix cache, on device and host."""
     swap_hit_tokens: int = 0
-    """Those of `prefix_hit_tokens` that were found on the host."""
+    """The tokens among `prefix_hit_tokens` that were found on the host."""
     drafted_tokens: int = 0
     """Drafted tokens that were computed."""
     accepted_tokens: int = 0

@@ -40,7 +40,7 @@ class LedgerEvent:
 
 @dataclass(frozen=True, slots=True)
 class JobLedger:
-    """What the queue recorded of a job. Times are Redis ms, 0 for a stage not reached yet.
+    """The events that the queue recorded of a job. Times are Redis ms, 0 for a stage not reached yet.
 
     `past_leases` are the newest ones; `num_past_leases` counts all of them. `losses` counts lost nodes since the job
     last made progress. `usage` and `kv_token_ms` are None before the end, and if the node did not report them.

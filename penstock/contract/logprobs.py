@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_LOGPROBS = 20
-"""Alternatives reported per token, at most."""
+"""Most alternatives that are reported for a token."""
 MAX_LOGPROBS_OF_JOB = 1 << 18
 """Log-probabilities of a whole job, at most: the result is a single Redis value."""
 PROMPT_TOKENS_PER_CHUNK = 128

@@ -1,4 +1,4 @@
-"""What jobs produce: token chunks, outcomes and results.
+"""The output of jobs: token chunks, outcomes and results.
 
 They are plain frozen dataclasses, because the hot path creates thousands of them per second.
 """
@@ -114,4 +114,4 @@ class Result(FirstChoice):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One entry per prompt token, if requested."""
     output: TaskOutput | None = None
-    """What the job's task returned. A job that generates text has choices instead."""
+    """The output of the job's task. A job that generates text has choices instead."""

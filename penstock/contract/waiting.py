@@ -1,4 +1,4 @@
-"""What a job waits for before its first token: the queue, then the computation of its prompt."""
+"""Updates about a job before its first token: its position in the queue, then the progress of its prompt."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ BYTES_PER_ID = 4
 TASK_RESULT_BYTES = 4
 """Assumed bytes of a task's result per byte of its request: token ids, and the tokens' strings."""
 EMBEDDING_BYTES = 16 << 10
-"""Assumed bytes of an embedding: that of a hidden state with 4096 numbers."""
+"""Assumed size of an embedding in bytes: a hidden state with 4096 numbers."""
 MAX_WAIT_MS = 60_000
 """A job with a longer expected wait is refused, and its caller told when to retry."""
 MIN_RETRY_AFTER_MS = 1_000

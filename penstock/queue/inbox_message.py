@@ -21,7 +21,7 @@ _NO_INDEX = -1
 
 @dataclass(frozen=True, slots=True)
 class ProgressMessage:
-    """How far a job's prompt is computed."""
+    """The progress of a job's prompt: how many of its tokens are computed."""
 
     job_id: str
     progress: PrefillProgress

@@ -58,7 +58,7 @@ class Candidate(Protocol):
 
     @property
     def priority(self) -> int:
-        """Its class; 0 is the most urgent one."""
+        """The job's priority class; 0 is the most urgent one."""
 
     @property
     def submitted_ms(self) -> float:

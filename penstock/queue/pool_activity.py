@@ -1,4 +1,4 @@
-"""What happens in a pool at one moment, for the dashboard: its queue, its nodes and its newest events."""
+"""The state of a pool at one moment, for the dashboard: its queue, its nodes and its newest events."""
 
 from __future__ import annotations
 

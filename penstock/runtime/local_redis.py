@@ -146,11 +146,13 @@ def _check_private(folder: Path) -> None:
 
 
 def _accepts(path: Path) -> bool:
-    """Return whether a server accepts connections on a Unix socket."""
+    """Return whether a server listens on a Unix socket."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_CONNECT_TIMEOUT_S)
             connection.connect(str(path))
+    except BlockingIOError:
+        return True  # A busy server has not accepted the connections before this one yet.
     except OSError:
         return False
     return True

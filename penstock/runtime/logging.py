@@ -23,7 +23,7 @@ LogFormat = Literal["console", "json"]
 
 
 class LogSettings(Settings):
-    """What each process of penstock logs, and how."""
+    """The level and the format of a process's log."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe level that penstock logs. Other libraries log nothing below info."""

@@ -110,7 +110,7 @@ class KeySettings(Settings):
 def redis_url_of(given: str | None = None) -> str:
     """Return the given URL, else PENSTOCK_REDIS_URL, else the address of this user's running `penstock serve`.
 
-    Raises ConfigError if there is none of them.
+    Raises ConfigError if none of them exists.
     """
     settings = RedisSettings.load(redis_url=given)
     url = settings.redis_url or running_url(settings.runtime_dir)

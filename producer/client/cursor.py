@@ -25,7 +25,7 @@ class ChunkVerdict(Enum):
 
 @dataclass(slots=True)
 class _Delivered:
-    """What was delivered of one choice, and how far this walk through the log has come in it.
+    """The delivered part of one choice, and how far this walk through the log has come in it.
 
     0 <= walked_tokens <= len(tokens); 0 <= walked_chars <= num_chars; both equal on the first walk.
     """

@@ -148,7 +148,7 @@ class Feed:
         """How often readers poll, in seconds; None if the job pushes to this process."""
 
     def note(self, attached: Attached) -> None:
-        """Record the broker's answer, and wake readers that would wait for nothing."""
+        """Record the broker's answer, and wake the readers to which no further chunk will be pushed."""
         has_ended = attached.state in TERMINAL_STATES and not self.ended
         if has_ended or (not attached.pushed and self.poll_s is None):
             for box in self.boxes:

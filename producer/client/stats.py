@@ -24,9 +24,9 @@ _DECISION_OF_ERROR: tuple[tuple[type[PenstockError], str], ...] = (
     (RequestError, "invalid"),
     (PenstockError, "error"),
 )
-"""For codes without an entry of their own, in this order."""
+"""Class of error → decision, for codes without a decision of their own. The first class that fits counts."""
 DECISIONS = (ADMITTED, *dict.fromkeys([*_DECISION_OF_CODE.values(), *(name for _, name in _DECISION_OF_ERROR)]))
-"""How a submission can be decided: it is admitted, or refused for one of these reasons."""
+"""The decisions about a submission: it is admitted, or refused for one of these reasons."""
 
 
 @dataclass(slots=True)

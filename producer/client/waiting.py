@@ -1,4 +1,4 @@
-"""Where waiting jobs are: their positions in the queue, and how far nodes have computed their prompts.
+"""Positions of waiting jobs in the queue, and progress of their prompts on the nodes.
 
 The positions of all watched jobs of a process are read together. The number of reads has a limit, so with many watched
 jobs each of them gets its position less often.
@@ -29,7 +29,7 @@ REPEAT_S = 5.0
 
 
 class WaitWatcher:
-    """What one reader has not yet learned of a waiting job: the newest position and the newest progress."""
+    """The updates about a waiting job that one reader has not got yet: the newest position and the newest progress."""
 
     def __init__(self) -> None:
         self._fresh: dict[type[WaitUpdate], WaitUpdate] = {}

@@ -77,7 +77,7 @@ class Renderer:
     prompt_ids_in_choices: ClassVar[bool] = False
     """Whether each choice holds the token ids of its prompt, rather than the answer."""
     empty_choice: ClassVar[dict[str, Any]]
-    """What a choice of a stream has while it has nothing to say."""
+    """The members of a stream's choice in an event that adds no text to it."""
 
     def __init__(
         self,

@@ -70,8 +70,13 @@ def test_settings_that_nodes_of_a_pool_share_are_under_headings_that_say_so() ->
 
 def test_options_of_a_node_are_grouped_by_purpose() -> None:
     shown = run_command("node", "--help").stdout
-    assert shown.index("\nModel:\n") < shown.index("  --runner ") < shown.index("\nMemory:\n")
+    assert shown.index("\nModel:\n") < shown.index("  --runner, --device ") < shown.index("\nMemory:\n")
     assert shown.index("\nMemory:\n") < shown.index("  --swap-space, --swap-space-gib ") < shown.index("\nBatching:\n")
+
+
+def test_options_that_change_a_key_name_no_defaults() -> None:
+    assert "Default: 0." in run_command("keys", "add", "--help").stdout
+    assert "Default: " not in run_command("keys", "set", "--help").stdout.partition("\nLimits of the tenant:\n")[2]
 
 
 @pytest.mark.parametrize("path", [(), ("jobs",), ("keys",)])

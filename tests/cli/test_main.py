@@ -146,7 +146,7 @@ def test_every_setting_says_what_it_is_for(settings: type[Settings]) -> None:
 
 def test_vllms_names_are_understood() -> None:
     shown = run_command("node", "--help", COLUMNS="250").stdout
-    for flag in ("--alias", "--swap-space", "--num-gpu-blocks-override", "--no-enable-prefix-caching"):
+    for flag in ("--alias", "--device", "--swap-space", "--num-gpu-blocks-override", "--no-enable-prefix-caching"):
         assert re.search(rf"{flag}[ ,\n]", shown)
 
 

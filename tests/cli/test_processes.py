@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import restarting
-from penstock.cli.processes import Child, Command, Event, ProcessDiedError, Supervisor
+from penstock.cli.processes import Child, Command, Event, ProcessDiedError, Supervisor, reason_in
 from penstock.cli.restarting import BackOff, keep_child
 
 READY = 'import json, time; print(json.dumps({"event": "ready", "pool": "p"}), flush=True)\n'
@@ -289,3 +289,10 @@ def test_who_asks_twice_does_not_wait_for_the_children() -> None:
 
     assert (parent.returncode, errors) == (130, b"")
     assert not any(map(is_alive, pids))
+
+
+def test_only_a_warning_or_an_error_is_the_reason_of_an_end() -> None:
+    assert reason_in(['{"level": "INFO", "message": "job.ended"}']) == ""
+    assert reason_in(['{"level": "ERROR", "message": "the node stops", "reason": "a bug"}']) == "the node stops: a bug"
+    assert reason_in(["penstock: model 'x' is not served", " "]) == "model 'x' is not served"
+    assert reason_in(["[1]"]) == "[1]"

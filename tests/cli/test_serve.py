@@ -62,6 +62,7 @@ def test_what_is_given_reaches_node_and_gateway_and_their_environment_says_the_r
     adapter = f"ours={tmp_path}"
     given = ["--kv-cache-gib", "0.25", "--kv-cache-dtype", "fp8", "--port", "18005", "--max-model-len", "99"]
     given += ["--alias", "a", "--served-model-name", "b", "--lora-modules", adapter, "--num-threads", "3"]
+    given += ["--device", "cuda"]
     for options in ([], given):
         app(["serve", "--redis-url", "unix://x", *options], standalone_mode=False)
     for of_node, of_gateway in started:
@@ -72,9 +73,9 @@ def test_what_is_given_reaches_node_and_gateway_and_their_environment_says_the_r
         (4, "auto", 9),
         (0.25, "fp8", 9),
     ]
-    assert [(one.aliases, one.lora, one.max_model_len, one.num_threads) for one in nodes] == [
-        ((), (), None, None),
-        (("a", "b"), (adapter,), 99, 3),
+    assert [(one.aliases, one.lora, one.max_model_len, one.num_threads, one.runner) for one in nodes] == [
+        ((), (), None, None, "auto"),
+        (("a", "b"), (adapter,), 99, 3, "gpu"),
     ]
     assert [(one.host, one.port) for one in gateways] == [("127.0.0.2", 1234), ("127.0.0.2", 18005)]
 

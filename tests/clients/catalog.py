@@ -42,7 +42,7 @@ CLIENTS = (
         "openai-suite",
         "openai (Python), its own tests",
         "openai_suite_checks.py",
-        "the package's tests of chat, completions, responses and models, with strict validation of answers",
+        "the package's tests of chat, completions, responses, embeddings and models, with strict validation of answers",
     ),
     Client("openai-node", "openai (Node)", "openai_checks.mjs", f"chat, completions, responses, models: {_ALL}"),
     Client(

@@ -12,7 +12,7 @@ import pytest
 
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 """Whether `make check-full` runs."""
-EXAMPLES_EACH_RUN = 0.3
+EXAMPLES_EACH_RUN = 0.2
 
 Pair = tuple[tuple[int, int], ...]
 

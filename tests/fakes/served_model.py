@@ -36,11 +36,13 @@ You call functions. These are there, one in a line:
 def served(model: Path, log: IO[str] | None = None, **settings: object) -> Iterator[str]:
     """The gateway's URL; settings of the node by their field names. The log goes to stderr or to a file.
 
-    Its Redis is not that of another `penstock serve`.
+    Its Redis is not that of another `penstock serve`. Its node computes on one thread if nothing else is said.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_NODE_")}
     command = [sys.executable, "-m", "penstock", "serve", str(model), "--port", "0"]
-    env = clean | {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
+    env = clean | {
+        f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in ({"num_threads": 1} | settings).items()
+    }
     with (
         tempfile.TemporaryDirectory(prefix="serve") as runtime_dir,
         subprocess.Popen(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from faults.mutants import MUTANTS, ROOT, SCRIPTS, TESTS, Mutant
+from faults.guards import MUTANTS, Mutant
+from faults.mutants import ROOT, SCRIPTS
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.guard)
@@ -14,4 +15,4 @@ def test_a_guard_stands_once_in_its_script(mutant: Mutant) -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.guard)
 def test_the_tests_of_a_guard_exist(mutant: Mutant) -> None:
-    assert (ROOT / f"{TESTS}{mutant.tests}").is_file()
+    assert (ROOT / mutant.test_file).is_file()

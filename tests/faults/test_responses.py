@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess
 from faults.tools.work import PROMPT, check_settled
 
+from penstock.cli.demo_model import demo_model
 from penstock.contract.job import SamplingParams
 from penstock.queue.broker.connection import connect
 
@@ -24,9 +26,13 @@ pytestmark = pytest.mark.timeout(300)
 
 POOL = "durable"
 NUM_TOKENS = 150
+SEED = 11
 NUM_SEEN = 30
 """Events that the first client receives before it is killed."""
-NODE: dict[str, Any] = {"pool": POOL, "step_s": 0.02, "lease_ms": 3000, "stream_interval_ms": 0}
+BODY: dict[str, Any] = {"model": POOL, "input": PROMPT, "seed": SEED, "ignore_eos": True}
+BODY |= {"max_output_tokens": NUM_TOKENS}
+NODE: dict[str, Any] = {"pool": POOL, "lease_ms": 3000, "stream_interval_ms": 0}
+REFERENCE: dict[str, Any] = {"step_s": 0.02}
 CLIENT = """
 import sys, httpx
 url, body = sys.argv[1:]
@@ -38,8 +44,13 @@ with httpx.stream("POST", url, content=body, headers={"content-type": "applicati
 
 def events_of_killed_client(url: str) -> list[dict[str, Any]]:
     """The first events of a new background response, as a client process receives them until it is killed."""
-    body = {"model": POOL, "input": PROMPT, "background": True, "stream": True, "max_output_tokens": NUM_TOKENS}
-    command = [sys.executable, "-c", CLIENT, f"{url}/v1/responses", json.dumps(body)]
+    command = [
+        sys.executable,
+        "-c",
+        CLIENT,
+        f"{url}/v1/responses",
+        json.dumps({**BODY, "background": True, "stream": True}),
+    ]
     events: list[dict[str, Any]] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None
@@ -49,6 +60,7 @@ def events_of_killed_client(url: str) -> list[dict[str, Any]]:
             if len(events) == NUM_SEEN:
                 break
         client.kill()
+        assert client.wait() == -signal.SIGKILL, "the client ended before it was killed"
     return events
 
 
@@ -61,6 +73,20 @@ def events_after(url: str, response_id: str, number: int) -> list[dict[str, Any]
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
+def text_of(response: dict[str, Any]) -> str:
+    """The text of a response's only item."""
+    (item,) = response["output"]
+    return str(item["content"][0]["text"])
+
+
+def undisturbed_text(http: httpx.Client, job_id: str, *, computed: bool) -> str:
+    """The text of the same request without any death: computed for the reference engine, else asked for once more."""
+    if computed:
+        params = SamplingParams(max_tokens=NUM_TOKENS, seed=SEED)
+        return reference_choice(job_id, params, list(PROMPT.encode())).text
+    return text_of(http.post("/v1/responses", json=BODY).raise_for_status().json())
+
+
 async def check_ended(url: str) -> None:
     """No job is open, and an audit finds nothing."""
     redis = connect(url)
@@ -68,28 +94,40 @@ async def check_ended(url: str) -> None:
     await redis.aclose()
 
 
-def test_a_background_response_survives_the_death_of_client_gateway_node_and_redis(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", [REFERENCE, pytest.param({}, id="demo model", marks=pytest.mark.slow)])
+def test_a_background_response_survives_the_death_of_client_gateway_node_and_redis(
+    tmp_path: Path, engine: dict[str, Any]
+) -> None:
+    node_settings = {**NODE, **(engine or {"model": demo_model(), "num_kv_blocks": 256})}
     with RedisProcess(tmp_path / "redis") as server:
-        with NodeProcess(server.url, **NODE) as node, GatewayProcess(server.url) as gateway:
+        with NodeProcess(server.url, **node_settings) as node, GatewayProcess(server.url) as gateway:
             seen = events_of_killed_client(gateway.url)
             gateway.kill()
             node.kill()
             server.kill()
         server.start()
         response_id = seen[0]["response"]["id"]
-        with NodeProcess(server.url, **NODE), GatewayProcess(server.url) as gateway:
-            rest = events_after(gateway.url, response_id, seen[-1]["sequence_number"])
-            whole = events_after(gateway.url, response_id, -1)
-            response = httpx.get(f"{gateway.url}/v1/responses/{response_id}").raise_for_status().json()
-            asyncio.run(check_ended(server.url))
+        job_id = response_id.removeprefix("resp_")
+        with GatewayProcess(server.url) as gateway, httpx.Client(base_url=gateway.url, timeout=60) as http:
+            job, response = (http.get(path).json() for path in (f"/v1/jobs/{job_id}", f"/v1/responses/{response_id}"))
+            assert 0 < job["num_chunks"] < NUM_TOKENS, "all four were killed in the middle of it"
+            assert response["status"] in ("queued", "in_progress") and response["output"] == []
+            with NodeProcess(server.url, **node_settings):
+                rest = events_after(gateway.url, response_id, seen[-1]["sequence_number"])
+                whole = events_after(gateway.url, response_id, -1)
+                response = http.get(f"/v1/responses/{response_id}").raise_for_status().json()
+                ledger = http.get(f"/v1/jobs/{job_id}").json()["ledger"]
+                expected = undisturbed_text(http, job_id, computed=bool(engine))
+                asyncio.run(check_ended(server.url))
 
     assert seen + rest == whole
     assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
-    job_id = response_id.removeprefix("resp_")
-    expected = reference_choice(job_id, SamplingParams(max_tokens=NUM_TOKENS), list(PROMPT.encode())).text
     deltas = [event["delta"] for event in whole if event["type"] == "response.output_text.delta"]
-    assert "".join(deltas) == expected
+    assert "".join(deltas) == text_of(response) == expected
     assert response == whole[-1]["response"]
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert response["output"][0]["content"][0]["text"] == expected
     assert response["usage"]["output_tokens"] == NUM_TOKENS
+    assert (ledger["num_past_leases"], [event["event"] for event in ledger["events"]][-2:]) == (
+        1,
+        ["moved", "finished"],
+    )

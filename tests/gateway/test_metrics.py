@@ -137,6 +137,29 @@ def test_streams_are_timed_once_each(fresh, engine):
     assert found["penstock_time_per_output_token_seconds_sum",] >= 0.009
 
 
+def test_job_streams_are_timed_and_replayed_streams_are_not(fresh, engine):
+    def num_timed() -> float:
+        found = scrape_until(fresh, lambda found: found["penstock_http_open_streams",] == 0)
+        return float(found["penstock_time_to_first_token_seconds_count",])
+
+    body = {"model": MODEL, "prompt": "abcdefghij", "stream": True}
+    with httpx.Client(base_url=fresh, timeout=30) as http:
+        lines = http.post("/v1/completions", json=body, headers={"X-Penstock-Event-Ids": "true"}).text.splitlines()
+        assert num_timed() == 1
+        first_id = next(line for line in lines if line.startswith("id: ")).removeprefix("id: ")
+        resumed = http.post("/v1/completions", json=body, headers={"Last-Event-ID": first_id})
+        assert resumed.text.endswith("data: [DONE]\n\n") and num_timed() == 1
+        response = {"model": MODEL, "input": "abc", "background": True}
+        response_id = http.post("/v1/responses", json=response).json()["id"]
+        assert "response.completed" in http.get(f"/v1/responses/{response_id}?stream=true").text
+        assert num_timed() == 1
+        job_id = http.post("/v1/jobs", json={"model": MODEL, "prompt": "abc"}).json()["id"]
+        assert '"outcome"' in http.get(f"/v1/jobs/{job_id}/stream").text
+        assert num_timed() == 2
+        assert '"outcome"' in http.get(f"/v1/jobs/{job_id}/stream?after=0").text
+        assert num_timed() == 2
+
+
 def test_pools_figures_are_those_of_redis(fresh, redis_url, engine):
     with httpx.Client(base_url=fresh, timeout=30) as http:
         before = scrape(fresh)

@@ -331,7 +331,7 @@ def test_a_stream_that_nobody_comes_back_to_is_cancelled_after_a_while(stack, ht
     wait_until(lambda: state_of(stack, job_id) == "cancelled")
     body = text_body("a" * 250, stream=True)
     again = http.post("/v1/completions", json=body, headers={"Last-Event-ID": place})
-    assert again.json()["error"]["message"] == "nobody reads this job any more"
+    assert again.json()["error"]["message"] == "the job has no reader any more"
 
 
 def test_a_stream_without_event_ids_is_cancelled_as_soon_as_its_caller_is_gone(stack, http, narrow):

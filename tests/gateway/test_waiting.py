@@ -7,16 +7,13 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fixtures.tiny_model import make_tiny_model
 
 from penstock.contract.waiting import PrefillProgress
-from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.producer.client import AsyncClient
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
@@ -241,30 +238,49 @@ def test_a_refusal_by_a_full_queue_says_how_many_jobs_wait(stack: Stack, url: st
             http.delete(f"/v1/jobs/{job_id}")
 
 
-# A real engine -------------------------------------------------------------------------------------
+# Responses -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def real_model(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The name of a small real model whose prompts are computed in chunks of 64 tokens."""
-    folder: Path = make_tiny_model(tmp_path_factory.mktemp("tiny"))
-    engine = Engine(
-        EngineConfig(model=str(folder), dtype="float32", num_kv_blocks=256, num_threads=1, max_num_batched_tokens=64)
-    )
-    stack.start_node(engine, model="acme/real", pool="real")
-    return "acme/real"
-
-
-@pytest.mark.parametrize("max_tokens", [1, 3])
-def test_a_long_prompt_of_a_real_model_shows_rising_progress_up_to_its_end(
-    url: str, real_model: str, max_tokens: int
+def test_progress_of_a_response_changes_no_number_of_its_stored_events(
+    stack: Stack, url: str, jobs_ahead: list[Any]
 ) -> None:
-    prompt = f"{max_tokens} the gate opens " * 40
-    body = {"model": real_model, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
-    text = httpx.post(f"{url}/v1/completions", json={**body, "return_progress": True}, timeout=60).text
-    progress = [one["prompt_progress"] for one in events_of(iter(text.splitlines())) if "prompt_progress" in one]
-    processed = [one["processed"] for one in progress]
-    total = progress[0]["total"]
-    assert len(progress) > 2 and total > 128
-    assert processed == sorted(set(processed)) and processed[-1] == total
-    assert all(one["total"] == total and one["cache"] == 0 for one in progress)
+    body = {"model": "acme/queue", "input": "abcdefgh", "background": True, "return_progress": True}
+    with httpx.Client(base_url=url, timeout=30) as http:
+        path = "/v1/responses/" + http.post("/v1/responses", json=body).json()["id"]
+        asked = {"stream": "true", "return_progress": "true"}
+        with http.stream("GET", path, params={**asked, "starting_after": "0"}) as response:
+            events = list[dict[str, Any]]()
+            for event in events_of(response.iter_lines()):
+                events.append(event)
+                if event.get("position") == 4:
+                    for job in jobs_ahead:
+                        stack.call(job.cancel())
+        plain = list(events_of(iter(http.get(path, params={"stream": "true"}).text.splitlines())))
+        again = list(events_of(iter(http.get(path, params=asked).text.splitlines())))
+    progress = [event for event in events if event["type"].startswith("penstock:")]
+    # Between `response.queued`, whose number they repeat, and `response.in_progress`.
+    assert progress == events[1 : 1 + len(progress)]
+    assert {event["sequence_number"] for event in progress} == {1}
+    assert (progress[0]["type"], progress[0]["position"]) == ("penstock:queue_progress", 4)
+    check_rising([event["processed"] for event in progress if event["type"] == "penstock:prompt_progress"])
+    assert plain == again == plain[:1] + [event for event in events if event not in progress]
+    assert [event["sequence_number"] for event in plain] == list(range(len(plain)))
+
+
+def test_openais_client_puts_a_response_with_progress_together(url: str, queue_engine: EchoEngine) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
+        extra = {"return_progress": True}
+        with api.responses.stream(model="acme/queue", input="abcdefgh", extra_body=extra) as stream:
+            types = [event.type for event in stream]
+            response = stream.get_final_response()
+    assert types[0] == "response.created" and "penstock:prompt_progress" in types
+    assert (response.status, response.output_text) == ("completed", "abcdefgh")
+
+
+def test_progress_of_a_response_needs_a_stream(http: httpx.Client) -> None:
+    answer = http.post("/v1/responses", json={"model": MODEL, "input": "x", "return_progress": True})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "return_progress")
+    stored = http.post("/v1/responses", json={"model": MODEL, "input": "x"}).json()["id"]
+    for query in ({"return_progress": "true"}, {"stream": "true", "return_progress": "1"}):
+        wrong = http.get(f"/v1/responses/{stored}", params=query)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "return_progress")

@@ -1,4 +1,4 @@
-"""The catalogue of attacks at the gateway, each beside a neighbor that must not notice."""
+"""The catalogue of attacks at the gateway, each beside a neighbor that must not notice; and bodies of the fuzzer."""
 
 from __future__ import annotations
 
@@ -7,22 +7,33 @@ import asyncio
 import pytest
 from hostile.attacks import ATTACKS
 from hostile.campaign import carry_out
+from hostile.fuzz import Fuzzer
 from hostile.stack import Stack, running_stack
 
 from penstock.cli.demo_model import demo_model
+from tests.hostile.test_fuzz import SEED, check
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300), pytest.mark.usefixtures("demo_file")]
 QUICK = ("forged_places", "odd_heads")
 """They need no time of their own."""
+NUM_BODIES = 120
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_attack_is_refused_and_the_neighbor_keeps_its_stream(stack: Stack, name: str) -> None:
+def test_attack_is_refused_and_the_neighbor_keeps_its_stream(
+    stack: Stack, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other tests share the machine, so this one judges what happened, not how long it took."""
+    monkeypatch.setenv("HOSTILE_ATTACKER_NICE", "0")
     verdict = asyncio.run(carry_out(stack, ATTACKS[name], seconds=1.0, quiet_s=0.3))
     assert verdict.answers
     timed = ("p99", "loop")
     assert [problem for problem in verdict.problems(ATTACKS[name]) if not any(word in problem for word in timed)] == []
+
+
+def test_bodies_get_documented_answers(stack: Stack) -> None:
+    """Other tests share the machine, so a hold that counts here is a gross one."""
+    check(asyncio.run(Fuzzer(stack, SEED).run(NUM_BODIES)), NUM_BODIES, max_hold_s=1.0)
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import pytest
 from fakes.served_model import served
 
 
-@pytest.mark.parametrize("runner", ["native", "torch"])
+# What torch computes with them is in tests/gpu_node/model/checkpoint/test_dummy.py.
+@pytest.mark.parametrize("runner", ["native", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_shape_without_weights_answers_over_http(runner: str) -> None:
     with served(Path("tiny"), load_format="dummy", runner=runner, num_kv_blocks=64, num_threads=1) as url:
         body = {"model": "tiny", "prompt": "naïve 水", "max_tokens": 12, "ignore_eos": True, "seed": 7}

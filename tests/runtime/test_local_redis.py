@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,18 @@ def test_the_redis_of_a_killed_serve_is_not_joined(other: subprocess.Popen[str],
             assert client.info("server")["process_id"] != other.pid
             assert client.ping()
     assert not (folder / "redis.sock").exists()
+
+
+def test_redis_that_is_too_busy_to_accept_is_found(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as server, ExitStack() as waiting:
+        server.bind(str(folder / "redis.sock"))
+        server.listen(0)
+        for _ in range(3):
+            client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            client.connect_ex(str(folder / "redis.sock"))
+        assert running_url(folder) == f"unix://{folder}/redis.sock"
 
 
 def test_a_socket_that_nothing_listens_on_is_replaced(folder: Path) -> None:

@@ -106,7 +106,7 @@ class _Window:
 
 
 def _groups(tenant: str, num_prompt_tokens: int, max_tokens: int) -> tuple[tuple[str, int, int], ...]:
-    """Return the groups of a choice, from narrow to wide.
+    """Return the groups of earlier outputs that a choice belongs to, from narrow to wide.
 
     Limits are part of the class because they cut outputs off. '' stands for all tenants, because no tenant has that
     name.

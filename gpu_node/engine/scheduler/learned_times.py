@@ -1,4 +1,4 @@
-"""What earlier steps taught about the times of steps."""
+"""Estimates of step times, learned from earlier steps."""
 
 from __future__ import annotations
 

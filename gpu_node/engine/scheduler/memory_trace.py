@@ -35,7 +35,7 @@ class MemoryRecord:
     at_s: float
     """Unix time."""
     event: str
-    """What happened since the previous record."""
+    """The event since the previous record."""
     kv_blocks: tuple[int, int, int]
     """Device blocks: held, cached, blank."""
     swap_blocks: tuple[int, int, int]
@@ -46,7 +46,7 @@ class MemoryRecord:
     max_step_tokens: int
     """Below the configured limit after steps that ran out of memory."""
     resident_bytes: int
-    """Of the process; 0 where the system does not report it."""
+    """Memory of the process in bytes (RSS); 0 where the system does not report it."""
     holders: tuple[tuple[str, int], ...]
     """The requests that hold most blocks, with their numbers; shared blocks count for each choice that holds them."""
 

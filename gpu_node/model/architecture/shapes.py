@@ -40,6 +40,7 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-8b": _LLAMA | _sizes(4096, 14_336, 32, 32, 8, 128),
+    "llama-3b": _LLAMA | {"tie_word_embeddings": True} | _sizes(3072, 8192, 28, 24, 8, 128),
     "llama-1b": _LLAMA | {"tie_word_embeddings": True} | _sizes(2048, 8192, 16, 32, 8, 64),
     "qwen3-0.6b": _QWEN3 | _sizes(1024, 3072, 28, 16, 8, 128),
     "tiny": _LLAMA | {"vocab_size": 384, "max_position_embeddings": 2048} | _sizes(64, 128, 2, 4, 2, 16),

@@ -37,7 +37,7 @@ _SETTINGS = {
         "expert_used_count": "num_experts_per_tok",
     },
 }
-"""By architecture: keys of the metadata without its name, and the fields of config.json."""
+"""Architecture → its metadata keys, without the architecture's name, and the fields of config.json for them."""
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """These models scale scores by hidden_size / num_attention_heads instead of head_dim, which the file does not say."""
 

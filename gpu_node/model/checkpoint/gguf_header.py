@@ -31,7 +31,7 @@ class GgufTensor:
 
     ggml_type: str
     shape: tuple[int, ...]
-    """Slowest dimension first."""
+    """The tensor's dimensions, the slowest one first."""
     start: int
     num_bytes: int
 
@@ -86,7 +86,8 @@ def _tensor(name: str, dims: tuple[int, ...], kind: int, start: int) -> GgufTens
         raise ConfigError(f"tensor {name} has the unknown format {kind}") from None
     block_size, block_bytes = GGML_QUANT_SIZES[ggml_type]
     if not dims or dims[0] % block_size:
-        raise ConfigError(f"tensor {name} has rows of {dims[0] if dims else 0} values in blocks of {block_size}")
+        num_values = dims[0] if dims else 0
+        raise ConfigError(f"tensor {name} has rows of {num_values} values, not whole blocks of {block_size}")
     return GgufTensor(ggml_type.name.lower(), dims[::-1], start, prod(dims) // block_size * block_bytes)
 
 

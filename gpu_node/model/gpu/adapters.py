@@ -72,7 +72,8 @@ class GpuAdapters:
     def set(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, after the steps that were already submitted and before all later ones.
 
-        The copies run on the side stream from pinned memory, so the calling thread does not wait for those steps.
+        The copies run on the side stream from two pinned buffers. The calling thread fills both at once. From the
+        third layer on, it waits for the steps in flight, and then for copies.
         """
         unused = self._device.record_event()
         with self._device.on_side():

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.architecture.spec import MatrixName, ModelSpec
+from penstock.gpu_node.model.architecture.spec import MatrixName, ModelSpec, Rope
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows
 from penstock.gpu_node.model.gpu.attention import AttentionBackend, AttentionRows, TritonAttention
 from penstock.gpu_node.model.gpu.inputs import StepInputs
@@ -15,9 +15,11 @@ from penstock.gpu_node.model.gpu.linear import ScaledLinear
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.torch_common.norm import Norm
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
+from penstock.kernels.norm_weights import Addend
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton.launches import prefill_rows
-from penstock.kernels.triton.layers import activate, add_layer_norm, add_rms_norm, gate_mul, rotate_and_store
+from penstock.kernels.triton.layers import activate, bound_logits, gate_mul, rotate_and_store
+from penstock.kernels.triton.norms import add_norm, norm_all_heads
 
 _Matrix: TypeAlias = tuple[int, MatrixName, Product]
 """A layer, the name of one of its matrices, and the matrix."""
@@ -37,10 +39,7 @@ class GpuDecoder:
         device = weights.device
         self.query_rows = prefill_rows(spec.head_dim, weights.dtype, device)
         """Queries per tile of prefill attention, for `pack_step`."""
-        tables = (
-            (torch.zeros(num_positions, 0).numpy(),) * 2 if spec.rope is None else rope_angles(spec.rope, num_positions)
-        )
-        self._cos, self._sin = (torch.from_numpy(table).to(device) for table in tables)
+        self._angles = {rope: _angles(rope, num_positions, device) for rope in set(spec.ropes)}
         self._biases = None
         if spec.rope is None:
             self._biases = torch.from_numpy(alibi_biases(spec, num_positions)).to(device)
@@ -52,7 +51,10 @@ class GpuDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, [len(hidden), vocab]: a view without those of the head's padding."""
-        return self._weights.head(hidden)[:, : self.spec.vocab_size]
+        spec, logits = self.spec, self._weights.head(hidden)
+        if spec.logit_scale != 1 or spec.logit_cap is not None:
+            bound_logits(logits, spec.logit_scale, spec.logit_cap)
+        return logits[:, : spec.vocab_size]
 
     def hidden(
         self,
@@ -69,10 +71,13 @@ class GpuDecoder:
         """
         spec, weights = self.spec, self._weights
         # The residual stream stays in float32, as the torch runner's does.
-        residual, delta = weights.embedding(ids).float(), None
+        residual = weights.embedding(ids).float()
+        if spec.embedding_scale != 1:
+            residual = residual * spec.embedding_scale
+        delta: Addend | None = None
         for i, (layer, cache) in enumerate(zip(weights.layers, layers, strict=True)):
             normed, qkv = self._normed_product(residual, delta, layer.attention_norm, (i, "qkv", layer.qkv), adapted)
-            attended = self._attend(step, qkv, cache, layer, spec.windows[i], splits).flatten(1)
+            attended = self._attend(step, qkv, cache, layer, i, splits).flatten(1)
             if i == spec.num_layers - 1:
                 # After the last attention, only the wanted tokens need the rest of the layer.
                 residual, attended = residual[step.sampling], attended[step.sampling]
@@ -80,39 +85,41 @@ class GpuDecoder:
                 adapted = adapted.at_samples()
             added = adapted.add(i, "out", attended, layer.out(attended))
             delta = self._after_attention(residual, normed, added, i, layer, adapted)
-        return _add_norm(residual, delta, weights.final_norm)
+        return add_norm(residual, delta, weights.final_norm)
 
     def _attend(
-        self,
-        step: StepInputs[Tensor],
-        qkv: Tensor,
-        cache: PagedCache,
-        layer: LayerWeights,
-        window: int | None,
-        splits: int,
+        self, step: StepInputs[Tensor], qkv: Tensor, cache: PagedCache, layer: LayerWeights, at: int, splits: int
     ) -> Tensor:
-        norms = layer.head_norms
-        names = {} if norms is None else {"q_norm": norms[0].weight, "k_norm": norms[1].weight}
-        angles = step.positions, step.slots, self._cos, self._sin
-        q = rotate_and_store(qkv, cache, *angles, **names, eps=self.spec.norm_eps)
+        """Return the attention of layer `at`, [num_tokens, num_heads, head_dim]."""
+        spec = self.spec
+        norms: dict[str, Tensor] = {}
+        if layer.head_norms is not None:
+            q_norm, k_norm = layer.head_norms
+            if spec.joint_head_norms:
+                norm_all_heads(qkv, q_norm, k_norm)
+            else:
+                norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight}
+        angles = step.positions, step.slots, *self._angles[spec.ropes[at]]
+        q = rotate_and_store(qkv, cache, *angles, **norms, eps=spec.norm_eps, offset=spec.norm_offset)
         out = torch.empty_like(q)
         self._attention.attend(
             *(out, q, cache, step.query_starts, step.context_lens, step.block_tables),
             AttentionRows(step.decoding, step.tiles, splits, self.query_rows),
-            scale=self.spec.head_dim**-0.5,
-            window=window,
+            scale=spec.head_dim**-0.5 if spec.score_scale is None else spec.score_scale,
+            window=spec.windows[at],
             biases=self._biases,
+            cap=spec.score_cap,
         )
         return out
 
     def _normed_product(
-        self, residual: Tensor, delta: Tensor | None, norm: Norm, matrix: _Matrix, adapted: AdaptedRows
+        self, residual: Tensor, delta: Addend | None, norm: Norm, matrix: _Matrix, adapted: AdaptedRows
     ) -> tuple[Tensor | None, Tensor]:
         """Add `delta` to `residual`; return its norm, or None where nothing else reads it, and the norm's product."""
         at, name, product = matrix
         if isinstance(product, ScaledLinear) and adapted.tiles is None and not self.spec.parallel_residual:
             return None, product.of_normed(residual, delta, norm)
-        normed = _add_norm(residual, delta, norm)
+        normed = add_norm(residual, delta, norm)
         return normed, adapted.add(at, name, normed, product(normed))
 
     def _after_attention(
@@ -123,19 +130,21 @@ class GpuDecoder:
         at: int,
         layer: LayerWeights,
         adapted: AdaptedRows,
-    ) -> Tensor:
+    ) -> Addend:
         """Compute the rest of a layer; return what remains to be added to the residual stream.
 
         Without a parallel residual, the attention output is added to `residual` in place.
         """
+        scale = self.spec.residual_scale
         if not self.spec.parallel_residual:
+            delta = Addend(attended, layer.post_attention_norm, scale)
             matrix: _Matrix = at, "mlp_in", layer.mlp_in
-            _, inner = self._normed_product(residual, attended, layer.mlp_norm, matrix, adapted)
-            return self._mlp(inner, at, layer, adapted)
+            _, inner = self._normed_product(residual, delta, layer.mlp_norm, matrix, adapted)
+            return Addend(self._mlp(inner, at, layer, adapted), layer.post_mlp_norm, scale)
         if normed is None or layer.mlp_norm is not layer.attention_norm:
-            normed = _add_norm(residual, None, layer.mlp_norm)
+            normed = add_norm(residual, None, layer.mlp_norm)
         inner = adapted.add(at, "mlp_in", normed, layer.mlp_in(normed))
-        return attended + self._mlp(inner, at, layer, adapted)
+        return Addend(attended + self._mlp(inner, at, layer, adapted), None, scale)
 
     def _mlp(self, inner: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows) -> Tensor:
         """Return the MLP's output. inner: the product with its first matrix."""
@@ -146,7 +155,10 @@ class GpuDecoder:
         return adapted.add(at, "mlp_out", gated, product(gated))
 
 
-def _add_norm(residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-    if norm.bias is None:
-        return add_rms_norm(residual, delta, norm.weight, norm.eps)
-    return add_layer_norm(residual, delta, norm.weight, norm.bias, norm.eps)
+def _angles(rope: Rope | None, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines by position, each [num_positions, rope.dim / 2]; of width 0 without RoPE."""
+    if rope is None:
+        nothing = torch.zeros(num_positions, 0, device=device)
+        return nothing, nothing
+    cos, sin = (torch.from_numpy(table).to(device) for table in rope_angles(rope, num_positions))
+    return cos, sin

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes, StepShape, blank_step
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, aligned, size_of, to_device
-from penstock.gpu_node.model.gpu.linear import HEAD_ROWS
+from penstock.gpu_node.model.gpu.linear import padded_vocab
 
 Compute = Callable[[StepInputs[Tensor]], Tensor]
 """Runs a step and returns its logits. Stores the tokens of rows without penalties or masks for the next step."""
@@ -26,8 +26,8 @@ class StepGraphs:
         """max_blocks: KV blocks of one sequence; logits: the vocabulary size and the dtype of logits."""
         self._shapes = shapes
         # Rows of whole lines of memory, as the head's product has them.
-        width = -(-logits[0] // HEAD_ROWS) * HEAD_ROWS
-        self._logits = torch.zeros(shapes.max_rows, width, dtype=logits[1], device=device.torch)[:, : logits[0]]
+        padded = torch.zeros(shapes.max_rows, padded_vocab(logits[0]), dtype=logits[1], device=device.torch)
+        self._logits = padded[:, : logits[0]]
         self._tables = torch.zeros(shapes.max_rows, max_blocks, dtype=torch.int32, device=device.torch)
         capacity = max(size_of(blank_step(shape)) for shape in shapes.all) + aligned(shapes.max_rows * max_blocks)
         self._inputs = torch.zeros(capacity, dtype=torch.int32, device=device.torch)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.kernels.norm_weights import Addend, NormWeights
 from penstock.kernels.triton.invariant import multiply_invariant
-from penstock.kernels.triton.layers import activate_quantised, add_norm_quantised
+from penstock.kernels.triton.layers import activate_quantised
+from penstock.kernels.triton.norms import add_norm_quantised
 from penstock.kernels.triton.products import (
     GROUP,
     library_multiplies,
@@ -80,11 +81,9 @@ class ScaledLinear:
         product = multiply(*rows, self.weight, self.scales, dtype)
         return product if self.bias is None else product + self.bias
 
-    def of_normed(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
+    def of_normed(self, residual: Tensor, delta: Addend | None, norm: NormWeights) -> Tensor:
         """Multiply the norm of `residual` plus `delta`, which is added in place."""
-        given, centred = (norm.weight, norm.bias, norm.eps), norm.bias is not None
-        rows = add_norm_quantised(residual, delta, *given, self.weight.dtype, centred=centred)
-        return self.of_quantised(rows, norm.weight.dtype)
+        return self.of_quantised(add_norm_quantised(residual, delta, norm, self.weight.dtype), norm.weight.dtype)
 
     def of_activated(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
         """Multiply what `gate_mul` makes of x if gated, else what `activate` makes of it."""
@@ -128,8 +127,13 @@ def linear_of(quantization: str, *, deterministic: bool = False) -> Callable[[Te
     return lambda weight, bias: ScaledLinear.of(weight, bias, SCALED[quantization])
 
 
-HEAD_ROWS = 64
+_HEAD_ROWS = 64
 """A head is padded to a multiple of so many rows: logits of an odd vocabulary would lie in unaligned rows."""
+
+
+def padded_vocab(vocab: int) -> int:
+    """Return the rows of the padded head of a vocabulary, which is also the width of its logits."""
+    return -(-vocab // _HEAD_ROWS) * _HEAD_ROWS
 
 
 def padded_head(weight: Tensor, quantization: str = "none", *, deterministic: bool = False) -> KeptLinear:
@@ -143,8 +147,8 @@ def padded_head(weight: Tensor, quantization: str = "none", *, deterministic: bo
 
 
 def pad_rows(weight: Tensor) -> Tensor:
-    """Append zero rows up to a multiple of HEAD_ROWS; weight: [vocab, hidden]."""
-    missing = -len(weight) % HEAD_ROWS
+    """Append zero rows up to `padded_vocab`; weight: [vocab, hidden]."""
+    missing = padded_vocab(len(weight)) - len(weight)
     return functional.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 

@@ -19,7 +19,7 @@ from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import MIN_COMPUTE_CAPABILITY, Device
 from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
-from penstock.gpu_node.model.gpu.linear import HEAD_ROWS, SCALED, can_pack_int4, padded_head
+from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, padded_head, padded_vocab
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_bytes, run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
@@ -85,12 +85,13 @@ def _compile_rest(runner: GpuRunner, decoder: GpuDecoder, pool: KvPool, options:
 
 def _device() -> torch.device:
     if torch.cuda.is_available():
+        # Before anything starts CUDA: the next lines do.
+        _avoid_fragments()
         device = torch.device("cuda", torch.cuda.current_device())
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if capability < MIN_COMPUTE_CAPABILITY:
             has, wanted = (".".join(map(str, pair)) for pair in (capability, MIN_COMPUTE_CAPABILITY))
             raise ConfigError(f"runner gpu: {name} has compute capability {has}; at least {wanted} is needed")
-        _avoid_fragments()
         return device
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
@@ -169,7 +170,7 @@ def _bytes_for_cache(
     graphs = GraphMemory(
         num_graphs=len(shapes.all),
         num_rows=shapes.max_rows,
-        logits_width=-(-described.spec.vocab_size // HEAD_ROWS) * HEAD_ROWS,
+        logits_width=padded_vocab(described.spec.vocab_size),
         itemsize=decoder.dtype.itemsize,
         max_blocks=-(-described.max_model_len // options.block_size),
         step_bytes=peak_bytes(decoder, pool, shapes.all[0].num_tokens, shapes.max_rows),

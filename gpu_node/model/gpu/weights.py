@@ -50,13 +50,13 @@ def load_weights(
 
     def layers() -> Iterator[LayerWeights]:
         for layer in range(spec.num_layers):
-            yield read_layer(tensors.layer(layer), convert, spec.norm_eps, linear)
+            yield read_layer(tensors.layer(layer), convert, spec.norm_eps, linear, spec.norm_offset)
             tensors.release()
             progress((layer + 1) / spec.num_layers)
 
     return DecoderWeights(
         embedding=partial(functional.embedding, weight=embedding),
         layers=gather(layers()),
-        final_norm=read_norm(tensors.final_norm(), convert, spec.norm_eps),
+        final_norm=read_norm(tensors.final_norm(), convert, spec.norm_eps, spec.norm_offset),
         head=head(embedding if spec.tied_head else convert.tensor(tensors.head())),
     )

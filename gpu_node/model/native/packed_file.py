@@ -2,8 +2,9 @@
 
 The file has one page of header, page-aligned matrices, float32 vectors aligned to cache lines, and a JSON table of
 contents. The header holds the file's size and checksums of itself and the table, so truncated or foreign files are
-rejected. Writing a file to disk takes longer than packing it, so a new file is used before that is done. Until then its
-header names the boot of the machine, and after another boot the file is rejected.
+rejected. Matrices are copied into the page cache while the next ones are packed. Writing a file to disk takes longer
+than that, so a new file is used before it is done. Until then its header names the boot of the machine, and after
+another boot the file is rejected.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.native.background_writer import BackgroundWriter, write_at
 from penstock.kernels.cpu.formats import Format, RowLayout, Run
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 
@@ -42,36 +44,56 @@ class PackedWriter:
         self._file = file
         self._key = key
         self._table: dict[str, list[list[Any]]] = {"matrices": [], "vectors": [], "biases": []}
-        file.seek(_PAGE)
+        self._end = _PAGE
+        self._next_packed = 0
+        self._buffers = BackgroundWriter(file.fileno())
 
-    def add_matrix(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int, packed: NDArray[np.uint8]) -> None:
-        """Add a matrix in the kernels' packed layout."""
-        start = self._put(packed, _PAGE)
-        self._table["matrices"].append([slot, layer, runs, columns, start, packed.nbytes])
+    def __enter__(self) -> PackedWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._buffers.close()
+
+    def add_matrix(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int, num_bytes: int) -> None:
+        """Reserve space for a matrix in the kernels' packed layout. `write` then adds its bytes."""
+        self._next_packed = self._reserve(num_bytes, _PAGE)
+        self._table["matrices"].append([slot, layer, runs, columns, self._next_packed, num_bytes])
+
+    def buffer(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return a page-aligned buffer to pack into, with arbitrary bytes. Give it to `write` before the next one."""
+        return self._buffers.take(num_bytes)
+
+    def write(self, packed: NDArray[np.uint8]) -> None:
+        """Begin to write a `buffer` with the next bytes of the last matrix. Later calls raise OSError if it fails."""
+        self._buffers.write(packed, self._next_packed)
+        self._next_packed += packed.nbytes
 
     def add_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
         """Add a vector, with the arguments of `NativeModel.set_vector`."""
-        self._table["vectors"].append([vector, layer, self._put(values, _LINE), values.nbytes])
+        self._table["vectors"].append([vector, layer, self._put(values), values.nbytes])
 
     def add_bias(self, slot: Slot, layer: int, values: NDArray[np.float32], first: int, layout: RowLayout) -> None:
         """Add a bias, with the arguments of `NativeModel.set_bias`."""
-        self._table["biases"].append([slot, layer, first, layout, self._put(values, _LINE), values.nbytes])
+        self._table["biases"].append([slot, layer, first, layout, self._put(values), values.nbytes])
 
     def finish(self, formats: Iterable[Format]) -> None:
         """Write the table and the header. The file is not on disk yet: see `flush_to_disk`."""
+        self._buffers.wait()
         table = json.dumps(self._table | {"formats": sorted(formats)}).encode()
-        start = self._put(np.frombuffer(table, np.uint8), _LINE)
-        header = _HEADER.pack(_MAGIC, self._key.encode(), start, self._file.tell(), _digest(table), boot_id())
-        self._file.seek(0)
-        self._file.write(header + _digest(header))
-        self._file.flush()
+        start = self._put(np.frombuffer(table, np.uint8))
+        header = _HEADER.pack(_MAGIC, self._key.encode(), start, self._end, _digest(table), boot_id())
+        write_at(self._file.fileno(), header + _digest(header), 0)
 
-    def _put(self, values: NDArray[Any], alignment: int) -> int:
+    def _reserve(self, num_bytes: int, alignment: int) -> int:
+        """Return the next aligned offset, which `num_bytes` bytes follow."""
+        start = -(-self._end // alignment) * alignment
+        self._end = start + num_bytes
+        return start
+
+    def _put(self, values: NDArray[Any]) -> int:
         """Write values at the next aligned offset and return that offset."""
-        start = -(-self._file.tell() // alignment) * alignment
-        self._file.seek(start)
-        # One large write per array, so that the kernel can allocate huge pages for the page cache.
-        self._file.write(np.ascontiguousarray(values).data.cast("B"))
+        start = self._reserve(values.nbytes, _LINE)
+        write_at(self._file.fileno(), np.ascontiguousarray(values).data.cast("B"), start)
         return start
 
 

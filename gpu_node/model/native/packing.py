@@ -41,7 +41,7 @@ class Packer:
         rotated: bool,
         keep: PackedWriter | None = None,
     ) -> None:
-        """keep: the writer that receives the packed weights; the model then releases its own copy of each matrix."""
+        """keep: the writer that receives the packed weights; the model then keeps no matrices."""
         self._model = model
         self._keep = keep
         self._spec = described.spec
@@ -107,7 +107,9 @@ class Packer:
         self, slot: Slot, layer: int, linear: StoredLinear, layouts: list[tuple[RowLayout, int]], gains: _Gains
     ) -> None:
         interleaved = layouts[0][0] is not RowLayout.PLAIN
-        runs = self._allocate(slot, layer, linear.weights, interleaved=interleaved)
+        columns, runs = linear.weights[0].shape[1], self._runs_of(slot, linear.weights, interleaved=interleaved)
+        self._allocate(slot, layer, runs, columns)
+        packed = self._begin(slot, layer, runs, columns)
         for part, (layout, first) in zip(linear.weights, layouts, strict=True):
             self._pack_rows(slot, layer, part, layout, first, gains)
         for bias, (layout, first) in zip(linear.biases, layouts, strict=False):
@@ -115,35 +117,58 @@ class Packer:
             self._model.set_bias(slot, layer, values, first=first, layout=layout)
             if self._keep is not None:
                 self._keep.add_bias(slot, layer, values, first, layout)
-        self._finish(slot, layer, linear.weights, runs)
+        self._finish(slot, layer, packed)
 
     def _pack_table(self, slot: Slot, table: Stored, gains: _Gains) -> None:
-        """Pack a matrix with one row per vocabulary token in slabs; its rows are independent of each other."""
-        runs = self._allocate(slot, 0, (table,))
-        rows, columns = table.shape
-        slab_rows = max(1, _SLAB_BYTES // (4 * columns))
+        """Pack a matrix with one row per vocabulary token in slabs; its rows are independent of each other.
+
+        For a writer, each slab is packed as a matrix of its own. The slabs have whole panels, so their bytes follow one
+        another as those of the one matrix.
+        """
+        (rows, columns), [(weights, _)] = table.shape, self._runs_of(slot, (table,))
+        self._allocate(slot, 0, [(weights, rows)], columns)
+        slab_rows = max(1, _SLAB_BYTES // (4 * columns * PANEL)) * PANEL
         for first in range(0, rows, slab_rows):
-            self._pack_rows(slot, 0, table.span(first, min(first + slab_rows, rows)), RowLayout.PLAIN, first, gains)
-        self._finish(slot, 0, (table,), runs)
+            slab = table.span(first, min(first + slab_rows, rows))
+            packed = self._begin(slot, 0, [(weights, slab.shape[0])], columns)
+            self._pack_rows(slot, 0, slab, RowLayout.PLAIN, first if packed is None else 0, gains)
+            self._finish(slot, 0, packed)
 
     def _pack_rows(self, slot: Slot, layer: int, part: Stored, layout: RowLayout, first: int, gains: _Gains) -> None:
         source, data, order = rows_of(part)
         self._model.fill(slot, layer, source, data, first=first, layout=layout, row_order=order, gains=gains)
         self._tensors.release()
 
-    def _finish(self, slot: Slot, layer: int, parts: tuple[Stored, ...], runs: list[Run]) -> None:
-        if self._keep is not None:
-            self._keep.add_matrix(slot, layer, runs, parts[0].shape[1], self._model.packed(slot, layer))
-            self._model.release(slot, layer)
-
-    def _allocate(self, slot: Slot, layer: int, parts: tuple[Stored, ...], *, interleaved: bool = False) -> list[Run]:
+    def _runs_of(self, slot: Slot, parts: tuple[Stored, ...], *, interleaved: bool = False) -> list[Run]:
         # Keep a rotated embedding in bfloat16: an error in its row stays in the residual stream through all layers.
         precise = self._rotated and slot is Slot.EMBEDDING
         runs = runs_of(parts, "none" if precise else self._quantization, interleaved=interleaved)
         if not precise:
             self._formats.update(weights for weights, _ in runs)
-        self._model.allocate(slot, layer, runs, parts[0].shape[1])
         return runs
+
+    def _allocate(self, slot: Slot, layer: int, runs: list[Run], columns: int) -> None:
+        """Create a matrix, and announce it to the writer. The system provides its pages only when they are filled."""
+        self._model.allocate(slot, layer, runs, columns)
+        if self._keep is not None:
+            self._keep.add_matrix(slot, layer, runs, columns, self._model.packed(slot, layer).nbytes)
+
+    def _begin(self, slot: Slot, layer: int, runs: list[Run], columns: int) -> NDArray[np.uint8] | None:
+        """Let the matrix, or a slab of it, have its bytes in a buffer of the writer; None if there is no writer."""
+        if self._keep is None:
+            return None
+        self._model.allocate(slot, layer, runs, columns)
+        packed = self._keep.buffer(self._model.packed(slot, layer).nbytes)
+        if sum(rows for _, rows in runs) % PANEL:
+            # The rows behind the last one are zeros. A row has at most two bytes per column, or one and a scale.
+            packed[-PANEL * (2 * (columns + PANEL)) :] = 0
+        self._model.use(slot, layer, runs, columns, packed)
+        return packed
+
+    def _finish(self, slot: Slot, layer: int, packed: NDArray[np.uint8] | None) -> None:
+        if self._keep is not None and packed is not None:
+            self._model.release(slot, layer)
+            self._keep.write(packed)
 
     def _set_norm(self, vector: Vector, layer: int, norm: StoredNorm | None) -> _Gains:
         """Set a norm's weights. With rotation, set ones and return the weights to fold into the next matrix."""

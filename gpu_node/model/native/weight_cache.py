@@ -95,8 +95,8 @@ def _packed(
                     _sweep(path.parent, time.time() - _UNUSED_S)
                     _require_free_space(path.parent, needed_bytes)
                     file.truncate(0)
-                    writer = PackedWriter(file, key)
-                    writer.finish(pack(writer))
+                    with PackedWriter(file, key) as writer:
+                        writer.finish(pack(writer))
                     part.rename(path)
                     Thread(target=_flush, args=(path,), name="penstock-flush", daemon=True).start()
             finally:

@@ -34,9 +34,9 @@ class Norm:
 class NoNorm(Norm):
     """Takes the place of a norm that the model does not have."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device | None = None) -> None:
         """dtype: of the returned rows."""
-        super().__init__(torch.empty(0, dtype=dtype), None, 0.0)
+        super().__init__(torch.empty(0, dtype=dtype, device=device), None, 0.0)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x in the dtype of the weights."""

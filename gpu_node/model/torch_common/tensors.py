@@ -30,7 +30,7 @@ class Converter:
 
     def __init__(self, dtype: torch.dtype, device: torch.device | None = None) -> None:
         self.dtype = dtype
-        self._device = device
+        self.device = device
 
     def __call__(self, parts: tuple[Stored, ...]) -> Tensor:
         """Convert the parts to one tensor, with their rows one after another."""
@@ -44,11 +44,11 @@ class Converter:
     def is_mapped(self, stored: Stored) -> bool:
         """Return whether `tensor` returns a view of the mapped file for this tensor."""
         is_as_stored = isinstance(stored, StoredTensor) and stored.row_order is None
-        return self._device is None and is_as_stored and _FLOATS.get(stored.kind) is self.dtype
+        return self.device is None and is_as_stored and _FLOATS.get(stored.kind) is self.dtype
 
     def _filled(self, parts: tuple[Stored, ...]) -> Tensor:
         sizes = [part.shape[0] for part in parts]
-        values = torch.empty(sum(sizes), *parts[0].shape[1:], dtype=self.dtype, device=self._device)
+        values = torch.empty(sum(sizes), *parts[0].shape[1:], dtype=self.dtype, device=self.device)
         for part, target in zip(parts, torch.split(values, sizes), strict=True):
             _fill(target, part)
         return values
@@ -69,7 +69,8 @@ def read_layer(
     def norm_or_none(stored: StoredNorm | None) -> Norm | None:
         return None if stored is None else norm(stored)
 
-    attention_norm, head_norms = norm_or_none(stored.attention_norm) or NoNorm(convert.dtype), stored.head_norms
+    attention_norm = norm_or_none(stored.attention_norm) or NoNorm(convert.dtype, convert.device)
+    head_norms = stored.head_norms
     q_and_k = (
         None if head_norms is None else (norm(StoredNorm(head_norms[0], None)), norm(StoredNorm(head_norms[1], None)))
     )

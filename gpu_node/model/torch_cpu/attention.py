@@ -28,7 +28,7 @@ class AttentionGroup:
     pages: Tensor
     """[num_kv_heads * B * S / block_size]: pages of every head, as rows of a cache viewed per head and block."""
     masks: Mapping[int | None, Tensor]
-    """By attention window: [B, 1 or num_heads, Q, S], -inf for hidden keys, else the bias of the score.
+    """Attention window → [B, 1 or num_heads, Q, S], -inf for hidden keys, else the bias of the score.
 
     The masks have the cache's dtype and four dimensions, because torch's fast attention accepts no other."""
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from bench import peers
 from bench.child import Spec, main
 from bench.drive import Saw
 from bench.engines.stepped import SteppedSession
@@ -13,6 +17,11 @@ from bench.workload import BenchRequest
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine_worker import EngineLike
+
+EMPTY_CACHE = "BENCH_EMPTY_CACHE"
+"""The variable that makes a run load as for the first time."""
+KERNELS = "native"
+"""The cache's folder of compiled kernels."""
 
 
 class PenstockSession(SteppedSession):
@@ -48,7 +57,22 @@ def open_session(spec: Spec) -> Iterator[PenstockSession]:
     from penstock.gpu_node.engine.config import EngineConfig
     from penstock.gpu_node.engine.engine import Engine
 
-    yield PenstockSession(Engine(EngineConfig(model=spec.weights, **spec.options)))
+    with empty_cache() if os.environ.get(EMPTY_CACHE) else nullcontext():
+        yield PenstockSession(Engine(EngineConfig(model=spec.weights, **spec.options)))
+
+
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """As at the first load of a model on a machine: nothing is cached but the compiled kernels."""
+    from penstock.runtime.cache_folders import cache_folder
+
+    kernels = cache_folder() / KERNELS
+    peers.BUILD.mkdir(exist_ok=True)
+    # On the disk of the weights: in memory it would be faster than a user's.
+    with TemporaryDirectory(dir=peers.BUILD) as folder:
+        (Path(folder) / KERNELS).symlink_to(kernels)
+        os.environ["PENSTOCK_CACHE"] = folder
+        yield
 
 
 if __name__ == "__main__":

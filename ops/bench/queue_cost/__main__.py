@@ -1,9 +1,10 @@
-"""`PYTHONPATH=ops python -m bench.queue_cost [idle|load|http|share|model|gaps]`: what the queue and the gateway cost.
+"""What the queue and the gateway cost: `PYTHONPATH=ops python -m bench.queue_cost [KIND…]`.
 
 `idle`: the way of one job through an idle system. `load`, `http`: CPU per token of each process at 64 streams, read
 from Redis and over HTTP. `share`: an engine whose steps keep two cores busy, bare and behind the queue. `model`: the
 same of a real model, into results/queue.md; only where it is named, as it takes half an hour. `gaps`: the gaps between
-a stream's events over HTTP, of the demo model or of `--model`; results/stream_gaps.md has its tables.
+a stream's events over HTTP, of the demo model or of `--model`; results/stream_gaps.md has its tables. `ceiling`: CPU
+per step of each part of the host, around a real engine whose GPU only takes time; only where it is named.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 
 from bench.child import Spec
 from bench.queue_cost.bare import serve_bare
+from bench.queue_cost.ceiling import measure_ceiling
 from bench.queue_cost.gaps import measure_gaps
 from bench.queue_cost.idle import measure_idle
 from bench.queue_cost.model import measure_model
@@ -24,9 +26,10 @@ from bench.queue_cost.processes import serve_node
 from bench.queue_cost.share import measure_share
 from bench.queue_cost.streams import measure_http, measure_load
 from penstock.cli.demo_model import demo_model
+from penstock.runtime import event_loop
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
-KINDS = {"load": measure_load, "http": measure_http, "share": measure_share}
+KINDS = {"ceiling": measure_ceiling, "load": measure_load, "http": measure_http, "share": measure_share}
 
 
 async def measure(what: Sequence[str], num_streams: int, num_tokens: int, steps_ms: Sequence[float]) -> None:
@@ -47,7 +50,13 @@ def main() -> None:
         return
     if sys.argv[1:2] == ["node"]:
         redis_url, step_s, num_busy = sys.argv[2:]
-        asyncio.run(serve_node(redis_url, float(step_s), int(num_busy)))
+        event_loop.run(serve_node(redis_url, float(step_s), int(num_busy)))
+        return
+    if sys.argv[1:2] == ["gpu-node"]:
+        from bench.queue_cost.gpu_node import serve_gpu_node
+
+        redis_url, step_s, max_num_seqs = sys.argv[2:]
+        asyncio.run(serve_gpu_node(redis_url, float(step_s), int(max_num_seqs)))
         return
     if sys.argv[1:2] == ["plain"]:
         asyncio.run(serve_plain(sys.argv[2], float(sys.argv[3])))

@@ -26,7 +26,7 @@ class PoolAudit:
     pool: str
     found: list[Finding]
     left: list[Finding]
-    """What a repair did not correct. Without a repair, all findings."""
+    """The findings that a repair did not correct. Without a repair, all findings."""
 
 
 def audit(

@@ -16,7 +16,7 @@ from penstock.cli.admin.check import Check
 _TIMEOUT_S = 20
 _FIELDS = "name,driver_version,compute_cap,memory.free,memory.total"
 MIN_COMPUTE_CAPABILITY = 8.0
-"""As the GPU runner's, which cannot be imported without torch."""
+"""A copy of the GPU runner's constant, which cannot be imported without torch."""
 FLOAT8_COMPUTE_CAPABILITY = 8.9
 _CPU = "models run on the CPU"
 
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuMachine:
-    """What a node would find on this machine."""
+    """The GPUs and libraries that a node would find on this machine."""
 
     gpus: tuple[Gpu, ...]
     driver_cuda: str | None
@@ -72,7 +72,9 @@ def judge_gpus(machine: GpuMachine) -> Iterator[Check]:
     float8 = "fp8 too" if first.compute_capability >= FLOAT8_COMPUTE_CAPABILITY else "no fp8"
     dtypes = f"dtype: as the checkpoint (bfloat16, float16, float32); int8, int4, {float8}"
     packages = f"torch {machine.torch} for CUDA {machine.torch_cuda}, triton {machine.triton}"
-    yield Check("ok", "GPU", f"runner gpu will compute; attention: Triton kernels; {dtypes}; {packages}")
+    yield Check(
+        "ok", "GPU", f"runner gpu (--device cuda) will compute; attention: Triton kernels; {dtypes}; {packages}"
+    )
 
 
 def _missing(machine: GpuMachine) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""How fast one answer came."""
+"""The speed of one answer: time to first token, and tokens per second."""
 
 from __future__ import annotations
 

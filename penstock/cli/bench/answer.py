@@ -8,7 +8,7 @@ from typing import Any
 from penstock.cli.bench.records import RequestRecord
 
 MAX_WHOLE_BYTES = 16 << 20
-"""Of an answer that is no event stream, such as an error."""
+"""Bytes that are read of an answer that is no event stream, such as an error."""
 _MAX_DETAIL = 300
 _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "text", "function_call")
 """Members of a choice or of its delta that hold generated tokens."""

@@ -24,7 +24,7 @@ _MAX_IDLE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens, and the path before `/v1`."""
+    """The address on which a server listens, and the path before `/v1`."""
 
     host: str
     port: int
@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the server has not closed it."""
+        """Whether the connection is open: the server has not closed it."""
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

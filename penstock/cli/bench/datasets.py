@@ -12,7 +12,7 @@ from penstock.cli.bench.records import Prompt
 from penstock.contract.errors import RequestError
 
 _TOKENS_PER_WORD = 4 / 3
-"""Of English prose; it estimates how long the answers of a dataset are."""
+"""Tokens per word of English prose, for an estimate of the length of a dataset's answers."""
 
 Sample = tuple[Prompt, int | None]
 """A prompt, and how many tokens its answer has if the file says so."""

@@ -17,7 +17,7 @@ level office door health person art war history party result change morning reas
 teacher force education foot boy age policy music market sense nation plan college interest death course
 experience effect
 """
-"""In most vocabularies each is one token together with the space before it."""
+"""Words of which each is one token in most vocabularies, together with the space before it."""
 _WORDS = tuple(_FREQUENT_WORDS.split())
 
 

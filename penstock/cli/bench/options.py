@@ -19,7 +19,7 @@ class _Options(BaseModel):
 
 
 class ServerOptions(_Options):
-    """Where requests go, and what all of them have in common."""
+    """The server that gets the requests, and what all requests have in common."""
 
     base_url: str = "http://127.0.0.1:8000"
     """URL of the server, with or without /v1."""
@@ -66,7 +66,7 @@ class ServerOptions(_Options):
 
 
 class WorkloadOptions(_Options):
-    """Which requests arrive when."""
+    """The requests of the load, and the times at which they arrive."""
 
     num_prompts: int | None = Field(default=None, ge=1, le=MAX_NUM_PROMPTS)
     """Number of requests. Default: 100, or all of a trace."""
@@ -95,7 +95,7 @@ class WorkloadOptions(_Options):
 
 
 class LimitOptions(_Options):
-    """What bounds the load."""
+    """Limits of the load."""
 
     max_concurrency: int | None = Field(default=None, ge=1)
     """Most open requests; further ones wait. Default: no limit."""
@@ -108,7 +108,7 @@ class LimitOptions(_Options):
 
 
 class OutputOptions(_Options):
-    """What is computed and written."""
+    """The statistics to compute and the files to write."""
 
     goodput: tuple[str, ...] = ()
     """Count requests within limits in ms, such as ttft:200 tpot:50; also e2el."""

@@ -14,7 +14,7 @@ from penstock.cli.bench.traces import TracedRequest, read_trace
 
 DEFAULT_NUM_PROMPTS = 100
 DEFAULT_ANSWER_TOKENS = 128
-"""Of a sample whose file does not say how long its answer is."""
+"""Length of an answer, in tokens, if the dataset's file does not state it."""
 
 
 @dataclass(frozen=True, slots=True)

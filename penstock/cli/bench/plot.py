@@ -11,7 +11,7 @@ from penstock.cli.bench.summary import open_requests, tokens_by_second, values_m
 from penstock.contract.errors import RequestError
 
 _MAX_POINTS = 2000
-"""Of a distribution in the plot; more would only enlarge the file."""
+"""Points of one distribution in the plot; more points would only enlarge the file."""
 _MAX_BARS = 2000
 """Requests on the timeline; of more, an even selection is drawn."""
 _WAITING, _READING, _FAILED, _OPEN = "#c7c7c7", "#1f77b4", "#d62728", "#ff7f0e"

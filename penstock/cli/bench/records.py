@@ -1,4 +1,4 @@
-"""What is planned and measured of one request."""
+"""Records of one request: its plan, and its measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PlannedRequest:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What was measured of one request. Times are seconds after the start of the load; 0 until they are known."""
+    """The measurements of one request. Times are seconds after the start of the load; 0 until they are known."""
 
     due_s: float
     ready_s: float = 0.0

@@ -16,7 +16,7 @@ from penstock.cli.bench.records import Prompt, RequestRecord
 from penstock.contract.errors import RequestError, UnavailableError
 
 PROBE_TIMEOUT_S = 120.0
-"""A server may load its model for the first request."""
+"""Seconds for the answer to the first request. A server may load its model for that request."""
 _FEW_WORDS, _MANY_WORDS = 16, 144
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
@@ -42,7 +42,7 @@ class _WholeAnswer(AnswerReader):
 
 @dataclass(frozen=True)
 class Target:
-    """What every request of the load has in common."""
+    """The server's address, and what every request of the load has in common."""
 
     address: Address
     path: str

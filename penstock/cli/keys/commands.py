@@ -50,7 +50,7 @@ NOTHING = (0, 0, 0, 0)
 
 
 class Brokers(NamedTuple):
-    """What the commands read and write in Redis."""
+    """The brokers through which the commands read and write Redis."""
 
     keys: KeyStore
     usage: UsageBroker
@@ -98,7 +98,7 @@ def add(
 
 
 @app.command("set")
-@takes(*options_of(Terms, LIMITS))
+@takes(*options_of(Terms, LIMITS, shows_defaults=False))
 def set_key(
     name: KeyName,
     scope: Scopes = None,

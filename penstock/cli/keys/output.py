@@ -1,4 +1,4 @@
-"""What `penstock keys` prints."""
+"""Output of `penstock keys`: JSON objects, and lines for people."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ async def _profile(redis_url: str, node: str | None, seconds: float) -> tuple[Pr
 
 
 def node_named(pools: list[PoolStats], name: str | None) -> tuple[str, str]:
-    """Return the pool and the id of the only live node whose id begins with `name`; None: of the only one."""
+    """Return the pool and the id of the only live node whose id begins with `name`. None: of the only live node."""
     found = [(pool.pool, one.node_id) for pool in pools for one in pool.nodes if one.node_id.startswith(name or "")]
     if len(found) == 1:
         return found[0]

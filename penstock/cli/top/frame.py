@@ -1,4 +1,4 @@
-"""What `penstock top` knows at one moment."""
+"""The state that `penstock top` shows at one moment."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class JobStatus:
     large_result_bytes: int = 0
     """Size of the result if it is large, else 0."""
     queue_position: QueuePosition | None = None
-    """Its estimated position in the queue, as a client's `status` reads it of a queued job. None if it is delayed."""
+    """The estimated position of a queued job, if a client's `status` has read it. None if the job is delayed."""
 
 
 def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, num_ahead: int = 0) -> JobStatus:

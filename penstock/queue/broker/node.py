@@ -26,7 +26,7 @@ MAX_EMIT_BYTES = 512 << 10
 """Limit of one emit call, so that no backlog blocks Redis or the event loop. A single larger chunk still goes out."""
 MAX_GIVE_BACK_JOBS = 128
 MAX_PREEMPTIONS = 3
-"""As in give_back.lua: a job that was given back this often costs its maximum KV tokens from then on."""
+"""A job that was given back this often costs its maximum KV tokens from then on. give_back.lua has the same value."""
 MAX_MESSAGE_CHARS = 1000
 Why = Literal["drain", "pressure", "lacking"]
 """Why a node gives jobs back: it leaves, it lacks KV capacity, or it lacks their adapter."""

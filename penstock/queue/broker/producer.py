@@ -35,7 +35,7 @@ from penstock.runtime.tracing.context import Carried, carried_by, start_enqueue_
 
 _LOG = logging.getLogger(__name__)
 LARGE_RESULT_BYTES = 65_536
-"""As in prelude.lua: a larger result expires log_ttl_ms after it was delivered."""
+"""A larger result expires log_ttl_ms after it was delivered. prelude.lua has the same value."""
 
 
 @dataclass(frozen=True, slots=True)

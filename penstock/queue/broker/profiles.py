@@ -38,12 +38,12 @@ TRACE, OPERATIONS = "trace.json.gz", "operations.json.gz"
 """The files of a profile: steps and stacks, and the runner's operations where it can record them."""
 _POLL_S = 0.1
 DOORBELL = "profile"
-"""What a node hears on its doorbell channel. It cannot be a job's id, which contains a dot."""
+"""The message on a node's doorbell channel. It cannot be a job's id, which contains a dot."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """What an operator asks of a node."""
+    """An operator's request for a profile of a node."""
 
     id: str
     seconds: float

@@ -16,7 +16,7 @@ _TAKEN, _DELAYED = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class JobWait:
-    """What is before a job that has no token yet.
+    """The jobs ahead of a job that has no token yet.
 
     `num_ahead` are the queued jobs of more urgent classes and the older ones of its class; None if a node has the job,
     or if the job is delayed. `cost_ahead` is their predicted cost, in KV tokens.

@@ -116,12 +116,12 @@ class SharedConnection(asyncio.Protocol):
             self._transport.write(hiredis.pack_command(tuple(command)))
 
     def close(self, reason: Exception | None = None) -> None:
-        """Close the connection; pending calls fail with `reason`."""
+        """Close the connection and drop unsent bytes; pending calls fail with `reason`."""
         if not self.lost.done():
             self.lost.set_result(reason or exceptions.ConnectionError("the connection was closed"))
         if self._clock is not None:
             self._clock.cancel()
-        self._writer.close()
+        self._transport.abort()  # Unsent bytes would keep a closed transport open while Redis reads nothing.
         self._unwritten.clear()
         while self._waiting:
             answer, _ = self._waiting.popleft()

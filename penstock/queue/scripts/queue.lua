@@ -406,7 +406,7 @@ end
 local function why_over(job, config, now)
   if job.cancel == '1' then return 'cancelled', 'cancelled', 'the job was cancelled' end
   if is_expired(job, now) then return 'expired', 'deadline_exceeded', 'the deadline passed before the job was done' end
-  if lacks_reader(job, config, now) then return 'cancelled', 'unread', 'nobody reads this job any more' end
+  if lacks_reader(job, config, now) then return 'cancelled', 'unread', 'the job has no reader any more' end
 end
 
 -- Ends a job that must not run any longer. Returns whether it did so.

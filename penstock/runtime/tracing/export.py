@@ -25,7 +25,7 @@ CLOSE_S = 2.0
 EXPORT_INTERVAL_MS = 1000
 """How long a span waits for others, without OTEL_BSP_SCHEDULE_DELAY. A killed process loses the spans that wait."""
 _NOISY_LOGGERS = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
-"""They write lines for each batch that is not delivered. `QuietExporter` writes one line for all of them."""
+"""Loggers that write lines for each batch that is not delivered. `QuietExporter` writes one line for all of them."""
 
 
 class QuietExporter(SpanExporter):

@@ -32,7 +32,7 @@ class GenerateOptions(JobOptions, total=False):
 
 
 DEFAULTS = {"background": False, "check": True, "max_in_flight": MAX_IN_FLIGHT}
-"""Those that differ from the defaults of `submit`."""
+"""The defaults that differ from those of `submit`."""
 _OF_RUN = GenerateOptions.__annotations__.keys() - JobOptions.__annotations__.keys()
 _OF_ONE_JOB = SubmitOptions.__annotations__.keys() - JobOptions.__annotations__.keys()
 

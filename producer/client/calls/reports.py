@@ -1,4 +1,4 @@
-"""What gateways and commands ask a client: keys, usage and the state of pools."""
+"""The client's calls for gateways and commands: API keys, usage and the state of pools."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ CANCEL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How one call runs its jobs. Raises RequestError for a wrong value."""
+    """The options of a run. Raises RequestError for a wrong value."""
 
     in_order: bool
     timeout: float | None = None
@@ -58,7 +58,7 @@ class Answer:
 
 
 class Step(Enum):
-    """What a run says besides answers."""
+    """The next step of a run that is no answer: it wants a prompt, or it has ended."""
 
     WANTS_PROMPT = "wants a prompt"
     END = "end"

@@ -16,7 +16,7 @@ import pytest
 from clients.python.checks import API, say_versions
 from clients.python.openai_suite_plugin import SuitePlugin
 
-FILES = ("chat/test_completions.py", "test_completions.py", "test_models.py", "test_responses.py")
+FILES = ("chat/test_completions.py", "test_completions.py", "test_embeddings.py", "test_models.py", "test_responses.py")
 INPUT_ITEMS = "responses/test_input_items.py"
 OVERRIDDEN = ("addopts=", "filterwarnings=")
 """Their settings need plugins and a version of pytest that are not pinned here."""

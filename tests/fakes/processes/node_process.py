@@ -11,11 +11,16 @@ REFERENCE_NODE = str(Path(__file__).parent / "reference_node.py")
 
 
 class NodeProcess(ChildProcess):
-    """`penstock node`, or the reference node when no model is named; settings by their field names."""
+    """`penstock node`, or the reference node when no model is named; settings by their field names.
+
+    It computes on one thread if nothing else is said: more would wait for cores on which other tests compute.
+    """
 
     def __init__(
         self, redis_url: str, *, step_s: float = 0.0, dies: str = "", tokenizer_hangs: bool = False, **settings: Any
     ) -> None:
+        if "model" in settings and "reserved_cores" not in settings:
+            settings = {"num_threads": 1, **settings}
         command = ["penstock", "node"] if "model" in settings else [REFERENCE_NODE]
         env = {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
         env |= {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json", "REFERENCE_STEP_S": str(step_s)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ from reference_engine import ReferenceEngine, ReferenceTokenizer
 
 from penstock.gpu_node.process import serve_engine
 from penstock.gpu_node.settings import NodeSettings
+from penstock.runtime import event_loop
 from penstock.runtime.settings import RedisSettings
 
 
@@ -40,4 +40,4 @@ async def main() -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
-    asyncio.run(main())
+    event_loop.run(main())

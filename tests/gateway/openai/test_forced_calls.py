@@ -79,7 +79,10 @@ def check(calls: list[Any]) -> None:
     assert len({call.id for call in calls}) == len(calls)
 
 
-@pytest.mark.parametrize("form", MARKS)
+# The engine's test_call_grammar.py draws texts of every form.
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=() if form == "hermes" else pytest.mark.slow) for form in MARKS]
+)
 def test_a_required_call_is_valid_whatever_is_drawn(api: openai.OpenAI, form: str) -> None:
     choices = [choice for seed in range(3) for choice in ask(api, form, tool_choice="required", n=8, seed=seed).choices]
     for choice in choices:

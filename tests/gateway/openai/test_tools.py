@@ -185,6 +185,10 @@ def test_a_cut_stream_goes_on_in_the_middle_of_a_call(calling_url):
     body["stream_options"] = {"include_event_ids": True}
     with httpx.Client(base_url=calling_url, timeout=30) as http:
         whole = http.post("/v1/chat/completions", json=body).text.split("\n\n")[:-1]
+        # The end of the last call and the finish reason come from one chunk, in two events with ids of their own.
+        call, end = whole[-3:-1]
+        assert _said(call)[0]["delta"]["tool_calls"] and _said(end)[0]["delta"] == {}
+        assert call.split("\n")[0] == end.split("\n")[0] + ".1"
         for at in range(len(whole) - 1):
             place = whole[at].split("\n")[0].removeprefix("id: ")
             rest = http.post("/v1/chat/completions", json=body, params={"after": place}).text.split("\n\n")[:-1]

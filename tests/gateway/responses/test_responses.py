@@ -12,10 +12,12 @@ import pytest
 import redis
 from pydantic import BaseModel
 
+from penstock.contract.errors import UnavailableError
 from penstock.contract.structured import StructuredOutputs
 from penstock.gateway.responses.body import MAX_METADATA
 from penstock.gateway.responses.conversation import MAX_CHAIN
 from penstock.queue import keys
+from penstock.queue.broker.producer import ProducerBroker
 
 MODEL = "acme/echo"
 
@@ -180,6 +182,21 @@ def test_a_canceled_response_keeps_what_it_has(api: Any, engine: Any, redis_url:
     forget_log(redis_url, response_id)
     assert list(api.responses.retrieve(response_id, stream=True)) == events
     assert api.responses.retrieve(response_id) == response
+
+
+def test_cancellation_is_answered_although_redis_left_behind_it(
+    api: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise UnavailableError("Redis is unreachable", code="redis_away")
+
+    engine.step_s = 0.02
+    response_id = api.responses.create(model=MODEL, input="x" * 200, background=True).id
+    begun(api, response_id)
+    with monkeypatch.context() as patched:
+        patched.setattr(ProducerBroker, "detach", fail)
+        assert api.responses.retrieve(response_id).status == "in_progress"
+        assert api.with_options(max_retries=0).responses.cancel(response_id).status == "cancelled"
 
 
 def test_only_background_responses_can_be_canceled(api: Any) -> None:

@@ -29,8 +29,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """An empty tab of its own context. A script error or a violated policy fails the test."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
+    """An empty tab of its own context. A script error or a violated policy fails the test.
+
+    It shows no animations, whose frames would take most of the browser's CPU time.
+    """
+    context = browser.new_context(
+        viewport={"width": 1280, "height": 800}, color_scheme="light", reduced_motion="reduce"
+    )
     context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
     problems: list[str] = []

@@ -22,6 +22,8 @@ from tests.gateway.web.conftest import Playground, scroll_width
 
 LONG = "a long prompt that the model says back " * 4
 STEP_S = 0.03
+LONG_STEP_S = 0.1
+"""On a busy machine, a browser needs seconds for what a test does during an answer."""
 
 
 @pytest.fixture
@@ -32,11 +34,12 @@ def chat(page: Page, url: str, engine: EchoEngine) -> Playground:
 
 
 def test_chat_streams_an_answer_with_its_speed(chat: Playground, engine: EchoEngine) -> None:
-    engine.step_s = STEP_S
+    engine.step_s = 2 * LONG_STEP_S
     chat.ask("what the user says")
     said = chat.answer.locator(".said")
     expect(said).to_contain_text("what")
     assert said.inner_text() != "what the user says"  # it is still streaming
+    engine.step_s = 0.0
     assert chat.wait_end() == "what the user says"
     # The prompt has 18 tokens and is said back.
     figures = re.compile(r"TTFT [\d.]+ m?s · [\d.]+ tokens/s · 18 tokens · 18 in the prompt")
@@ -71,7 +74,7 @@ def test_parameters_reach_the_engine(chat: Playground, engine: EchoEngine) -> No
 
 @pytest.mark.parametrize("how", ["button", "Escape"])
 def test_stop_cancels_the_job(chat: Playground, engine: EchoEngine, http: httpx.Client, how: str) -> None:
-    engine.step_s = STEP_S
+    engine.step_s = LONG_STEP_S
     chat.ask(LONG)
     expect(chat.answer.locator(".said")).to_contain_text("a long")
     with chat.page.expect_response("**/v1/jobs/*") as cancelled:
@@ -114,7 +117,7 @@ def test_refusal_is_shown_in_plain_words(chat: Playground) -> None:
 
 def test_waiting_request_shows_its_position(page: Page, stack: Stack, url: str) -> None:
     engine = EchoEngine()
-    engine.step_s = STEP_S
+    engine.step_s = LONG_STEP_S
     stack.start_node(engine, model="acme/narrow", pool="narrow", max_num_seqs=1, reattach_grace_ms=500)
     while "acme/narrow" not in httpx.get(f"{url}/v1/models").text:
         time.sleep(0.05)
@@ -236,7 +239,8 @@ def test_phone_shows_all_without_horizontal_scrolling(page: Page, url: str, engi
 
 
 def test_motion_stops_where_the_reader_prefers_that(chat: Playground, engine: EchoEngine) -> None:
-    engine.step_s = STEP_S
+    engine.step_s = LONG_STEP_S
+    chat.page.emulate_media(reduced_motion="no-preference")
     cursor = "getComputedStyle(document.querySelector('.said p:last-child'), '::after').animationName"
     chat.ask(LONG)
     expect(chat.answer.locator(".said p")).to_be_visible()

@@ -62,7 +62,7 @@ def test_a_second_call_compiles_nothing(sources: Path, tmp_path: Path, compiler_
     fractions.clear()
     assert library_path(ISA, tmp_path / "cache", fractions.append) == path
     assert (compiler_calls(), fractions) == (3, [])
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert {entry.name for entry in path.parent.iterdir()} == {path.name, path.with_suffix(".lock").name}
 
 
 def test_a_change_of_source_header_flags_or_instruction_set_builds_anew(sources: Path, tmp_path: Path) -> None:
@@ -122,11 +122,11 @@ def test_without_a_compiler_it_is_said_which_were_looked_for(
         library_path(ISA, tmp_path / "cache", _silent)
 
 
-def test_what_the_compiler_says_is_said_and_nothing_is_left(sources: Path, tmp_path: Path) -> None:
+def test_what_the_compiler_says_is_said_and_no_library_is_left(sources: Path, tmp_path: Path) -> None:
     (sources / "other.cpp").write_text("this is no C++;\n")
     with pytest.raises(BuildError, match="this"):
         library_path(ISA, tmp_path / "cache", _silent)
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert [entry.suffix for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def test_a_compiler_that_cannot_be_started_is_a_build_error(
@@ -151,7 +151,9 @@ print(build.library_path("avx2", cache, lambda fraction: None))
 """
 
 
-def test_processes_may_build_at_once(sources: Path, tmp_path: Path) -> None:
+def test_of_processes_that_start_together_one_compiles(
+    sources: Path, tmp_path: Path, compiler_calls: Callable[[], int]
+) -> None:
     command = [sys.executable, "-c", BUILD_AT_ONCE, str(sources), str(tmp_path / "cache")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     processes = [subprocess.Popen(command, text=True, **pipes) for _ in range(3)]
@@ -168,4 +170,5 @@ def test_processes_may_build_at_once(sources: Path, tmp_path: Path) -> None:
         assert process.returncode == 0
     (path,) = paths
     assert _answer(path) == 42
-    assert list(path.parent.iterdir()) == [path]
+    assert {entry.suffix for entry in path.parent.iterdir()} == {".so", ".lock"}
+    assert compiler_calls() == len(list(sources.glob("*.cpp"))) + 1  # and the linker

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -23,12 +24,15 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
+from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
+from penstock.kernels.norm_weights import Addend
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton import launches, layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.lora import add_lora
+from penstock.kernels.triton.norms import add_norm, add_norm_quantised, norm_all_heads
 from penstock.kernels.triton.prefill_attention import prefill_attention
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
 
@@ -93,6 +97,9 @@ def compile_doors(capability: int) -> None:
     ruled: dict[str, Any] = {"window": 512, "biases": _empty(32, 512, dtype=torch.float32)}
     _attend(decode_attention, _cache(), _ints(4), MAX_SPLITS)
     _attend(decode_attention, _cache(), _ints(4), 1, **ruled)
+    for capped in (_cache(head_dim=256), *map(_cache, formats[1:])):
+        _attend(decode_attention, capped, _ints(4), 8, cap=50.0)
+        _attend(prefill_attention, capped, _ints(4, 2), cap=50.0)
     _attend(prefill_attention, _cache(), _ints(4, 2), **ruled)
     for wide in (_cache(head_dim=256), _cache(torch.float32, head_dim=256), _cache(block_size=64), _cache(head_dim=64)):
         _attend(decode_attention, wide, _ints(4), 8)
@@ -108,13 +115,17 @@ def compile_doors(capability: int) -> None:
 
 def _compile_layers(formats: list[torch.dtype]) -> None:
     x, residual, weight = _empty(4, 4096), _empty(4, 4096, dtype=torch.float32), _empty(4096)
-    layers.add_rms_norm(residual, x, weight, 1e-5)
-    layers.add_layer_norm(residual, None, weight, weight, 1e-5)
+    rms = Norm(weight, None, 1e-5)
+    add_norm(residual, Addend(x), rms)
+    add_norm(residual, None, Norm(weight, weight, 1e-5))
+    add_norm(residual, Addend(x, replace(rms, offset=1.0), 0.5), NoNorm(torch.bfloat16))
+    norm_all_heads(_empty(4, 48 * 128), rms, Norm(_empty(1024), None, 1e-5))
+    layers.bound_logits(_empty(4, 128_256), 0.5, 30.0)
     for activation in layers.ACTIVATIONS:
         layers.activate(x, activation)
         layers.gate_mul(x, activation)
     for kept in formats[1:]:
-        layers.add_norm_quantised(residual, x, weight, None, 1e-5, kept, centred=False)
+        add_norm_quantised(residual, Addend(x), rms, kept)
         layers.activate_quantised(_empty(4, 2 * 14_336), "silu", kept, gated=True)
     angles, norm = _empty(512, 64, dtype=torch.float32), _empty(128)
     for kept in formats:
@@ -133,7 +144,8 @@ def _compile_products(formats: list[torch.dtype]) -> None:
             products.multiply_int4(given, _empty(6144, 2048, dtype=torch.uint8), _ints(128, 6144))
     for x in (_empty(4, 4096), _empty(4, 4096, **real)):
         multiply_invariant(x, _empty(6144, 4096, dtype=x.dtype), _empty(6144, dtype=x.dtype))
-    add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, 16, 4096), _empty(3, 6144, 16), _ints(2, 3))
+    for rank in (16, 3 * 512):
+        add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, rank, 4096), _empty(3, 6144, rank), _ints(2, 3))
 
 
 def compile_steps() -> None:
@@ -143,7 +155,7 @@ def compile_steps() -> None:
         _attend(prefill_attention, _cache(), _ints(size, 2), width=size)
         given = _empty(size, 48 * 128), _cache(), _ints(size), _ints(size), *(_empty(512, 64, dtype=torch.float32),) * 2
         layers.rotate_and_store(*given)
-        layers.add_rms_norm(_empty(size, 4096, dtype=torch.float32), _empty(size, 4096), _empty(4096), 1e-5)
+        add_norm(_empty(size, 4096, dtype=torch.float32), Addend(_empty(size, 4096)), Norm(_empty(4096), None, 1e-5))
         layers.gate_mul(_empty(size, 4096), "silu")
         marks = Marks(_ints(4, 128_256), _empty(4, 128_256, dtype=torch.float32))
         marks.add(_ints(size, 3))

@@ -13,7 +13,7 @@ if not Path("/dev/nvidiactl").exists():
 
 import pytest
 import torch
-from fakes import interpreter
+from fixtures import interpreter
 
 HAS_CARD = torch.cuda.is_available()
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}

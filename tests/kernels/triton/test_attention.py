@@ -22,6 +22,7 @@ COUNTS, CONTEXTS = [1, 5, 1, 70, 1, 1], [1, 5, 300, 95, 64, 129]
 SHAPES: dict[str, dict[str, Any]] = {
     "groups of 3": {"heads": 6, "kv_heads": 2, "head_dim": 16},
     "window and biases, odd head": {"heads": 2, "kv_heads": 2, "head_dim": 24, "window": 37, "biased": True},
+    "capped": {"heads": 4, "kv_heads": 2, "head_dim": 16, "window": 37, "cap": 0.5},
     "one key head for 20": {"heads": 20, "kv_heads": 1, "head_dim": 32, "block_size": 8},
 }
 
@@ -32,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 )
 def test_equals_the_reference(name: str, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
-    shape = {"block_size": 16, "window": None, "biased": False} | SHAPES[name]
+    shape = {"block_size": 16, "window": None, "biased": False, "cap": None} | SHAPES[name]
     scene = make_scene(
         *(COUNTS, CONTEXTS),
         block_size=shape["block_size"],
@@ -43,17 +44,19 @@ def test_equals_the_reference(name: str, dtype: torch.dtype, device: torch.devic
     )
     q = torch.randn(sum(COUNTS), shape["heads"], shape["head_dim"], device=device).to(dtype)
     biases = torch.randn(shape["heads"], 301, device=device) if shape["biased"] else None
-    rules: dict[str, Any] = {"scale": 0.3, "window": shape["window"], "biases": biases}
+    rules: dict[str, Any] = {"scale": 0.3, "window": shape["window"], "biases": biases, "cap": shape["cap"]}
     got, want = (module.paged_attention(q, scene.cache, *scene.tables, **rules) for module in (attention, reference))
     torch.testing.assert_close(got, want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_quantised_caches_mean_what_the_reference_reads(kept: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(("kept", "cap"), [(torch.int8, 2.0), (torch.float8_e4m3fn, None)], ids=str)
+def test_quantised_caches_mean_what_the_reference_reads(
+    kept: torch.dtype, cap: float | None, device: torch.device
+) -> None:
     torch.manual_seed(0)
     scene = make_scene(COUNTS, CONTEXTS, block_size=32, num_heads=1, head_dim=16, dtype=kept, device=device)
     q = torch.randn(sum(COUNTS), 4, 16, device=device)
-    got, want = (module.paged_attention(q, scene.cache, *scene.tables) for module in (attention, reference))
+    got, want = (module.paged_attention(q, scene.cache, *scene.tables, cap=cap) for module in (attention, reference))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 

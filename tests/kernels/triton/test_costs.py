@@ -12,9 +12,12 @@ from fakes.paged import make_scene
 from fixtures.sampling import rows_of
 
 from penstock.gpu_node.model.gpu.linear import KeptLinear, linear_of
+from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.kernels.norm_weights import Addend
 from penstock.kernels.triton import costs, layers
 from penstock.kernels.triton.attention import paged_attention
 from penstock.kernels.triton.costs import Cost, Heads
+from penstock.kernels.triton.norms import add_norm
 from penstock.kernels.triton.sampler import Marks, pack_rules, sample
 from penstock.kernels.triton.sampling_passes import COLUMNS
 
@@ -95,7 +98,7 @@ def test_attention_reads_keys_and_values_as_often_as_its_formula_says() -> None:
 def test_norms_and_activations_read_their_inputs_once() -> None:
     residual, delta, weight = torch.randn(3, 64), torch.randn(3, 64).bfloat16(), torch.randn(64).bfloat16()
     with counted_loads() as counter:
-        layers.add_rms_norm(residual, delta, weight, 1e-5)
+        add_norm(residual, Addend(delta), Norm(weight, None, 1e-5))
     cost = costs.add_norm(3, 64)
     # Each row reads the weight, which caches serve from the second row on.
     assert counter.bytes_of(residual, delta) + weight.nbytes == cost.bytes_read

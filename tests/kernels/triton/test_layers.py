@@ -9,8 +9,10 @@ import pytest
 import torch
 from fakes.paged import empty_cache
 
+from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
+from penstock.kernels.norm_weights import Addend
 from penstock.kernels.reference import layers as reference
-from penstock.kernels.triton import layers
+from penstock.kernels.triton import layers, norms
 from penstock.kernels.triton.products import quantise_vectors
 
 from .conftest import TOLERANCES
@@ -22,23 +24,55 @@ def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.randn(*shape, device=device).to(dtype)
 
 
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("name", ["rms", "layer", "layer with bias"])
-def test_norms_add_and_scale(name: str, added: bool, dtype: torch.dtype, device: torch.device) -> None:
+NORMS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "alone": (False, {}),
+    "added": (True, {}),
+    "added after its norm": (True, {"norm": 1.0, "scale": 0.3}),
+}
+"""Whether a delta is added; the offset of its own norm, and its factor."""
+
+
+@pytest.mark.parametrize("added", NORMS)
+@pytest.mark.parametrize("name", ["rms", "rms with offset", "layer", "none"])
+def test_norms_add_and_scale(name: str, added: str, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
     weight, bias = (_random(77, dtype=dtype, device=device) for _ in range(2))
-    residual, delta = 3 + torch.randn(5, 77, device=device), _random(5, 77, dtype=dtype, device=device)
+    norm = Norm(weight, bias if name == "layer" else None, 1e-5, offset=float("offset" in name))
+    residual, rows = 3 + torch.randn(5, 77, device=device), _random(5, 77, dtype=dtype, device=device)
+    is_added, rule = NORMS[added]
+    before = Norm(bias, None, 1e-6, rule["norm"]) if "norm" in rule else None
+    delta = Addend(rows, before, rule.get("scale", 1.0)) if is_added else None
     kept, normed = [], []
-    for module in BOTH:
-        mine, more = residual.clone(), delta if added else None
-        if name == "rms":
-            normed.append(module.add_rms_norm(mine, more, weight, 1e-5))
-        else:
-            normed.append(module.add_layer_norm(mine, more, weight, bias if "bias" in name else None, 1e-5))
-        kept.append(mine)
+    for add_norm in (reference.add_norm, norms.add_norm):
+        kept.append(residual.clone())
+        normed.append(add_norm(kept[-1], delta, NoNorm(dtype, device) if name == "none" else norm))
     assert normed[1].dtype == dtype
     torch.testing.assert_close(kept[1], kept[0])
     torch.testing.assert_close(normed[1], normed[0], atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+def test_all_heads_of_a_token_are_normed_as_one(dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    q_norm, k_norm = (Norm(_random(size, dtype=dtype, device=device), None, 1e-5, 1.0) for size in (48, 24))
+    given = _random(3, 96, dtype=dtype, device=device)
+    want, got = given.clone(), given.clone()
+    reference.norm_all_heads(want, q_norm, k_norm)
+    norms.norm_all_heads(got, q_norm, k_norm)
+    assert torch.equal(got[:, 72:], given[:, 72:])
+    torch.testing.assert_close(got, want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.5, None), (2.0, 3.0)])
+def test_logits_are_scaled_and_capped(
+    scale: float, cap: float | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    want = 5 * _random(3, 700, dtype=dtype, device=device)
+    want[0, :4] = torch.tensor([60.0, -60.0, 3e4, -3e4])
+    got = want.clone()
+    reference.bound_logits(want, scale, cap)
+    layers.bound_logits(got, scale, cap)
+    torch.testing.assert_close(got, want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("inter", [1, 1100])
@@ -56,18 +90,21 @@ def test_norms_and_activations_quantise_as_the_kernel_that_does_only_that(
 ) -> None:
     torch.manual_seed(0)
     weight, bias = (_random(77, dtype=dtype, device=device) for _ in range(2))
-    residual, delta = torch.randn(5, 77, device=device), _random(5, 77, dtype=dtype, device=device)
+    rms = Norm(weight, None, 1e-5)
+    residual, delta = torch.randn(5, 77, device=device), Addend(_random(5, 77, dtype=dtype, device=device), rms)
     gate_up = 3 * _random(3, 2200, dtype=dtype, device=device)
     gate_up[0] = 0
     plain = [
-        layers.add_layer_norm(residual.clone(), delta, weight, None, 1e-5, centred=False),
-        layers.add_layer_norm(residual.clone(), None, weight, bias, 1e-5),
+        norms.add_norm(residual.clone(), delta, rms),
+        norms.add_norm(residual.clone(), None, Norm(weight, bias, 1e-5)),
+        norms.add_norm(residual.clone(), delta, NoNorm(dtype, device)),
         layers.gate_mul(gate_up, "silu"),
         layers.activate(gate_up, "gelu"),
     ]
     fused = [
-        layers.add_norm_quantised(residual.clone(), delta, weight, None, 1e-5, kept, centred=False),
-        layers.add_norm_quantised(residual.clone(), None, weight, bias, 1e-5, kept, centred=True),
+        norms.add_norm_quantised(residual.clone(), delta, rms, kept),
+        norms.add_norm_quantised(residual.clone(), None, Norm(weight, bias, 1e-5), kept),
+        norms.add_norm_quantised(residual.clone(), delta, NoNorm(dtype, device), kept),
         layers.activate_quantised(gate_up, "silu", kept, gated=True),
         layers.activate_quantised(gate_up, "gelu", kept, gated=False),
     ]
@@ -80,7 +117,7 @@ def test_norms_and_activations_quantise_as_the_kernel_that_does_only_that(
 @pytest.mark.parametrize(
     "shape",
     [
-        {"group": 3, "kv_heads": 2, "head_dim": 24, "rotary": 24, "normed": True},
+        {"group": 3, "kv_heads": 2, "head_dim": 24, "rotary": 24, "normed": True, "offset": 1.0},
         {"group": 1, "kv_heads": 1, "head_dim": 16, "rotary": 8, "normed": False},
         {"group": 2, "kv_heads": 3, "head_dim": 8, "rotary": 0, "normed": False},
     ],
@@ -93,7 +130,9 @@ def test_queries_turn_and_keys_and_values_are_kept(
     group, kv_heads, head_dim = shape["group"], shape["kv_heads"], shape["head_dim"]
     qkv = _random(5, (group + 2) * kv_heads * head_dim, dtype=dtype, device=device)
     angles = torch.randn(9, shape["rotary"] // 2, device=device)
-    norms = {name: _random(head_dim, dtype=dtype, device=device) for name in ("q_norm", "k_norm") if shape["normed"]}
+    head_norms = {
+        name: _random(head_dim, dtype=dtype, device=device) for name in ("q_norm", "k_norm") if shape["normed"]
+    }
     positions, slots = (
         torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 8, 3, 7, 1], [9, 31, -1, 0, 16])
     )
@@ -101,7 +140,7 @@ def test_queries_turn_and_keys_and_values_are_kept(
     for module in BOTH:
         cache = empty_cache(4, 8, kv_heads, head_dim, dtype if kept == "plain" else kept, device)
         given = qkv, cache, positions, slots, angles.cos(), angles.sin()
-        queries.append(module.rotate_and_store(*given, **norms, eps=1e-6))
+        queries.append(module.rotate_and_store(*given, **head_norms, eps=1e-6, offset=shape.get("offset", 0.0)))
         caches.append(cache)
     tolerances = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype], "equal_nan": True}
     torch.testing.assert_close(queries[1], queries[0], **tolerances)

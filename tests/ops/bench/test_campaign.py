@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 from bench import campaign, memory, peers
 from bench.campaign import Campaign, RunError
-from bench.child import EXIT_ABSENT, Spec
+from bench.child import EXIT_ABSENT, Spec, measure
 from bench.contestants import CONTESTANTS, Contestant
+from bench.engines import penstock
 from bench.journal import Journal, Run
+from bench.stopwatch import Stopwatch
+from bench.workload import Workload
 
+from penstock.runtime.cache_folders import cache_folder
 from tests.source_tree import ROOT
 
 RESULT = dict.fromkeys(("tokens_per_s", "ttft_p50_ms", "itl_mean_ms", "ready_s", "rss_peak_mib"), 1.0)
@@ -150,3 +154,42 @@ def test_a_spec_cuts_a_workload() -> None:
     spec = Spec("mix", "weights", max_requests=6)
     assert len(spec.requests_of().requests) == 6
     assert len(replace(spec, max_requests=None).requests_of().requests) == 64
+    assert list(Spec("larger-1b", "weights", parts=["batch"]).requests_of().parts) == ["batch"]
+
+
+class Answering:
+    """A session that answers at once, and keeps how many requests each workload had."""
+
+    in_own_process = True
+
+    def __init__(self) -> None:
+        self.nums_requests: list[int] = []
+
+    def run(self, workload: Workload, watch: Stopwatch) -> None:
+        self.nums_requests.append(len(workload.requests))
+        for i, request in enumerate(workload.requests):
+            watch.asked(i)
+            watch.saw(i, 1)
+            watch.told(i, request.num_output - 1)
+
+    def extra(self) -> dict[str, float]:
+        return {}
+
+
+def test_one_process_measures_all_parts_of_a_workload() -> None:
+    session = Answering()
+    found = measure(session, Spec("larger-1b", "weights"))
+    assert session.nums_requests == [2, 2, 2, 16]
+    assert (found["output_tokens"], found["prompt_output_tokens"], found["batch_output_tokens"]) == (128, 2, 768)
+    assert found["tokens_per_event"] == 64
+
+
+def test_a_first_load_finds_no_cached_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / penstock.KERNELS).mkdir()
+    (tmp_path / penstock.KERNELS / "kernels.so").touch()
+    monkeypatch.setattr(peers, "BUILD", tmp_path / "build")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    with penstock.empty_cache():
+        assert [path.name for path in cache_folder().iterdir()] == [penstock.KERNELS]
+        assert (cache_folder() / penstock.KERNELS / "kernels.so").exists()

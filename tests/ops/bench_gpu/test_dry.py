@@ -25,8 +25,6 @@ class Missing(MetaPathFinder):
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Missing())
-from fakes.interpreter import mend
-mend()
 runpy.run_module("bench_gpu", run_name="__main__")
 """
 ABSENT = (
@@ -58,15 +56,22 @@ def test_a_dry_run_gets_through_all_stages(tmp_path: Path) -> None:
     )
     assert all(found["ceilings"] == truth["ceilings"] and "failed" not in found for found in (kernels, steps, headline))
     checked = {str(row["check"]).split()[0] for row in truth["kernels in bfloat16"]}
+    assert [(row["part"], row["launches"] > 0) for row in truth["sanitizer"]] == [("kernels", True), ("steps", True)]
+    assert [(row["part"], row["launches"] > 0) for row in steps["profiler"]] == [("profiled", True)]
+    assert {(row["kernel"], row["rows"]) for row in kernels["sweep"]} == {
+        ("decode_attention", 0),
+        ("prefill_attention", 64),
+        ("prefill_attention", 128),
+    }
     want = {"rotate_and_store", "attention", "sample", "multiply_scaled", "multiply_int4", "multiply_invariant"}
-    assert checked >= want | {"quantise_vectors", "add_lora", "copy_blocks", "add_rms_norm", "gate_mul"}
+    assert checked >= want | {"quantise_vectors", "add_lora", "copy_blocks", "add_norm", "gate_mul"}
     assert truth["tiny: graph = eager"]
     assert truth["tiny deterministic: alone = in a batch"]
     assert all(row["fraction"] > 0 for row in kernels["kernels"])
     ahead, after = steps["tiny load"]
     assert ahead["tokens"] == after["tokens"]
     assert ahead["steps_ahead"] > 0 == after["steps_ahead"]
-    assert [row["goal"] for row in headline["table"]] == [0.0, 0.0]
+    assert [row["goal"] for row in headline["table"]] == [0.0, 0.0, 1.0]
 
 
 def test_a_dry_headline_measures_its_shapes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from fakes.cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic_core import to_json
@@ -25,7 +26,7 @@ LAZY = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(100))
 @given(LAZY)
 def test_the_parts_make_up_the_whole(value: Any) -> None:
     whole = to_json(plain(value))

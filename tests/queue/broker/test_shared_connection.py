@@ -211,6 +211,22 @@ async def test_a_redis_that_does_not_answer_is_away(tmp_path: Path, monkeypatch:
             assert isinstance(answer, exceptions.TimeoutError)
 
 
+async def test_unsent_bytes_do_not_keep_a_closed_connection_open(tmp_path: Path) -> None:
+    is_over = asyncio.Event()
+
+    async def reads_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await is_over.wait()
+
+    async with line_to(tmp_path, reads_nothing) as line:
+        call = line.call("ECHO", b"x" * (4 << 20))
+        line.close()
+        await asyncio.gather(call, return_exceptions=True)
+        await asyncio.sleep(0)
+        number = line._transport.get_extra_info("socket").fileno()
+        is_over.set()
+        assert number == -1
+
+
 @pytest.mark.parametrize("nonsense", [b"?what\r\n", b"+OK\r\n+OK\r\n"])
 async def test_nonsense_ends_the_line(tmp_path: Path, nonsense: bytes) -> None:
     async def lying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

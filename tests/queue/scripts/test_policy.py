@@ -140,7 +140,7 @@ def new_pool(redis_url: str) -> Iterator[Any]:
 @pytest.mark.timeout(900 if FULL else 120)
 @pytest.mark.parametrize("name", POLICIES)
 def test_take_orders_as_policy_does(redis_url: str, name: PolicyName) -> None:
-    @settings(max_examples=2000 if FULL else 40, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=2000 if FULL else 25, suppress_health_check=list(HealthCheck), database=None)
     @given(st.sampled_from((0, 2 * AGING_MS, 10**6 * AGING_MS)), st.lists(events, min_size=10, max_size=50))
     def run(bypass_ms: int, story: list[tuple[Any, ...]]) -> None:
         pool = Pool(redis_url, PolicyConfig(name, AGING_MS, bypass_ms, SHARE_WINDOW_MS))
@@ -236,3 +236,18 @@ def test_shortest_first_counts_what_the_log_of_a_requeued_job_already_has(new_po
     pool.submit("a", Priority.STANDARD, 40, 1)
     pool.end("give_back", 0, 89)
     assert started(pool) is job
+
+
+@pytest.mark.parametrize(("windows_ago", "left"), [(0, 25), (1, 25), (2, 100)])
+async def test_a_refund_lowers_the_use_of_the_window_of_its_charge(queue: Queue, windows_ago: int, left: int) -> None:
+    """A refund for an older window than the last one is dropped: that window no longer counts."""
+    node = await queue.node(share_window_ms=10**10)
+    await queue.submit(new_job(tenant="acme"), cost=100)
+    taken = await node.take_one()
+    (name,) = await queue.keys("recent_use:*")
+    window = int(name.rpartition(":")[2]) - windows_ago
+    await queue.redis.rename(f"{P}:{name}", f"{P}:recent_use:{window}")
+    await queue.change(taken.job_id, window=window)
+    assert await node.finish(taken, 0, kv_token_ms=25) == "OK"
+    uses = {key: await queue.redis.hgetall(f"{P}:{key}") for key in await queue.keys("recent_use:*")}
+    assert uses == {f"recent_use:{window}": {b"acme": b"%d" % left}}

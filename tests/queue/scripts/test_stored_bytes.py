@@ -15,6 +15,7 @@ from penstock.contract.terms import UNLIMITED, Terms
 from penstock.queue import keys
 from penstock.queue.admission import estimate_bytes
 from penstock.queue.audit import audit
+from penstock.queue.broker import scripts
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.node import Emission, Taken
@@ -93,6 +94,11 @@ async def test_a_large_result_goes_with_the_log_once_it_was_fetched(queue: Queue
         assert LOG_TTL_MS - 5000 < await queue.redis.pttl(keys.result(job_id)) <= LOG_TTL_MS
     size = (await kept(queue))["acme"]
     assert size > 10 * LARGE_RESULT_BYTES
+    (member,) = [name for name in await queue.ids("expiry") if name.endswith(f" result:{job_id}")]
+    await queue.age("expiry", member, 60_000)
+    due_ms = await queue.redis.zscore(f"{P}:expiry", member)
+    assert await queue.producer.result(job_id, "acme") is not None
+    assert await queue.redis.zscore(f"{P}:expiry", member) == due_ms, "a later fetch does not lengthen its life"
 
     await queue.redis.delete(keys.result(job_id), keys.log(job_id))  # as if by their ends of life
     await queue.change(job_id, result_until=1)
@@ -123,6 +129,12 @@ async def test_small_results_live_on_when_they_were_fetched_and_strangers_fetch_
     assert await queue.redis.pttl(keys.result(job_id)) > RESULT_TTL_MS - 5000
     with pytest.raises(NotFoundError):
         await queue.producer.result(job_id, "rival")
+
+
+async def test_a_stranger_s_delivery_shortens_no_life(queue: Queue) -> None:
+    job_id = await ended(queue, 2 * LARGE_RESULT_BYTES, background=True)
+    assert await scripts.call(queue.redis, "deliver", POOL, job_id, "rival") == b"NOT_FOUND"
+    assert await queue.redis.pttl(keys.result(job_id)) > RESULT_TTL_MS - 5000
 
 
 async def test_a_dead_letters_request_counts_until_it_is_purged(queue: Queue) -> None:

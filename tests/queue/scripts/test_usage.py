@@ -149,6 +149,14 @@ async def test_more_than_predicted_is_a_debt_and_less_comes_back(queue: Queue) -
     await submit(queue, terms, cost=100, tenant="other")
 
 
+async def test_a_job_that_outlived_its_charge_owes_all_that_it_used_beyond_it(queue: Queue) -> None:
+    node, terms = await queue.node(), Terms(tokens_per_minute=6000, burst_s=10)
+    await submit(queue, terms, cost=100)
+    await queue.redis.delete(f"{P}:rate:acme")  # as if by its end of life
+    await end(node, await node.take_one(), Usage(1000, 2000))
+    assert await owed_ms(queue) == pytest.approx(29_000, abs=TOLERANCE_MS)
+
+
 async def test_refund_is_made_at_the_rate_of_the_debt(queue: Queue) -> None:
     node, slow = await queue.node(), Terms(tokens_per_minute=60, burst_s=1)
     await submit(queue, slow, cost=200)

@@ -30,13 +30,15 @@ struct PackedGroup {
   static constexpr bool kHasMinima = Scales::kHasMinima;
   static constexpr Bias kBias = bias_of<P>();
   static constexpr int kShift = shift_of<P>();
-  static constexpr int kPrefetches = P::Bits::kBytes / (2 * kLine);
+  static constexpr int kBytes = P::kBytes / Scales::kGroups;  // with its share of the block's scales
+  static constexpr int kPrefetches = (kBytes + 2 * kLine - 1) / (2 * kLine);
 
-  const uint8_t *block, *codes;
+  const uint8_t *begin, *block, *codes;
   int group;  // in the block
 
   PackedGroup(const uint8_t* panel, int in_row)
-      : block(panel + (size_t)(in_row / Scales::kGroups) * P::kBytes),
+      : begin(panel + (size_t)in_row * kBytes),
+        block(panel + (size_t)(in_row / Scales::kGroups) * P::kBytes),
         codes(block + P::group_at(in_row % Scales::kGroups)),
         group(in_row % Scales::kGroups) {}
 
@@ -68,12 +70,13 @@ struct UnpackedGroup {
   static constexpr int kCodes = kArrays * kPanel * sizeof(float);
   static constexpr int kBytes = kCodes + kPanel * kGroup;
 
+  const uint8_t *begin, *codes;
   const float* scales;
-  const uint8_t* codes;
 
   UnpackedGroup(const uint8_t* panel, int in_row)
-      : scales(reinterpret_cast<const float*>(panel + (size_t)in_row * kBytes)),
-        codes(panel + (size_t)in_row * kBytes + kCodes) {}
+      : begin(panel + (size_t)in_row * kBytes),
+        codes(begin + kCodes),
+        scales(reinterpret_cast<const float*>(begin)) {}
 
   template <int Word>
   PENSTOCK_INLINE Bytes word(const UnpackedGroup& at, int half) {
@@ -145,13 +148,16 @@ struct GroupKernel {
       (add_word<Part * kWords + K>(it, group, half, acc), ...);
     }
 
+    // Prefetches are spread over the words of a group, so that they cover each byte of the panel, scales included.
+    template <int First, int End>
+    PENSTOCK_INLINE void prefetch(Of& it, const Group& group) {
+      for (int i = First; i < End; ++i) Prefetcher<F>::step(it.ahead, group.begin + i * 2 * kLine);
+    }
+
     // Adds the products of four columns.
     template <int Word>
     PENSTOCK_INLINE void add_word(Of& it, const Group& group, int half, Ints (&acc)[R][kHalves]) {
-      constexpr int kDone = Word * Group::kPrefetches / kRun;
-      if constexpr (Word == 0 || kDone > (Word - 1) * Group::kPrefetches / kRun) {
-        Prefetcher<F>::step(it.ahead, group.codes + kDone * 2 * kLine);
-      }
+      prefetch<Word * Group::kPrefetches / kRun, (Word + 1) * Group::kPrefetches / kRun>(it, group);
       Bytes w[kHalves];
       for (int h = 0; h < kHalves; ++h) w[h] = Group::template word<Word>(group, half + h);
       for (int r = 0; r < R; ++r) {

@@ -17,7 +17,7 @@ from penstock.producer.client.request import choose_pool
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How the jobs of a chat are submitted."""
+    """The options with which the jobs of a chat are submitted."""
 
     model: str | None
     priority: ClassName

@@ -30,7 +30,7 @@ def test_a_known_shape_is_that_of_the_model(name: str) -> None:
     of_layer = spec.hidden_size * (2 * queries + 2 * keys + 3 * spec.intermediate_size)
     tables = (1 if spec.tied_head else 2) * spec.vocab_size * spec.hidden_size
     billions = round((spec.num_layers * of_layer + tables) / 1e9, 2)
-    assert billions == {"llama-8b": 8.03, "llama-1b": 1.24, "qwen3-0.6b": 0.6, "tiny": 0.0}[name]
+    assert billions == {"llama-8b": 8.03, "llama-3b": 3.21, "llama-1b": 1.24, "qwen3-0.6b": 0.6, "tiny": 0.0}[name]
 
 
 @pytest.mark.parametrize("runner", ["native", "torch", "gpu"])
@@ -63,7 +63,11 @@ def test_a_folder_gives_its_shape_and_its_tokenizer(tmp_path: Path, tiny_model: 
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
-        ("llama-7b", None, "llama-7b is no folder with a config.json and none of llama-8b, llama-1b, qwen3-0.6b, tiny"),
+        (
+            "llama-7b",
+            None,
+            "llama-7b is no folder with a config.json and none of llama-8b, llama-3b, llama-1b, qwen3-0.6b, tiny",
+        ),
         ("folder", {"vocab_size": 100}, "vocab_size is 100 but must be at least 259"),
     ],
 )

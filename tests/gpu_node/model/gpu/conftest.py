@@ -16,7 +16,7 @@ if not Path("/dev/nvidiactl").exists():
 import pytest
 import torch
 from bench_gpu.suite import left_out
-from fakes import interpreter
+from fixtures import interpreter
 
 if not torch.cuda.is_available():
     interpreter.mend()

@@ -28,6 +28,32 @@ SPECS: dict[str, ModelSpec] = {
     "norms of heads, window, tied head": replace(
         TINY, names=replace(NAMES, q_norm="q", k_norm="k"), windows=(5, None), tied_head=True
     ),
+    "caps, factors, norms on both sides, positions by layer": replace(
+        TINY,
+        names=replace(NAMES, post_attention_norm="a", post_mlp_norm="m"),
+        norm_offset=1.0,
+        layer_ropes=(TINY.rope, None),
+        windows=(None, 5),
+        score_scale=0.2,
+        score_cap=2.0,
+        logit_scale=0.5,
+        logit_cap=3.0,
+        embedding_scale=3.0,
+        residual_scale=0.4,
+    ),
+    "norms of all heads, none before attention": replace(
+        TINY,
+        names=replace(
+            NAMES,
+            attention_norm=None,
+            mlp_norm=None,
+            q_norm="q",
+            k_norm="k",
+            post_attention_norm="a",
+            post_mlp_norm="m",
+        ),
+        joint_head_norms=True,
+    ),
     "biases of positions, parallel, one key head": replace(
         TINY,
         names=replace(NAMES, mlp_norm=None, mlp_in=("up",)),
@@ -78,13 +104,14 @@ def test_a_wrong_weight_is_noticed(device: Device, monkeypatch: pytest.MonkeyPat
         model_checks.check_logits("llama", TINY, device, torch.float32, 21)
 
 
-def test_a_graph_and_its_step_without_one_give_the_same_bits(device: Device) -> None:
-    rows = model_checks.check_graphs(_model(device), 20)
+@pytest.mark.parametrize("name", ["llama", "caps, factors, norms on both sides, positions by layer"])
+def test_a_graph_and_its_step_without_one_give_the_same_bits(name: str, device: Device) -> None:
+    rows = model_checks.check_graphs(_model(device, SPECS[name]), 20)
     assert {str(row["check"]).split(",")[0] for row in rows} == {f"tiny graph of {size}" for size in (1, 2, 4)}
 
 
 def test_two_steps_in_flight_say_what_single_ones_say(device: Device) -> None:
-    assert model_checks.check_in_flight(_model(device), 3, 20)
+    assert model_checks.check_in_flight(_model(device), 3, 20, num_steps=3)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

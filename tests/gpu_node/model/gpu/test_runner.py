@@ -24,7 +24,16 @@ from penstock.gpu_node.model.protocol import NO_LOGPROBS, PooledTokens, ScoredTo
 from penstock.gpu_node.model.token_masks import TokenMasks
 
 WINDOWED = ("mistral", "qwen2 with windows")
-FEATURES = ("llama", *WINDOWED, "qwen3", "falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential")
+ALTERNATING: dict[str, dict[str, Any]] = {
+    "gemma2": {},
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+"""Families whose layers differ in windows or positions, and what makes the first two layers differ."""
+FEATURES = (
+    *("llama", *WINDOWED, *ALTERNATING, "qwen3", "granite", "olmo2", "phi3"),
+    *("falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential"),
+)
 """Of all the models those that differ in what the kernels are asked for; angles are tables."""
 OPTIONS: dict[str, Any] = {"block_size": 8, "num_kv_blocks": 20, "max_model_len": 128}
 
@@ -44,10 +53,9 @@ def _logits(runner: Any, length: int = 7) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_logits_are_the_torch_runners(name: str, tmp_path: Path) -> None:
-    # Only windows differ from layer to layer.
-    one_layer: dict[str, Any] = {} if name in ("llama", *WINDOWED) else {"num_hidden_layers": 1}
-    folder = make_family_model(tmp_path, name, **one_layer)
-    length = WINDOW + 3 if name in WINDOWED else 7
+    num_layers = 2 if name in ("llama", *WINDOWED, *ALTERNATING) else 1
+    folder = make_family_model(tmp_path, name, num_hidden_layers=num_layers, **ALTERNATING.get(name, {}))
+    length = WINDOW + 3 if name in (*WINDOWED, "gemma2", "gemma3") else 7
     want, got = (_logits(_runner(folder, runner), length) for runner in ("torch", "gpu"))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
 
@@ -88,7 +96,7 @@ def _generations(
             runner=runner,
             dtype="float32",
             block_size=8,
-            num_kv_blocks=8,
+            num_kv_blocks=5,
             num_swap_blocks=30,
             preemption="swap",
             max_num_seqs=4,

@@ -1,4 +1,7 @@
-"""The native decoder against transformers: as close to float32 as transformers' own bfloat16, for every shape."""
+"""The native decoder against transformers: as close to float32 as transformers' own bfloat16, for every shape.
+
+Most of it runs on one thread: test_invariance.py shows that more give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -96,6 +99,15 @@ def _round(
     weight.copy_(torch.from_numpy(outputs.T @ kept(rounded, outputs @ values @ columns.T) @ columns))
 
 
+@cache
+def _transformers_logits(folder: Path, token_ids: tuple[int, ...]) -> tuple[Logits, Logits]:
+    """In float32 and in bfloat16: the same for every instruction set."""
+    want, theirs = (
+        logits_of(bfloat16_model(folder, dtype), list(token_ids)) for dtype in (torch.float32, torch.bfloat16)
+    )
+    return want, theirs
+
+
 @pytest.mark.parametrize(
     ("isa", "name", "block_size"), pairwise(ISAS, SHAPES, [16, 32]), indirect=["isa"], scope="session"
 )
@@ -104,7 +116,7 @@ def test_logits_err_no_more_than_transformers_bfloat16(
 ) -> None:
     folder = llama(**SHAPES[name])
     token_ids = _tokens(SHAPES[name].get("vocab_size", 131), 150)
-    want, theirs = (logits_of(bfloat16_model(folder, dtype), token_ids) for dtype in (torch.float32, torch.bfloat16))
+    want, theirs = _transformers_logits(folder, tuple(token_ids))
     for num_threads in (1, 3):
         runner = load_native(folder, block_size=block_size, num_threads=num_threads)
         error = error_of(logits_alone(runner, token_ids, block_size), want)
@@ -142,7 +154,7 @@ def test_quantised_weights_mean_what_the_references_say(
                 if weight.ndim == 2:
                     weight.copy_(torch.from_numpy(kept(QUANTISED[quantization], weight.numpy())))
     token_ids = _tokens(SHAPES[name].get("vocab_size", 131), 80)
-    runner = load_native(folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype, num_threads=2)
+    runner = load_native(folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     assert error_of(logits_alone(runner, token_ids), logits_of(model, token_ids)) < 0.035
 
 
@@ -151,10 +163,8 @@ def test_every_family_errs_no_more_than_transformers_bfloat16(
     family: Family, load_native: LoadNative, name: str
 ) -> None:
     token_ids = _tokens(384, 300)
-    want, theirs = (
-        logits_of(bfloat16_model(family(name), dtype), token_ids) for dtype in (torch.float32, torch.bfloat16)
-    )
-    got = logits_alone(load_native(family(name), num_threads=2), token_ids)
+    want, theirs = _transformers_logits(family(name), tuple(token_ids))
+    got = logits_alone(load_native(family(name)), token_ids)
     assert error_of(got, want) <= error_of(theirs, want)
 
 
@@ -185,7 +195,7 @@ def test_quantised_weights_of_every_family_mean_what_the_references_say(
                 for matrix in () if path.endswith("mlp.gate.weight") else matrices:
                     matrix.copy_(torch.from_numpy(kept(rounded, matrix.numpy())))
     token_ids = _tokens(384, 80)
-    got = logits_alone(load_native(folder, quantization=quantization, num_threads=2), token_ids)
+    got = logits_alone(load_native(folder, quantization=quantization), token_ids)
     assert error_of(got, logits_of(model, token_ids)) < 0.035
 
 
@@ -291,7 +301,7 @@ def test_the_demo_models_own_blocks_say_what_its_dequantised_weights_say(
 ) -> None:
     """Rows of heads in GGUF's order, blocks as they are: activations are rounded to int8 and nothing else is."""
     token_ids, want = _demo_logits(demo_model, torch.float32)
-    got = logits_alone(load_native(demo_gguf, quantization="auto", num_threads=2), token_ids)
+    got = logits_alone(load_native(demo_gguf, quantization="auto"), token_ids)
     assert error_of(got, want) < 0.12
     assert (got.argmax(-1) == want.argmax(-1)).mean() >= 0.95
 

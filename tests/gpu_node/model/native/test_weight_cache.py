@@ -26,8 +26,8 @@ from fixtures.plans import logits_alone
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.native import background_writer, packed_file, weight_cache
 from penstock.gpu_node.model.native import load as native_load
-from penstock.gpu_node.model.native import packed_file, weight_cache
 from penstock.gpu_node.model.native.packed_file import flush_to_disk
 from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
@@ -99,6 +99,23 @@ def test_mapped_weights_compute_bitwise_what_private_ones_do(
     assert len(packings) == 2
     (path,) = cache.iterdir()
     assert str(path) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int8_group", "int4"])
+def test_packing_depends_on_nothing_that_a_buffer_held_before(
+    llama: Make, load: Load, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    """All ones are NaN in every format, and the rows do not fill their panels."""
+    folder = llama(vocab_size=101, intermediate_size=72)
+    want = _logits(load(folder, quantization=quantization, weight_cache=False))
+    pages = background_writer._pages
+
+    def used_pages(num_bytes: int) -> NDArray[np.uint8]:
+        (used := pages(num_bytes)).fill(255)
+        return used
+
+    monkeypatch.setattr(background_writer, "_pages", used_pages)
+    np.testing.assert_array_equal(_logits(load(folder, quantization=quantization)), want)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -1,0 +1,246 @@
+"""The guards of the queue's scripts that `make mutants` takes away, each with the tests that must notice it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TESTS = "tests/queue/scripts/test_"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A guard's text in one script, what stands there instead, and the tests that hold it."""
+
+    guard: str
+    file: str
+    text: str
+    instead: str
+    tests: str
+    """A file of TESTS, without that beginning, or a path."""
+
+    @property
+    def test_file(self) -> str:
+        """The path of its tests."""
+        return self.tests if "/" in self.tests else TESTS + self.tests
+
+
+MUTANTS = (
+    Mutant("lease compare", "prelude", " and job.lease == lease", "", "emit.py"),
+    Mutant("index compare", "emit", "if index > length then", "if false then", "emit.py"),
+    Mutant("call replay", "take", "if call == last.call then", "if false then", "take.py"),
+    Mutant("sweep guard", "sweep", "now - last > config.lease_ms / 2", "false", "sweep.py"),
+    Mutant(
+        "held ids",
+        "heartbeat",
+        "elseif tonumber(string.match(job.lease, '^(%d+):')) <= answered then",
+        "elseif false then",
+        "sweep.py",
+    ),
+    Mutant("silence of a predecessor", "succeed", "if silent >= silence then", "if true then", "succeed.py"),
+    Mutant("the dead stay dead", "sweep", "'(0', '+inf'", "'-inf', '+inf'", "succeed.py"),
+    Mutant(
+        "a seat's holder",
+        "prelude",
+        "if string.match(seats[at + 1], '%S+$') == node then",
+        "if true then",
+        "succeed.py",
+    ),
+    Mutant("loss counting", "sweep", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
+    Mutant("reservation expiry", "take", " and tonumber(till) > now then", " then", "capacity.py"),
+    Mutant("virtual time entry", "queue", "math.max(owed, now), job.tenant", "owed, job.tenant", "policy.py"),
+    Mutant("idempotency body", "submit", "job.body ~= body or ", "", "submit.py"),
+    Mutant("tenant check", "attach", " or job.tenant ~= tenant", "", "readers.py"),
+    Mutant("terminal once", "cancel", "if is_terminal(job.state) then return job.state end", "", "end.py"),
+    Mutant(
+        "each asked once", "take", "is_listed(lacks, node) and may_be_elsewhere(job, lacks)", "false", "adapters.py"
+    ),
+    Mutant(
+        "bound of waiting tasks",
+        "submit",
+        "is_light and redis.call('ZCARD'",
+        "false and redis.call('ZCARD'",
+        "tasks.py",
+    ),
+    Mutant("tasks need no KV capacity", "submit", "if not is_light and queued > 0", "if queued > 0", "tasks.py"),
+    Mutant(
+        "tasks need none of their tenant's either",
+        "submit",
+        "if not is_light and tenant_queued",
+        "if tenant_queued",
+        "tasks.py",
+    ),
+    Mutant("tasks take no tokens of a rate", "submit", "if is_light then per_minute.tokens = 0 end", "", "tasks.py"),
+    Mutant("debt at another rate", "submit", "tonumber(stated_rate) ~= ms_per_unit", "false", "limits.py"),
+    Mutant(
+        "debt of the other unit",
+        "submit",
+        "  rate_until = math.max(rate_until, due)",
+        "  if limit_of_unit > 0 then rate_until = math.max(rate_until, due) end",
+        "limits.py",
+    ),
+    Mutant(
+        "corrected debt at another rate", "queue", "tonumber(stated or '') or ms_per_token", "ms_per_token", "usage.py"
+    ),
+    Mutant("refund beside an unpaid debt", "queue", "tonumber(jobs or '') or 0) - now)", "0) - now)", "usage.py"),
+    Mutant("tasks of a full node", "take", "if task_slots == 0 then return true end", "", "tasks.py"),
+    Mutant("tasks hold no KV cache", "take", "is_task(job) and 0 or ", "", "tasks.py"),
+    Mutant("a node for an isolated job", "take", "if not is_for_isolated then", "if true then", "tasks.py"),
+    Mutant("tasks that another node took", "take", "or job.state ~= 'queued') then", ") then", "tasks.py"),
+    Mutant("stale tasks are forgotten", "take", "ZREM', P .. ':tasks', id", "ZREM', P .. ':tasks', ''", "tasks.py"),
+    Mutant(
+        "each job ends once", "take", "over[#over + 1], tried[job.id] = job, true", "over[#over + 1] = job", "tasks.py"
+    ),
+    Mutant("taken tasks leave their index", "queue", "redis.call('ZREM', P .. ':tasks', job.id)", "", "tasks.py"),
+    Mutant(
+        "returned tasks enter it again",
+        "queue",
+        "redis.call('ZADD', P .. ':tasks'",
+        "redis.call('ZREM', P .. ':tasks'",
+        "tasks.py",
+    ),
+    Mutant("tenant of a response", "delete_response", "or job.tenant ~= tenant ", "", "responses.py"),
+    Mutant("only stored responses", "delete_response", "or not is_stored ", "", "responses.py"),
+    Mutant("deleted open response", "delete_response", "'cancel', '1')", "'cancel', '')", "responses.py"),
+    Mutant("bytes of a deleted response", "delete_response", "or name == 'response'", "", "responses.py"),
+    Mutant("a response is read again", "deliver", " or response_life(job)", "", "responses.py"),
+    Mutant("life of a response's result", "queue", "if keep then return keep end", "", "responses.py"),
+    Mutant(
+        "life of a response's record",
+        "queue",
+        "if keep then redis.call('PEXPIRE'",
+        "if false then redis.call('PEXPIRE'",
+        "responses.py",
+    ),
+    Mutant("log in place of a result", "queue", "result_bytes == 0 and response_life(job) or 0", "0", "responses.py"),
+    Mutant("bound of past leases", "queue", "if count > MAX_PAST_LEASES then", "if false then", "job_ledger.py"),
+    Mutant("first take", "take", "job.revision == '' and 'taken' or 'retaken'", "'taken'", "job_ledger.py"),
+    Mutant(
+        "expired jobs leave their list",
+        "queue",
+        "if id then redis.call('ZREM', P .. ':jobs:'",
+        "if false then redis.call('ZREM', P .. ':jobs:'",
+        "job_ledger.py",
+    ),
+    Mutant(
+        "bytes of a moved record",
+        "queue",
+        "(has_moved and MOVED_RECORD_BYTES or RECORD_BYTES)",
+        "RECORD_BYTES",
+        "stored_bytes.py",
+    ),
+    Mutant("life of hourly usage", "queue", "USAGE_HOURS * HOUR_MS, job", "USAGE_DAYS * DAY_MS, job", "usage.py"),
+    Mutant("positions of delayed jobs", "positions", " or DELAYED_JOB end", " or 0 end", "positions.py"),
+    Mutant("positions of begun jobs", "positions", " and first == '' and", " and", "positions.py"),
+    Mutant(
+        "progress is not stored",
+        "emit",
+        "if progress ~= '' then push(job, progress)",
+        "if progress ~= '' then redis.call('RPUSH', log, progress)",
+        "emit.py",
+    ),
+    Mutant("readers guard", "prelude", "or not can_trust_heartbeats(config, now) then", "then", "readers.py"),
+    # Limits of the pool and of tenants
+    Mutant("open jobs of a pool", "submit", "if open >= config.max_open_jobs then", "if false then", "submit.py"),
+    Mutant("open jobs of a tenant", "submit", "own >= tenant_open", "false", "limits.py"),
+    Mutant(
+        "a first job above its tenant's limit", "submit", "own_queued > 0 and own_queued", "own_queued", "limits.py"
+    ),
+    Mutant("a first job above its tenant's rate", "submit", "if debt > 0 and later >", "if later >", "limits.py"),
+    Mutant("refused cost decays", "submit", " - rate * (now - (tonumber(at) or now))", "", "limits.py"),
+    Mutant("memory for more urgent classes", "submit", "{[0] = 90, 90, 80}", "{[0] = 90, 90, 90}", "limits.py"),
+    Mutant("memory that open jobs may need", "submit", " + total(':promised_bytes')", "", "limits.py"),
+    Mutant(
+        "a debt outlives its rate's key",
+        "queue",
+        "math.max(now, tonumber(tokens",
+        "math.max(0, tonumber(tokens",
+        "usage.py",
+    ),
+    # Stored bytes and their lives
+    Mutant(
+        "memory of a tenant", "submit", "share / 100 then return busy(", "share then return busy(", "stored_bytes.py"
+    ),
+    Mutant("a key's own share", "submit", "memory_percent > 0 and memory_percent or", "", "stored_bytes.py"),
+    Mutant("expired bytes free memory", "submit", "subtract_expired(now, MAX_RELEASED)", "", "stored_bytes.py"),
+    Mutant(
+        "bytes are subtracted once",
+        "queue",
+        "'ZREM', P .. ':expiry', member) == 1",
+        "'ZREM', P .. ':expiry', member) > -1",
+        "stored_bytes.py",
+    ),
+    Mutant("large results without a reader", "queue", " and was_read and", " and", "stored_bytes.py"),
+    Mutant("a result's life grows no more", "deliver", "or '0') > till then", "or '0') > 0 then", "stored_bytes.py"),
+    Mutant("tenant of a result", "deliver", " or job.tenant ~= tenant", "", "stored_bytes.py"),
+    Mutant(
+        "bound of dead letters",
+        "queue",
+        "0, -1 - MAX_DEAD",
+        "0, -1 - 10 * MAX_DEAD",
+        "tests/queue/broker/test_dead_letters.py",
+    ),
+    Mutant(
+        "requests of dead letters",
+        "queue",
+        "if is_dead then dead_letter(job, now) else",
+        "if false then dead_letter(job, now) else",
+        "stored_bytes.py",
+    ),
+    Mutant(
+        "deleted responses are kept no longer", "delete_response", "'keep', 'response_bytes')", "'')", "responses.py"
+    ),
+    # Idempotency and identity
+    Mutant("tenant of an id", "submit", " or job.tenant ~= tenant then", " then", "submit.py"),
+    Mutant("tenant of an idempotency key", "submit", "tenant .. ':' .. idem)", "idem)", "submit.py"),
+    Mutant("ids of a later time", "submit", " or minted - now > MAX_AHEAD_MS", "", "submit.py"),
+    Mutant("tenant of a canceled job", "cancel", " or job.tenant ~= tenant", "", "readers.py"),
+    Mutant("readers of a job", "prelude", "if count >= MAX_INBOXES then", "if false then", "readers.py"),
+    # Lists, delays, shares
+    Mutant(
+        "list of a tenant's jobs", "submit", "redis.call('ZADD', P .. ':jobs:' .. tenant, 0, id)", "", "job_ledger.py"
+    ),
+    Mutant("jobs before their time", "submit", "if is_delayed then", "if false then", "delayed_jobs.py"),
+    Mutant("refunds in the window of their charge", "queue", "    window = since\n", "", "policy.py"),
+    Mutant("refunds of older windows", "queue", "    if since < window - 1 then return end\n", "", "policy.py"),
+    Mutant(
+        "interactive jobs above their share",
+        "take",
+        "queues[0].next(goes_first)",
+        "queues[0].next(any_tenant)",
+        "policy.py",
+    ),
+    Mutant("shares of absent tenants", "take", "may_displace(job.tenant) and 0 or 1", "0", "policy.py"),
+    Mutant("tokens that a log has", "take", " - done * tonumber(job.n)", "", "policy.py"),
+    # Returns of jobs
+    Mutant("capacity elsewhere", "give_back", "not fits_elsewhere(job, cost)", "false", "capacity.py"),
+    Mutant(
+        "jobs that move often", "give_back", "if preemptions >= MAX_PREEMPTIONS then", "if false then", "capacity.py"
+    ),
+    Mutant(
+        "the last node with an adapter",
+        "give_back",
+        "if not may_be_elsewhere(job, lacks) then",
+        "if false then",
+        "adapters.py",
+    ),
+    Mutant(
+        "losses of a draining node", "sweep", "was_draining and 0 or count_loss(job)", "count_loss(job)", "capacity.py"
+    ),
+    # Pools
+    Mutant(
+        "a pool with nodes",
+        "forget",
+        "if alive > 0 then return {'NODES', alive} end",
+        "",
+        "tests/queue/broker/test_forget.py",
+    ),
+    Mutant(
+        "a pool with jobs",
+        "forget",
+        "if open > 0 then return {'JOBS', open} end",
+        "",
+        "tests/queue/broker/test_forget.py",
+    ),
+    Mutant("config of a living pool", "join", " and alive > 0 then", " and false then", "sweep.py"),
+    Mutant("config of a dead pool", "join", " and alive > 0 then", " then", "sweep.py"),
+)
