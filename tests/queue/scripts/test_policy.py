@@ -251,3 +251,15 @@ async def test_a_refund_lowers_the_use_of_the_window_of_its_charge(queue: Queue,
     assert await node.finish(taken, 0, kv_token_ms=25) == "OK"
     uses = {key: await queue.redis.hgetall(f"{P}:{key}") for key in await queue.keys("recent_use:*")}
     assert uses == {f"recent_use:{window}": {b"acme": b"%d" % left}}
+
+
+def test_an_interactive_job_of_a_tenant_above_its_share_does_not_go_first(new_pool: Any) -> None:
+    pool = new_pool("fair")
+    # Later jobs are younger; those of the assertion are too young to rise.
+    for _ in range(12):
+        pool.submit("a", Priority.STANDARD, 10, 1)
+        started(pool)
+        pool.end("finish", 0, 10)
+    pool.submit("a", Priority.INTERACTIVE, 10, 1)
+    pool.submit("b", Priority.STANDARD, 10, 1)
+    assert started(pool).tenant == "b"
