@@ -251,3 +251,27 @@ async def test_a_refund_lowers_the_use_of_the_window_of_its_charge(queue: Queue,
     assert await node.finish(taken, 0, kv_token_ms=25) == "OK"
     uses = {key: await queue.redis.hgetall(f"{P}:{key}") for key in await queue.keys("recent_use:*")}
     assert uses == {f"recent_use:{window}": {b"acme": b"%d" % left}}
+
+
+def _note_use(pool: Pool, tenants: str) -> None:
+    """Run jobs of these tenants. Jobs submitted after 12 others are too young to rise."""
+    for tenant in tenants:
+        pool.submit(tenant, Priority.STANDARD, 10, 1)
+        started(pool)
+        pool.end("finish", 0, 10)
+
+
+def test_an_interactive_job_of_a_tenant_above_its_share_does_not_go_first(new_pool: Any) -> None:
+    pool = new_pool("fair")
+    _note_use(pool, "a" * 12)
+    pool.submit("a", Priority.INTERACTIVE, 10, 1)
+    pool.submit("b", Priority.STANDARD, 10, 1)
+    assert started(pool).tenant == "b"
+
+
+def test_an_interactive_job_above_the_share_of_absent_tenants_counts_as_standard(new_pool: Any) -> None:
+    pool = new_pool("fair")
+    _note_use(pool, "b" + "a" * 12)
+    pool.submit("a", Priority.INTERACTIVE, 10, 1)
+    started(pool)
+    assert pool.taken[-1][1].urgency == Priority.STANDARD
