@@ -143,11 +143,11 @@ def _attention(spec: ModelSpec, step: Step) -> list[Cost]:
 
 def _layer(spec: ModelSpec, step: Step) -> list[Cost]:
     rows, is_scaled = step.num_tokens, step.quantization in ("fp8", "int8")
-    norm = costs.add_norm(rows, spec.hidden_size, quantised=is_scaled)
+    norm = costs.add_norm(rows, spec.hidden_size, quantized=is_scaled)
     found = [norm, norm, costs.rotate_and_store(rows, _heads(spec)), *_products(spec, step), *_attention(spec, step)]
-    found.append(costs.activation(rows, spec.intermediate_size, gated=spec.is_gated, quantised=is_scaled))
+    found.append(costs.activation(rows, spec.intermediate_size, gated=spec.is_gated, quantized=is_scaled))
     if is_scaled:
-        found.append(costs.quantise(rows, spec.num_heads * spec.head_dim))
+        found.append(costs.quantize(rows, spec.num_heads * spec.head_dim))
     return found
 
 

@@ -79,7 +79,7 @@ def test_kernels_keep_their_numbers_in_registers_and_fit_into_shared_memory(bina
         is_wide = facts["constants"].get("HEAD", 0) > 128
         if is_wide and facts["dtype"] == "torch.float32":
             continue
-        may_spill = facts["kernel"] == "_prefill" and (is_wide or facts["constants"]["QUANTISED"])
+        may_spill = facts["kernel"] == "_prefill" and (is_wide or facts["constants"]["QUANTIZED"])
         assert facts["stack_bytes"] <= (64 if may_spill else 0), facts
 
 
@@ -93,5 +93,5 @@ def test_attention_multiplies_and_loads_as_the_gpu_does_it_fastest(binaries: Fac
         if facts["kernel"] == "_prefill":
             assert facts["warps"] * 16 == facts["constants"]["ROWS"]
             assert _count(facts, "HGMMA" if facts["sm"] == 90 else "HMMA") > 0, facts
-    plain = [facts for facts in found if not facts["constants"]["QUANTISED"]]
+    plain = [facts for facts in found if not facts["constants"]["QUANTIZED"]]
     assert all(_count(facts, "LDGSTS.E.BYPASS.128") > 0 for facts in plain if facts["dtype"] == "torch.bfloat16")

@@ -64,7 +64,7 @@ def test_a_dry_run_gets_through_all_stages(tmp_path: Path) -> None:
         ("prefill_attention", 128),
     }
     want = {"rotate_and_store", "attention", "sample", "multiply_scaled", "multiply_int4", "multiply_invariant"}
-    assert checked >= want | {"quantise_vectors", "add_lora", "copy_blocks", "add_norm", "gate_mul"}
+    assert checked >= want | {"quantize_vectors", "add_lora", "copy_blocks", "add_norm", "gate_mul"}
     assert truth["tiny: graph = eager"]
     assert truth["tiny deterministic: alone = in a batch"]
     assert all(row["fraction"] > 0 for row in kernels["kernels"])
