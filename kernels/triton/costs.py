@@ -96,6 +96,12 @@ def rotate_and_store(num_tokens: int, heads: Heads) -> Cost:
     return Cost(num_tokens * (width * heads.itemsize + angles), written, num_tokens * 6 * width)
 
 
+def embed(num_tokens: int, hidden: int, *, itemsize: int = 2) -> Cost:
+    """Read token ids and embeddings; write the float32 residual stream."""
+    size = num_tokens * hidden
+    return Cost(num_tokens * _REAL + size * itemsize, size * _REAL, size)
+
+
 def add_norm(num_tokens: int, hidden: int, *, itemsize: int = 2, added: bool = True, quantized: bool = False) -> Cost:
     """Add to the float32 residual stream and norm it. `quantized`: the norm is stored in 8 bits, with a scale."""
     size = num_tokens * hidden

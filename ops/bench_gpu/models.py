@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch.nn import functional
 
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.shapes import SHAPES
@@ -15,10 +13,11 @@ from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
-from penstock.gpu_node.model.gpu.linear import KeptLinear, linear_of, pad_rows, padded_head
+from penstock.gpu_node.model.gpu.linear import EmbeddingTable, KeptLinear, linear_of, pad_rows, padded_head
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
+from penstock.gpu_node.model.gpu.weights import GpuWeights
 from penstock.gpu_node.model.protocol import CacheSizes
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
+from penstock.gpu_node.model.torch_common.layers import LayerWeights
 from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
 
 BLOCK_SIZE = 16
@@ -33,7 +32,7 @@ class Model:
 
     name: str
     spec: ModelSpec
-    weights: DecoderWeights
+    weights: GpuWeights
     runner: GpuRunner
     sizes: CacheSizes
     max_num_seqs: int
@@ -104,7 +103,7 @@ def make_model(name: str, spec: ModelSpec, device: Device, options: Options) -> 
     )
 
 
-def random_weights(spec: ModelSpec, options: Options, device: torch.device) -> DecoderWeights:
+def random_weights(spec: ModelSpec, options: Options, device: torch.device) -> GpuWeights:
     """Return weights that keep the scale of activations: normal numbers, norms near 1, small biases."""
     dtype, is_fixed = options.dtype, options.deterministic
     linear = linear_of(options.quantization, deterministic=is_fixed)
@@ -147,9 +146,6 @@ def random_weights(spec: ModelSpec, options: Options, device: torch.device) -> D
     head = embedding if spec.tied_head else random(spec.vocab_size, spec.hidden_size, std=spec.hidden_size**-0.5)
     layers = tuple(layer() for _ in range(spec.num_layers))
     final = norm(spec.hidden_size, centred=spec.norm == "layer")
-    return DecoderWeights(
-        partial(functional.embedding, weight=embedding),
-        layers,
-        final,
-        padded_head(head, options.quantization, deterministic=is_fixed),
+    return GpuWeights(
+        EmbeddingTable(embedding), layers, final, padded_head(head, options.quantization, deterministic=is_fixed)
     )

@@ -127,6 +127,18 @@ def linear_of(quantization: str, *, deterministic: bool = False) -> Callable[[Te
     return lambda weight, bias: ScaledLinear.of(weight, bias, SCALED[quantization])
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingTable:
+    """The embeddings of a vocabulary."""
+
+    weight: Tensor
+    """[vocab, hidden]"""
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of token ids, [num_tokens, hidden]."""
+        return functional.embedding(ids, self.weight)
+
+
 _HEAD_ROWS = 64
 """A head is padded to a multiple of so many rows: logits of an odd vocabulary would lie in unaligned rows."""
 

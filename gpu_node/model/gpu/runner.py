@@ -229,14 +229,10 @@ class GpuRunner:
         return self._device.pinned(*x.shape, dtype=x.dtype).copy_(x, non_blocking=True)
 
     def _hidden(self, step: StepInputs[Tensor]) -> Tensor:
-        given = step.token_ids
-        earlier = self._tokens[(-1 - given).clamp(min=0)]
-        # A failed row has -1 for a token; the result of its next step is discarded.
-        ids = torch.where(given < 0, earlier, given).clamp(min=0)
         splits = FIXED_SPLITS
         if len(step.decoding) and not len(step.tiles) and not self._limits.deterministic:
             splits = num_splits(len(step.decoding), self._decoder.spec.num_kv_heads, self._device.torch)
-        return self._decoder.hidden(step, ids, self._pool.layers, splits, self._adapters.rows_of(step))
+        return self._decoder.hidden(step, self._tokens, self._pool.layers, splits, self._adapters.rows_of(step))
 
     def _on_device(self, staging: StagingBuffer, step: StepInputs[Ints]) -> StepInputs[Tensor]:
         arrival = torch.empty(size_of(step), dtype=torch.int32, device=self._device.torch)

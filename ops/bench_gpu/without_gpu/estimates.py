@@ -153,12 +153,16 @@ def _layer(spec: ModelSpec, step: Step) -> list[Cost]:
 
 def _outside(spec: ModelSpec, step: Step) -> list[Cost]:
     rows, hidden = step.num_tokens, spec.hidden_size
-    # bf16 rows are gathered, and converted to float32.
-    embedding = Cost(4 * rows * hidden, 6 * rows * hidden)
     sampler = costs.sample(step.num_samples, spec.vocab_size, passes=step.passes)
     # The logits are copied out of the graphs' memory.
     logits = 2 * step.num_samples * spec.vocab_size
-    return [embedding, costs.add_norm(step.num_samples, hidden), _head(spec, step), Cost(logits, logits), sampler]
+    return [
+        costs.embed(rows, hidden),
+        costs.add_norm(step.num_samples, hidden),
+        _head(spec, step),
+        Cost(logits, logits),
+        sampler,
+    ]
 
 
 def _graph(step: Step) -> StepLaunches:

@@ -30,6 +30,7 @@ from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton import launches, layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
+from penstock.kernels.triton.embedding import embed
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.lora import add_lora
 from penstock.kernels.triton.norms import add_norm, add_norm_quantized, norm_all_heads
@@ -114,6 +115,7 @@ def compile_doors(capability: int) -> None:
 
 
 def _compile_layers(formats: list[torch.dtype]) -> None:
+    embed(_ints(4), _ints(4), _empty(128_256, 4096), 1.0)
     x, residual, weight = _empty(4, 4096), _empty(4, 4096, dtype=torch.float32), _empty(4096)
     rms = Norm(weight, None, 1e-5)
     add_norm(residual, Addend(x), rms)
