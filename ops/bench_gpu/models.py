@@ -10,12 +10,11 @@ from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.shapes import SHAPES
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
-from penstock.gpu_node.model.gpu.decoder import GpuDecoder
+from penstock.gpu_node.model.gpu.decoder import GpuDecoder, GpuWeights
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import EmbeddingTable, KeptLinear, linear_of, pad_rows, padded_head
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
-from penstock.gpu_node.model.gpu.weights import GpuWeights
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.layers import LayerWeights
 from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
@@ -75,6 +74,7 @@ class Options:
     num_blocks: int | None = None
     """None: most of the GPU's free memory."""
     num_adapters: int = 0
+    max_lora_rank: int = 8
     deterministic: bool = False
 
 
@@ -87,7 +87,7 @@ def make_model(name: str, spec: ModelSpec, device: Device, options: Options) -> 
     num_blocks = options.num_blocks or int(_SHARE * free) // layout.block_bytes
     sizes = CacheSizes(num_blocks, 0, layout.block_bytes)
     pool = KvPool(layout, num_blocks, 0, device)
-    adapters = GpuAdapters(spec, options.num_adapters, 8, options.dtype, device)
+    adapters = GpuAdapters(spec, options.num_adapters, options.max_lora_rank, options.dtype, device)
     limits = Limits(options.max_num_seqs, options.max_model_len, BLOCK_SIZE, options.deterministic)
     return Model(
         name=name,

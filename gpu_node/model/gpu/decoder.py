@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -11,9 +12,8 @@ from penstock.gpu_node.model.architecture.spec import MatrixName, ModelSpec, Rop
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows
 from penstock.gpu_node.model.gpu.attention import AttentionBackend, AttentionRows, TritonAttention
 from penstock.gpu_node.model.gpu.inputs import StepInputs
-from penstock.gpu_node.model.gpu.linear import ScaledLinear
-from penstock.gpu_node.model.gpu.weights import GpuWeights
-from penstock.gpu_node.model.torch_common.layers import LayerWeights, Product
+from penstock.gpu_node.model.gpu.linear import EmbeddingTable, ScaledLinear
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.torch_common.norm import Norm
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.kernels.norm_weights import Addend
@@ -25,6 +25,13 @@ from penstock.kernels.triton.norms import add_norm, norm_all_heads
 
 _Matrix: TypeAlias = tuple[int, MatrixName, Product]
 """A layer, the name of one of its matrices, and the matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuWeights(DecoderWeights):
+    """The weights of a decoder on a GPU, whose kernels read the embedding table themselves."""
+
+    embedding: EmbeddingTable
 
 
 class GpuDecoder:

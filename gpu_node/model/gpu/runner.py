@@ -19,6 +19,7 @@ from penstock.gpu_node.model.gpu.graphs import StepGraphs
 from penstock.gpu_node.model.gpu.in_flight import InFlightStep, OnHost, StagingBuffer
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
+from penstock.gpu_node.model.gpu.profile import run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of
@@ -26,6 +27,7 @@ from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.triton.decode_attention import num_splits
+from penstock.kernels.triton.products import MEDIUM_ROWS
 from penstock.kernels.triton.sampler import Marks, sample
 from penstock.kernels.triton.sending import to_device_async
 
@@ -166,6 +168,13 @@ class GpuRunner:
         hidden = self._hidden(self._on_device(staging, step))
         logits: NDArray[np.float32] = self._decoder.logits(hidden).float().cpu().numpy()
         return logits
+
+    def compile_eager_steps(self) -> None:
+        """Compile the kernels of steps without a graph."""
+        limit = self._limits.max_num_batched_tokens
+        # Tile sizes of matrix products depend on the number of rows, which may exceed that of every graph.
+        for num_tokens in sorted({min(MEDIUM_ROWS, limit), limit}):
+            run_largest_step(self._decoder, self._pool, num_tokens, self._limits.max_num_seqs)
 
     @torch.inference_mode()
     def compile_rest(self) -> None:

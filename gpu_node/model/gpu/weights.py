@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -11,19 +10,13 @@ from torch import Tensor
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear
+from penstock.gpu_node.model.gpu.decoder import GpuWeights
 from penstock.gpu_node.model.gpu.linear import EmbeddingTable, PlainLinear, pad_rows, padded_head
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
+from penstock.gpu_node.model.torch_common.layers import LayerWeights, Product
 from penstock.gpu_node.model.torch_common.tensors import Convert, Converter, read_layer, read_norm
 
 MakeLinear: TypeAlias = Callable[[StoredLinear, Convert], Product]
 """Makes a product of a stored matrix, which it may keep as stored or convert."""
-
-
-@dataclass(frozen=True, slots=True)
-class GpuWeights(DecoderWeights):
-    """The weights of a decoder on a GPU, whose kernels read the embedding table themselves."""
-
-    embedding: EmbeddingTable
 
 
 def plain_linear(stored: StoredLinear, convert: Convert) -> PlainLinear:

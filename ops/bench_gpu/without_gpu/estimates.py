@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 
 from bench_gpu.models import spec_of
-from bench_gpu.without_gpu.launch_counts import Setup, StepLaunches, record
+from bench_gpu.without_gpu.launch_counts import StepLaunches, record
 from bench_gpu.without_gpu.recorder import H100, recording
+from bench_gpu.without_gpu.setups import Setup
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.graph_shapes import MIXED_TOKENS
 from penstock.gpu_node.model.gpu.runner import FIXED_SPLITS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -33,8 +35,14 @@ def test_many_rows_are_multiplied_in_pieces_of_bounded_memory(
     whole = multiply_invariant(x, weight, None)
     # Three parts of 64 rows: pieces of 64, 64 and 22 rows.
     monkeypatch.setattr(invariant, "_MAX_PARTS_BYTES", 3 * 64 * 8 * 4)
-    made, piece = [], invariant._multiply_piece
-    monkeypatch.setattr(invariant, "_multiply_piece", lambda *given: made.append(given) or piece(*given))
+    made: list[tuple[Any, ...]] = []
+    multiply_piece = invariant._multiply_piece
+
+    def watched(*given: Any) -> None:
+        made.append(given)
+        multiply_piece(*given)
+
+    monkeypatch.setattr(invariant, "_multiply_piece", watched)
     assert torch.equal(multiply_invariant(x, weight, None), whole)
     assert [len(out) for out, *_ in made] == [64, 64, 22]
     assert {parts.nbytes for _, parts, *_ in made} == {3 * 64 * 8 * 4}
