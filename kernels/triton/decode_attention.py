@@ -16,7 +16,7 @@ from penstock.kernels.triton.launches import Launch, attention_launch, num_multi
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 MAX_SPLITS = 64
-_MIN_SPAN = 64
+MIN_SPAN = 64
 """Shortest split, in tokens: a shorter one is not worth a program."""
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 
@@ -249,7 +249,7 @@ def decode_attention(
     shape = (num_rows, num_heads, splits) if splits > 1 else (0,)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(shape, dtype=torch.float32, device=q.device)
-    cut = {"TILE": launch.tile, "SPLITS": splits, "WINDOW": window, "MIN_SPAN": max(_MIN_SPAN, launch.tile)}
+    cut = {"TILE": launch.tile, "SPLITS": splits, "WINDOW": window, "MIN_SPAN": max(MIN_SPAN, launch.tile)}
     head = {"HEAD": head_dim, "HEAD_PAD": padded(head_dim, 16)}
     _decode[(num_rows, num_kv_heads, splits)](
         *(out, partial, weight, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
