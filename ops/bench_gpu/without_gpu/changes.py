@@ -30,8 +30,8 @@ SCALE_READERS = 16
 """Rows of a tile that each loaded the same int4 scales."""
 
 
-class Change(NamedTuple):
-    """One figure of a step."""
+class BeforeAfter(NamedTuple):
+    """One number of a step."""
 
     what: str
     unit: str
@@ -39,47 +39,47 @@ class Change(NamedTuple):
     after: float
 
 
-def changes() -> Iterator[Change]:
-    """Yield all figures, in the order of the review."""
+def changes() -> Iterator[BeforeAfter]:
+    """Yield all numbers, in the order of the review."""
     steps = {step.name: step for step in STEPS}
     spec = spec_of("llama-8b")
     launches = estimate(MIXED).num_launches
-    yield Change(f"mixed step: launches by the host, {launches} kernels", "µs", launches * HOST_LAUNCH_US, HOST_US)
+    yield BeforeAfter(f"mixed step: launches by the host, {launches} kernels", "µs", launches * HOST_LAUNCH_US, HOST_US)
     yield from _prefill(spec, 8192)
     sampled = steps["… batch 64, context 1k, top-p"].num_samples
     read = [costs.sample(sampled, spec.vocab_size, passes=passes).num_bytes / 1e6 for passes in (BISECTIONS + 2, 3)]
-    yield Change(f"top-p of {sampled} rows: logits read", "MB", *read)
+    yield BeforeAfter(f"top-p of {sampled} rows: logits read", "MB", *read)
     yield from _quantized(spec, steps)
     yield from _decode(spec, 1024)
     bf16 = estimate(steps["Llama-3.1-8B bf16, batch 1"]).num_launches
-    yield Change("bf16 decode step: launches", "", spec.num_layers * 10 + FORMER_OUTSIDE, bf16)
-    yield Change("`submit` of 256 rows with top-p, measured", "µs", 386, 181)
+    yield BeforeAfter("bf16 decode step: launches", "", spec.num_layers * 10 + FORMER_OUTSIDE, bf16)
+    yield BeforeAfter("`submit` of 256 rows with top-p, measured", "µs", 386, 181)
 
 
-def _prefill(spec: ModelSpec, prompt: int) -> Iterator[Change]:
+def _prefill(spec: ModelSpec, prompt: int) -> Iterator[BeforeAfter]:
     heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     former, now = (costs.prefill_attention([prompt], [prompt], heads, rows=rows) for rows in (64, 128))
     name = f"prefill attention of {prompt} tokens, a layer"
-    yield Change(f"{name}: keys and values that tiles read", "GB", former.bytes_read / 1e9, now.bytes_read / 1e9)
+    yield BeforeAfter(f"{name}: keys and values that tiles read", "GB", former.bytes_read / 1e9, now.bytes_read / 1e9)
     # Two groups of warps computed the same products of queries and keys: half of all operations twice.
-    yield Change(f"{name}: operations", "TFLOP", 1.5 * former.flops / 1e12, now.flops / 1e12)
+    yield BeforeAfter(f"{name}: operations", "TFLOP", 1.5 * former.flops / 1e12, now.flops / 1e12)
 
 
-def _quantized(spec: ModelSpec, steps: dict[str, Step]) -> Iterator[Change]:
+def _quantized(spec: ModelSpec, steps: dict[str, Step]) -> Iterator[BeforeAfter]:
     fp8 = estimate(steps["… fp8 weights and head, batch 1"])
     head = [costs.linear(1, spec.vocab_size, spec.hidden_size, kept).bytes_read for kept in ("none", "fp8")]
     read = sum(cost.bytes_read for cost in fp8.kernels)
-    yield Change("fp8, batch 1: bytes read", "GB", (read + head[0] - head[1]) / 1e9, read / 1e9)
+    yield BeforeAfter("fp8, batch 1: bytes read", "GB", (read + head[0] - head[1]) / 1e9, read / 1e9)
     former = spec.num_layers * (10 + FORMER_QUANTIZATIONS) + FORMER_OUTSIDE
-    yield Change("fp8, batch 1: launches", "", former, fp8.num_launches)
+    yield BeforeAfter("fp8, batch 1: launches", "", former, fp8.num_launches)
     outputs, columns = 2 * spec.intermediate_size, spec.hidden_size
     scales = costs.linear(0, outputs, columns, "int4").bytes_read - outputs * columns // 2
-    yield Change("int4, batch 1: scales loaded for `mlp_in`", "MB", SCALE_READERS * scales / 1e6, scales / 1e6)
+    yield BeforeAfter("int4, batch 1: scales loaded for `mlp_in`", "MB", SCALE_READERS * scales / 1e6, scales / 1e6)
 
 
-def _decode(spec: ModelSpec, context: int) -> Iterator[Change]:
+def _decode(spec: ModelSpec, context: int) -> Iterator[BeforeAfter]:
     programs = [spec.num_kv_heads * min(MAX_SPLITS, padded(-(-context // span))) for span in (FORMER_SPAN, MIN_SPAN)]
-    yield Change(f"decode attention, batch 1 at {context} tokens: programs for 132 multiprocessors", "", *programs)
+    yield BeforeAfter(f"decode attention, batch 1 at {context} tokens: programs for 132 multiprocessors", "", *programs)
 
 
 def main() -> None:
