@@ -76,8 +76,8 @@ class Step(NamedTuple):
 
 MIXED = Step("… mixed: 64 rows at 600, one prompt of 500", "llama-8b", "90 % of apart", 64, 600, (500,))
 SHAREGPT = Step("… ShareGPT-like load: 256 rows at 317, 278 prompt tokens", "llama-8b", "", 256, 317, (139, 139))
-"""The mean step of 256 requests at once, with prompts of 217 tokens and answers of 200. Each row is at the middle of its
-answer, and 256 * 217 / 200 tokens of prompts join."""
+"""The mean step of 256 requests at once, with prompts of 217 tokens and answers of 200. Each row is in the middle of
+its answer, and 256 * 217 / 200 tokens of prompts join."""
 STEPS = (
     Step("Llama-3.1-8B bf16, batch 1", "llama-8b", "88 %, 250 tok/s", 1, 128),
     Step("… batch 64, context 1k, top-p", "llama-8b", "85 %, 10,000 tok/s", 64, 1024, passes=3),

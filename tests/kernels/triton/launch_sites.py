@@ -9,12 +9,10 @@ from penstock.kernels import triton as package
 
 
 def launched_kernels() -> set[str]:
-    """Return the names of all functions that are launched on a grid: `kernel[grid](...)`."""
+    """Return the names of all functions that are launched: `kernel[grid](...)` or `module.kernel[grid](...)`."""
     trees = [ast.parse(path.read_text()) for path in Path(package.__path__[0]).glob("*.py")]
-    found = {
-        node.func.value.id
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
-    }
+    calls = [node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    kernels = [func.value for func in calls if isinstance(func, ast.Subscript)]
+    found = {kernel.id for kernel in kernels if isinstance(kernel, ast.Name)}
+    found |= {kernel.attr for kernel in kernels if isinstance(kernel, ast.Attribute)}
     return found & {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
