@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-QUANTISED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+QUANTIZED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest number of each quantized format. Quantization maps the largest number of a vector to it."""
 
 

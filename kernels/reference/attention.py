@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.paged_cache import QUANTISED_MAX, PagedCache
+from penstock.kernels.paged_cache import QUANTIZED_MAX, PagedCache
 
 
 def paged_attention(
@@ -60,12 +60,12 @@ def store_kv(k: Tensor, v: Tensor, cache: PagedCache, slots: Tensor) -> None:
             if scales is None:
                 kept[:, block, offset] = given[token].to(kept.dtype)
             else:
-                kept[:, block, offset], scales[:, block, offset] = quantise_vectors(given[token], kept.dtype)
+                kept[:, block, offset], scales[:, block, offset] = quantize_vectors(given[token], kept.dtype)
 
 
-def quantise_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize vectors to int8 or float8_e4m3fn with a scale each. x: [..., size]; returns that and float32 [...]."""
-    max_number = QUANTISED_MAX[dtype]
+    max_number = QUANTIZED_MAX[dtype]
     scales = x.float().abs().amax(-1) / max_number
     scaled = x.float() / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
     return (scaled.round() if dtype is torch.int8 else scaled).to(dtype), scales

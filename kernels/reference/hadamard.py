@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.kernels.reference.quantised import Floats
+from penstock.kernels.reference.quantized import Floats
 
 
 def hadamard_rotation(count: int) -> Floats:

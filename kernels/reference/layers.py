@@ -19,6 +19,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def embed(ids: Tensor, sampled: Tensor, table: Tensor, scale: float) -> Tensor:
+    """Return the embeddings of tokens times `scale`, [num_tokens, hidden] in float32.
+
+    ids: [num_tokens]; -1 - i stands for `sampled[i]`. An id that is negative after that is read as token 0.
+    table: [vocab, hidden].
+    """
+    tokens = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0)], ids).clamp(min=0)
+    return functional.embedding(tokens, table).float() * scale
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm in float32. x: [..., hidden]; weight: [hidden]; returns x's shape and dtype."""
     wide = x.float()

@@ -96,22 +96,28 @@ def rotate_and_store(num_tokens: int, heads: Heads) -> Cost:
     return Cost(num_tokens * (width * heads.itemsize + angles), written, num_tokens * 6 * width)
 
 
-def add_norm(num_tokens: int, hidden: int, *, itemsize: int = 2, added: bool = True, quantised: bool = False) -> Cost:
-    """Add to the float32 residual stream and norm it. `quantised`: the norm is stored in 8 bits, with a scale."""
+def embed(num_tokens: int, hidden: int, *, itemsize: int = 2) -> Cost:
+    """Read token ids and embeddings; write the float32 residual stream."""
+    size = num_tokens * hidden
+    return Cost(num_tokens * _REAL + size * itemsize, size * _REAL, size)
+
+
+def add_norm(num_tokens: int, hidden: int, *, itemsize: int = 2, added: bool = True, quantized: bool = False) -> Cost:
+    """Add to the float32 residual stream and norm it. `quantized`: the norm is stored in 8 bits, with a scale."""
     size = num_tokens * hidden
     read = size * (_REAL + added * itemsize) + hidden * itemsize
-    out = size + num_tokens * _REAL if quantised else size * itemsize
+    out = size + num_tokens * _REAL if quantized else size * itemsize
     return Cost(read, added * size * _REAL + out, 5 * size)
 
 
-def activation(num_tokens: int, inner: int, *, itemsize: int = 2, gated: bool = True, quantised: bool = False) -> Cost:
-    """Activate, and multiply by the gate's partner if gated. `quantised`: as in `add_norm`."""
+def activation(num_tokens: int, inner: int, *, itemsize: int = 2, gated: bool = True, quantized: bool = False) -> Cost:
+    """Activate, and multiply by the gate's partner if gated. `quantized`: as in `add_norm`."""
     size = num_tokens * inner
-    out = size + num_tokens * _REAL if quantised else size * itemsize
+    out = size + num_tokens * _REAL if quantized else size * itemsize
     return Cost((1 + gated) * size * itemsize, out, 8 * size)
 
 
-def quantise(num_tokens: int, size: int, *, itemsize: int = 2) -> Cost:
+def quantize(num_tokens: int, size: int, *, itemsize: int = 2) -> Cost:
     """Quantize rows to 8 bits and a scale."""
     return Cost(num_tokens * size * itemsize, num_tokens * (size + _REAL), 2 * num_tokens * size)
 

@@ -16,7 +16,7 @@ from penstock.kernels.triton.launches import Launch, attention_launch, num_multi
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 MAX_SPLITS = 64
-_MIN_SPAN = 64
+MIN_SPAN = 64
 """Shortest split, in tokens: a shorter one is not worth a program."""
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 
@@ -104,7 +104,7 @@ def _decode(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     MIN_SPAN: tl.constexpr,
-    QUANTISED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     NARROW: tl.constexpr,
     BIASED: tl.constexpr,
     CAP: tl.constexpr,
@@ -140,7 +140,7 @@ def _decode(
         places = block_offset(blocks, block_stride, host_from, host_jump) + head * head_stride + tokens % BLOCK * HEAD
         keys = tl.load(k + places[None, :] + d[:, None], mask=seen[None, :] & (d < HEAD)[:, None], other=0.0)
         scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * row_scale[:, None]
-        if QUANTISED:
+        if QUANTIZED:
             scale_at = block_offset(blocks, scale_block_stride, host_from, host_scale_jump) + head * scale_head_stride
             scores *= tl.load(k_scales + scale_at + tokens % BLOCK, mask=seen, other=0.0)[None, :]
         scores = capped(scores, CAP)
@@ -152,7 +152,7 @@ def _decode(
         p, shrink = tl.exp2(scores - better[:, None]), tl.exp2(best - better)
         total = total * shrink + tl.sum(p, 1)
         values = tl.load(v + places[:, None] + d[None, :], mask=seen[:, None] & (d < HEAD)[None, :], other=0.0)
-        if QUANTISED:
+        if QUANTIZED:
             value_scales = tl.load(v_scales + scale_at + tokens % BLOCK, mask=seen, other=0.0)
             if NARROW:
                 p, shrink, unit = weigh_values(p, shrink, unit, value_scales)
@@ -249,7 +249,7 @@ def decode_attention(
     shape = (num_rows, num_heads, splits) if splits > 1 else (0,)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(shape, dtype=torch.float32, device=q.device)
-    cut = {"TILE": launch.tile, "SPLITS": splits, "WINDOW": window, "MIN_SPAN": max(_MIN_SPAN, launch.tile)}
+    cut = {"TILE": launch.tile, "SPLITS": splits, "WINDOW": window, "MIN_SPAN": max(MIN_SPAN, launch.tile)}
     head = {"HEAD": head_dim, "HEAD_PAD": padded(head_dim, 16)}
     _decode[(num_rows, num_kv_heads, splits)](
         *(out, partial, weight, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
@@ -286,7 +286,7 @@ def kinds_of(
     has_scales, has_biases = cache.k_scales is not None, biases is not None
     is_narrow = cache.k.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
     sizes = {"GROUP": group, "BLOCK": cache.block_size, "CAP": cap or 0.0}
-    return {**sizes, "QUANTISED": has_scales, "NARROW": is_narrow, "BIASED": has_biases}
+    return {**sizes, "QUANTIZED": has_scales, "NARROW": is_narrow, "BIASED": has_biases}
 
 
 def cache_strides(cache: PagedCache) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ _SPAN = 1024
 _MANY_OUTPUTS = 16_384
 """A matrix with so many outputs has enough tiles for a GPU without splitting sums."""
 _RUN = 512
+_MAX_PARTS_BYTES = 256 << 20
+"""Of the sums of parts, which are in float32. More rows than these hold are multiplied in pieces."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -69,8 +71,18 @@ def multiply_invariant(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     (num_rows, num_columns), num_outputs = x.shape, len(weight)
     span = num_columns if num_outputs >= _MANY_OUTPUTS else _SPAN
     num_parts = triton.cdiv(num_columns, span)
-    parts = torch.empty(num_parts, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+    piece = min(max(1, num_rows), max(_ROWS, _MAX_PARTS_BYTES // (4 * num_parts * num_outputs * _ROWS) * _ROWS))
+    # Pieces run one after the other, so all of them can use the same memory.
+    parts = torch.empty(num_parts, piece, num_outputs, dtype=torch.float32, device=x.device)
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    for first in range(0, num_rows, piece):
+        _multiply_piece(out[first : first + piece], parts, x[first : first + piece], weight, bias, span)
+    return out
+
+
+def _multiply_piece(out: Tensor, parts: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, span: int) -> None:
+    """parts: memory for the sums of at least as many rows."""
+    (num_rows, num_columns), num_outputs, num_parts = x.shape, len(weight), len(parts)
     _multiply_part[(triton.cdiv(num_rows, _ROWS), triton.cdiv(num_outputs, _OUTPUTS), num_parts)](
         *(parts, x, weight, num_rows, num_outputs, num_columns, span),
         ROWS=_ROWS,
@@ -81,4 +93,3 @@ def multiply_invariant(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     _add_parts[(num_rows, triton.cdiv(num_outputs, _RUN))](
         out, parts, bias, num_rows, num_outputs, PARTS=num_parts, RUN=_RUN, BIASED=bias is not None
     )
-    return out

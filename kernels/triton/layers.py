@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.paged_cache import QUANTISED_MAX, PagedCache
+from penstock.kernels.paged_cache import QUANTIZED_MAX, PagedCache
 from penstock.kernels.triton.decode_attention import cache_strides
 from penstock.kernels.triton.launches import padded
-from penstock.kernels.triton.quantising import QuantisedRows, store_quantised, warps_for
+from penstock.kernels.triton.quantizing import QuantizedRows, store_quantized, warps_for
 from penstock.kernels.triton.rope import rotate_and_store_kernel
 
 _COLUMNS = 1024
@@ -49,7 +49,7 @@ def _activate(
     if GATED:
         y *= tl.load(x + row * width + INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
     if MOST > 0:
-        store_quantised(out, scales, y.to(x.dtype.element_ty).to(tl.float32), row, i, INNER, MOST)
+        store_quantized(out, scales, y.to(x.dtype.element_ty).to(tl.float32), row, i, INNER, MOST)
     else:
         tl.store(out + row * INNER + i, y.to(out.dtype.element_ty), mask=i < INNER)
 
@@ -86,7 +86,7 @@ def rotate_and_store(
         ROTARY=2 * cos.shape[-1],
         NORMED=q_norm is not None,
         OFFSET=offset,
-        MOST=0.0 if cache.k_scales is None else QUANTISED_MAX[cache.k.dtype],
+        MOST=0.0 if cache.k_scales is None else QUANTIZED_MAX[cache.k.dtype],
         # A head's numbers and their partners stay in registers, also where 71 queries share a key.
         num_warps=min(8, max(2, padded(group) * padded(head_dim) // 1024)),
     )
@@ -103,10 +103,10 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return _activated_rows(x, x.shape[1], activation)
 
 
-def activate_quantised(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool) -> QuantisedRows:
-    """Return `quantise_vectors` of `gate_mul` if gated, else of `activate`, in one pass."""
+def activate_quantized(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool) -> QuantizedRows:
+    """Return `quantize_vectors` of `gate_mul` if gated, else of `activate`, in one pass."""
     inner = x.shape[1] // 2 if gated else x.shape[1]
-    rows = QuantisedRows.empty(len(x), inner, dtype, x.device)
+    rows = QuantizedRows.empty(len(x), inner, dtype, x.device)
     columns = padded(inner)
     _activate[(len(x), 1)](
         *(*rows, x),
@@ -114,7 +114,7 @@ def activate_quantised(x: Tensor, activation: str, dtype: torch.dtype, *, gated:
         COLUMNS=columns,
         KIND=activation,
         GATED=gated,
-        MOST=QUANTISED_MAX[dtype],
+        MOST=QUANTIZED_MAX[dtype],
         num_warps=warps_for(columns),
     )
     return rows

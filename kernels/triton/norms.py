@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.norm_weights import Addend, NormWeights
-from penstock.kernels.paged_cache import QUANTISED_MAX
+from penstock.kernels.paged_cache import QUANTIZED_MAX
 from penstock.kernels.triton.launches import padded
-from penstock.kernels.triton.quantising import QuantisedRows, store_quantised
+from penstock.kernels.triton.quantizing import QuantizedRows, store_quantized
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _add_norm(
         x += tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
     if MOST > 0:
         # Rounded as if the norm was stored first, so that both ways give the same numbers.
-        store_quantised(out, scales, x.to(weight.dtype.element_ty).to(tl.float32), row, i, HIDDEN, MOST)
+        store_quantized(out, scales, x.to(weight.dtype.element_ty).to(tl.float32), row, i, HIDDEN, MOST)
     else:
         tl.store(out + at, x.to(out.dtype.element_ty), mask=inside)
 
@@ -101,14 +101,14 @@ def _norm_all_heads(
 def add_norm(residual: Tensor, delta: Addend | None, norm: NormWeights) -> Tensor:
     """As `kernels.reference.layers.add_norm`; rows of `residual` must be contiguous."""
     out = torch.empty(residual.shape, dtype=norm.weight.dtype, device=residual.device)
-    _launch(QuantisedRows(out, out), residual, delta, norm)
+    _launch(QuantizedRows(out, out), residual, delta, norm)
     return out
 
 
-def add_norm_quantised(residual: Tensor, delta: Addend | None, norm: NormWeights, dtype: torch.dtype) -> QuantisedRows:
-    """Return `quantise_vectors` of `add_norm` in one pass."""
-    rows = QuantisedRows.empty(residual.shape[0], residual.shape[1], dtype, residual.device)
-    _launch(rows, residual, delta, norm, most=QUANTISED_MAX[dtype])
+def add_norm_quantized(residual: Tensor, delta: Addend | None, norm: NormWeights, dtype: torch.dtype) -> QuantizedRows:
+    """Return `quantize_vectors` of `add_norm` in one pass."""
+    rows = QuantizedRows.empty(residual.shape[0], residual.shape[1], dtype, residual.device)
+    _launch(rows, residual, delta, norm, most=QUANTIZED_MAX[dtype])
     return rows
 
 
@@ -128,7 +128,7 @@ def norm_all_heads(qkv: Tensor, q_norm: NormWeights, k_norm: NormWeights) -> Non
     )
 
 
-def _launch(rows: QuantisedRows, residual: Tensor, delta: Addend | None, norm: NormWeights, most: float = 0.0) -> None:
+def _launch(rows: QuantizedRows, residual: Tensor, delta: Addend | None, norm: NormWeights, most: float = 0.0) -> None:
     num_tokens, hidden = residual.shape
     before = None if delta is None else delta.norm
     first = (None, 0.0) if before is None else (before.weight, before.eps)

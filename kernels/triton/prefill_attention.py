@@ -52,7 +52,7 @@ def _attend_tile(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-    QUANTISED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     NARROW: tl.constexpr,
     BIASED: tl.constexpr,
     CAP: tl.constexpr,
@@ -66,7 +66,7 @@ def _attend_tile(
     places = block_offset(blocks, block_stride, host_from, host_jump) + head * head_stride + tokens % BLOCK * HEAD
     keys = tl.load(k + places[None, :] + d[:, None], mask=held[None, :] & (d < HEAD)[:, None], other=0.0)
     scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * row_scale[:, None]
-    if QUANTISED:
+    if QUANTIZED:
         scale_at = block_offset(blocks, scale_block_stride, host_from, host_scale_jump) + head * scale_head_stride
         scores *= tl.load(k_scales + scale_at + tokens % BLOCK, mask=held, other=0.0)[None, :]
     scores = capped(scores, CAP)
@@ -83,7 +83,7 @@ def _attend_tile(
     p, shrink = tl.exp2(scores - origin[:, None]), tl.exp2(best - origin)
     total = total * shrink + tl.sum(p, 1)
     values = tl.load(v + places[:, None] + d[None, :], mask=held[:, None] & (d < HEAD)[None, :], other=0.0)
-    if QUANTISED:
+    if QUANTIZED:
         value_scales = tl.load(v_scales + scale_at + tokens % BLOCK, mask=held, other=0.0)
         if NARROW:
             p, shrink, unit = weigh_values(p, shrink, unit, value_scales)
@@ -124,7 +124,7 @@ def _prefill(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-    QUANTISED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     NARROW: tl.constexpr,
     BIASED: tl.constexpr,
     CAP: tl.constexpr,
@@ -164,7 +164,7 @@ def _prefill(
                 *(state, j, queries, positions, context, biases, head * bias_stride, row_scale, table),
                 *(k, v, k_scales, v_scales, head // GROUP, block_stride, head_stride),
                 *(scale_block_stride, scale_head_stride, host_from, host_jump, host_scale_jump),
-                *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, NARROW, BIASED, CAP, part == 1),
+                *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTIZED, NARROW, BIASED, CAP, part == 1),
             )
     _best, total, acc, unit = state
     # Rows after the last query may have seen no key.

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.paged_cache import QUANTISED_MAX
+from penstock.kernels.paged_cache import QUANTIZED_MAX
 from penstock.kernels.triton.launches import architecture, padded
-from penstock.kernels.triton.quantising import QuantisedRows, store_quantised, warps_for
+from penstock.kernels.triton.quantizing import QuantizedRows, store_quantized, warps_for
 
 GROUP = 32
 """Columns that share a scale in int4."""
@@ -59,11 +59,11 @@ _OFFSETS = {torch.bfloat16: 128.0, torch.float16: 1024.0}
 
 
 @triton.jit
-def _quantise(q, scales, x, size, SIZE_PAD: tl.constexpr, MOST: tl.constexpr):
+def _quantize(q, scales, x, size, SIZE_PAD: tl.constexpr, MOST: tl.constexpr):
     """Grid [rows]."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE_PAD)
     values = tl.load(x + row * size + i, mask=i < size, other=0.0).to(tl.float32)
-    store_quantised(q, scales, values, row, i, size, MOST)
+    store_quantized(q, scales, values, row, i, size, MOST)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -209,12 +209,12 @@ def _multiply_few_int4(
     tl.store(at, sums.to(out.dtype.element_ty), mask=is_row & is_output[:, None])
 
 
-def quantise_vectors(x: Tensor, dtype: torch.dtype) -> QuantisedRows:
-    """As `kernels.reference.attention.quantise_vectors` for x: [rows, size]; rows must be contiguous."""
-    rows = QuantisedRows.empty(x.shape[0], x.shape[1], dtype, x.device)
+def quantize_vectors(x: Tensor, dtype: torch.dtype) -> QuantizedRows:
+    """As `kernels.reference.attention.quantize_vectors` for x: [rows, size]; rows must be contiguous."""
+    rows = QuantizedRows.empty(x.shape[0], x.shape[1], dtype, x.device)
     size_pad = padded(x.shape[1])
-    options = {"SIZE_PAD": size_pad, "MOST": QUANTISED_MAX[dtype], "num_warps": warps_for(size_pad)}
-    _quantise[(len(x),)](*rows, x, x.shape[1], **options)
+    options = {"SIZE_PAD": size_pad, "MOST": QUANTIZED_MAX[dtype], "num_warps": warps_for(size_pad)}
+    _quantize[(len(x),)](*rows, x, x.shape[1], **options)
     return rows
 
 

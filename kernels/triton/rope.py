@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.decode_attention import block_offset
-from penstock.kernels.triton.quantising import rounded
+from penstock.kernels.triton.quantizing import rounded
 
 
 @triton.jit

@@ -67,9 +67,9 @@ def make_all(model: str | None = None, kinds: Collection[str] | None = None) -> 
 
 
 def _make_hf(model: str, place: Path) -> None:
-    from fixtures.dequantized import dequantised
+    from fixtures.dequantized import dequantized
 
-    shutil.copytree(dequantised(model), place)
+    shutil.copytree(dequantized(model), place)
 
 
 def _make_gguf(model: str, place: Path) -> None:

@@ -128,8 +128,8 @@ def _product_cases(sizes: Sizes, rows: int, device: torch.device, *, has_float8:
     def scaled(kept: torch.dtype) -> Callable[[], Work]:
         def make() -> Work:
             x, weight = (normal(n, columns, sizes=sizes, device=device) for n in (rows, outputs))
-            short = products.quantise_vectors(weight, kept)
-            return lambda: products.multiply_scaled(*products.quantise_vectors(x, kept), *short, sizes.dtype)
+            short = products.quantize_vectors(weight, kept)
+            return lambda: products.multiply_scaled(*products.quantize_vectors(x, kept), *short, sizes.dtype)
 
         return make
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch.nn import functional
 
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.shapes import SHAPES
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
-from penstock.gpu_node.model.gpu.decoder import GpuDecoder
+from penstock.gpu_node.model.gpu.decoder import GpuDecoder, GpuWeights
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
-from penstock.gpu_node.model.gpu.linear import KeptLinear, linear_of, pad_rows, padded_head
+from penstock.gpu_node.model.gpu.linear import EmbeddingTable, KeptLinear, linear_of, pad_rows, padded_head
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
+from penstock.gpu_node.model.torch_common.layers import LayerWeights
 from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
 
 BLOCK_SIZE = 16
@@ -33,7 +31,7 @@ class Model:
 
     name: str
     spec: ModelSpec
-    weights: DecoderWeights
+    weights: GpuWeights
     runner: GpuRunner
     sizes: CacheSizes
     max_num_seqs: int
@@ -76,6 +74,7 @@ class Options:
     num_blocks: int | None = None
     """None: most of the GPU's free memory."""
     num_adapters: int = 0
+    max_lora_rank: int = 8
     deterministic: bool = False
 
 
@@ -88,7 +87,7 @@ def make_model(name: str, spec: ModelSpec, device: Device, options: Options) -> 
     num_blocks = options.num_blocks or int(_SHARE * free) // layout.block_bytes
     sizes = CacheSizes(num_blocks, 0, layout.block_bytes)
     pool = KvPool(layout, num_blocks, 0, device)
-    adapters = GpuAdapters(spec, options.num_adapters, 8, options.dtype, device)
+    adapters = GpuAdapters(spec, options.num_adapters, options.max_lora_rank, options.dtype, device)
     limits = Limits(options.max_num_seqs, options.max_model_len, BLOCK_SIZE, options.deterministic)
     return Model(
         name=name,
@@ -104,7 +103,7 @@ def make_model(name: str, spec: ModelSpec, device: Device, options: Options) -> 
     )
 
 
-def random_weights(spec: ModelSpec, options: Options, device: torch.device) -> DecoderWeights:
+def random_weights(spec: ModelSpec, options: Options, device: torch.device) -> GpuWeights:
     """Return weights that keep the scale of activations: normal numbers, norms near 1, small biases."""
     dtype, is_fixed = options.dtype, options.deterministic
     linear = linear_of(options.quantization, deterministic=is_fixed)
@@ -147,9 +146,6 @@ def random_weights(spec: ModelSpec, options: Options, device: torch.device) -> D
     head = embedding if spec.tied_head else random(spec.vocab_size, spec.hidden_size, std=spec.hidden_size**-0.5)
     layers = tuple(layer() for _ in range(spec.num_layers))
     final = norm(spec.hidden_size, centred=spec.norm == "layer")
-    return DecoderWeights(
-        partial(functional.embedding, weight=embedding),
-        layers,
-        final,
-        padded_head(head, options.quantization, deterministic=is_fixed),
+    return GpuWeights(
+        EmbeddingTable(embedding), layers, final, padded_head(head, options.quantization, deterministic=is_fixed)
     )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.paged_cache import QUANTISED_MAX, PagedCache
+from penstock.kernels.paged_cache import QUANTIZED_MAX, PagedCache
 
 BLOCK_SIZE = 16
 
@@ -59,7 +59,7 @@ class Pages:
         shape = num_seqs * width + 1, sizes.kv_heads, BLOCK_SIZE, sizes.head_dim
         k_scales = v_scales = None
         values = [torch.randn(shape, device=device) for _ in "kv"]
-        if kept in QUANTISED_MAX:
+        if kept in QUANTIZED_MAX:
             k_scales, v_scales = (torch.rand(shape[:-1], device=device).transpose(0, 1) / 40 + 0.01 for _ in "kv")
             values = [x.clamp(-3, 3) * 40 for x in values]
         k, v = (x.to(kept).transpose(0, 1) for x in values)

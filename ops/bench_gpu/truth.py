@@ -13,30 +13,25 @@ from fixtures.sampling import SamplingCase, rows_of
 from torch import Tensor
 from torch.nn import functional
 
+from bench_gpu import truth_layers
 from bench_gpu.shapes import BLOCK_SIZE, Pages, Sizes, ints, normal
-from bench_gpu.verdict import SHORT, Bound, WrongResultError, judge, judge_equal
+from bench_gpu.verdict import SHORT, STORED, Bound, WrongResultError, judge, judge_equal
 from penstock.gpu_node.model.gpu.attention import AttentionRows, TritonAttention
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
-from penstock.gpu_node.model.torch_common.norm import Norm
-from penstock.kernels.norm_weights import Addend
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.reference import attention as reference_attention
-from penstock.kernels.reference.layers import ACTIVATIONS
 from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.launches import prefill_rows
 from penstock.kernels.triton.lora import add_lora, lora_tiles
-from penstock.kernels.triton.norms import add_norm
 from penstock.kernels.triton.prefill_attention import prefill_tiles
 from penstock.kernels.triton.sampler import pack_rules, sample
 
 Row = dict[str, float | str]
 ATTENTION = Bound(0.006, 0.03)
 """Shares are rounded to bfloat16 before they multiply values, and the result once more."""
-STORED = {torch.bfloat16: SHORT, torch.int8: Bound(0.012, 0.02), torch.float8_e4m3fn: Bound(0.04, 0.07)}
-"""Of keys and values by what they are stored as: half a step of int8 is 1 / 254 of a vector's largest number."""
 PRODUCT = Bound(0.005, 0.02)
 HOPPER_FLOAT8 = Bound(0.005, 0.03)
 """Hopper's float8 products keep 14 bits of partial sums."""
@@ -48,7 +43,7 @@ def check_kernels(sizes: Sizes, device: torch.device) -> Iterator[Row]:
     formats = [sizes.dtype, torch.int8]
     if device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
         formats.append(torch.float8_e4m3fn)
-    checks: list[Callable[..., Iterator[Row]]] = [_norms, _activations, _copies, _lora, _plain_products, _sampler]
+    checks: list[Callable[..., Iterator[Row]]] = [*(truth_layers.check, _copies, _lora, _plain_products, _sampler)]
     with poisoned():
         for check in checks:
             yield from check(sizes, device)
@@ -56,6 +51,7 @@ def check_kernels(sizes: Sizes, device: torch.device) -> Iterator[Row]:
             yield from _rope_and_store(sizes, device, kept)
             yield from _attention(sizes, device, kept)
         for kept in formats[1:]:
+            yield from truth_layers.check_quantized(sizes, device, kept)
             yield from _scaled_products(sizes, device, kept)
 
 
@@ -74,35 +70,6 @@ def poisoned() -> Iterator[None]:
 
     with patch.object(torch, "empty", filled(torch.empty)), patch.object(torch, "empty_like", filled(torch.empty_like)):
         yield
-
-
-def _norms(sizes: Sizes, device: torch.device) -> Iterator[Row]:
-    residual = 3 + torch.randn(sizes.rows, sizes.hidden, device=device)
-    delta, weight, bias = (normal(*shape, sizes=sizes, device=device) for shape in _norm_shapes(sizes))
-    total, shape = residual.double() + delta.double(), (sizes.hidden,)
-    rms, layer = Norm(weight, None, 1e-5, offset=1.0), Norm(weight, bias, 1e-5)
-    want = functional.rms_norm(total, shape, weight.double() + 1, 1e-5)
-    mine = residual.clone()
-    yield judge("add_norm", add_norm(mine, Addend(delta), rms), want, SHORT)
-    yield judge("add_norm, residual", mine, total, Bound(1e-6, 1e-6))
-    want = functional.layer_norm(total, shape, weight.double(), bias.double(), 1e-5)
-    yield judge("add_norm, centred", add_norm(residual.clone(), Addend(delta), layer), want, SHORT)
-    total = residual.double() + 0.3 * functional.rms_norm(delta.double(), shape, weight.double() + 1, 1e-5)
-    mine = residual.clone()
-    add_norm(mine, Addend(delta, rms, 0.3), rms)
-    yield judge("add_norm, normed delta", mine, total, Bound(1e-5, 1e-5))
-
-
-def _norm_shapes(sizes: Sizes) -> list[tuple[int, ...]]:
-    return [(sizes.rows, sizes.hidden), (sizes.hidden,), (sizes.hidden,)]
-
-
-def _activations(sizes: Sizes, device: torch.device) -> Iterator[Row]:
-    x = normal(sizes.rows, 2 * sizes.inter, sizes=sizes, device=device)
-    for name in layers.ACTIVATIONS:
-        gate, up = x.double().chunk(2, dim=-1)
-        yield judge(f"gate_mul {name}", layers.gate_mul(x, name), ACTIVATIONS[name](gate) * up, SHORT)
-        yield judge(f"activate {name}", layers.activate(x, name), ACTIVATIONS[name](x.double()), SHORT)
 
 
 def _rope_and_store(sizes: Sizes, device: torch.device, kept: torch.dtype) -> Iterator[Row]:
@@ -211,14 +178,14 @@ def _plain_products(sizes: Sizes, device: torch.device) -> Iterator[Row]:
 
 
 def _scaled_products(sizes: Sizes, device: torch.device, kept: torch.dtype) -> Iterator[Row]:
-    weight = products.quantise_vectors(normal(sizes.inter, sizes.hidden, sizes=sizes, device=device), kept)
+    weight = products.quantize_vectors(normal(sizes.inter, sizes.hidden, sizes=sizes, device=device), kept)
     wide = weight[0].double() * weight[1].double().unsqueeze(-1)
     for rows in (1, 17, sizes.prompt):
         x = normal(rows, sizes.hidden, sizes=sizes, device=device)
-        q, scales = products.quantise_vectors(x, kept)
+        q, scales = products.quantize_vectors(x, kept)
         given = q.double() * scales.double().unsqueeze(-1)
         name = f"{kept}, {rows} rows".replace("torch.", "")
-        yield judge(f"quantise_vectors {name}", given, x, STORED[kept])
+        yield judge(f"quantize_vectors {name}", given, x, STORED[kept])
         got = products.multiply_scaled(q, scales, *weight, sizes.dtype)
         yield judge(f"multiply_scaled {name}", got, given @ wide.T, HOPPER_FLOAT8)
 

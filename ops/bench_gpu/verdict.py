@@ -26,6 +26,9 @@ EXACT = Bound(0.0, 0.0)
 SHORT = Bound(0.004, 0.02)
 """One rounding to bfloat16 errs by at most 2^-9 of a number. Products round inputs, weights or shares as well."""
 
+STORED = {torch.bfloat16: SHORT, torch.int8: Bound(0.012, 0.02), torch.float8_e4m3fn: Bound(0.04, 0.07)}
+"""Of vectors by what they are stored as: half a step of int8 is 1 / 254 of a vector's largest number."""
+
 
 def judge(name: str, got: Tensor, want: Tensor, bound: Bound) -> dict[str, float | str]:
     """Compare in float64; return the errors and their bounds. Raises WrongResultError beyond a bound, or for a NaN."""

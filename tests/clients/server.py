@@ -12,7 +12,7 @@ from pathlib import Path
 
 from clients.environments import FOLDER
 from fakes.served_model import TOOL_TEMPLATE, served
-from fixtures.dequantized import dequantised
+from fixtures.dequantized import dequantized
 
 from penstock.cli.demo_model import demo_model
 
@@ -33,7 +33,7 @@ def running_server() -> Iterator[Server]:
     """Start a server, and stop it at the end."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / MODEL
-        shutil.copytree(dequantised(demo_model()), folder, copy_function=os.symlink)
+        shutil.copytree(dequantized(demo_model()), folder, copy_function=os.symlink)
         template = folder / "chat_template.jinja"
         template.unlink(missing_ok=True)
         template.write_text(TOOL_TEMPLATE)

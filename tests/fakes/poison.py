@@ -10,6 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.gpu_node.model.gpu.linear import EmbeddingTable
+
+
+def _with_nan(table: EmbeddingTable, token_id: int) -> EmbeddingTable:
+    weight = table.weight.clone()
+    weight[token_id] = torch.nan
+    return EmbeddingTable(weight)
+
 
 @contextmanager
 def poisoned(runner: Any, token_id: int) -> Iterator[None]:
@@ -22,7 +30,8 @@ def poisoned(runner: Any, token_id: int) -> Iterator[None]:
         found[ids == token_id] = torch.nan
         return found
 
-    decoder._weights = replace(kept, embedding=rows)
+    is_table = isinstance(kept.embedding, EmbeddingTable)
+    decoder._weights = replace(kept, embedding=_with_nan(kept.embedding, token_id) if is_table else rows)
     try:
         yield
     finally:

@@ -105,7 +105,7 @@ void penstock_single_multiply(const MatrixPart* parts, int num_parts, int column
   team.join();
 }
 
-float penstock_single_quantise(const float* values, int count, int8_t* q, int32_t* sum) {
+float penstock_single_quantize(const float* values, int count, int8_t* q, int32_t* sum) {
   return quantise_row(values, count, q, sum);
 }
 

@@ -101,10 +101,10 @@ class Single:
         self._library.penstock_single_low_rank(*shape, table, len(parts), _at(x), len(x), _at(out))
         return out
 
-    def quantise(self, row: Floats) -> tuple[float, NDArray[np.int8], int]:
+    def quantize(self, row: Floats) -> tuple[float, NDArray[np.int8], int]:
         """Quantize a row; return its scale, its integers and their sum. Its length must be a multiple of 16."""
         row, q, total = _aligned(row), np.full(len(row), 99, np.int8), c.c_int32()
-        scale = self._library.penstock_single_quantise(_at(row), len(row), _at(q), c.byref(total))
+        scale = self._library.penstock_single_quantize(_at(row), len(row), _at(q), c.byref(total))
         return scale, q, total.value
 
     def exp_of_negative(self, x: Floats) -> Floats:
@@ -257,7 +257,7 @@ def _open(path: Path) -> Any:
         "num_bytes": (c.c_size_t, [number] * 3),
         "multiply": (None, [pointer, number, number, pointer, number, number, pointer]),
         "low_rank": (None, [number, number, pointer, number, pointer, number, pointer]),
-        "quantise": (real, [pointer, number, pointer, pointer]),
+        "quantize": (real, [pointer, number, pointer, pointer]),
         "exp": (None, [pointer, number, pointer]),
         "silu": (None, [pointer, number, pointer]),
         "gelu": (None, [pointer, number, number, pointer]),

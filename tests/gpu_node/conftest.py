@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.dequantized import dequantised
+from fixtures.dequantized import dequantized
 from fixtures.tiny_model import make_tiny_model
 from redis.asyncio import Redis
 
@@ -73,4 +73,4 @@ def demo_gguf() -> Path:
 @pytest.fixture(scope="session")
 def demo_model(demo_gguf: Path) -> Path:
     """Folder of that model in bfloat16; shared by test sessions through the cache."""
-    return dequantised(demo_gguf)
+    return dequantized(demo_gguf)

@@ -6,7 +6,7 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
-from fixtures.dequantized import dequantised
+from fixtures.dequantized import dequantized
 
 from penstock.cli.demo_model import demo_model
 
@@ -24,4 +24,4 @@ def demo_file() -> Path:
 @pytest.fixture(scope="session")
 def demo_folder(demo_file: Path) -> Path:
     """The demo model as a folder in Hugging Face's format."""
-    return dequantised(str(demo_file))
+    return dequantized(str(demo_file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -11,12 +12,13 @@ from penstock.gpu_node.model.architecture.spec import MatrixName, ModelSpec, Rop
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows
 from penstock.gpu_node.model.gpu.attention import AttentionBackend, AttentionRows, TritonAttention
 from penstock.gpu_node.model.gpu.inputs import StepInputs
-from penstock.gpu_node.model.gpu.linear import ScaledLinear
+from penstock.gpu_node.model.gpu.linear import EmbeddingTable, ScaledLinear
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.torch_common.norm import Norm
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.kernels.norm_weights import Addend
 from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.triton.embedding import embed
 from penstock.kernels.triton.launches import prefill_rows
 from penstock.kernels.triton.layers import activate, bound_logits, gate_mul, rotate_and_store
 from penstock.kernels.triton.norms import add_norm, norm_all_heads
@@ -25,11 +27,18 @@ _Matrix: TypeAlias = tuple[int, MatrixName, Product]
 """A layer, the name of one of its matrices, and the matrix."""
 
 
+@dataclass(frozen=True, slots=True)
+class GpuWeights(DecoderWeights):
+    """The weights of a decoder on a GPU, whose kernels read the embedding table themselves."""
+
+    embedding: EmbeddingTable
+
+
 class GpuDecoder:
     """A model's weights and its forward pass."""
 
     def __init__(
-        self, spec: ModelSpec, weights: DecoderWeights, num_positions: int, attention: AttentionBackend | None = None
+        self, spec: ModelSpec, weights: GpuWeights, num_positions: int, attention: AttentionBackend | None = None
     ) -> None:
         """attention: None for Triton's kernels."""
         self._attention: AttentionBackend = attention or TritonAttention()
@@ -59,29 +68,28 @@ class GpuDecoder:
     def hidden(
         self,
         step: StepInputs[Tensor],
-        ids: Tensor,
+        sampled: Tensor,
         layers: list[PagedCache],
         splits: int,
         adapted: AdaptedRows = NOT_ADAPTED,
     ) -> Tensor:
         """Store the step's keys and values and return the hidden states of its sampling tokens after the final norm.
 
-        ids: [num_tokens], the token ids with all earlier samples filled in; splits: the number of parts that each
-        context of a decoding sequence is split into.
+        sampled: the tokens that the rows of the previous step sampled; splits: the number of parts that each context of
+        a decoding sequence is split into.
         """
         spec, weights = self.spec, self._weights
         # The residual stream stays in float32, as the torch runner's does.
-        residual = weights.embedding(ids).float()
-        if spec.embedding_scale != 1:
-            residual = residual * spec.embedding_scale
+        residual = embed(step.token_ids, sampled, weights.embedding.weight, spec.embedding_scale)
         delta: Addend | None = None
         for i, (layer, cache) in enumerate(zip(weights.layers, layers, strict=True)):
             normed, qkv = self._normed_product(residual, delta, layer.attention_norm, (i, "qkv", layer.qkv), adapted)
             attended = self._attend(step, qkv, cache, layer, i, splits).flatten(1)
             if i == spec.num_layers - 1:
                 # After the last attention, only the wanted tokens need the rest of the layer.
-                residual, attended = residual[step.sampling], attended[step.sampling]
-                normed = None if normed is None else normed[step.sampling]
+                if not step.samples_each_token:
+                    residual, attended = residual[step.sampling], attended[step.sampling]
+                    normed = normed[step.sampling] if spec.parallel_residual and normed is not None else None
                 adapted = adapted.at_samples()
             added = adapted.add(i, "out", attended, layer.out(attended))
             delta = self._after_attention(residual, normed, added, i, layer, adapted)

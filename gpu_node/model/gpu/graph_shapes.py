@@ -14,8 +14,9 @@ from penstock.kernels.triton.sampler import RULE_COLUMNS
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 2560)
 """Token counts of mixed steps with a graph. A larger step runs for so long that its launches do not matter."""
-MAX_PREFILLS = 32
-"""Sequences of a mixed step that may have a query tile which is not full."""
+FEW_PREFILLS = 32
+"""Sequences of a mixed step that may have a query tile which is not full. A second graph takes all short prompts that
+the step's tokens allow; most steps do without its padding tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,9 @@ class GraphShapes:
         self.max_rows = rows[-1]
         decode = [StepShape(size, size) for size in rows]
         mixed = [
-            StepShape(tokens, min(tokens, self.max_rows), tokens // QUERY_TILE + min(tokens, MAX_PREFILLS))
+            StepShape(tokens, min(tokens, self.max_rows), tokens // QUERY_TILE + num_prefills)
             for tokens in _mixed_tokens(max_num_tokens)
+            for num_prefills in _prefill_counts(tokens, self.max_rows)
         ]
         self._decode = {False: decode}
         self._mixed = {False: mixed}
@@ -80,7 +82,7 @@ class GraphShapes:
     def all(self) -> list[StepShape]:
         """All shapes, those with the most tokens first."""
         shapes = [shape for kind in (self._mixed, self._decode) for some in kind.values() for shape in some]
-        return sorted(shapes, key=lambda shape: (-shape.num_tokens, -shape.num_adapter_tiles))
+        return sorted(shapes, key=lambda shape: (-shape.num_tokens, -shape.num_adapter_tiles, -shape.num_tiles))
 
     def find(self, step: StepInputs[Ints]) -> StepShape | str:
         """Return the smallest shape that holds a step, or the reason why the step has no graph."""
@@ -96,6 +98,15 @@ class GraphShapes:
 def _mixed_tokens(max_num_tokens: int) -> list[int]:
     at = bisect_left(MIXED_TOKENS, max_num_tokens)
     return [*MIXED_TOKENS[:at], *([max_num_tokens] if at < len(MIXED_TOKENS) else [])]
+
+
+def _prefill_counts(num_tokens: int, max_rows: int) -> list[int]:
+    """Return how many query tiles that are not full the graphs of a token count have, ascending.
+
+    A prompt that has a tile takes at least two tokens.
+    """
+    most = min(num_tokens // 2, max_rows)
+    return sorted({min(FEW_PREFILLS, most), most})
 
 
 def pad_step(step: StepInputs[Ints], shape: StepShape) -> StepInputs[Ints]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
-from penstock.kernels.paged_cache import QUANTISED_MAX, PagedCache
+from penstock.kernels.paged_cache import QUANTIZED_MAX, PagedCache
 from penstock.kernels.triton.blocks import copy_blocks, independent_waves
 from penstock.kernels.triton.sending import to_device_async
 
@@ -27,7 +27,7 @@ class KvLayout:
         self.num_layers = spec.num_layers
         self.shape = spec.num_kv_heads, block_size, spec.head_dim
         self.part_bytes = spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize
-        self.scale_bytes = spec.num_kv_heads * block_size * 4 if dtype in QUANTISED_MAX else 0
+        self.scale_bytes = spec.num_kv_heads * block_size * 4 if dtype in QUANTIZED_MAX else 0
         self.layer_bytes = 2 * (self.part_bytes + self.scale_bytes)
 
     @property

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from penstock.kernels.norm_weights import Addend, NormWeights
 from penstock.kernels.triton.invariant import multiply_invariant
-from penstock.kernels.triton.layers import activate_quantised
-from penstock.kernels.triton.norms import add_norm_quantised
+from penstock.kernels.triton.layers import activate_quantized
+from penstock.kernels.triton.norms import add_norm_quantized
 from penstock.kernels.triton.products import (
     GROUP,
     library_multiplies,
@@ -22,9 +22,9 @@ from penstock.kernels.triton.products import (
     multiply_scaled,
     pack_int4,
     pair_scales,
-    quantise_vectors,
+    quantize_vectors,
 )
-from penstock.kernels.triton.quantising import QuantisedRows
+from penstock.kernels.triton.quantizing import QuantizedRows
 
 SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Formats with one scale per weight row. Their activations are quantized with one scale per token."""
@@ -69,13 +69,13 @@ class ScaledLinear:
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, kept: torch.dtype) -> Self:
         """Quantize a weight [out, in] to the dtype `kept`; bias: [out]."""
-        return cls(*quantise_vectors(weight.contiguous(), kept), bias)
+        return cls(*quantize_vectors(weight.contiguous(), kept), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in]; returns [num_tokens, out]."""
-        return self.of_quantised(quantise_vectors(x.contiguous(), self.weight.dtype), x.dtype)
+        return self.of_quantized(quantize_vectors(x.contiguous(), self.weight.dtype), x.dtype)
 
-    def of_quantised(self, rows: QuantisedRows, dtype: torch.dtype) -> Tensor:
+    def of_quantized(self, rows: QuantizedRows, dtype: torch.dtype) -> Tensor:
         """Multiply rows that a kernel has quantized to the weight's dtype; returns [num_tokens, out] in `dtype`."""
         multiply = multiply_by_library if library_multiplies(rows.q, self.weight, dtype) else multiply_scaled
         product = multiply(*rows, self.weight, self.scales, dtype)
@@ -83,11 +83,11 @@ class ScaledLinear:
 
     def of_normed(self, residual: Tensor, delta: Addend | None, norm: NormWeights) -> Tensor:
         """Multiply the norm of `residual` plus `delta`, which is added in place."""
-        return self.of_quantised(add_norm_quantised(residual, delta, norm, self.weight.dtype), norm.weight.dtype)
+        return self.of_quantized(add_norm_quantized(residual, delta, norm, self.weight.dtype), norm.weight.dtype)
 
     def of_activated(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
         """Multiply what `gate_mul` makes of x if gated, else what `activate` makes of it."""
-        return self.of_quantised(activate_quantised(x, activation, self.weight.dtype, gated=gated), x.dtype)
+        return self.of_quantized(activate_quantized(x, activation, self.weight.dtype, gated=gated), x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,18 @@ def linear_of(quantization: str, *, deterministic: bool = False) -> Callable[[Te
     if quantization == "int4":
         return Int4Linear.of
     return lambda weight, bias: ScaledLinear.of(weight, bias, SCALED[quantization])
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingTable:
+    """The embeddings of a vocabulary."""
+
+    weight: Tensor
+    """[vocab, hidden]"""
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of token ids, [num_tokens, hidden]."""
+        return functional.embedding(ids, self.weight)
 
 
 _HEAD_ROWS = 64

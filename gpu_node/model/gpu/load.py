@@ -21,7 +21,7 @@ from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, padded_head, padded_vocab
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
-from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_bytes, run_largest_step
+from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_bytes
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.gpu.stored import StoredLinearLoader
@@ -29,7 +29,6 @@ from penstock.gpu_node.model.gpu.weights import load_weights
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
-from penstock.kernels.triton.products import MEDIUM_ROWS
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -65,22 +64,15 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     limits = Limits(*sizes_of_steps, options.deterministic, options.max_num_batched_tokens)
     runner = GpuRunner(decoder, adapters, pool, sizes, limits, device, weight_bytes)
     if device.is_gpu:
-        _compile_rest(runner, decoder, pool, options)
+        # Before the first request arrives.
+        runner.compile_eager_steps()
+        runner.compile_rest()
     formats = "+".join(sorted(keep.formats))
     arithmetic = {"dtype": name, "quantization": formats, "kv_cache_dtype": kept}
     blocks = {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     _log.info("gpu runner", extra={"device": str(device.torch), **arithmetic, **blocks})
     parts = "gpu", name, *((formats,) if formats != "none" else ()), "kv", kept
     return runner, "-".join((*parts, "deterministic") if options.deterministic else parts)
-
-
-def _compile_rest(runner: GpuRunner, decoder: GpuDecoder, pool: KvPool, options: RunnerOptions) -> None:
-    """Compile the kernels that steps outside of graphs need, before the first request arrives."""
-    limit = options.max_num_batched_tokens
-    # Tile sizes of matrix products depend on the number of rows, which may exceed that of every graph.
-    for num_tokens in sorted({min(MEDIUM_ROWS, limit), limit}):
-        run_largest_step(decoder, pool, num_tokens, options.max_num_seqs)
-    runner.compile_rest()
 
 
 def _device() -> torch.device:

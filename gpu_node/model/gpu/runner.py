@@ -19,6 +19,7 @@ from penstock.gpu_node.model.gpu.graphs import StepGraphs
 from penstock.gpu_node.model.gpu.in_flight import InFlightStep, OnHost, StagingBuffer
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
+from penstock.gpu_node.model.gpu.profile import run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of
@@ -26,6 +27,7 @@ from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.triton.decode_attention import num_splits
+from penstock.kernels.triton.products import MEDIUM_ROWS
 from penstock.kernels.triton.sampler import Marks, sample
 from penstock.kernels.triton.sending import to_device_async
 
@@ -167,6 +169,13 @@ class GpuRunner:
         logits: NDArray[np.float32] = self._decoder.logits(hidden).float().cpu().numpy()
         return logits
 
+    def compile_eager_steps(self) -> None:
+        """Compile the kernels of steps without a graph."""
+        limit = self._limits.max_num_batched_tokens
+        # Tile sizes of matrix products depend on the number of rows, which may exceed that of every graph.
+        for num_tokens in sorted({min(MEDIUM_ROWS, limit), limit}):
+            run_largest_step(self._decoder, self._pool, num_tokens, self._limits.max_num_seqs)
+
     @torch.inference_mode()
     def compile_rest(self) -> None:
         """Compile the kernels for block copies, marks and adapters; leaves no state behind."""
@@ -229,14 +238,10 @@ class GpuRunner:
         return self._device.pinned(*x.shape, dtype=x.dtype).copy_(x, non_blocking=True)
 
     def _hidden(self, step: StepInputs[Tensor]) -> Tensor:
-        given = step.token_ids
-        earlier = self._tokens[(-1 - given).clamp(min=0)]
-        # A failed row has -1 for a token; the result of its next step is discarded.
-        ids = torch.where(given < 0, earlier, given).clamp(min=0)
         splits = FIXED_SPLITS
         if len(step.decoding) and not len(step.tiles) and not self._limits.deterministic:
             splits = num_splits(len(step.decoding), self._decoder.spec.num_kv_heads, self._device.torch)
-        return self._decoder.hidden(step, ids, self._pool.layers, splits, self._adapters.rows_of(step))
+        return self._decoder.hidden(step, self._tokens, self._pool.layers, splits, self._adapters.rows_of(step))
 
     def _on_device(self, staging: StagingBuffer, step: StepInputs[Ints]) -> StepInputs[Tensor]:
         arrival = torch.empty(size_of(step), dtype=torch.int32, device=self._device.torch)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear
-from penstock.gpu_node.model.gpu.linear import PlainLinear, pad_rows, padded_head
-from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
+from penstock.gpu_node.model.gpu.decoder import GpuWeights
+from penstock.gpu_node.model.gpu.linear import EmbeddingTable, PlainLinear, pad_rows, padded_head
+from penstock.gpu_node.model.torch_common.layers import LayerWeights, Product
 from penstock.gpu_node.model.torch_common.tensors import Convert, Converter, read_layer, read_norm
 
 MakeLinear: TypeAlias = Callable[[StoredLinear, Convert], Product]
@@ -34,7 +33,7 @@ def load_weights(
     linear: MakeLinear = plain_linear,
     gather: Callable[[Iterator[LayerWeights]], Iterable[LayerWeights]] = tuple,
     head: Callable[[Tensor], Product] = padded_head,
-) -> DecoderWeights:
+) -> GpuWeights:
     """Read, fuse and convert a checkpoint layer by layer onto a device.
 
     linear: makes the layers' matrices; gather: collects the layers as they are read; head: makes the head of its weight
@@ -54,8 +53,8 @@ def load_weights(
             tensors.release()
             progress((layer + 1) / spec.num_layers)
 
-    return DecoderWeights(
-        embedding=partial(functional.embedding, weight=embedding),
+    return GpuWeights(
+        embedding=EmbeddingTable(embedding),
         layers=gather(layers()),
         final_norm=read_norm(tensors.final_norm(), convert, spec.norm_eps, spec.norm_offset),
         head=head(embedding if spec.tied_head else convert.tensor(tensors.head())),

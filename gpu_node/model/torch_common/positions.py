@@ -17,7 +17,7 @@ from penstock.gpu_node.model.architecture.spec import (
     Rope,
     YarnScaling,
 )
-from penstock.kernels.reference.quantised import to_bf16
+from penstock.kernels.reference.quantized import to_bf16
 
 Table = NDArray[np.float32]
 

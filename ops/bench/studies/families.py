@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from fixtures.gguf_file import gguf_values, write_gguf
-from fixtures.quantized_checkpoint import LAYOUTS, write_quantised
+from fixtures.quantized_checkpoint import LAYOUTS, write_quantized
 from fixtures.random_families import FAMILIES, GROWN_BY_LENGTH, make_family_model
 from torch import Tensor
 
@@ -85,7 +85,7 @@ def as_stored(texts: list[list[int]]) -> Iterator[tuple[str, list[dict[str, Any]
 
 def _stored(folder: Path, place: Path) -> Iterator[tuple[str, ModelSource, dict[str, Tensor]]]:
     for i, (name, layout) in enumerate(LAYOUTS.items()):
-        meant = write_quantised(folder, layout, place / str(i))
+        meant = write_quantized(folder, layout, place / str(i))
         yield name, ModelSource(place / str(i)), meant
     architecture = GGUF_ARCHITECTURES[STORED_FAMILY]
     for kind in GGUF_KINDS:

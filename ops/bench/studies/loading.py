@@ -138,7 +138,7 @@ def _kib(text: str, field: str) -> int:
 
 def models() -> dict[str, Path]:
     """The demo model's file, its weights in bfloat16, and a large one that is made at the first run."""
-    from fixtures.dequantized import dequantised
+    from fixtures.dequantized import dequantized
 
     from penstock.cli.demo_model import demo_model
 
@@ -146,7 +146,7 @@ def models() -> dict[str, Path]:
     large = FOLDER / "large"
     if not large.is_dir():
         _make_large(large)
-    return {SMALL_GGUF: gguf, SMALL_FOLDER: dequantised(gguf), LARGE_FOLDER: large}
+    return {SMALL_GGUF: gguf, SMALL_FOLDER: dequantized(gguf), LARGE_FOLDER: large}
 
 
 def _make_large(folder: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from fixtures.dequantized import dequantised
+from fixtures.dequantized import dequantized
 from fixtures.plans import Track, plan_of
 from fixtures.random_adapters import make_adapter
 from fixtures.sampling import rows_of
@@ -56,7 +56,7 @@ def main() -> None:
     """Measures, prints and writes the table."""
     foreign = machine.ForeignCpu()
     with tempfile.TemporaryDirectory() as folder:
-        model = dequantised(demo_model())
+        model = dequantized(demo_model())
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         for i in range(NUM_ADAPTERS):
             make_adapter(Path(folder) / f"a{i}", base, rank=RANK, seed=i, dtype="bfloat16")

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fixtures.dequantized import dequantised
+from fixtures.dequantized import dequantized
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from bench.studies.perplexity_report import (
     CHUNK,
     COMPARED,
     NUM_WINDOWS,
-    QUANTISED,
+    QUANTIZED,
     REFERENCE,
     STORED,
     WINDOW,
@@ -56,13 +56,13 @@ def settings(*, is_gguf: bool) -> list[Setting]:
     """All of them: the reference, then what decides most."""
 
     def native(grid: str, kv: str) -> list[Setting]:
-        kinds = ("none", *(("auto",) if is_gguf and grid == STORED else ()), *QUANTISED)
+        kinds = ("none", *(("auto",) if is_gguf and grid == STORED else ()), *QUANTIZED)
         return [Setting(grid, "native", weights, kv) for weights in kinds]
 
     found = [REFERENCE, *native(STORED, "bfloat16")]
     for grid in grids.GRIDS:
         found += native(grid, "bfloat16")
-        found += [Setting(grid, "rounded", weights, "bfloat16") for weights in (*QUANTISED, grids.INT4_HEAD8)]
+        found += [Setting(grid, "rounded", weights, "bfloat16") for weights in (*QUANTIZED, grids.INT4_HEAD8)]
     found += [one for grid in (STORED, *grids.GRIDS) for one in native(grid, "int8")]
     return [*found, Setting(STORED, "transformers", "bfloat16", "bfloat16")]
 
@@ -190,7 +190,7 @@ def measure(setting: Setting, model: str, windows: list[NDArray[np.int32]]) -> d
     if setting != REFERENCE and not all(_part(place / "reference", i).exists() for i in COMPARED):
         # The results may have come with the clone; the distributions, 800 MB, do not.
         measure(REFERENCE, model, windows)
-    source = dequantised(model)
+    source = dequantized(model)
     folder, temporary = source, None
     if setting.grid != STORED:
         rounding = setting.weights if setting.engine == "rounded" else None

@@ -35,7 +35,7 @@ class Setting:
 
 REFERENCE = Setting(STORED, "transformers", "float32", "float32")
 BF16 = ("native", "none", "bfloat16")
-QUANTISED = ("int8", "int8_group", "int4")
+QUANTIZED = ("int8", "int8_group", "int4")
 
 
 def ratio_of(ours: list[float], others: list[float]) -> tuple[float, float]:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 
 from bench_gpu.models import spec_of
-from bench_gpu.without_gpu.launch_counts import Setup, StepLaunches, record
+from bench_gpu.without_gpu.launch_counts import StepLaunches, record
 from bench_gpu.without_gpu.recorder import H100, recording
+from bench_gpu.without_gpu.setups import Setup
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.graph_shapes import MIXED_TOKENS
 from penstock.gpu_node.model.gpu.runner import FIXED_SPLITS
@@ -63,18 +64,32 @@ class Step(NamedTuple):
         """Rows that sample."""
         return self.decoding + len(self.prompts)
 
+    @property
+    def parts(self) -> tuple[Step, Step]:
+        """The step's decoding rows alone, and its prompts alone."""
+        return self._replace(prompts=()), self._replace(decoding=0)
 
+    def tokens_s(self, step_ms: float) -> float:
+        """Return the sampled tokens per second; of prompts alone, the computed ones."""
+        return (self.num_samples if self.decoding else self.num_tokens) / step_ms * 1e3
+
+
+MIXED = Step("… mixed: 64 rows at 600, one prompt of 500", "llama-8b", "90 % of apart", 64, 600, (500,))
+SHAREGPT = Step("… ShareGPT-like load: 256 rows at 317, 278 prompt tokens", "llama-8b", "", 256, 317, (139, 139))
+"""The mean step of 256 requests at once, with prompts of 217 tokens and answers of 200. Each row is in the middle of
+its answer, and 256 * 217 / 200 tokens of prompts join."""
 STEPS = (
-    Step("Llama-3.1-8B bf16, batch 1", "llama-8b", "88 %", 1, 128),
-    Step("… batch 64, context 1k, top-p", "llama-8b", "85 %", 64, 1024, passes=3),
-    Step("… fp8 weights and head, batch 1", "llama-8b", "85 %", 1, 128, quantization="fp8"),
+    Step("Llama-3.1-8B bf16, batch 1", "llama-8b", "88 %, 250 tok/s", 1, 128),
+    Step("… batch 64, context 1k, top-p", "llama-8b", "85 %, 10,000 tok/s", 64, 1024, passes=3),
+    Step("… fp8 weights and head, batch 1", "llama-8b", "85 %, 450 tok/s", 1, 128, quantization="fp8"),
     Step("… int8 weights, batch 1", "llama-8b", "–", 1, 128, quantization="int8"),
     Step("… int4 weights, batch 1", "llama-8b", "75 %", 1, 128, quantization="int4"),
-    Step("… prefill 2k", "llama-8b", "62 %", prompts=(2048,)),
-    Step("… prefill 8k, no graph", "llama-8b", "62 %", prompts=(8192,)),
-    Step("… mixed: 64 rows at 600, one prompt of 500", "llama-8b", "90 %", 64, 600, (500,)),
+    Step("… prefill 2k", "llama-8b", "62 %, 35,000 tok/s", prompts=(2048,)),
+    Step("… prefill 8k, no graph", "llama-8b", "62 %, 35,000 tok/s", prompts=(8192,)),
+    MIXED,
+    SHAREGPT._replace(goal="16,000 tok/s on H100"),
     Step("Llama-1B bf16, batch 1", "llama-1b", "78 %", 1, 128),
-    Step("Qwen3-0.6B, batch 256, context 840", "qwen3-0.6b", "80 %", 256, 840),
+    Step("Qwen3-0.6B, batch 256, context 840", "qwen3-0.6b", "80 %, 35,000 tok/s", 256, 840),
 )
 
 
@@ -143,22 +158,26 @@ def _attention(spec: ModelSpec, step: Step) -> list[Cost]:
 
 def _layer(spec: ModelSpec, step: Step) -> list[Cost]:
     rows, is_scaled = step.num_tokens, step.quantization in ("fp8", "int8")
-    norm = costs.add_norm(rows, spec.hidden_size, quantised=is_scaled)
+    norm = costs.add_norm(rows, spec.hidden_size, quantized=is_scaled)
     found = [norm, norm, costs.rotate_and_store(rows, _heads(spec)), *_products(spec, step), *_attention(spec, step)]
-    found.append(costs.activation(rows, spec.intermediate_size, gated=spec.is_gated, quantised=is_scaled))
+    found.append(costs.activation(rows, spec.intermediate_size, gated=spec.is_gated, quantized=is_scaled))
     if is_scaled:
-        found.append(costs.quantise(rows, spec.num_heads * spec.head_dim))
+        found.append(costs.quantize(rows, spec.num_heads * spec.head_dim))
     return found
 
 
 def _outside(spec: ModelSpec, step: Step) -> list[Cost]:
     rows, hidden = step.num_tokens, spec.hidden_size
-    # bf16 rows are gathered, and converted to float32.
-    embedding = Cost(4 * rows * hidden, 6 * rows * hidden)
     sampler = costs.sample(step.num_samples, spec.vocab_size, passes=step.passes)
     # The logits are copied out of the graphs' memory.
     logits = 2 * step.num_samples * spec.vocab_size
-    return [embedding, costs.add_norm(step.num_samples, hidden), _head(spec, step), Cost(logits, logits), sampler]
+    return [
+        costs.embed(rows, hidden),
+        costs.add_norm(step.num_samples, hidden),
+        _head(spec, step),
+        Cost(logits, logits),
+        sampler,
+    ]
 
 
 def _graph(step: Step) -> StepLaunches:
@@ -176,7 +195,9 @@ def _graphs(shape: str, quantization: str) -> list[StepLaunches]:
 
 def main() -> None:
     """Print the table as Markdown."""
-    columns = [f"{ceiling.name} {part}" for ceiling in CEILINGS for part in ("floor ms", "estimate ms", "fraction")]
+    columns = [
+        f"{ceiling.name} {part}" for ceiling in CEILINGS for part in ("floor ms", "estimate ms", "fraction", "tok/s")
+    ]
     print(f"| step | needed | launches | {' | '.join(columns)} | goal |\n|---|---|---{'|---' * len(columns)}|---|")
     for step in STEPS:
         found = estimate(step)
@@ -185,8 +206,12 @@ def main() -> None:
         cells = []
         for ceiling in CEILINGS:
             floor, taken = found.floor_ms(ceiling), found.step_ms(ceiling)
-            cells += [f"{floor:.2f}", f"{taken:.2f}", f"{100 * floor / taken:.0f} %"]
+            cells += [f"{floor:.2f}", f"{taken:.2f}", f"{100 * floor / taken:.0f} %", f"{step.tokens_s(taken):,.0f}"]
         print(f"| {step.name} | {needed} | {found.num_launches} | {' | '.join(cells)} | {step.goal} |", flush=True)
+    for ceiling in CEILINGS:
+        mixed, apart = estimate(MIXED).step_ms(ceiling), sum(estimate(part).step_ms(ceiling) for part in MIXED.parts)
+        share = f"{100 * apart / mixed:.0f} % of the rate apart"
+        print(f"\n{ceiling.name}: the mixed step takes {mixed:.2f} ms, its two parts {apart:.2f} ms, so {share}.")
 
 
 if __name__ == "__main__":

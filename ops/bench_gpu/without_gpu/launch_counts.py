@@ -8,39 +8,16 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-
-from bench_gpu.models import Options, make_model, spec_of
+from bench_gpu.models import Options, make_model
 from bench_gpu.without_gpu.recorder import H100, Gpu, RecordingDevice, TritonLaunch, recording
+from bench_gpu.without_gpu.setups import COUNTED, FAMILIES, Setup
 from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes, StepShape
 
 MAX_NUM_SEQS = 256
+_FEW_SEQS = 2
+"""For setups that are only compiled: larger batches differ in nothing but the splits of contexts."""
 _MAX_TOKENS = 8192
 """`Limits.max_num_batched_tokens` of the models that `make_model` makes."""
-
-
-class Setup(NamedTuple):
-    """What a runner's launches depend on, beside the shape of a step."""
-
-    shape: str
-    quantization: str = "none"
-    kv_dtype: torch.dtype = torch.bfloat16
-    num_adapters: int = 0
-
-    def __str__(self) -> str:
-        """Return a key for tables and JSON."""
-        adapters = " adapters" if self.num_adapters else ""
-        kept = {"none": "bf16"}.get(self.quantization, self.quantization)
-        cache = "bf16" if self.kv_dtype == torch.bfloat16 else "fp8"
-        return f"{self.shape} {kept} kv-{cache}{adapters}"
-
-
-SETUPS = [
-    Setup(shape, quantization, kv_dtype)
-    for shape in ("llama-8b", "qwen3-0.6b")
-    for quantization in ("none", "int8", "fp8", "int4")
-    for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
-] + [Setup("llama-8b", num_adapters=2)]
 
 
 @dataclass(frozen=True)
@@ -82,22 +59,35 @@ def record(setup: Setup, gpu: Gpu = H100, *, max_num_seqs: int = MAX_NUM_SEQS) -
     return Recorded(steps, triton)
 
 
+def different_launches(setup: Setup, gpu: Gpu) -> set[TritonLaunch]:
+    """Return the different launches of Triton kernels that a runner makes, outside of graphs too."""
+    if setup in COUNTED:
+        return record(setup, gpu).triton
+    return _captured(setup, gpu, None if setup.shape in FAMILIES else 2, _FEW_SEQS)[1]
+
+
 def _captured(
-    setup: Setup, gpu: Gpu, num_layers: int, max_num_seqs: int
+    setup: Setup, gpu: Gpu, num_layers: int | None, max_num_seqs: int
 ) -> tuple[list[Counter[str]], set[TritonLaunch]]:
-    spec = spec_of(setup.shape)
-    spec = replace(spec, num_layers=num_layers, windows=spec.windows[:num_layers])
+    spec = setup.spec
+    if num_layers is not None:
+        spec = replace(spec, num_layers=num_layers, windows=spec.windows[:num_layers])
     options = Options(
         quantization=setup.quantization,
         kv_dtype=setup.kv_dtype,
         max_num_seqs=max_num_seqs,
         num_blocks=64,
         num_adapters=setup.num_adapters,
+        max_lora_rank=setup.max_lora_rank,
+        dtype=setup.dtype,
+        deterministic=setup.deterministic,
     )
     with recording(gpu) as recorder:
         device = RecordingDevice(recorder)
         recorder.triton_launches.clear()
-        make_model(setup.shape, spec, device, options)
+        runner = make_model(setup.shape, spec, device, options).runner
+        runner.compile_eager_steps()
+        runner.compile_rest()
     return device.captured, recorder.triton_launches
 
 
@@ -123,7 +113,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.json:
         print("| setup | step | per layer | outside of layers | the layer's | the others |\n|---|---|---|---|---|---|")
-    for setup in SETUPS:
+    for setup in COUNTED:
         if given.part in str(setup):
             kinds = dict(sorted(by_kind(record(setup).steps).items()))
             if given.json:

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from fixtures.quantized_checkpoint import LAYOUTS, TOKEN_IDS, write_quantised
+from fixtures.quantized_checkpoint import LAYOUTS, TOKEN_IDS, write_quantized
 from fixtures.random_families import make_family_model
 from numpy.typing import NDArray
 
-Quantised: TypeAlias = Callable[[str, str], tuple[Path, NDArray[Any]]]
+Quantized: TypeAlias = Callable[[str, str], tuple[Path, NDArray[Any]]]
 
 
 @pytest.fixture(scope="session")
-def quantised(tmp_path_factory: pytest.TempPathFactory) -> Quantised:
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
     """Folder of a family's model in a layout, and transformers' logits of TOKEN_IDS by the numbers that it means."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -29,8 +29,8 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Quantised:
 
     @cache
     def make(family: str, layout: str) -> tuple[Path, NDArray[Any]]:
-        (folder, model), target = plain(family), tmp_path_factory.mktemp("quantised")
-        meant = write_quantised(folder, LAYOUTS[layout], target)
+        (folder, model), target = plain(family), tmp_path_factory.mktemp("quantized")
+        meant = write_quantized(folder, LAYOUTS[layout], target)
         with torch.inference_mode():
             for name, weight in model.named_parameters():
                 if name in meant:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu.formats import KvFormat
-from penstock.kernels.reference.quantised import quantise_activations, to_bf16
+from penstock.kernels.reference.quantized import quantize_activations, to_bf16
 
 CONTEXTS = (1, 15, 16, 17, 511, 512, 513, 1030)
 HEAD_DIMS = (16, 32, 48, 64, 80, 128, 256)
@@ -103,7 +103,7 @@ def _expected(filled: Filled, queries: Floats, limits: Sequence[int], head: int,
     if filled.kept is KvFormat.BF16:
         queries = to_bf16(queries)
     else:
-        queries = quantise_activations(queries, dim).values()
+        queries = quantize_activations(queries, dim).values()
     wants, bounds = [], []
     for i, (query, first, limit) in enumerate(zip(queries.astype(np.float64), firsts, limits, strict=True)):
         keys, values = (x[head, first:limit].astype(np.float64) for x in (filled.keys, filled.values))
@@ -152,7 +152,7 @@ def test_a_cell_keeps_what_was_set(new_cache: NewCache, kept: KvFormat, head_dim
         cache.set(slot, head, key, value)
     for (slot, head), *both in zip(cells, keys, values, strict=True):
         for got, put in zip(cache.get(slot, head), both, strict=True):
-            want = to_bf16(put) if kept is KvFormat.BF16 else quantise_activations(put[None], head_dim).values()[0]
+            want = to_bf16(put) if kept is KvFormat.BF16 else quantize_activations(put[None], head_dim).values()[0]
             np.testing.assert_array_equal(got, want)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.kernels.cpu.formats import RowLayout
 from penstock.kernels.cpu.library import LowRankRows
-from penstock.kernels.reference.quantised import to_bf16
+from penstock.kernels.reference.quantized import to_bf16
 
 
 @settings(max_examples=40)

@@ -11,7 +11,7 @@ from fixtures.matrices import (
     PLAIN_FORMATS,
     block_columns,
     padded,
-    quantised,
+    quantized,
     random_blocks,
     random_floats,
     stored,
@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.cpu.formats import Format, Run, Source
-from penstock.kernels.reference.quantised import GROUP, multiply_quantised, quantise_activations, to_bf16
+from penstock.kernels.reference.quantized import GROUP, multiply_quantized, quantize_activations, to_bf16
 
 NUM_ROWS = (*range(1, 14), 17, 64, 97)
 SHAPES = ((1, 1), (31, 33), (32, 32), (33, 64), (70, 200))
 """(outputs, columns)"""
-QUANTISED = (Format.INT8, Format.INT8_GROUP, Format.INT4_GROUP)
+QUANTIZED = (Format.INT8, Format.INT8_GROUP, Format.INT4_GROUP)
 
 
 def _product(kernels: Single, weights: Format, x: Floats, matrix: Floats, num_threads: int = 1) -> Floats:
@@ -39,8 +39,8 @@ def _assert_is_reference(got: Floats, weights: Format, x: Floats, matrix: Floats
         left, right = to_bf16(x).astype(np.float64), to_bf16(matrix).astype(np.float64)
         want, terms = left @ right.T, np.abs(left) @ np.abs(right.T)
     else:
-        packed = quantised(weights, matrix)
-        want = multiply_quantised(padded(x), packed)
+        packed = quantized(weights, matrix)
+        want = multiply_quantized(padded(x), packed)
         terms = (
             np.abs(padded(x)) @ np.abs(packed.values().T)
             + np.abs(padded(x)).sum(-1, keepdims=True) * np.abs(packed.minimum).max()
@@ -73,7 +73,7 @@ def test_products_of_any_shape_are_the_references(
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 13])
-@pytest.mark.parametrize("weights", QUANTISED)
+@pytest.mark.parametrize("weights", QUANTIZED)
 def test_sums_of_integers_are_exact(kernels: Single, weights: Format, rows: int) -> None:
     """Scales of one: each group's largest number is 127, so that the products are sums of integers."""
     rng = np.random.default_rng(rows)
@@ -90,7 +90,7 @@ def test_sums_of_integers_are_exact(kernels: Single, weights: Format, rows: int)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("weights", QUANTISED)
+@pytest.mark.parametrize("weights", QUANTIZED)
 def test_the_largest_sums_do_not_overflow(kernels: Single, weights: Format, sign: int) -> None:
     columns = 8192
     x = np.full((5, columns), 127.0, np.float32)
@@ -137,7 +137,7 @@ def test_products_with_stored_formats_are_those_of_what_gguf_says(kernels: Singl
         columns = num_blocks * block_columns(source)
         x = random_floats(rows, columns, seed=rows)
         matrix = values_of(source, random_blocks(outputs, columns, source, seed=columns)).astype(np.float64)
-        left = quantise_activations(x, GROUP).values().astype(np.float64)
+        left = quantize_activations(x, GROUP).values().astype(np.float64)
         got = _stored_product(kernels, weights, x, outputs, columns)
         # A kernel adds the parts of a group's scale and minimum separately.
         terms = np.abs(left) @ np.abs(matrix.T) + np.abs(left).sum(-1, keepdims=True) * np.abs(matrix).max()
@@ -188,21 +188,21 @@ def test_runs_of_several_formats_have_the_products_of_each(kernels: Single, runs
 
 
 @pytest.mark.parametrize("count", [16, 32, 48, 576])
-def test_rows_are_quantised_as_the_reference_does(kernels: Single, count: int) -> None:
+def test_rows_are_quantized_as_the_reference_does(kernels: Single, count: int) -> None:
     for seed in range(20):
         row = random_floats(count, seed=seed)
-        want = quantise_activations(row[None], count)
-        scale, q, total = kernels.quantise(row)
+        want = quantize_activations(row[None], count)
+        scale, q, total = kernels.quantize(row)
         assert np.float32(scale) == want.scale.item()
         np.testing.assert_array_equal(q, want.q[0, 0])
         assert total == want.q.sum()
 
 
 @pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-38, 1e-37, 3e-37, 1e38, 3.4e38])
-def test_rows_of_any_size_are_quantised(kernels: Single, largest: float) -> None:
+def test_rows_of_any_size_are_quantized(kernels: Single, largest: float) -> None:
     row = np.zeros(32, np.float32)
     row[3], row[9] = largest, -largest / 2
-    scale, q, total = kernels.quantise(row)
+    scale, q, total = kernels.quantize(row)
     assert abs(q).max() <= 127 and total == q.astype(int).sum()
     np.testing.assert_allclose(scale * q.astype(np.float64), row, atol=max(largest / 254 * 1.01, 1e-36))
 
@@ -212,4 +212,4 @@ def test_the_scale_of_a_row_that_is_not_finite_is_nan(kernels: Single, odd: floa
     for place in (0, 15, 17, 47):
         row = random_floats(48)
         row[place] = odd
-        assert np.isnan(kernels.quantise(row)[0])
+        assert np.isnan(kernels.quantize(row)[0])

@@ -30,9 +30,10 @@ from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton import launches, layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
+from penstock.kernels.triton.embedding import embed
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.lora import add_lora
-from penstock.kernels.triton.norms import add_norm, add_norm_quantised, norm_all_heads
+from penstock.kernels.triton.norms import add_norm, add_norm_quantized, norm_all_heads
 from penstock.kernels.triton.prefill_attention import prefill_attention
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
 
@@ -114,6 +115,7 @@ def compile_doors(capability: int) -> None:
 
 
 def _compile_layers(formats: list[torch.dtype]) -> None:
+    embed(_ints(4), _ints(4), _empty(128_256, 4096), 1.0)
     x, residual, weight = _empty(4, 4096), _empty(4, 4096, dtype=torch.float32), _empty(4096)
     rms = Norm(weight, None, 1e-5)
     add_norm(residual, Addend(x), rms)
@@ -125,8 +127,8 @@ def _compile_layers(formats: list[torch.dtype]) -> None:
         layers.activate(x, activation)
         layers.gate_mul(x, activation)
     for kept in formats[1:]:
-        add_norm_quantised(residual, Addend(x), rms, kept)
-        layers.activate_quantised(_empty(4, 2 * 14_336), "silu", kept, gated=True)
+        add_norm_quantized(residual, Addend(x), rms, kept)
+        layers.activate_quantized(_empty(4, 2 * 14_336), "silu", kept, gated=True)
     angles, norm = _empty(512, 64, dtype=torch.float32), _empty(128)
     for kept in formats:
         given = _empty(4, 48 * 128), _cache(kept), _ints(4), _ints(4), angles, angles
@@ -138,7 +140,7 @@ def _compile_products(formats: list[torch.dtype]) -> None:
     for rows in (4, 16, 64, 512):
         x = _empty(rows, 4096)
         for kept in formats:
-            q, scales = products.quantise_vectors(x, kept)
+            q, scales = products.quantize_vectors(x, kept)
             products.multiply_scaled(q, scales, _empty(6144, 4096, dtype=kept), _empty(6144, **real), torch.bfloat16)
         for given in (x, x.float()):
             products.multiply_int4(given, _empty(6144, 2048, dtype=torch.uint8), _ints(128, 6144))

@@ -50,7 +50,7 @@ def test_equals_the_reference(name: str, dtype: torch.dtype, device: torch.devic
 
 
 @pytest.mark.parametrize(("kept", "cap"), [(torch.int8, 2.0), (torch.float8_e4m3fn, None)], ids=str)
-def test_quantised_caches_mean_what_the_reference_reads(
+def test_quantized_caches_mean_what_the_reference_reads(
     kept: torch.dtype, cap: float | None, device: torch.device
 ) -> None:
     torch.manual_seed(0)

@@ -110,8 +110,8 @@ def test_norms_and_activations_read_their_inputs_once() -> None:
 
 
 def test_a_quantizing_norm_saves_a_write_and_a_read() -> None:
-    apart = costs.total([costs.add_norm(8, 4096), costs.quantise(8, 4096)])
-    fused = costs.add_norm(8, 4096, quantised=True)
+    apart = costs.total([costs.add_norm(8, 4096), costs.quantize(8, 4096)])
+    fused = costs.add_norm(8, 4096, quantized=True)
     assert apart.num_bytes - fused.num_bytes == 2 * 8 * 4096 * 2
 
 

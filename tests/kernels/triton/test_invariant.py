@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
 
+from penstock.kernels.triton import invariant
 from penstock.kernels.triton.invariant import multiply_invariant
 
 from .conftest import TOLERANCES
@@ -22,3 +25,24 @@ def test_a_row_is_the_same_alone_and_in_any_batch(columns: int, dtype: torch.dty
     for rows in (slice(0, 1), slice(66, 67), slice(5, 25)):
         assert torch.equal(multiply_invariant(x[rows], weight, bias), got[rows])
     assert torch.equal(multiply_invariant(x[:2], weight, None), multiply_invariant(x, weight, None)[:2])
+
+
+def test_many_rows_are_multiplied_in_pieces_of_bounded_memory(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(rows, 2100, device=device) for rows in (150, 8))
+    whole = multiply_invariant(x, weight, None)
+    # Three parts of 64 rows: pieces of 64, 64 and 22 rows.
+    monkeypatch.setattr(invariant, "_MAX_PARTS_BYTES", 3 * 64 * 8 * 4)
+    made: list[tuple[Any, ...]] = []
+    multiply_piece = invariant._multiply_piece
+
+    def watched(*given: Any) -> None:
+        made.append(given)
+        multiply_piece(*given)
+
+    monkeypatch.setattr(invariant, "_multiply_piece", watched)
+    assert torch.equal(multiply_invariant(x, weight, None), whole)
+    assert [len(out) for out, *_ in made] == [64, 64, 22]
+    assert {parts.nbytes for _, parts, *_ in made} == {3 * 64 * 8 * 4}

@@ -12,8 +12,8 @@ from fakes.paged import empty_cache
 from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm
 from penstock.kernels.norm_weights import Addend
 from penstock.kernels.reference import layers as reference
-from penstock.kernels.triton import layers, norms
-from penstock.kernels.triton.products import quantise_vectors
+from penstock.kernels.triton import embedding, layers, norms
+from penstock.kernels.triton.products import quantize_vectors
 
 from .conftest import TOLERANCES
 
@@ -22,6 +22,17 @@ BOTH = (reference, layers)
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.randn(*shape, device=device).to(dtype)
+
+
+def test_tokens_of_the_step_before_are_embedded_beside_given_ones(dtype: torch.dtype, device: torch.device) -> None:
+    """An id of -1 - i means the sample of row i, and a failed row's -1 means token 0."""
+    torch.manual_seed(0)
+    ids = torch.tensor([7, -1, 0, -3, -2, 10], dtype=torch.int32, device=device)
+    sampled = torch.tensor([4, -1, 9], dtype=torch.int32, device=device)
+    table = _random(11, 1100, dtype=dtype, device=device)
+    want = reference.embed(ids, sampled, table, 3.5)
+    assert torch.equal(want[[1, 3, 4]], table[[4, 9, 0]].float() * 3.5)
+    assert torch.equal(embedding.embed(ids, sampled, table, 3.5), want)
 
 
 NORMS: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -85,7 +96,7 @@ def test_activations(inter: int, dtype: torch.dtype, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_norms_and_activations_quantise_as_the_kernel_that_does_only_that(
+def test_norms_and_activations_quantize_as_the_kernel_that_does_only_that(
     kept: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(0)
@@ -102,13 +113,13 @@ def test_norms_and_activations_quantise_as_the_kernel_that_does_only_that(
         layers.activate(gate_up, "gelu"),
     ]
     fused = [
-        norms.add_norm_quantised(residual.clone(), delta, rms, kept),
-        norms.add_norm_quantised(residual.clone(), None, Norm(weight, bias, 1e-5), kept),
-        norms.add_norm_quantised(residual.clone(), delta, NoNorm(dtype, device), kept),
-        layers.activate_quantised(gate_up, "silu", kept, gated=True),
-        layers.activate_quantised(gate_up, "gelu", kept, gated=False),
+        norms.add_norm_quantized(residual.clone(), delta, rms, kept),
+        norms.add_norm_quantized(residual.clone(), None, Norm(weight, bias, 1e-5), kept),
+        norms.add_norm_quantized(residual.clone(), delta, NoNorm(dtype, device), kept),
+        layers.activate_quantized(gate_up, "silu", kept, gated=True),
+        layers.activate_quantized(gate_up, "gelu", kept, gated=False),
     ]
-    for want, got in zip((quantise_vectors(x, kept) for x in plain), fused, strict=True):
+    for want, got in zip((quantize_vectors(x, kept) for x in plain), fused, strict=True):
         assert torch.equal(got.q.float(), want.q.float())
         assert torch.equal(got.scales, want.scales)
 

@@ -8,7 +8,7 @@ import torch
 
 from penstock.kernels.reference import attention as reference_attention
 from penstock.kernels.reference import products as reference
-from penstock.kernels.reference.quantised import quantise_int4_groups
+from penstock.kernels.reference.quantized import quantize_int4_groups
 from penstock.kernels.triton import products
 from penstock.kernels.triton.lora import add_lora, lora_tiles
 
@@ -17,18 +17,18 @@ from .conftest import TOLERANCES
 
 @pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("shape", [(1, 70, 40), (18, 5, 200), (70, 130, 33)], ids=str)
-def test_products_of_quantised_rows(shape: tuple[int, int, int], kept: torch.dtype, device: torch.device) -> None:
+def test_products_of_quantized_rows(shape: tuple[int, int, int], kept: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
     rows, outputs, columns = shape
     x, weight = torch.randn(rows, columns, device=device), torch.randn(outputs, columns, device=device)
     x[0] = 0
-    q, scales = products.quantise_vectors(x, kept)
+    q, scales = products.quantize_vectors(x, kept)
     # On the CPU: on a GPU torch divides by a number by multiplying with its reciprocal.
-    want_q, want_scales = reference_attention.quantise_vectors(x.cpu(), kept)
+    want_q, want_scales = reference_attention.quantize_vectors(x.cpu(), kept)
     torch.testing.assert_close(scales.cpu(), want_scales)
     assert torch.equal(q.cpu().float(), want_q.float())
-    quantised = q, scales, *(part.to(device) for part in reference_attention.quantise_vectors(weight.cpu(), kept))
-    got, want = (module.multiply_scaled(*quantised, torch.float32) for module in (products, reference))
+    quantized = q, scales, *(part.to(device) for part in reference_attention.quantize_vectors(weight.cpu(), kept))
+    got, want = (module.multiply_scaled(*quantized, torch.float32) for module in (products, reference))
     # Hopper lines float8's products up by the largest of them, and drops what is 2^13 times smaller.
     is_short = kept == torch.float8_e4m3fn and device.type == "cuda"
     torch.testing.assert_close(got, want, atol=2**-10 * float(want.abs().max()) if is_short else 1e-4, rtol=1e-4)
@@ -37,7 +37,7 @@ def test_products_of_quantised_rows(shape: tuple[int, int, int], kept: torch.dty
 def test_the_librarys_products_of_float8_are_the_references(device: torch.device) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(18, 64, device=device), torch.randn(48, 64, device=device)
-    given = *products.quantise_vectors(x, torch.float8_e4m3fn), *products.quantise_vectors(weight, torch.float8_e4m3fn)
+    given = *products.quantize_vectors(x, torch.float8_e4m3fn), *products.quantize_vectors(weight, torch.float8_e4m3fn)
     got = products.multiply_by_library(*given, torch.bfloat16)
     want = reference.multiply_scaled(*given, torch.bfloat16)
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
@@ -56,7 +56,7 @@ def test_products_with_int4(shape: tuple[int, int, int], dtype: torch.dtype, dev
     tolerance = TOLERANCES[dtype] * columns**0.5
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
     # And the packing means what the reference for the CPU's kernels says.
-    values = torch.from_numpy(quantise_int4_groups(weight.cpu().numpy()).values())
+    values = torch.from_numpy(quantize_int4_groups(weight.cpu().numpy()).values())
     ones = torch.eye(columns, device=device)
     torch.testing.assert_close(reference.multiply_int4(ones, *packed).T.cpu(), values)
 

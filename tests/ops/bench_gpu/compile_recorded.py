@@ -1,4 +1,4 @@
-"""Compile exactly the Triton launches that the GPU runner's graphs make, and print what their machine code uses.
+"""Compile exactly the Triton launches that the GPU runner makes, and print what their machine code uses.
 
 A process of its own, as `compile_all.py` is: `compile_recorded.py 90` prints one line of JSON for each program.
 """
@@ -9,10 +9,10 @@ import json
 import sys
 from pathlib import Path
 
-import torch
 import triton
-from bench_gpu.without_gpu.launch_counts import SETUPS, record
+from bench_gpu.without_gpu.launch_counts import different_launches
 from bench_gpu.without_gpu.recorder import A100, H100, TritonLaunch
+from bench_gpu.without_gpu.setups import COMPILED, COUNTED
 from triton.runtime.jit import JITFunction, MockTensor
 
 from tests.kernels.triton.compile_all import NoCard, binary_facts
@@ -22,10 +22,9 @@ def _recorded(capability: int) -> list[TritonLaunch]:
     """Return the different launches of all setups that such a GPU supports, in a fixed order."""
     gpu = {gpu.capability: gpu for gpu in (A100, H100)}[capability]
     found: set[TritonLaunch] = set()
-    for setup in SETUPS:
-        needs_float8 = setup.quantization == "fp8" or setup.kv_dtype == torch.float8_e4m3fn
-        if capability >= 89 or not needs_float8:
-            found |= record(setup, gpu).triton
+    for setup in (*COUNTED, *COMPILED):
+        if capability >= 89 or not setup.needs_float8:
+            found |= different_launches(setup, gpu)
     return sorted(found, key=lambda launch: (launch.name, str(launch.args), str(launch.options)))
 
 

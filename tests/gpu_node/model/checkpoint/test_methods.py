@@ -22,7 +22,7 @@ from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.protocol import LoadedModel
 
-Quantised = Callable[[str, str], tuple[Path, NDArray[Any]]]
+Quantized = Callable[[str, str], tuple[Path, NDArray[Any]]]
 OPTIONS = runner_options(max_num_seqs=1)
 
 
@@ -32,8 +32,8 @@ def _load(folder: Path) -> LoadedModel:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "gpt-neox"])
-def test_logits_are_those_of_the_numbers_that_are_meant(quantised: Quantised, family: str, layout: str) -> None:
-    folder, want = quantised(family, layout)
+def test_logits_are_those_of_the_numbers_that_are_meant(quantized: Quantized, family: str, layout: str) -> None:
+    folder, want = quantized(family, layout)
     runner: Any = _load(folder).runner
     np.testing.assert_allclose(logits_alone(runner, TOKEN_IDS), want, rtol=0, atol=1e-4)
 
@@ -99,9 +99,9 @@ def _change_settings(folder: Path, target: Path, **changes: Any) -> None:
     ],
 )
 def test_what_is_not_read_is_refused_by_name(
-    quantised: Quantised, layout: str, changes: dict[str, Any], reason: str, tmp_path: Path
+    quantized: Quantized, layout: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    _change_settings(quantised("llama", layout)[0], tmp_path, **changes)
+    _change_settings(quantized("llama", layout)[0], tmp_path, **changes)
     with pytest.raises(ConfigError, match=reason):
         _load(tmp_path)
 
@@ -128,9 +128,9 @@ _OUT = "model.layers.1.self_attn.o_proj."
     ],
 )
 def test_tensors_that_are_missing_or_do_not_fit_are_named(
-    quantised: Quantised, layout: str, part: str, change: Callable[[Any], Any] | None, tmp_path: Path
+    quantized: Quantized, layout: str, part: str, change: Callable[[Any], Any] | None, tmp_path: Path
 ) -> None:
-    shutil.copytree(quantised("llama", layout)[0], tmp_path, dirs_exist_ok=True)
+    shutil.copytree(quantized("llama", layout)[0], tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
     tensor = tensors.pop(_OUT + part)
     if change is not None:

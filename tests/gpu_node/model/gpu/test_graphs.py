@@ -51,8 +51,23 @@ def test_every_step_of_ordinary_size_has_a_graph(seed: int) -> None:
     assert bool(shape.num_adapter_tiles) == bool(len(step.adapter_tiles))
     if shape.num_tiles:
         smaller = [tokens for tokens in MIXED_TOKENS if tokens < shape.num_tokens]
-        assert not smaller or smaller[-1] < len(step.token_ids) or len(step.tiles) > smaller[-1] // 64 + MAX_SEQS // 2
+        assert not smaller or smaller[-1] < len(step.token_ids)
     _assert_padded(step, shape)
+
+
+@pytest.mark.parametrize("counts", [[32] * 64, [2] * 256, [1] * 100 + [3] * 156, [65] * 39])
+def test_many_short_prompts_at_once_have_a_graph_of_as_many_tokens(counts: list[int]) -> None:
+    shapes, step = GraphShapes(256, 8192, has_adapters=True), _packed(random.Random(0), counts)
+    shape = shapes.find(step)
+    assert isinstance(shape, StepShape), shape
+    assert shape.num_tokens == min(tokens for tokens in MIXED_TOKENS if tokens >= len(step.token_ids))
+
+
+def test_few_prompts_take_the_graph_with_fewer_padding_tiles() -> None:
+    shapes, rng = GraphShapes(256, 8192, has_adapters=False), random.Random(0)
+    few, many = (shapes.find(_plain(_packed(rng, [count] * (510 // count)))) for count in (255, 2))
+    assert isinstance(few, StepShape) and isinstance(many, StepShape)
+    assert few.num_tokens == many.num_tokens == 512 and few.num_tiles < many.num_tiles
 
 
 def _assert_padded(step: StepInputs[Ints], shape: StepShape) -> None:

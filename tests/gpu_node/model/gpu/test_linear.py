@@ -7,14 +7,14 @@ import torch
 
 from penstock.gpu_node.model.gpu.linear import linear_of
 from penstock.gpu_node.model.torch_cpu.linear import Linear
-from penstock.kernels.reference.attention import quantise_vectors
-from penstock.kernels.reference.quantised import quantise_int4_groups
+from penstock.kernels.reference.attention import quantize_vectors
+from penstock.kernels.reference.quantized import quantize_int4_groups
 
 
 def _rounded(weight: torch.Tensor, quantization: str) -> torch.Tensor:
     if quantization == "int4":
-        return torch.from_numpy(quantise_int4_groups(weight.numpy()).values())
-    q, scales = quantise_vectors(weight, {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[quantization])
+        return torch.from_numpy(quantize_int4_groups(weight.numpy()).values())
+    q, scales = quantize_vectors(weight, {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[quantization])
     return q.float() * scales.unsqueeze(-1)
 
 

@@ -196,7 +196,8 @@ def test_nothing_is_left_to_compile_once_a_runner_is_there(tmp_path: Path, monke
     )
     folder = make_family_model(tmp_path, "llama", num_hidden_layers=1)
     runner: Any = load_model(str(folder), options, lambda *_: None).runner
-    load._compile_rest(runner, runner._decoder, runner._pool, options)
+    runner.compile_eager_steps()
+    runner.compile_rest()
     ready = launched.copy()
     launched.clear()
     rows = rows_of(1, repetition_penalty=1.2, seen=[np.array([5], np.int32)], mask=[np.arange(384) > 7])

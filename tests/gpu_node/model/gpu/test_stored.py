@@ -65,9 +65,9 @@ def _check(source: ModelSource, kept: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_products_are_those_of_the_numbers_that_are_meant(
-    quantised: Callable[[str, str], tuple[Path, NDArray[Any]]], layout: str
+    quantized: Callable[[str, str], tuple[Path, NDArray[Any]]], layout: str
 ) -> None:
-    _check(ModelSource(quantised("llama", layout)[0]), AS_STORED.get(layout, "none"))
+    _check(ModelSource(quantized("llama", layout)[0]), AS_STORED.get(layout, "none"))
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("q4_0", "int4"), ("q4_1", "int4"), ("q8_0", "none")])
@@ -76,10 +76,10 @@ def test_a_gguf_files_four_bits_are_kept(kind: str, kept: str, tmp_path: Path) -
     _check(ModelSource(folder, write_gguf(folder, tmp_path / "m.gguf", "llama", kind)), kept)
 
 
-def test_a_quantised_checkpoint_runs_as_it_is_stored(
-    quantised: Callable[[str, str], tuple[Path, NDArray[Any]]],
+def test_a_quantized_checkpoint_runs_as_it_is_stored(
+    quantized: Callable[[str, str], tuple[Path, NDArray[Any]]],
 ) -> None:
-    folder, want = quantised("llama", "gptq int4 symmetric")
+    folder, want = quantized("llama", "gptq int4 symmetric")
     options = runner_options(runner="gpu", num_kv_blocks=2, max_model_len=32, max_num_seqs=1)
     loaded: Any = load_model(str(folder), options, lambda *_: None)
     assert loaded.arithmetic == "gpu-float32-int4-kv-float32"

@@ -59,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 MAX_TIE_GAP = 0.5
 """What is a tie to bfloat16: logits, two apart from each other, err by a few hundredths."""
 BEST_ISA = best_isa(cpu_flags()) or ISAS[0]
-QUANTISED = {"int8": Format.INT8, "int8_group": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
+QUANTIZED = {"int8": Format.INT8, "int8_group": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
 
 
 def _tokens(vocab: int, count: int) -> list[int]:
@@ -136,11 +136,11 @@ def test_what_another_model_left_on_the_thread_does_not_count(llama: Llama, load
 
 @pytest.mark.parametrize(
     ("isa", "name", "quantization", "kv_cache_dtype"),
-    pairwise(ISAS, ["groups of 3", "sizes that fill no panel", "tied head"], QUANTISED, ["bfloat16", "int8"]),
+    pairwise(ISAS, ["groups of 3", "sizes that fill no panel", "tied head"], QUANTIZED, ["bfloat16", "int8"]),
     indirect=["isa"],
     scope="session",
 )
-def test_quantised_weights_mean_what_the_references_say(
+def test_quantized_weights_mean_what_the_references_say(
     llama: Llama, load_native: LoadNative, name: str, quantization: str, kv_cache_dtype: str
 ) -> None:
     """Against float32 with each matrix rounded by the reference: what is left is the rounding of activations."""
@@ -152,7 +152,7 @@ def test_quantised_weights_mean_what_the_references_say(
         else:
             for weight in model.parameters():
                 if weight.ndim == 2:
-                    weight.copy_(torch.from_numpy(kept(QUANTISED[quantization], weight.numpy())))
+                    weight.copy_(torch.from_numpy(kept(QUANTIZED[quantization], weight.numpy())))
     token_ids = _tokens(SHAPES[name].get("vocab_size", 131), 80)
     runner = load_native(folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     assert error_of(logits_alone(runner, token_ids), logits_of(model, token_ids)) < 0.035
@@ -173,12 +173,12 @@ def test_every_family_errs_no_more_than_transformers_bfloat16(
     pairwise(
         ISAS,
         ["llama", "mistral", "qwen2", "qwen3", "falcon 7b", "falcon rw", "gpt-neox", "granite", "gemma2", "qwen3 moe"],
-        QUANTISED,
+        QUANTIZED,
     ),
     indirect=["isa"],
     scope="session",
 )
-def test_quantised_weights_of_every_family_mean_what_the_references_say(
+def test_quantized_weights_of_every_family_mean_what_the_references_say(
     family: Family, load_native: LoadNative, name: str, quantization: str
 ) -> None:
     folder = family(name, initializer_range=0.1)
@@ -188,7 +188,7 @@ def test_quantised_weights_of_every_family_mean_what_the_references_say(
             _round_turned(model)
         else:
             # Rows that cannot be turned have a scale for each group instead.
-            rounded = Format.INT8_GROUP if quantization == "int8" else QUANTISED[quantization]
+            rounded = Format.INT8_GROUP if quantization == "int8" else QUANTIZED[quantization]
             for path, weight in model.named_parameters():
                 # The router of a mixture of experts is not rounded. transformers stacks the matrices of experts.
                 matrices = {2: [weight], 3: weight}.get(weight.ndim, [])
@@ -200,7 +200,7 @@ def test_quantised_weights_of_every_family_mean_what_the_references_say(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("quantization", ["none", *QUANTISED])
+@pytest.mark.parametrize("quantization", ["none", *QUANTIZED])
 def test_choices_survive_preemption_and_prefix_hits_to_the_token(
     tiny_model: Path, best_library: Path, quantization: str, kv_cache_dtype: str
 ) -> None:
@@ -296,7 +296,7 @@ def test_the_demo_model_errs_no_more_than_transformers_bfloat16(demo_model: Path
     "isa", [isa if isa == BEST_ISA else pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS], indirect=True
 )
 @pytest.mark.model
-def test_the_demo_models_own_blocks_say_what_its_dequantised_weights_say(
+def test_the_demo_models_own_blocks_say_what_its_dequantized_weights_say(
     demo_gguf: Path, demo_model: Path, load_native: LoadNative
 ) -> None:
     """Rows of heads in GGUF's order, blocks as they are: activations are rounded to int8 and nothing else is."""

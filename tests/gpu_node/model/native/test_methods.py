@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.runner import NativeRunner
 
-Quantised = Callable[[str, str], tuple[Path, NDArray[Any]]]
+Quantized = Callable[[str, str], tuple[Path, NDArray[Any]]]
 
 
 MOST = {"llama": 0.09, "gpt-neox": 0.035}
@@ -24,8 +24,8 @@ MOST = {"llama": 0.09, "gpt-neox": 0.035}
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", MOST)
 def test_logits_err_by_the_rounding_of_activations_only(
-    quantised: Quantised, load_native: Callable[..., NativeRunner], family: str, layout: str
+    quantized: Quantized, load_native: Callable[..., NativeRunner], family: str, layout: str
 ) -> None:
-    folder, want = quantised(family, layout)
+    folder, want = quantized(family, layout)
     got = logits_alone(load_native(folder, quantization="auto", num_kv_blocks=8), TOKEN_IDS)
     assert np.sqrt(np.square(got - want).mean()) < MOST[family] * want.std()

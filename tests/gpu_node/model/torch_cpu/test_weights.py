@@ -12,7 +12,7 @@ import torch
 from fakes.runners.runner_options import runner_options
 from fixtures.gguf_file import write_gguf
 from fixtures.plans import logits_alone
-from fixtures.quantized_checkpoint import LAYOUTS, write_quantised
+from fixtures.quantized_checkpoint import LAYOUTS, write_quantized
 from fixtures.random_families import make_family_model
 from fixtures.random_llama import make_llama
 from safetensors.torch import load_file, save_file
@@ -125,7 +125,7 @@ def test_logits_are_the_same_wherever_the_weights_lie(
 
 
 @pytest.mark.parametrize("kind", ["q4_1", "q8_0", "f16"])
-def test_embeddings_are_dequantised_row_by_row(kind: str, tmp_path: Path) -> None:
+def test_embeddings_are_dequantized_row_by_row(kind: str, tmp_path: Path) -> None:
     folder = make_family_model(tmp_path / "model", "llama")
     gguf = write_gguf(folder, tmp_path / "m.gguf", "llama", kind)
     table = Checkpoint.open(ModelSource(folder, gguf)).get("model.embed_tokens.weight", 384, 64)
@@ -143,10 +143,10 @@ def test_a_checkpoint_may_be_removed_while_it_is_used(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits_alone(runner, TOKENS), want.detach().numpy(), atol=1e-4)
 
 
-def test_quantised_layers_are_read_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_layers_are_read_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To find their tensors is to read them."""
     folder = make_family_model(tmp_path / "plain", "llama", "bfloat16", intermediate_size=128)
-    write_quantised(folder, LAYOUTS["packed int8"], tmp_path / "model")
+    write_quantized(folder, LAYOUTS["packed int8"], tmp_path / "model")
     runner = _runner(tmp_path / "model")
     read = _rows_read(folder, monkeypatch)
     logits_alone(runner, TOKENS)

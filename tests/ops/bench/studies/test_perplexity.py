@@ -16,7 +16,7 @@ from bench.studies.perplexity_report import (
     BF16,
     CHUNK,
     NUM_WINDOWS,
-    QUANTISED,
+    QUANTIZED,
     REFERENCE,
     STORED,
     WINDOW,
@@ -67,7 +67,7 @@ def test_a_model_on_another_grid_is_a_folder_that_loads(tiny_model: Path, tmp_pa
     assert 0 < off[1] < 0.1 < off[2] < 1
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_rounding_errs_by_half_a_step_and_finds_its_own_grid_again(name: str) -> None:
     weights = torch.randn(8, 96, generator=torch.Generator().manual_seed(1))
     rounded = grids.ROUNDINGS[name](weights)

@@ -14,7 +14,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Quantised:
+class Quantized:
     """Quantized values scale * q + minimum, by groups of columns; a row may be a single group."""
 
     q: NDArray[np.int64]
@@ -36,29 +36,29 @@ def to_bf16(x: Floats) -> Floats:
     return rounded.view(np.float32)
 
 
-def quantise_int8(weights: Floats) -> Quantised:
+def quantize_int8(weights: Floats) -> Quantized:
     """Quantize with one scale per row. weights: [rows, columns], zero-padded to whole groups."""
     groups = weights[:, None, :]
     return _signed(groups, _largest(groups) / np.float32(127))
 
 
-def quantise_int8_groups(weights: Floats) -> Quantised:
+def quantize_int8_groups(weights: Floats) -> Quantized:
     """Quantize with a float16 scale per group."""
     groups = _grouped(weights)
     return _signed(groups, _f16_at_least(_largest(groups) / np.float32(127)))
 
 
-def quantise_int4_groups(weights: Floats) -> Quantised:
+def quantize_int4_groups(weights: Floats) -> Quantized:
     """Quantize with a float16 scale and a float16 minimum per group, q in [0, 15]."""
     groups = _grouped(weights)
     minimum = groups.min(-1, keepdims=True).astype(np.float16).astype(np.float32)
     span = np.maximum(groups.max(-1, keepdims=True) - minimum, np.float32(0))
     scale = _f16_at_least(span / np.float32(15))
     q = np.rint(_divided(groups - minimum, scale)).clip(0, 15).astype(np.int64)
-    return Quantised(q, scale, minimum)
+    return Quantized(q, scale, minimum)
 
 
-def quantise_activations(x: Floats, group: int) -> Quantised:
+def quantize_activations(x: Floats, group: int) -> Quantized:
     """Quantize activations with a scale per `group` columns, q in [-127, 127]. x: [rows, columns], padded."""
     groups = x.reshape(len(x), -1, group)
     largest = _largest(groups)
@@ -66,12 +66,12 @@ def quantise_activations(x: Floats, group: int) -> Quantised:
         steps = _divided(np.float32(127), largest)
     # A row so small that the division overflows is quantized to zeros.
     q = np.rint(groups * np.where(np.isfinite(steps), steps, 0)).astype(np.int64)
-    return Quantised(q, largest / np.float32(127), np.zeros_like(largest))
+    return Quantized(q, largest / np.float32(127), np.zeros_like(largest))
 
 
-def multiply_quantised(x: Floats, weights: Quantised) -> NDArray[np.float64]:
+def multiply_quantized(x: Floats, weights: Quantized) -> NDArray[np.float64]:
     """Return x @ weights.T, [rows, outputs]: x quantized in the groups of the weights, integer sums exact."""
-    left = quantise_activations(x, weights.q.shape[-1])
+    left = quantize_activations(x, weights.q.shape[-1])
     dots = np.einsum("rgc,ogc->rog", left.q, weights.q)
     sums = left.q.sum(-1)[:, None]
     by_group = dots * weights.scale[None, ..., 0].astype(np.float64) + sums * weights.minimum[None, ..., 0]
@@ -79,9 +79,9 @@ def multiply_quantised(x: Floats, weights: Quantised) -> NDArray[np.float64]:
     return products
 
 
-def _signed(groups: Floats, scale: Floats) -> Quantised:
+def _signed(groups: Floats, scale: Floats) -> Quantized:
     q = np.rint(_divided(groups, scale)).astype(np.int64)
-    return Quantised(q, scale, np.zeros_like(scale))
+    return Quantized(q, scale, np.zeros_like(scale))
 
 
 def _largest(groups: Floats) -> Floats:

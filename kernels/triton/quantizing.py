@@ -13,7 +13,7 @@ _ROUNDING = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding it to a float32 below 2^22 and subtracting it again rounds to an integer, ties to even."""
 
 
-class QuantisedRows(NamedTuple):
+class QuantizedRows(NamedTuple):
     """Rows that are stored numbers times a scale per row."""
 
     q: Tensor
@@ -22,7 +22,7 @@ class QuantisedRows(NamedTuple):
     """[rows] float32."""
 
     @classmethod
-    def empty(cls, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> QuantisedRows:
+    def empty(cls, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> QuantizedRows:
         """Allocate rows of `size` numbers in `dtype`."""
         q = torch.empty(rows, size, dtype=dtype, device=device)
         return cls(q, torch.empty(rows, dtype=torch.float32, device=device))
@@ -35,7 +35,7 @@ def rounded(x):
 
 
 @triton.jit
-def store_quantised(q, scales, values, row, i, size, MOST: tl.constexpr):
+def store_quantized(q, scales, values, row, i, size, MOST: tl.constexpr):
     """Quantize a row and store it with its scale.
 
     values: float32, 0 from column `size` on; i: their columns; MOST: the largest number of the format.

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 from fakes.served_model import served
-from fixtures.quantized_checkpoint import LAYOUTS, write_quantised
+from fixtures.quantized_checkpoint import LAYOUTS, write_quantized
 from fixtures.random_adapters import make_adapter, merge
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -61,15 +61,15 @@ def _gaps(model: Any, generations: list[Generation]) -> Tensor:
 def test_what_is_served_is_what_transformers_says_of_the_same_numbers(
     demo_folder: Path, tmp_path: Path, layout: str
 ) -> None:
-    quantised, adapters = tmp_path / "quantised", tmp_path / "adapters"
-    model = _meant(demo_folder, write_quantised(demo_folder, LAYOUTS[layout], quantised))
+    quantized, adapters = tmp_path / "quantized", tmp_path / "adapters"
+    model = _meant(demo_folder, write_quantized(demo_folder, LAYOUTS[layout], quantized))
     tuned = make_adapter(adapters / "tuned", model, rank=8, seed=1, lora_alpha=2.0)
-    with served(quantised, lora_dir=adapters) as url:
-        said = {name: _asked(url, name) for name in ("quantised", "tuned")}
-    engine = Engine(EngineConfig(model=str(quantised), lora_dir=adapters))
+    with served(quantized, lora_dir=adapters) as url:
+        said = {name: _asked(url, name) for name in ("quantized", "tuned")}
+    engine = Engine(EngineConfig(model=str(quantized), lora_dir=adapters))
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     for name, texts in said.items():
-        generations = engine.generate(PROMPTS, params, adapters=None if name == "quantised" else name)
+        generations = engine.generate(PROMPTS, params, adapters=None if name == "quantized" else name)
         # The same arithmetic, so the same tokens to the last one.
         assert [generation.choices[0].text for generation in generations] == texts
         if name == "tuned":
