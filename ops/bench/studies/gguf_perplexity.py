@@ -36,6 +36,9 @@ WINDOW_CHARACTERS = 4096
 """Of the text, for each window: more than enough."""
 AS_IT_IS, WIDE = "as it is", "wide"
 OURS, LLAMA, WIDENED, FLOAT = "penstock", "llama.cpp", "penstock widened", "llama.cpp float"
+ENGINES = (OURS, WIDENED, LLAMA, FLOAT)
+TITLES = ("model", "file", "its matrices", "file, MiB", "weights, MiB", *ENGINES)
+COMPARED = ((OURS, LLAMA), (OURS, FLOAT), (LLAMA, FLOAT), (WIDENED, FLOAT))
 FILES = (
     *((WIDE, kind) for kind in ("F16", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS")),
     *((WIDE, kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
@@ -61,8 +64,7 @@ penstock has a scale for 32 of them, llama.cpp one for 256 where weights are in 
 that are not rounded. It is the reference: what the file's weights compute.
 *÷*: ratios of perplexities of the same windows, ± 95 % over the choice of windows.
 
-| model | file | its matrices | file, MiB | weights, MiB | penstock | llama.cpp | widened | float | penstock ÷ llama.cpp | penstock ÷ float | llama.cpp ÷ float | widened ÷ float |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|
+{columns}
 """
 
 
@@ -139,6 +141,8 @@ def by_llamacpp(path: Path, text: Path, num_windows: int, *, float_inputs: bool 
     float_inputs: multiply activations as they are, by widened weights, instead of rounding them to integers.
     """
     sizes = ["-c", str(WINDOW), "-b", str(WINDOW), "--chunks", str(num_windows), "--no-repack"]
+    # More threads than cores wait for each other at every barrier.
+    sizes += ["-t", str(len(os.sched_getaffinity(0)))]
     command = [str(peers.llama_binary("llama-perplexity")), "-m", str(path), "-f", str(text), *sizes]
     env = dict(os.environ)
     if float_inputs:
@@ -190,8 +194,8 @@ def measure(model: Path, shape: str, kind: str, num_windows: int) -> dict[str, A
         "file_mib": path.stat().st_size / 2**20,
         "weights_mib": mib,
         OURS: ours,
-        LLAMA: by_llamacpp(path, text, num_windows),
         WIDENED: by_penstock(path, text.read_text(), num_windows, "none")[0],
+        LLAMA: by_llamacpp(path, text, num_windows),
     }
 
 
@@ -199,7 +203,9 @@ def text_of(num_windows: int) -> Path:
     """Return a file with the text of all windows, and of some more."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / "text.txt"
-    path.write_text(english()[: num_windows * WINDOW_CHARACTERS])
+    text = english()[: num_windows * WINDOW_CHARACTERS]
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
     return path
 
 
@@ -213,15 +219,16 @@ def compared(run: dict[str, Any], ours: str, theirs: str) -> str:
 
 def report(content: dict[str, Any]) -> str:
     """The results as a page."""
-    lines = [HEAD.format(windows=content["windows"], window=WINDOW, **content["machine"], revision=content["revision"])]
+    columns = (*TITLES, *(f"{ours} ÷ {theirs}" for ours, theirs in COMPARED))
+    table = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
+    facts = content["machine"] | {"windows": content["windows"], "revision": content["revision"]}
+    lines = [HEAD.format(window=WINDOW, columns=table, **facts)]
     runs = content["runs"]
     for run in runs.values():
         matrices = ", ".join(f"{count} {name}" for name, count in run["matrices"].items())
         sizes = f"{run['file_mib']:.1f} | {run['weights_mib']:.1f}"
-        columns = (OURS, LLAMA, WIDENED, FLOAT)
-        figures = " | ".join(f"{perplexity(run[name]):.4f}" if name in run else "–" for name in columns)
-        pairs = ((OURS, LLAMA), (OURS, FLOAT), (LLAMA, FLOAT), (WIDENED, FLOAT))
-        ratios = " | ".join(compared(run, *pair) for pair in pairs)
+        figures = " | ".join(f"{perplexity(run[name]):.4f}" if name in run else "–" for name in ENGINES)
+        ratios = " | ".join(compared(run, *pair) for pair in COMPARED)
         lines.append(f"| {run['model']} | {run['file']} | {matrices} | {sizes} | {figures} | {ratios} |\n")
     lines.append("\n")
     for reference in (LLAMA, FLOAT):
