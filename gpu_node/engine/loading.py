@@ -1,18 +1,16 @@
-"""Load a model, its runner and its tokenizer from an engine's settings."""
+"""Load a model and its runner from an engine's settings."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import LoadedModel
 
 
-def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[LoadedModel, Tokenizer]:
+def load(config: EngineConfig, progress: Callable[[str, float], None]) -> LoadedModel:
     """Load the model that `config` names. Raises ConfigError."""
     # A thread that spins at an OpenMP barrier takes the core from the thread it waits for: beside other processes,
     # steps took 6 times as long. Threads that sleep at once cost 40 % of an idle machine's speed. A short spin (about
@@ -24,16 +22,7 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
     # Torch is imported only here: modules that import the engine for its records do not pay for it.
     from penstock.gpu_node.model.load import load_model
 
-    # Load on threads that end. Torch keeps an OpenMP team for every living thread; with more team threads than
+    # Load on a thread that ends. Torch keeps an OpenMP team for every living thread; with more team threads than
     # cores, they stop spinning at barriers, which costs a step 40 % of its speed.
-    with ThreadPoolExecutor(2, "penstock-load") as loader:
-        reading: list[Future[Tokenizer]] = []
-
-        def read_tokenizer(folder: Path, vocab_size: int) -> None:
-            reading.append(loader.submit(Tokenizer, folder, vocab_size=vocab_size))
-
-        loading = loader.submit(
-            load_model, config.model, config, progress, revision=config.revision, on_described=read_tokenizer
-        )
-        model = loading.result()
-        return model, reading[0].result()
+    with ThreadPoolExecutor(1, "penstock-load") as loader:
+        return loader.submit(load_model, config.model, config, progress, revision=config.revision).result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,8 @@ _POOLINGS: dict[str, Pooling] = {
 }
 
 
-def load_model(
-    model: str,
-    options: RunnerOptions,
-    progress: Progress,
-    *,
-    revision: str | None = None,
-    on_described: Callable[[Path, int], None] = lambda folder, vocab_size: None,
-) -> LoadedModel:
+def load_model(model: str, options: RunnerOptions, progress: Progress, *, revision: str | None = None) -> LoadedModel:
     """Find, check and load a model; `revision` selects a revision on the Hugging Face hub.
-
-    `on_described` is called with the folder and the size of the vocabulary before the weights are loaded.
 
     Raises ConfigError that names the missing file, the unsupported setting, or the memory that cannot be allocated.
     """
@@ -53,7 +44,6 @@ def load_model(
     if source.gguf is not None:
         config = with_gguf_settings(config, source.gguf)
     described = _describe(source, config, options)
-    on_described(source.folder, described.spec.vocab_size)
     adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     try:
         runner, arithmetic = _load(described, options, progress)

@@ -35,7 +35,6 @@ class BackgroundWriter:
     def __init__(self, file: int) -> None:
         self._file = file
         self._filling, self._other = _Buffer(), _Buffer()
-        self._small: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, "penstock-write")
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
@@ -56,19 +55,10 @@ class BackgroundWriter:
         """Begin to write the last buffer, or a part of it, at an offset of the file."""
         self._filling.written = self._thread.submit(write_at, self._file, content.data, start)
 
-    def write_small(self, content: bytes, start: int) -> None:
-        """Begin to write bytes that are in no buffer.
-
-        Writes to one file exclude each other, so a write on the calling thread would wait for the buffer before it.
-        """
-        self._small.append(self._thread.submit(write_at, self._file, content, start))
-
     def wait(self) -> None:
-        """Wait until everything is written. Raises OSError."""
+        """Wait until all buffers are written. Raises OSError."""
         self._filling.wait()
         self._other.wait()
-        for written in self._small:
-            written.result()
 
     def close(self) -> None:
         """End the thread, and free the buffers."""

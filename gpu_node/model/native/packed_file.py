@@ -78,9 +78,9 @@ class PackedWriter:
 
     def finish(self, formats: Iterable[Format]) -> None:
         """Write the table and the header. The file is not on disk yet: see `flush_to_disk`."""
+        self._buffers.wait()
         table = json.dumps(self._table | {"formats": sorted(formats)}).encode()
         start = self._put(np.frombuffer(table, np.uint8))
-        self._buffers.wait()
         header = _HEADER.pack(_MAGIC, self._key.encode(), start, self._end, _digest(table), boot_id())
         write_at(self._file.fileno(), header + _digest(header), 0)
 
@@ -91,9 +91,9 @@ class PackedWriter:
         return start
 
     def _put(self, values: NDArray[Any]) -> int:
-        """Begin to write a copy of values at the next aligned offset, and return that offset."""
+        """Write values at the next aligned offset and return that offset."""
         start = self._reserve(values.nbytes, _LINE)
-        self._buffers.write_small(values.tobytes(), start)
+        write_at(self._file.fileno(), np.ascontiguousarray(values).data.cast("B"), start)
         return start
 
 
