@@ -33,6 +33,8 @@ LLAMA_OPTIONS = {
     "LLAMA_USE_PREBUILT_UI": "OFF",
     "LLAMA_OPENSSL": "OFF",
 }
+FLOAT_BACKEND = FOLDER / "src" / "libggml-blas.so"
+"""llama.cpp's backend for OpenBLAS: from 32 tokens on, it multiplies widened weights by activations in float32."""
 UNUSED = {"vllm": ("torchvision", "torchaudio", "torchcodec"), "openvino-export": ("torchvision",)}
 """Installed only because they are required: a text model needs none, and their CUDA builds break a CPU torch."""
 PEERS = ("llamacpp", "openvino", "openvino-export", "vllm")
@@ -46,6 +48,28 @@ def interpreter(peer: str) -> Path | None:
 def llama_binary(name: str) -> Path:
     """A program of the llama.cpp that the binding comes with."""
     return LLAMA_BUILD / "bin" / name
+
+
+def llama_float_backend() -> Path:
+    """Compile llama.cpp's backend for OpenBLAS at the first call. A program loads the file in GGML_BACKEND_PATH.
+
+    Needs OpenBLAS with its headers (Debian: libopenblas-dev).
+    """
+    if not FLOAT_BACKEND.exists():
+        [vendor] = (FOLDER / "src").glob("llama_cpp_python-*/vendor/llama.cpp")
+        flags = ["-O2", "-std=c++17", "-fPIC", "-shared", "-DGGML_BLAS_USE_OPENBLAS"]
+        flags += [
+            f"-D{name}" for name in ("GGML_BACKEND_DL", "GGML_BACKEND_SHARED", "GGML_BACKEND_BUILD", "GGML_SHARED")
+        ]
+        flags += [f"-I{vendor / 'ggml' / folder}" for folder in ("include", "src")]
+        flags += subprocess.run(
+            ["pkg-config", "--cflags", "openblas"], check=True, capture_output=True, text=True
+        ).stdout.split()
+        libraries = [f"-L{LLAMA_BUILD / 'bin'}", "-lggml-base", "-lopenblas"]
+        part = FLOAT_BACKEND.with_suffix(".part")
+        _run("g++", *flags, vendor / "ggml" / "src" / "ggml-blas" / "ggml-blas.cpp", "-o", part, *libraries)
+        part.rename(FLOAT_BACKEND)
+    return FLOAT_BACKEND
 
 
 def versions(peer: str) -> str:

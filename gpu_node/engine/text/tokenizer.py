@@ -210,7 +210,7 @@ def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
 def _byte_level(token: str) -> bytes:
     """Return the bytes of a token in GPT-2's byte alphabet; UTF-8 for a token outside it."""
     try:
-        return bytes(_BYTE_OF[char] for char in token)
+        return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:
         return token.encode()
 

@@ -1,4 +1,4 @@
-"""Convert the config and tokenizer of a GGUF file to Hugging Face's format with transformers. The result is cached."""
+"""Convert the config and tokenizer of a GGUF file to Hugging Face's format. The result is cached."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.gguf_header import read_header
+from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, read_header
+from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, describe_llama
 
 LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 """Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's."""
@@ -20,30 +21,38 @@ LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smo
 
 def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
     """Write the config and tokenizer of `gguf` to a new `folder`. Raises ConfigError for an unreadable file."""
+    progress("convert", 0.0)
+    try:
+        # Parse the header first, because its errors for truncated files are clearer than those of transformers.
+        header = read_header(np.memmap(gguf, np.uint8, "r").data, TOKENIZER_LISTS)
+        if not describe_llama(header, folder):
+            describe_by_transformers(gguf, header, folder, progress)
+    except Exception as error:
+        # A third-party parser may raise any exception for a file of unknown origin.
+        raise ConfigError(f"cannot read {gguf}: {error}") from error
+    progress("convert", 1.0)
+
+
+def describe_by_transformers(
+    gguf: Path, header: GgufHeader, folder: Path, progress: Callable[[str, float], None]
+) -> None:
+    """Write the config and tokenizer of any GGUF file that transformers reads."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     auto_tokenizer: Any = AutoTokenizer
     auto_model: Any = AutoModelForCausalLM
-    progress("convert", 0.0)
-    try:
-        # Parse the header first, because its errors for truncated files are clearer than those of transformers.
-        header = read_header(np.memmap(gguf, np.uint8, "r").data)
-        with _readable(gguf, str(header.metadata.get("general.architecture"))) as file:
-            config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-            progress("convert", 0.5)
-            tokenizer = auto_tokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        # Without weights: only the class name and the end-of-sequence ids are needed.
-        with torch.device("meta"):
-            model = auto_model.from_config(config, dtype=torch.bfloat16)
-    except Exception as error:
-        # A third-party parser may raise any exception for a file of unknown origin.
-        raise ConfigError(f"cannot read {gguf}: {error}") from error
+    with _readable(gguf, str(header.metadata.get("general.architecture"))) as file:
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        progress("convert", 0.5)
+        tokenizer = auto_tokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    # Without weights: only the class name and the end-of-sequence ids are needed.
+    with torch.device("meta"):
+        model = auto_model.from_config(config, dtype=torch.bfloat16)
     model.config.architectures = [type(model).__name__]
     tokenizer.save_pretrained(folder)
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    progress("convert", 1.0)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ Skipping lists takes milliseconds. https://github.com/ggml-org/ggml/blob/master/
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -38,15 +38,18 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The metadata of a GGUF file without its lists, and its tensors by GGUF name."""
+    """The metadata of a GGUF file, without the lists that were not asked for, and its tensors by GGUF name."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
 
 
-def read_header(content: memoryview) -> GgufHeader:
-    """Parse the header of a complete file. Raises ConfigError for a file that is truncated, invalid or no GGUF."""
-    cursor = _Cursor(content)
+def read_header(content: memoryview, lists: Container[str] = ()) -> GgufHeader:
+    """Parse the header of a complete file. Raises ConfigError for a file that is truncated, invalid or no GGUF.
+
+    lists: the keys of lists to read; other lists are skipped.
+    """
+    cursor = _Cursor(content, lists)
     try:
         if cursor.take(4) != _MAGIC or cursor.number(_U32) not in _VERSIONS:
             raise ConfigError("the file is not a GGUF file of version 2 or 3")
@@ -94,8 +97,9 @@ def _tensor(name: str, dims: tuple[int, ...], kind: int, start: int) -> GgufTens
 class _Cursor:
     """Reads values one after another; raises struct.error past the end."""
 
-    def __init__(self, content: memoryview) -> None:
+    def __init__(self, content: memoryview, lists: Container[str]) -> None:
         self._content = content
+        self._lists = lists
         self.at = 0
 
     def number(self, layout: struct.Struct) -> int:
@@ -114,7 +118,7 @@ class _Cursor:
         return self.take(self.number(_U64)).decode()
 
     def entry(self) -> tuple[str, Any]:
-        """Read a metadata key and its value; skip lists, whose value is None."""
+        """Read a metadata key and its value. A list that is skipped has the value None."""
         key, kind = self.text(), self.number(_U32)
         if kind in _SCALARS:
             return key, self.number(_SCALARS[kind])
@@ -122,8 +126,7 @@ class _Cursor:
             return key, self.text()
         if kind != _ARRAY:
             raise ConfigError(f"{key} has the unknown type {kind}")
-        self._skip_list(key)
-        return key, None
+        return key, self._list(key, is_wanted=key in self._lists)
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read a tensor's name, dimensions (fastest first), format, and offset from the start of the data."""
@@ -131,14 +134,25 @@ class _Cursor:
         dims = tuple(self.number(_U64) for _ in range(self.number(_U32)))
         return name, dims, self.number(_U32), self.number(_U64)
 
-    def _skip_list(self, key: str) -> None:
+    def _list(self, key: str, *, is_wanted: bool) -> list[Any] | None:
         kind, length = self.number(_U32), self.number(_U64)
-        if kind in _SCALARS:
-            self.at += length * _SCALARS[kind].size
-        elif kind == _STRING:
-            self._skip_texts(length)
-        else:
+        if kind == _STRING:
+            return self._texts(length) if is_wanted else self._skip_texts(length)
+        if kind not in _SCALARS:
             raise ConfigError(f"{key} is a list of the unknown type {kind}")
+        start, self.at = self.at, self.at + length * _SCALARS[kind].size
+        return list(struct.unpack_from(f"<{length}{_CODES[kind]}", self._content, start)) if is_wanted else None
+
+    def _texts(self, count: int) -> list[str]:
+        start = self.at
+        self._skip_texts(count)
+        # A slice of bytes is quicker than one of a memoryview.
+        content, at, unpack, texts = bytes(self._content[start : self.at]), 0, _U64.unpack_from, []
+        for _ in range(count):
+            end = at + 8 + unpack(content, at)[0]
+            texts.append(content[at + 8 : end].decode())
+            at = end
+        return texts
 
     def _skip_texts(self, count: int) -> None:
         content, at, unpack = self._content, self.at, _U64.unpack_from

@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import statistics
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from numpy.typing import NDArray
 
 from bench import machine, peers
 from bench.studies.perplexity import english, native_logits, native_model
+from bench.studies.perplexity_report import ratio_of
 
 RESULTS = Path(__file__).parents[1] / "results" / "gguf_perplexity.json"
 FOLDER = peers.BUILD / "bench" / "gguf_perplexity"
@@ -32,6 +35,10 @@ WINDOW = 512
 WINDOW_CHARACTERS = 4096
 """Of the text, for each window: more than enough."""
 AS_IT_IS, WIDE = "as it is", "wide"
+OURS, LLAMA, WIDENED, FLOAT = "penstock", "llama.cpp", "penstock widened", "llama.cpp float"
+ENGINES = (OURS, WIDENED, LLAMA, FLOAT)
+TITLES = ("model", "file", "its matrices", "file, MiB", "weights, MiB", *ENGINES)
+COMPARED = ((OURS, LLAMA), (OURS, FLOAT), (LLAMA, FLOAT), (WIDENED, FLOAT))
 FILES = (
     *((WIDE, kind) for kind in ("F16", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS")),
     *((WIDE, kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
@@ -43,19 +50,21 @@ _BLOCK = 256
 
 HEAD = """# Perplexity of GGUF files, {date}
 
-`PYTHONPATH=ops python -m bench.studies.gguf_perplexity` on {cpu}, {cores} cores,
-{revision}. Both programs read the same {windows} windows of {window} tokens of Python's help texts, and score the
-second half of each window, as `llama-perplexity` does. `llama-quantize` made the files from the demo model, whose
-layers were in Q4_1 before. *Wide*: hidden states and heads are padded with zeros from 576 to 768 numbers, which changes
-nothing that the model computes. So all rows fill blocks of 256. *As it is*: where rows have 576 numbers,
-`llama-quantize` takes another format.
+`PYTHONPATH=ops python -m bench.studies.gguf_perplexity --float` on {cpu}, {cores} cores,
+{revision}. Both programs read the same {windows} windows of {window} tokens of Python's help texts
+(`pydoc_data.topics`), one after the other from the start of the text, without a token before them. Both score the
+second half of each window, as `llama-perplexity` does: positions 257 to 511, from all tokens before. `llama-quantize`
+made the files from the demo model, whose layers were in Q4_1 before. *Wide*: hidden states and heads are padded with
+zeros from 576 to 768 numbers, which changes nothing that the model computes. So all rows fill blocks of 256. *As it
+is*: where rows have 576 numbers, `llama-quantize` takes another format.
 *Weights*: what penstock keeps in memory. F16 becomes bf16 there. The file also has the tokenizer, about 2 MiB.
-*Widened*: penstock with the same weights in bf16 and activations in bf16, as a reference for both programs. Activations
-are integers otherwise: penstock has a scale for 32 of them, llama.cpp one for 256 where weights are in K-quants or
-IQ4_XS, else one for 32.
+*Widened*: penstock with the same weights in bf16 and activations in bf16. Activations are integers otherwise:
+penstock has a scale for 32 of them, llama.cpp one for 256 where weights are in K-quants or IQ4_XS, else one for 32.
+*Float*: llama.cpp with its OpenBLAS backend, which multiplies the same weights, widened to float32, by activations
+that are not rounded. It is the reference: what the file's weights compute.
+*÷*: ratios of perplexities of the same windows, ± 95 % over the choice of windows.
 
-| model | file | its matrices | file, MiB | weights, MiB | llama.cpp | penstock | penstock ÷ llama.cpp | widened |
-|---|---|---|---|---|---|---|---|---|
+{columns}
 """
 
 
@@ -126,19 +135,36 @@ def file_of(model: Path, shape: str, kind: str) -> Path:
     return part.rename(path)
 
 
-def by_llamacpp(path: Path, text: Path, num_windows: int) -> float:
-    """The perplexity by llama.cpp's own tool. Without its repacked kernels: those for AMX crash on virtual machines."""
+def by_llamacpp(path: Path, text: Path, num_windows: int, *, float_inputs: bool = False) -> list[float]:
+    """The loss of each window by llama.cpp's own tool. Without its repacked kernels: those for AMX crash on some VMs.
+
+    float_inputs: multiply activations as they are, by widened weights, instead of rounding them to integers.
+    """
     sizes = ["-c", str(WINDOW), "-b", str(WINDOW), "--chunks", str(num_windows), "--no-repack"]
+    # More threads than cores wait for each other at every barrier.
+    sizes += ["-t", str(len(os.sched_getaffinity(0)))]
     command = [str(peers.llama_binary("llama-perplexity")), "-m", str(path), "-f", str(text), *sizes]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = re.search(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr)
-    if found is None:
-        raise ValueError(f"llama-perplexity said nothing of a final estimate: {done.stderr[-500:]}")
-    return float(found[1])
+    env = dict(os.environ)
+    if float_inputs:
+        env["GGML_BACKEND_PATH"] = str(peers.llama_float_backend())
+        # This option makes the program load the backend. No tensor has that name.
+        command += ["--override-tensor", "no_such_tensor=CPU"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+    said = done.stdout + done.stderr
+    losses = losses_of(said)
+    if len(losses) != num_windows or ("loaded BLAS backend" in said) != float_inputs:
+        raise ValueError(f"llama-perplexity did not run as told: {said[-500:]}")
+    return losses
 
 
-def by_penstock(path: Path, text: str, num_windows: int, weights: str = "auto") -> tuple[float, float]:
-    """The perplexity of the native runner, and the MiB of its weights."""
+def losses_of(output: str) -> list[float]:
+    """Return the loss of each window from llama-perplexity's output, which has the perplexity up to each window."""
+    sums = [int(i) * math.log(float(value)) for i, value in re.findall(r"\[(\d+)\]([\d.]+),", output)]
+    return [after - before for before, after in pairwise([0.0, *sums])]
+
+
+def by_penstock(path: Path, text: str, num_windows: int, weights: str = "auto") -> tuple[list[float], float]:
+    """The loss of each window by the native runner, and the MiB of its weights."""
     from transformers import AutoTokenizer
 
     from penstock.gpu_node.model.checkpoint.source import resolve_model
@@ -153,45 +179,72 @@ def by_penstock(path: Path, text: str, num_windows: int, weights: str = "auto") 
             scored = native_logits(loaded, window)[WINDOW // 2 : -1].log_softmax(-1)
             targets = torch.from_numpy(window[WINDOW // 2 + 1 :].astype(np.int64))
             losses.append(float(-scored.gather(1, targets[:, None]).double().mean()))
-    return math.exp(statistics.mean(losses)), mib
+    return losses, mib
 
 
 def measure(model: Path, shape: str, kind: str, num_windows: int) -> dict[str, Any]:
-    """One line of the results."""
-    text = english()[: num_windows * WINDOW_CHARACTERS]
-    path = file_of(model, shape, kind)
-    written = FOLDER / "text.txt"
-    written.write_text(text)
+    """One line of the results, without llama.cpp's float backend."""
+    path, text = file_of(model, shape, kind), text_of(num_windows)
     counts = Counter(tensor.tensor_type.name for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1)
-    ours, mib = by_penstock(path, text, num_windows)
+    ours, mib = by_penstock(path, text.read_text(), num_windows)
     return {
         "model": shape,
         "file": kind,
         "matrices": dict(counts.most_common()),
         "file_mib": path.stat().st_size / 2**20,
         "weights_mib": mib,
-        "llama.cpp": by_llamacpp(path, written, num_windows),
-        "penstock": ours,
-        "widened": by_penstock(path, text, num_windows, "none")[0],
+        OURS: ours,
+        WIDENED: by_penstock(path, text.read_text(), num_windows, "none")[0],
+        LLAMA: by_llamacpp(path, text, num_windows),
     }
+
+
+def text_of(num_windows: int) -> Path:
+    """Return a file with the text of all windows, and of some more."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / "text.txt"
+    text = english()[: num_windows * WINDOW_CHARACTERS]
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return path
+
+
+def compared(run: dict[str, Any], ours: str, theirs: str) -> str:
+    """Return the ratio of two perplexities of a run, with its 95 % interval over the choice of windows."""
+    if theirs not in run:
+        return "–"
+    ratio, error = ratio_of(run[ours], run[theirs])
+    return f"{ratio:.4f} ± {error:.4f}"
 
 
 def report(content: dict[str, Any]) -> str:
     """The results as a page."""
-    lines = [HEAD.format(windows=content["windows"], window=WINDOW, **content["machine"], revision=content["revision"])]
-    for run in content["runs"].values():
+    columns = (*TITLES, *(f"{ours} ÷ {theirs}" for ours, theirs in COMPARED))
+    table = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
+    facts = content["machine"] | {"windows": content["windows"], "revision": content["revision"]}
+    lines = [HEAD.format(window=WINDOW, columns=table, **facts)]
+    runs = content["runs"]
+    for run in runs.values():
         matrices = ", ".join(f"{count} {name}" for name, count in run["matrices"].items())
         sizes = f"{run['file_mib']:.1f} | {run['weights_mib']:.1f}"
-        figures = f"{run['llama.cpp']:.4f} | {run['penstock']:.4f} | {run['penstock'] / run['llama.cpp']:.4f}"
-        widened = f"{run['widened']:.4f}" if "widened" in run else "–"
-        lines.append(f"| {run['model']} | {run['file']} | {matrices} | {sizes} | {figures} | {widened} |\n")
-    off = [name for name, run in content["runs"].items() if abs(run["penstock"] / run["llama.cpp"] - 1) > BOUND]
-    verdict = f"{len(content['runs']) - len(off)} of {len(content['runs'])} files are within {BOUND:.1%}"
-    lines.append(f"\n{verdict} of llama.cpp{'; not: ' + ', '.join(off) if off else ''}.\n")
-    for engine in ("penstock", "llama.cpp"):
-        gaps = [abs(run[engine] / run["widened"] - 1) for run in content["runs"].values() if "widened" in run]
-        lines.append(f"From the widened weights, {engine} is off by {max(gaps):.1%} at most.\n" if gaps else "")
+        figures = " | ".join(f"{perplexity(run[name]):.4f}" if name in run else "–" for name in ENGINES)
+        ratios = " | ".join(compared(run, *pair) for pair in COMPARED)
+        lines.append(f"| {run['model']} | {run['file']} | {matrices} | {sizes} | {figures} | {ratios} |\n")
+    lines.append("\n")
+    for reference in (LLAMA, FLOAT):
+        measured = {name: run for name, run in runs.items() if reference in run}
+        off = [name for name, run in measured.items() if abs(ratio_of(run[OURS], run[reference])[0] - 1) > BOUND]
+        verdict = f"{len(measured) - len(off)} of {len(measured)} files are within {BOUND:.1%}"
+        lines.append(f"Penstock: {verdict} of {reference}{'; not: ' + ', '.join(off) if off else ''}.\n")
+    for engine in (OURS, LLAMA, FLOAT):
+        gaps = [abs(ratio_of(run[engine], run[WIDENED])[0] - 1) for run in runs.values() if engine in run]
+        lines.append(f"From the widened weights, {engine} is off by {max(gaps):.2%} at most.\n" if gaps else "")
     return "".join(lines)
+
+
+def perplexity(losses: list[float]) -> float:
+    """Return the perplexity of windows of equal length."""
+    return math.exp(statistics.mean(losses))
 
 
 def main() -> None:
@@ -202,19 +255,32 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a GGUF file of a Llama; the demo model if not given")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--windows", type=int, default=20, help=f"windows of {WINDOW} tokens; 20 if not given")
+    parser.add_argument(
+        "--float", action="store_true", help="measure llama.cpp with float activations too; needs OpenBLAS"
+    )
     parser.add_argument("formats", nargs="*", help="measure only these, such as Q4_K_M; all if none is given")
     options = parser.parse_args(sys.argv[1:])
     model = options.model or demo_model()
     content: dict[str, Any] = json.loads(options.results.read_text()) if options.results.exists() else {"runs": {}}
     content |= {"machine": machine.describe(), "revision": machine.revision(), "versions": peers.versions("llamacpp")}
     content["windows"] = options.windows
-    for shape, kind in FILES:
-        name = f"{shape} {kind}"
-        if name not in content["runs"] and (not options.formats or kind in options.formats):
+    wanted = {f"{shape} {kind}": (shape, kind) for shape, kind in FILES if kind in (options.formats or (kind,))}
+    for name, (shape, kind) in wanted.items():
+        if name not in content["runs"]:
             content["runs"][name] = measure(model, shape, kind, options.windows)
-            options.results.write_text(json.dumps(content, indent=1) + "\n")
-            options.results.with_suffix(".md").write_text(report(content))
-            print(name, content["runs"][name], flush=True)
+            written(options.results, content)
+    for name, (shape, kind) in wanted.items() if options.float else ():
+        if FLOAT not in content["runs"][name]:
+            path, text = file_of(model, shape, kind), text_of(options.windows)
+            content["runs"][name][FLOAT] = by_llamacpp(path, text, options.windows, float_inputs=True)
+            written(options.results, content)
+
+
+def written(path: Path, content: dict[str, Any]) -> None:
+    """Write the results as JSON and as a page."""
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.with_suffix(".md").write_text(report(content))
+    print(len(content["runs"]), "files measured", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,185 @@
+"""Describe a GGUF file of a Llama with a byte-level tokenizer as transformers does, without transformers.
+
+Importing transformers and converting a vocabulary of 128,256 tokens takes it 15 seconds, and this module one. Tests
+compare the files byte for byte. A file that is unusual in any way is left to transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader
+
+TOKENIZER_LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "rope.dimension_count": "head_dim",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+_EPSILON, _THETA = "llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base"
+_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""The names of special tokens in config.json and in GGUF, in the order in which transformers adds them."""
+_DEFAULTS = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "pad_token_id": None,
+    "pretraining_tp": 1,
+    "use_cache": True,
+}
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _LLAMA3_SPLIT),
+    **dict.fromkeys(("default", "gpt-2", "smollm"), None),
+}
+"""The supported names of `tokenizer.ggml.pre`, and the pattern of their words; None: GPT-2's."""
+_CONTROL, _USER_DEFINED = 3, 4
+_IN_BYTE_ALPHABET = re.compile("[!-~¡-¬®-\u0143]*")
+_ENDS_GPT2_TEXT = "<|endoftext|>"
+"""GPT-2's special token, which transformers adds to every byte-level vocabulary without it."""
+_UNLIMITED = int(1e30)
+
+
+def describe_llama(header: GgufHeader, folder: Path) -> bool:
+    """Write the config and tokenizer to a new `folder`, or return False for a file that needs transformers.
+
+    header: with its `TOKENIZER_LISTS`.
+    """
+    metadata = header.metadata
+    config = _config(header)
+    special = {f"{name}_token": metadata.get(f"tokenizer.ggml.{its}_token_id") for name, its in _TOKENS.items()}
+    tokens, template = metadata.get(TOKENIZER_LISTS[0]), metadata.get("tokenizer.chat_template")
+    if config is None or not _has_plain_tokenizer(metadata):
+        return False
+    if any(not isinstance(token_id, int | None) or (token_id or 0) >= len(tokens) for token_id in special.values()):
+        return False
+    named = {name: None if token_id is None else tokens[token_id] for name, token_id in special.items()}
+    backend = _backend(metadata, named)
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    facts = {"backend": "tokenizers", "is_local": True, "local_files_only": False, "model_max_length": _UNLIMITED}
+    _write(folder / "tokenizer_config.json", {**facts, **named, "tokenizer_class": "TokenizersBackend"})
+    _write(folder / "config.json", config)
+    ids = {f"{name}_token_id": config[f"{name}_token_id"] for name in ("bos", "eos", "pad")}
+    generation = {name: token_id for name, token_id in ids.items() if token_id is not None}
+    facts = {"_from_model_config": True, "output_attentions": False, "output_hidden_states": False, "use_cache": True}
+    _write(folder / "generation_config.json", {**facts, **generation, "transformers_version": _transformers_version()})
+    return True
+
+
+def _config(header: GgufHeader) -> dict[str, Any] | None:
+    """Return the content of config.json, or None for metadata that is unusual."""
+    metadata = header.metadata
+    name = metadata.get("general.name")
+    if metadata.get("general.architecture") != "llama" or name == "mistral" or not isinstance(name, str | None):
+        return None
+    sizes = {field: metadata.get(f"llama.{key}") for key, field in _SIZES.items()}
+    sizes["vocab_size"] = metadata.get("llama.vocab_size", len(metadata.get(TOKENIZER_LISTS[0], ())))
+    floats = {"rms_norm_eps": metadata.get(_EPSILON), "rope_theta": metadata.get(_THETA)}
+    if not all(type(size) is int and size > 0 for size in sizes.values()):
+        return None
+    if not all(isinstance(value, float) for value in floats.values()):
+        return None
+    if sizes["hidden_size"] % sizes["num_attention_heads"]:
+        return None
+    ids = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{its}_token_id") for name, its in _TOKENS.items()}
+    return {
+        **_DEFAULTS,
+        **sizes,
+        **{name: token_id for name, token_id in ids.items() if token_id is not None},
+        **({} if name is None else {"_model_name_or_path": name}),
+        "rms_norm_eps": floats["rms_norm_eps"],
+        "rope_parameters": {"rope_theta": floats["rope_theta"], "rope_type": "default"},
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "transformers_version": _transformers_version(),
+    }
+
+
+def _has_plain_tokenizer(metadata: Mapping[str, Any]) -> bool:
+    tokens, kinds, merges = (metadata.get(name) for name in TOKENIZER_LISTS)
+    return (
+        metadata.get("tokenizer.ggml.model") == "gpt2"
+        and metadata.get("tokenizer.ggml.pre") in _SPLITS
+        and bool(tokens and kinds and merges)
+        and len(tokens) == len(kinds)
+        and metadata.get("tokenizer.chat_template", "a template") != ""
+    )
+
+
+def _backend(metadata: Mapping[str, Any], named: Mapping[str, str | None]) -> Tokenizer:
+    """Return the tokenizer. `named`: the special tokens by name."""
+    tokens, kinds, merges = (metadata[name] for name in TOKENIZER_LISTS)
+    is_spelled = [_IN_BYTE_ALPHABET.fullmatch(token) is not None for token in tokens]
+    alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocab = {
+        token if spelled else "".join(part for part, _ in alphabet.pre_tokenize_str(token)): index
+        for index, (token, spelled) in enumerate(zip(tokens, is_spelled, strict=True))
+    }
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    backend = Tokenizer(BPE(vocab=vocab, merges=pairs, continuing_subword_prefix="", end_of_word_suffix=""))
+    split = _SPLITS[metadata["tokenizer.ggml.pre"]]
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if split is not None:
+        words = pre_tokenizers.Split(Regex(split), behavior="isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([words, alphabet])
+    backend.decoder = decoders.ByteLevel()
+    _add_tokens(backend, [_ENDS_GPT2_TEXT], special=True)
+    by_kind = list(zip(tokens, kinds, is_spelled, strict=True))
+    _add_tokens(backend, [token for token, kind, spelled in by_kind if kind == _CONTROL and spelled], special=True)
+    defined = [token for token, kind, _ in by_kind if kind == _USER_DEFINED]
+    _add_tokens(backend, [token for token in defined if backend.token_to_id(token) is not None], special=False)
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    _add_tokens(backend, [token for token in named.values() if token is not None and token not in known], special=True)
+    backend.post_processor = _frame(backend, metadata, named)
+    return backend
+
+
+def _add_tokens(backend: Tokenizer, tokens: list[str], *, special: bool) -> None:
+    backend.add_tokens([AddedToken(token, normalized=False, special=special) for token in tokens])
+
+
+def _frame(backend: Tokenizer, metadata: Mapping[str, Any], named: Mapping[str, str | None]) -> TemplateProcessing:
+    """Return the processor that adds the special tokens around a text."""
+    bos, eos = (
+        named[f"{name}_token"] if metadata.get(f"tokenizer.ggml.add_{name}_token") is True else None
+        for name in ("bos", "eos")
+    )
+    single, second = (
+        " ".join([f"{token}:{i}" for token in (bos, text, eos) if token is not None])
+        for i, text in enumerate(("$A", "$B"))
+    )
+    tokens = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
+    return TemplateProcessing(single=single, pair=f"{single} {second}", special_tokens=tokens)
+
+
+def _transformers_version() -> str:
+    return importlib.metadata.version("transformers")
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,149 @@
+"""A GGUF file of a Llama is described without transformers, byte for byte as transformers describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+from tokenizers import pre_tokenizers
+
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+from penstock.gpu_node.model.checkpoint import gguf
+from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, read_header
+from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, describe_llama
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|日本|>", "<a b>"]
+MERGES = ["Ġ t", "h e", "Ġt he", "i n", "Ġ w", "Ã ©", "1 2"]
+WORDS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+AT_THE_END = len(WORDS)
+"""Index of the first special token in a file as Llama 3's."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "without ids and template": {"ids": {}, "template": None},
+    "named, with unknown token": {"name": "A model", "ids": {"bos": 1, "eos": 2, "unk": 0, "pad": 2}},
+    "framed": {"add_bos": True, "add_eos": True, "output": True},
+    "not framed": {"add_bos": False, "add_eos": False, "pre": "default"},
+    "frame without tokens": {"add_bos": True, "add_eos": True, "ids": {}},
+    "Llama 3": {
+        "tokens": [*WORDS, *SPECIAL[1:]],
+        "kinds": [NORMAL] * len(WORDS) + [CONTROL] * 4,
+        "pre": "llama-bpe",
+        "ids": {"bos": AT_THE_END, "eos": AT_THE_END + 1, "pad": AT_THE_END + 3},
+        "add_bos": True,
+        "vocab_size": False,
+    },
+    "user-defined": {"kinds": [CONTROL] * 3 + [USER_DEFINED] * 3 + [NORMAL] * (len(WORDS) - 1)},
+    "odd words": {
+        "tokens": [*SPECIAL, *WORDS, "日本", "a b", "[PAD1]", "the", "the"],
+        "kinds": [CONTROL] * 5 + [NORMAL] * len(WORDS) + [NORMAL, USER_DEFINED, UNUSED, NORMAL, NORMAL],
+    },
+}
+LEFT_TO_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "another architecture": {"architecture": "qwen2"},
+    "another pattern of words": {"pre": "tekken"},
+    "a model that transformers renames": {"name": "mistral"},
+    "heads that do not divide": {"heads": 3},
+    "an id without a token": {"ids": {"eos": 100_000}},
+}
+
+
+def write(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    tokens: list[str] | None = None,
+    kinds: list[int] | None = None,
+    pre: str = "smollm",
+    ids: Mapping[str, int] | None = None,
+    add_bos: bool | None = None,
+    add_eos: bool | None = None,
+    template: str | None = "{{ messages }} é",
+    name: str | None = None,
+    output: bool = False,
+    heads: int = 4,
+    vocab_size: bool = True,
+) -> Path:
+    writer: Any = GGUFWriter(path, architecture)
+    tokens = tokens or [*SPECIAL, *WORDS]
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 48}
+    for key, value in sizes.items():
+        getattr(writer, f"add_{key}")(value)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(5e5)
+    writer.add_rope_dimension_count(8)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds or [CONTROL] * len(SPECIAL) + [NORMAL] * len(WORDS))
+    writer.add_token_merges(MERGES)
+    for key, token_id in ({"bos": 1, "eos": 2, "pad": 2} if ids is None else ids).items():
+        getattr(writer, f"add_{key}_token_id")(token_id)
+    optional: list[tuple[Callable[[Any], None], Any]] = [
+        (writer.add_add_bos_token, add_bos),
+        (writer.add_add_eos_token, add_eos),
+        (writer.add_chat_template, template),
+        (writer.add_name, name),
+        (writer.add_vocab_size, len(tokens) if vocab_size else None),
+    ]
+    for add, value in optional:
+        if value is not None:
+            add(value)
+    for tensor in ("token_embd.weight", *(["output.weight"] if output else [])):
+        writer.add_tensor(tensor, np.zeros((len(tokens), 32), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def header_of(path: Path) -> GgufHeader:
+    return read_header(memoryview(path.read_bytes()), TOKENIZER_LISTS)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_is_described_as_transformers_does(variant: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", **VARIANTS[variant])
+    header = header_of(path)
+    assert describe_llama(header, tmp_path / "ours")
+    gguf.describe_by_transformers(path, header, tmp_path / "theirs", lambda stage, fraction: None)
+    ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+
+
+@pytest.mark.slow
+def test_so_is_the_demo_model(demo_gguf: Path, tmp_path: Path) -> None:
+    header = header_of(demo_gguf)
+    assert describe_llama(header, tmp_path / "ours")
+    gguf.describe_by_transformers(demo_gguf, header, tmp_path / "theirs", lambda stage, fraction: None)
+    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("variant", LEFT_TO_TRANSFORMERS)
+def test_an_unusual_file_is_left_to_transformers(variant: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", **LEFT_TO_TRANSFORMERS[variant])
+    assert not describe_llama(header_of(path), tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_its_tokenizer_works(tmp_path: Path) -> None:
+    gguf.describe_gguf(write(tmp_path / "m.gguf", add_bos=True), tmp_path / "m", lambda stage, fraction: None)
+    tokenizer = Tokenizer(tmp_path / "m")
+    token_ids = tokenizer.encode("the win é 12<|im_end|>")
+    assert tokenizer.names_of(token_ids)[:2] == ["<|im_start|>", "t"]
+    assert tokenizer.decode(token_ids) == "the win é 12"
+    assert tokenizer.eos_token_ids == {2}
