@@ -49,6 +49,23 @@ def test_an_exception_ends_a_command_with_a_traceback(server: ForkServer, tmp_pa
     process.stdout.close()
 
 
+def test_a_command_ends_as_an_interpreter_does(server: ForkServer, tmp_path: Path) -> None:
+    """Its threads and exit functions run, and what it has left open is told."""
+    code = """
+import atexit, sys, threading, time, warnings
+warnings.simplefilter("error")
+left_open = open(__file__)
+atexit.register(print, "exit function")
+threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
+sys.exit("wrong")
+"""
+    process, log = start(server, tmp_path, code)
+    assert process.stdout.read() == b"thread\nexit function\n"
+    assert process.wait(20) == 1
+    assert log.read_text().startswith("wrong\n") and "ResourceWarning: unclosed file" in log.read_text()
+    process.stdout.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_signals_reach_the_command(server: ForkServer, tmp_path: Path, number: signal.Signals) -> None:
     process, _ = start(server, tmp_path, "import time; print('up', flush=True); time.sleep(60)")

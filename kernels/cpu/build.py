@@ -90,9 +90,22 @@ def _sources() -> list[Path]:
 
 
 def _digest(*more: str, sources: Sequence[Path]) -> str:
+    files = sorted((*sources, *SOURCES.rglob("*.h")))
+    return _digest_of(more, tuple((file, _stamp(file)) for file in files))
+
+
+def _stamp(file: Path) -> tuple[int, int, int]:
+    """Return what changes when a file is written or replaced."""
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+@cache
+def _digest_of(more: Sequence[str], stamped_files: Sequence[tuple[Path, tuple[int, int, int]]]) -> str:
+    """Return a digest of words and of files' names and content. It reads a file anew when its stamp changes."""
     digest = hashlib.blake2b("\n".join(more).encode(), digest_size=8)
-    for source in sorted((*sources, *SOURCES.rglob("*.h"))):
-        digest.update(source.name.encode() + source.read_bytes())
+    for file, _ in stamped_files:
+        digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
 
 

@@ -21,6 +21,7 @@ Rows = list[dict[str, float | str]]
 BOUNDS = {torch.float32: Bound(2e-5, 1e-4), torch.bfloat16: Bound(0.04, 0.1)}
 """Of logits after a few layers, by the dtype of activations: every layer adds roundings."""
 NUM_LOGPROBS = 5
+PROMPTS_AT_ONCE = 4
 
 
 def check_logits(name: str, spec: ModelSpec, device: Device, dtype: torch.dtype, num_tokens: int) -> Rows:
@@ -97,11 +98,12 @@ def check_company(model: Model, context: int) -> Rows:
 
 
 def _fill(model: Model, tables: Ints, num_tokens: int) -> None:
-    """Compute a prompt for each sequence, so that contexts hold keys and values."""
+    """Compute a prompt for each sequence, so that contexts hold keys and values. No token is drawn."""
     rng = np.random.default_rng(1)
-    for table in tables:
-        ids = rng.integers(0, model.spec.vocab_size, num_tokens).astype(np.int32)
-        plan = plan_of([ids], np.array([0]), table[None], np.array([0]))
+    for first in range(0, len(tables), PROMPTS_AT_ONCE):
+        some = tables[first : first + PROMPTS_AT_ONCE]
+        prompts = list(rng.integers(0, model.spec.vocab_size, (len(some), num_tokens)).astype(np.int32))
+        plan = plan_of(prompts, np.zeros(len(some), np.int64), some, np.zeros(0, np.int64))
         model.runner.submit(plan).result()
 
 

@@ -14,6 +14,7 @@ from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
 def default_thresholds() -> Iterator[None]:
     """What is frozen stays so: with all that this process has loaded, collections in later tests would take 0.3 s."""
     thresholds = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
     yield
     gc.set_threshold(*thresholds)
 

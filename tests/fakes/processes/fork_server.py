@@ -8,6 +8,7 @@ of CPU time instead of a second for a service, and of ten seconds for a worker. 
 from __future__ import annotations
 
 import array
+import atexit
 import fcntl
 import gc
 import json
@@ -17,11 +18,13 @@ import signal
 import socket
 import sys
 import termios
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 MAX_REQUEST_BYTES = 1 << 20
 STREAMS = 3
@@ -75,8 +78,10 @@ class Server:
             return None
         request: Request = json.loads(message)
         *streams, status = fds
-        for name in request["imports"]:
-            import_module(name)
+        if not sys.modules.keys() >= set(request["imports"]):
+            for name in request["imports"]:
+                import_module(name)
+            gc.freeze()
         pid = os.fork()
         if pid == 0:
             os.close(status)
@@ -181,17 +186,44 @@ def run_worker(request: Request) -> None:
     exec(request["command"][0], vars(main_module))
 
 
+def end(run: Callable[[], None]) -> NoReturn:
+    """Run, and end as an interpreter does, but without freeing all that the server has imported: that takes 0.3 s.
+
+    An exception other than SystemExit does end the interpreter.
+    """
+    status: Any = 0
+    try:
+        run()
+    except SystemExit as exit_request:
+        status = exit_request.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # It waits for threads as the end of an interpreter does.
+    atexit._run_exitfuncs()
+    # What the program itself leaves open gives warnings as usual. All that was imported is frozen.
+    sys.modules.pop("__main__", None)
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status & 0xFF)
+
+
 def main() -> None:
     """Serve until the test process ends; in a child, do what the request says."""
     fd, kind, *arguments = sys.argv[1:]
+    gc.disable()  # What is imported stays. Looking for garbage among it took half of the time.
     import_services() if kind == "services" else import_tests(arguments)
     gc.freeze()
+    gc.enable()
     # An interrupt is for the processes that run tests: they end, and this one ends with them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     request = Server(socket.socket(fileno=int(fd))).serve()
-    if request is not None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        run_command(request) if kind == "services" else run_worker(request)
+    if request is None:
+        os._exit(0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end(lambda: run_command(request) if kind == "services" else run_worker(request))
 
 
 if __name__ == "__main__":
