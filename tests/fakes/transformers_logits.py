@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,14 @@ Logits = NDArray[np.float32]
 
 
 def bfloat16_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a model of the checkpoint's weights rounded to bfloat16, which computes in `dtype`."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    return model.to(dtype)
+    """Return a model of the checkpoint's weights rounded to bfloat16, which computes in `dtype`; the caller's own."""
+    return deepcopy(_loaded(folder)).to(dtype)
+
+
+@lru_cache(maxsize=2)
+def _loaded(folder: Path) -> Any:
+    """Return the model in bfloat16. Tests ask for one several times in a row, and loading takes 40 ms."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
 @torch.inference_mode()

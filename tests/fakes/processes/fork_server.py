@@ -177,6 +177,9 @@ def import_tests(arguments: list[str]) -> None:
         for name, module in list(sys.modules.items()):
             if Path(getattr(module, "__file__", None) or "").name.startswith(("test_", "conftest.")):
                 del sys.modules[name]
+    elif "transformers" in sys.modules:
+        # It loads its parts when they are asked for. This one takes two seconds, which each worker would take anew.
+        import_module("transformers.modeling_utils")
 
 
 def run_worker(request: Request) -> None:
