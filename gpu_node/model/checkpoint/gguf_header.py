@@ -136,8 +136,11 @@ class _Cursor:
 
     def _list(self, key: str, *, is_wanted: bool) -> list[Any] | None:
         kind, length = self.number(_U32), self.number(_U64)
+        if kind == _STRING and is_wanted:
+            return self._texts(length)
         if kind == _STRING:
-            return self._texts(length) if is_wanted else self._skip_texts(length)
+            self._skip_texts(length)
+            return None
         if kind not in _SCALARS:
             raise ConfigError(f"{key} is a list of the unknown type {kind}")
         start, self.at = self.at, self.at + length * _SCALARS[kind].size

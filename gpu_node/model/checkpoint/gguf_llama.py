@@ -71,7 +71,8 @@ def describe_llama(header: GgufHeader, folder: Path) -> bool:
     metadata = header.metadata
     config = _config(header)
     special = {f"{name}_token": metadata.get(f"tokenizer.ggml.{its}_token_id") for name, its in _TOKENS.items()}
-    tokens, template = metadata.get(TOKENIZER_LISTS[0]), metadata.get("tokenizer.chat_template")
+    tokens: Any = metadata.get(TOKENIZER_LISTS[0])
+    template = metadata.get("tokenizer.chat_template")
     if config is None or not _has_plain_tokenizer(metadata):
         return False
     if any(not isinstance(token_id, int | None) or (token_id or 0) >= len(tokens) for token_id in special.values()):
@@ -98,7 +99,7 @@ def _config(header: GgufHeader) -> dict[str, Any] | None:
     name = metadata.get("general.name")
     if metadata.get("general.architecture") != "llama" or name == "mistral" or not isinstance(name, str | None):
         return None
-    sizes = {field: metadata.get(f"llama.{key}") for key, field in _SIZES.items()}
+    sizes: dict[str, Any] = {field: metadata.get(f"llama.{key}") for key, field in _SIZES.items()}
     sizes["vocab_size"] = metadata.get("llama.vocab_size", len(metadata.get(TOKENIZER_LISTS[0], ())))
     floats = {"rms_norm_eps": metadata.get(_EPSILON), "rope_theta": metadata.get(_THETA)}
     if not all(type(size) is int and size > 0 for size in sizes.values()):
@@ -121,7 +122,7 @@ def _config(header: GgufHeader) -> dict[str, Any] | None:
 
 
 def _has_plain_tokenizer(metadata: Mapping[str, Any]) -> bool:
-    tokens, kinds, merges = (metadata.get(name) for name in TOKENIZER_LISTS)
+    tokens, kinds, merges = (metadata.get(name) or () for name in TOKENIZER_LISTS)
     return (
         metadata.get("tokenizer.ggml.model") == "gpt2"
         and metadata.get("tokenizer.ggml.pre") in _SPLITS
