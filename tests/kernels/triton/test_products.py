@@ -35,8 +35,7 @@ def test_products_of_quantized_rows(shape: tuple[int, int, int], kept: torch.dty
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() and torch.__version__ < "2.12",
-    reason="on the CPU, torch has no row scales before 2.12",
+    not torch.cuda.is_available() and torch.__version__ < "2.12", reason="torch 2.11 has no row scales on the CPU"
 )
 def test_the_librarys_products_of_float8_are_the_references(device: torch.device) -> None:
     torch.manual_seed(0)
