@@ -43,8 +43,8 @@ def _count(program: Facts, *prefixes: str) -> int:
 
 def _allowed_stack_bytes(program: Facts) -> int:
     """Return what a program may spill: wide heads, quantized norms and the last draw a few numbers, others nothing."""
-    if program["kernel"] == "prefill" and program["constants"]["HEAD"] > 128:
-        return 64
+    if program["kernel"] == "prefill":
+        return 192 if program["constants"]["HEAD"] > 128 else 16 if program["sm"] == 80 else 0
     is_quantized_norm = program["kernel"] == "add_norm" and program["dtype"] == "torch.int8"
     return 16 if is_quantized_norm or program["kernel"] == "draw_tokens" else 0
 
