@@ -19,6 +19,9 @@ _COLUMNS, _OUTPUTS = 128, 64
 _RANKS = 64
 """Most ranks that a program multiplies at once: a tile of all 1,536 ranks of a large adapter's qkv fits nowhere."""
 
+_EXPANDED_RANKS = 16
+"""The same of the second product, which multiplies float32: tiles of 32 or 64 ranks spill on Ampere."""
+
 
 @triton.jit
 def _shrink(
@@ -106,4 +109,5 @@ def add_lora(out: Tensor, x: Tensor, down: Tensor, up: Tensor, tiles: Tensor) ->
     by_rank = len(tiles), triton.cdiv(rank, ranks["RANKS"])
     _shrink[by_rank](inner, x, down, tiles, num_columns, COLUMNS=_COLUMNS, **ranks)
     grid = (len(tiles), triton.cdiv(num_outputs, _OUTPUTS))
+    ranks["RANKS"] = min(_EXPANDED_RANKS, ranks["RANKS"])
     _expand[grid](out, inner, up, tiles, num_outputs, OUTPUTS=_OUTPUTS, **ranks)

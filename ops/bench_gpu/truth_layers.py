@@ -39,7 +39,7 @@ def _norms_of_heads(sizes: Sizes, device: torch.device) -> Iterator[Row]:
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     qkv = normal(sizes.rows, queries + 2 * keys, sizes=sizes, device=device)
     q_norm, k_norm = (Norm(normal(size, sizes=sizes, device=device), None, 1e-5, 1.0) for size in (queries, keys))
-    q, k, v = qkv.double().split((queries, keys, keys), dim=1)
+    q, k, v = torch.split(qkv.double(), [queries, keys, keys], dim=1)
     parts = (q, q_norm), (k, k_norm)
     normed = [functional.rms_norm(x, x.shape[1:], norm.weight.double() + 1, 1e-5) for x, norm in parts]
     norm_all_heads(qkv, q_norm, k_norm)

@@ -87,9 +87,8 @@ class GpuDecoder:
             attended = self._attend(step, qkv, cache, layer, i, splits).flatten(1)
             if i == spec.num_layers - 1:
                 # After the last attention, only the wanted tokens need the rest of the layer.
-                if not step.samples_each_token:
-                    residual, attended = residual[step.sampling], attended[step.sampling]
-                    normed = normed[step.sampling] if spec.parallel_residual and normed is not None else None
+                residual, attended = residual[step.sampling], attended[step.sampling]
+                normed = normed[step.sampling] if spec.parallel_residual and normed is not None else None
                 adapted = adapted.at_samples()
             added = adapted.add(i, "out", attended, layer.out(attended))
             delta = self._after_attention(residual, normed, added, i, layer, adapted)

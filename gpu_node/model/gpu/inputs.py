@@ -48,11 +48,6 @@ class StepInputs(Generic[Array]):
     """[num_seqs, max_blocks]. Stays the last field, because one graph runs steps with tables of any width."""
 
     @property
-    def samples_each_token(self) -> bool:
-        """Whether every token decodes and is sampled after, so that `sampling` is all tokens in order."""
-        return not len(self.tiles) and len(self.rules) == len(self.sampling) == len(self.token_ids)
-
-    @property
     def arrays(self) -> list[Array]:
         """All fields in order."""
         return [getattr(self, field.name) for field in fields(self)]

@@ -23,7 +23,7 @@ BISECTIONS = 31
 FORMER_SPAN = 256
 """The former shortest split of decode attention, in tokens."""
 FORMER_OUTSIDE = 20
-"""Launches outside of layers before ids and embeddings had one kernel, and decode steps gathered rows."""
+"""Launches outside of layers before ids and embeddings had one kernel."""
 FORMER_QUANTIZATIONS = 4
 """Launches of a layer that quantized activations for float8; one is left, behind attention."""
 SCALE_READERS = 16

@@ -34,6 +34,9 @@ def test_products_of_quantized_rows(shape: tuple[int, int, int], kept: torch.dty
     torch.testing.assert_close(got, want, atol=2**-10 * float(want.abs().max()) if is_short else 1e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and torch.__version__ < "2.12", reason="torch 2.11 has no row scales on the CPU"
+)
 def test_the_librarys_products_of_float8_are_the_references(device: torch.device) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(18, 64, device=device), torch.randn(48, 64, device=device)

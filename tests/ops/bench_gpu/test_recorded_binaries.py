@@ -28,7 +28,7 @@ def programs(request: pytest.FixtureRequest) -> list[Facts]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'ops'}:{ROOT / 'tests'}"
     command = [sys.executable, "-m", "tests.ops.bench_gpu.compile_recorded", str(request.param)]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=2400, check=False)
     assert done.returncode == 0, done.stderr
     *facts, totals = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(facts) == totals["num_programs"] < totals["num_launches"]
@@ -42,10 +42,11 @@ def _count(program: Facts, *prefixes: str) -> int:
 
 
 def _allowed_stack_bytes(program: Facts) -> int:
-    """Return what a program may spill: a few of the wide heads' and of the quantized norms' numbers, else nothing."""
-    if program["kernel"] == "prefill" and program["constants"]["HEAD"] > 128:
-        return 64
-    return 16 if program["kernel"] == "add_norm" and program["dtype"] == "torch.int8" else 0
+    """Return what a program may spill: wide heads, quantized norms and the last draw a few numbers, others nothing."""
+    if program["kernel"] == "prefill":
+        return 192 if program["constants"]["HEAD"] > 128 else 16 if program["sm"] == 80 else 0
+    is_quantized_norm = program["kernel"] == "add_norm" and program["dtype"] == "torch.int8"
+    return 16 if is_quantized_norm or program["kernel"] == "draw_tokens" else 0
 
 
 def _programs_at_once(program: Facts) -> int:
@@ -56,14 +57,14 @@ def _programs_at_once(program: Facts) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2500)
 def test_recorded_programs_keep_their_numbers_in_registers(programs: list[Facts]) -> None:
     for program in programs:
         assert program["stack_bytes"] <= _allowed_stack_bytes(program), program
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2500)
 def test_recorded_programs_fit_on_a_multiprocessor_twice_where_memory_limits_them(programs: list[Facts]) -> None:
     for program in programs:
         assert program["shared"] <= 1024 * shared_memory_kib(program["sm"]), program
@@ -75,7 +76,7 @@ def test_recorded_programs_fit_on_a_multiprocessor_twice_where_memory_limits_the
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2500)
 def test_recorded_prefill_multiplies_by_warp_groups_on_hopper(programs: list[Facts]) -> None:
     for program in (program for program in programs if program["kernel"] == "prefill"):
         assert _count(program, "HGMMA" if program["sm"] == 90 else "HMMA") > 0, program
