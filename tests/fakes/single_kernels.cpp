@@ -106,7 +106,7 @@ void penstock_single_multiply(const MatrixPart* parts, int num_parts, int column
 }
 
 float penstock_single_quantize(const float* values, int count, int8_t* q, int32_t* sum) {
-  return quantise_row(values, count, q, sum);
+  return quantize_row(values, count, q, sum);
 }
 
 void penstock_single_exp(const float* x, int count, float* out) {

@@ -95,7 +95,7 @@ struct Int8Cache {
 
   Int8Cache(const QueryRows& rows, int dim) {
     for (int r = 0; r < R; ++r) {
-      q_scale[r] = rows.scale * kLog2E * quantise_row(rows.queries + r * dim, dim, q[r], &q_sum[r]);
+      q_scale[r] = rows.scale * kLog2E * quantize_row(rows.queries + r * dim, dim, q[r], &q_sum[r]);
     }
   }
 

@@ -10,8 +10,8 @@ namespace penstock {
 
 namespace {
 
-// Quantizes a row in runs of 32, each `stride` bytes after the one before; see quantise_row.
-PENSTOCK_INLINE float quantise_runs(const float* values, int count, int8_t* q, size_t stride, int32_t* total) {
+// Quantizes a row in runs of 32, each `stride` bytes after the one before; see quantize_row.
+PENSTOCK_INLINE float quantize_runs(const float* values, int count, int8_t* q, size_t stride, int32_t* total) {
   // Compared as integers, the magnitudes keep their order, with infinity above all numbers and NaN above infinity.
   constexpr int32_t kInfinity = 0x7f800000;
   Ints most = broadcast_int(0);
@@ -36,11 +36,11 @@ PENSTOCK_INLINE float quantise_runs(const float* values, int count, int8_t* q, s
 
 }  // namespace
 
-float quantise_row(const float* values, int count, int8_t* q, int32_t* total) {
-  return quantise_runs(values, count, q, kGroup, total);
+float quantize_row(const float* values, int count, int8_t* q, int32_t* total) {
+  return quantize_runs(values, count, q, kGroup, total);
 }
 
-void quantise_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums,
+void quantize_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums,
                      int32_t* half_sums) {
   constexpr int kBatch = kLanes;
   const Floats infinity = broadcast(std::numeric_limits<float>::infinity());
@@ -120,7 +120,7 @@ void Activations::set_row(int row, const float* values) {
   if (encoding_ == Encoding::kByRow) {
     const size_t i = (size_t)first + at;
     int32_t total;
-    scales_[i] = quantise_runs(values, padded_, reinterpret_cast<int8_t*>(out), stride * run * sizeof *out, &total);
+    scales_[i] = quantize_runs(values, padded_, reinterpret_cast<int8_t*>(out), stride * run * sizeof *out, &total);
     biases_[i] = -128 * total;
     return;
   }
@@ -131,7 +131,7 @@ void Activations::set_row(int row, const float* values) {
   scales.resize(groups_);
   totals.resize(groups_);
   half_totals.resize(2 * groups_);
-  quantise_groups(values, groups_, q.data(), scales.data(), totals.data(), has_halves_ ? half_totals.data() : nullptr);
+  quantize_groups(values, groups_, q.data(), scales.data(), totals.data(), has_halves_ ? half_totals.data() : nullptr);
   for (int g = 0; g < groups_; ++g) {
     const size_t i = (size_t)first * groups_ + g * stride + at;
     scales_[i] = scales[g];

@@ -95,10 +95,10 @@ class Activations {
 
 // Quantizes `count` values (a multiple of 16) to scale * q with q in [-127, 127]. A NaN or infinity makes the scale
 // NaN. Returns the scale, and writes the sum of q to `sum`.
-float quantise_row(const float* values, int count, int8_t* q, int32_t* sum);
+float quantize_row(const float* values, int count, int8_t* q, int32_t* sum);
 
 // Quantizes each of `groups` groups of 32 in the same way, but one non-finite value makes all scales NaN.
 // `half_sums`: null, or the sums of the halves of each group, [2 * groups].
-void quantise_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums, int32_t* half_sums);
+void quantize_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums, int32_t* half_sums);
 
 }  // namespace penstock

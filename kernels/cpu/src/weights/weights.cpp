@@ -92,7 +92,7 @@ Range range_of(const float* w, int count) {
   return {-largest(low), largest(high), sum(poison)};
 }
 
-Q4_1Block quantise4(const float* w) {
+Q4_1Block quantize4(const float* w) {
   const Range range = range_of(w, kGroup);
   Q4_1Block block{};
   block.minimum = narrow_f16(range.low + range.poison);
@@ -110,17 +110,17 @@ Q4_1Block quantise4(const float* w) {
 }
 
 // Writes numbers divided by `scale`, or zeros if the scale is not a positive number. count: a multiple of 16.
-void quantise8(const float* w, int count, float scale, int8_t* q) {
+void quantize8(const float* w, int count, float scale, int8_t* q) {
   for (int i = 0; i < count; i += kLanes) {
     store_s8(q + i, scale > 0 ? to_ints(load(w + i) / broadcast(scale)) : broadcast_int(0));
   }
 }
 
-Q8_0Block quantise8(const float* w) {
+Q8_0Block quantize8(const float* w) {
   const Range range = range_of(w, kGroup);
   Q8_0Block block{};
   block.scale = scale_at_least(range.largest() / 127 + range.poison);
-  quantise8(w, kGroup, widen_f16(block.scale), block.values);
+  quantize8(w, kGroup, widen_f16(block.scale), block.values);
   return block;
 }
 
@@ -136,7 +136,7 @@ void put_int8(uint8_t* panel, int lane, const float* w, int padded) {
   const float scale = range.largest() / 127 + range.poison;
   for (int i = 0; i < padded; i += kGroup, panel += kPanel * kGroup) {
     Q8_0Block block;
-    quantise8(w + i, kGroup, scale, block.values);
+    quantize8(w + i, kGroup, scale, block.values);
     Q8_0Panel::Bits::put(block.codes(0), panel, lane);
   }
   reinterpret_cast<float*>(panel)[lane] = scale;
@@ -269,12 +269,12 @@ void Matrix::set_row(int row, Source source, const uint8_t* data) {
       put_int8(at, lane, w.data(), padded);
       break;
     case Format::kInt8Group:
-      for (int i = 0; i < padded; i += kGroup, at += Q8_0Panel::kBytes) put(Q8_0Panel(), quantise8(&w[i]), at, lane);
+      for (int i = 0; i < padded; i += kGroup, at += Q8_0Panel::kBytes) put(Q8_0Panel(), quantize8(&w[i]), at, lane);
       break;
     default:
       for (int i = 0; i < padded; i += kGroup, at += Q4_1Panel::kBytes) {
         const auto* blocks = reinterpret_cast<const Q4_0Block*>(data);
-        put(Q4_1Panel(), source == Source::kQ4_0 ? with_minimum(blocks[i / kGroup]) : quantise4(&w[i]), at, lane);
+        put(Q4_1Panel(), source == Source::kQ4_0 ? with_minimum(blocks[i / kGroup]) : quantize4(&w[i]), at, lane);
       }
   }
 }
