@@ -38,10 +38,10 @@ void KvCache::set(int layer, int slot, int head, const float* key, const float* 
   }
   alignas(64) int8_t k[kMaxHeadDim], v[kMaxHeadDim];
   int32_t unused;
-  const float value_scale = quantise_row(value, dim, v, &unused);
+  const float value_scale = quantize_row(value, dim, v, &unused);
   value_scales(keys)[t] = value_scale;
   // A non-finite value makes the key's scale NaN, so that it shows in the scores: quantized weights cannot hold NaN.
-  key_scales(keys)[t] = quantise_row(key, dim, k, &unused) + 0 * value_scale;
+  key_scales(keys)[t] = quantize_row(key, dim, k, &unused) + 0 * value_scale;
   for (int d = 0; d < dim; d += 4) {
     uint32_t word;
     std::memcpy(&word, k + d, sizeof word);
