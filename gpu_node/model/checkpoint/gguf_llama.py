@@ -1,6 +1,6 @@
 """Describe a GGUF file of a Llama with a byte-level tokenizer as transformers does, without transformers.
 
-Importing transformers and converting a vocabulary of 128,256 tokens takes it 15 seconds, and this module one. Tests
+For a vocabulary of 128,256 tokens, transformers takes 15 seconds with its import, and this module half a second. Tests
 compare the files byte for byte. A file that is unusual in any way is left to transformers.
 """
 
@@ -58,7 +58,7 @@ _SPLITS = {
 """The supported names of `tokenizer.ggml.pre`, and the pattern of their words; None: GPT-2's."""
 _CONTROL, _USER_DEFINED = 3, 4
 _IN_BYTE_ALPHABET = re.compile("[!-~¡-¬®-\u0143]*")
-_ENDS_GPT2_TEXT = "<|endoftext|>"
+_GPT2_END = "<|endoftext|>"
 """GPT-2's special token, which transformers adds to every byte-level vocabulary without it."""
 _UNLIMITED = int(1e30)
 
@@ -70,14 +70,14 @@ def describe_llama(header: GgufHeader, folder: Path) -> bool:
     """
     metadata = header.metadata
     config = _config(header)
-    special = {f"{name}_token": metadata.get(f"tokenizer.ggml.{its}_token_id") for name, its in _TOKENS.items()}
+    special = _special_ids(metadata)
     tokens: Any = metadata.get(TOKENIZER_LISTS[0])
     template = metadata.get("tokenizer.chat_template")
     if config is None or not _has_plain_tokenizer(metadata):
         return False
     if any(not isinstance(token_id, int | None) or (token_id or 0) >= len(tokens) for token_id in special.values()):
         return False
-    named = {name: None if token_id is None else tokens[token_id] for name, token_id in special.items()}
+    named = {f"{name}_token": None if token_id is None else tokens[token_id] for name, token_id in special.items()}
     backend = _backend(metadata, named)
     folder.mkdir()
     backend.save(str(folder / "tokenizer.json"))
@@ -108,17 +108,21 @@ def _config(header: GgufHeader) -> dict[str, Any] | None:
         return None
     if sizes["hidden_size"] % sizes["num_attention_heads"]:
         return None
-    ids = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{its}_token_id") for name, its in _TOKENS.items()}
     return {
         **_DEFAULTS,
         **sizes,
-        **{name: token_id for name, token_id in ids.items() if token_id is not None},
+        **{f"{name}_token_id": token_id for name, token_id in _special_ids(metadata).items() if token_id is not None},
         **({} if name is None else {"_model_name_or_path": name}),
         "rms_norm_eps": floats["rms_norm_eps"],
         "rope_parameters": {"rope_theta": floats["rope_theta"], "rope_type": "default"},
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "transformers_version": _transformers_version(),
     }
+
+
+def _special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of the special tokens by their names in config.json; None for those that the file lacks."""
+    return {name: metadata.get(f"tokenizer.ggml.{its}_token_id") for name, its in _TOKENS.items()}
 
 
 def _has_plain_tokenizer(metadata: Mapping[str, Any]) -> bool:
@@ -149,7 +153,7 @@ def _backend(metadata: Mapping[str, Any], named: Mapping[str, str | None]) -> To
         words = pre_tokenizers.Split(Regex(split), behavior="isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([words, alphabet])
     backend.decoder = decoders.ByteLevel()
-    _add_tokens(backend, [_ENDS_GPT2_TEXT], special=True)
+    _add_tokens(backend, [_GPT2_END], special=True)
     by_kind = list(zip(tokens, kinds, is_spelled, strict=True))
     _add_tokens(backend, [token for token, kind, spelled in by_kind if kind == _CONTROL and spelled], special=True)
     defined = [token for token, kind, _ in by_kind if kind == _USER_DEFINED]
