@@ -179,14 +179,14 @@ def _plain_products(sizes: Sizes, device: torch.device) -> Iterator[Row]:
 
 def _scaled_products(sizes: Sizes, device: torch.device, kept: torch.dtype) -> Iterator[Row]:
     weight = products.quantize_vectors(normal(sizes.inter, sizes.hidden, sizes=sizes, device=device), kept)
-    wide = weight[0].double() * weight[1].double().unsqueeze(-1)
+    wide = truth_layers.widened(weight)
     for rows in (1, 17, sizes.prompt):
         x = normal(rows, sizes.hidden, sizes=sizes, device=device)
-        q, scales = products.quantize_vectors(x, kept)
-        given = q.double() * scales.double().unsqueeze(-1)
+        quantized = products.quantize_vectors(x, kept)
+        given = truth_layers.widened(quantized)
         name = f"{kept}, {rows} rows".replace("torch.", "")
         yield judge(f"quantize_vectors {name}", given, x, STORED[kept])
-        got = products.multiply_scaled(q, scales, *weight, sizes.dtype)
+        got = products.multiply_scaled(*quantized, *weight, sizes.dtype)
         yield judge(f"multiply_scaled {name}", got, given @ wide.T, HOPPER_FLOAT8)
 
 

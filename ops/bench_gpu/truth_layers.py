@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from bench_gpu.shapes import Sizes, ints, normal
@@ -15,6 +16,7 @@ from penstock.kernels.reference.layers import ACTIVATIONS
 from penstock.kernels.triton import layers
 from penstock.kernels.triton.embedding import embed
 from penstock.kernels.triton.norms import add_norm, add_norm_quantized, norm_all_heads
+from penstock.kernels.triton.quantizing import QuantizedRows
 
 Row = dict[str, float | str]
 _ACTIVATED = STORED | {torch.int8: Bound(0.06, 0.02)}
@@ -60,12 +62,16 @@ def check_quantized(sizes: Sizes, device: torch.device, kept: torch.dtype) -> It
     weight = normal(sizes.hidden, sizes=sizes, device=device)
     want = functional.rms_norm(residual.double(), (sizes.hidden,), weight.double(), 1e-5)
     got = add_norm_quantized(residual, None, Norm(weight, None, 1e-5), kept)
-    yield judge(f"add_norm_quantized {name}", got.q.double() * got.scales.double().unsqueeze(-1), want, STORED[kept])
+    yield judge(f"add_norm_quantized {name}", widened(got), want, STORED[kept])
     x = normal(sizes.rows, 2 * sizes.inter, sizes=sizes, device=device)
     gate, up = x.double().chunk(2, dim=-1)
     got = layers.activate_quantized(x, "silu", kept, gated=True)
-    values = got.q.double() * got.scales.double().unsqueeze(-1)
-    yield judge(f"activate_quantized {name}", values, functional.silu(gate) * up, _ACTIVATED[kept])
+    yield judge(f"activate_quantized {name}", widened(got), functional.silu(gate) * up, _ACTIVATED[kept])
+
+
+def widened(rows: QuantizedRows) -> Tensor:
+    """Return the numbers that quantized rows stand for, in float64."""
+    return rows.q.double() * rows.scales.double().unsqueeze(-1)
 
 
 def _norms(sizes: Sizes, device: torch.device) -> Iterator[Row]:
