@@ -123,6 +123,8 @@ class NativeModel:
         self._library = _open(library)
         self._spec = spec
         self._kept: dict[tuple[Slot, int], NDArray[np.uint8]] = {}
+        self._rows: dict[tuple[Slot, int], list[NDArray[Any]]] = {}
+        """The rows of matrices that are packed on reading, and their orders."""
         self._handle = c.c_void_p()
         pinned_cores = (c.c_int32 * len(cores))(*cores) if cores else None
         self._check(self._library.penstock_model_new(c.byref(spec), num_threads, pinned_cores, c.byref(self._handle)))
@@ -145,16 +147,34 @@ class NativeModel:
         self._create(slot, layer, runs, columns, packed.ctypes.data)
         self._kept[slot, layer] = packed
 
+    def pack_on_read(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int) -> None:
+        """Create a matrix that has no bytes of its own. `fill` then names its rows, and each step packs them anew.
+
+        The rows must be stored in formats that the runs keep to the bit. The outputs are those of the packed matrix.
+        """
+        self._check(self._library.penstock_matrix_on_read(self._handle, layer, slot, *_c_runs(runs), columns))
+        self._kept.pop((slot, layer), None)
+        self._rows[slot, layer] = []
+
     def _create(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int, address: int | None) -> None:
-        formats, rows = ((c.c_int32 * len(runs))(*numbers) for numbers in zip(*runs, strict=True))
         call = self._library.penstock_matrix_new
-        self._check(call(self._handle, layer, slot, formats, rows, len(runs), columns, address))
+        self._check(call(self._handle, layer, slot, *_c_runs(runs), columns, address))
+        self._rows.pop((slot, layer), None)
 
     def packed(self, slot: Slot, layer: int) -> NDArray[np.uint8]:
         """Return the bytes of a matrix, panel by panel. The array is valid only as long as the matrix exists."""
+        address, count = self._bytes(slot, layer)
+        return np.ctypeslib.as_array(c.cast(address, c.POINTER(c.c_uint8)), (count,))
+
+    def num_bytes(self, slot: Slot, layer: int) -> int:
+        """Return the size of a matrix when it is packed."""
+        return self._bytes(slot, layer)[1]
+
+    def _bytes(self, slot: Slot, layer: int) -> tuple[int, int]:
+        """Return the address and the size of a matrix. The address is 0 if it is packed on reading."""
         count = c.c_size_t()
         address = self._library.penstock_matrix_bytes(self._handle, layer, slot, c.byref(count))
-        return np.ctypeslib.as_array(c.cast(address, c.POINTER(c.c_uint8)), (count.value,))
+        return address or 0, count.value
 
     def release(self, slot: Slot, layer: int) -> None:
         """Free a matrix. Another one must replace it before the next step."""
@@ -177,6 +197,8 @@ class NativeModel:
         gains: [columns], the weights of the norm before the matrix, if the model is Hadamard-rotated.
         """
         data = np.ascontiguousarray(data)
+        if (slot, layer) in self._rows:
+            self._rows[slot, layer] += [data] if row_order is None else [data, row_order]
         order, factors = (None if array is None else array.ctypes.data for array in (row_order, gains))
         row_bytes = data.shape[1]
         rows = len(data if row_order is None else row_order)
@@ -256,6 +278,12 @@ def low_rank_table(parts: Sequence[LowRankRows]) -> c.Array[_LowRankPart]:
     return table
 
 
+def _c_runs(runs: Sequence[Run]) -> tuple[c.Array[c.c_int32], c.Array[c.c_int32], int]:
+    """Return the formats of runs, their numbers of rows, and the number of runs."""
+    formats, rows = ((c.c_int32 * len(runs))(*numbers) for numbers in zip(*runs, strict=True))
+    return formats, rows, len(runs)
+
+
 def _open(path: Path) -> Any:
     library = c.CDLL(str(path))
     pointer, number = c.c_void_p, c.c_int
@@ -265,6 +293,7 @@ def _open(path: Path) -> Any:
         "penstock_bind_thread": (None, [pointer]),
         "penstock_model_free": (None, [pointer]),
         "penstock_matrix_new": (c.c_char_p, [pointer, number, number, pointer, pointer, number, number, pointer]),
+        "penstock_matrix_on_read": (c.c_char_p, [pointer, number, number, pointer, pointer, number, number]),
         "penstock_matrix_bytes": (pointer, [pointer, number, number, pointer]),
         "penstock_matrix_fill": (c.c_char_p, [pointer, *[number] * 6, pointer, c.c_size_t, pointer, pointer]),
         "penstock_vector_fill": (c.c_char_p, [pointer, number, number, pointer, c.c_size_t]),

@@ -24,6 +24,12 @@ const char* guarded(const Body& body) {
   return last_error.c_str();
 }
 
+std::vector<Run> runs_of(const int32_t* formats, const int32_t* rows, int count) {
+  std::vector<Run> runs;
+  for (int i = 0; i < count; ++i) runs.push_back({(Format)formats[i], rows[i]});
+  return runs;
+}
+
 enum Vector {
   kAttentionNorm = 0,
   kMlpNorm = 1,
@@ -100,9 +106,16 @@ PENSTOCK_API void penstock_model_free(Model* model) { delete model; }
 PENSTOCK_API const char* penstock_matrix_new(Model* model, int layer, int slot, const int32_t* formats,
                                              const int32_t* rows, int num_runs, int columns, uint8_t* packed) {
   return guarded([&] {
-    std::vector<Run> runs;
-    for (int i = 0; i < num_runs; ++i) runs.push_back({(Format)formats[i], rows[i]});
-    model->weights().matrix((Slot)slot, layer) = Matrix(runs, columns, packed);
+    model->weights().matrix((Slot)slot, layer) = Matrix(runs_of(formats, rows, num_runs), columns, packed);
+  });
+}
+
+// As penstock_matrix_new, for a matrix that is packed on reading. penstock_matrix_fill then only remembers rows, and the
+// caller keeps them and their order until it replaces the matrix.
+PENSTOCK_API const char* penstock_matrix_on_read(Model* model, int layer, int slot, const int32_t* formats,
+                                                 const int32_t* rows, int num_runs, int columns) {
+  return guarded([&] {
+    model->weights().matrix((Slot)slot, layer) = Matrix::packed_on_read(runs_of(formats, rows, num_runs), columns);
   });
 }
 
