@@ -104,9 +104,15 @@ class NativeRunner:
         self._wait()
         return logits
 
+    def wait_until_packed(self) -> None:
+        """Wait until all weights are packed, and use them. No step may be running."""
+        if self._packing is not None:
+            self._packing.wait()
+            self._use_packed()
+
     def _use_packed(self) -> None:
-        """Use the packed weights from this step on, if they are ready."""
-        if self._packing is not None and self._packing.use_if_done():
+        """Use the packed weights from this step on, as far as they are ready."""
+        if self._packing is not None and self._packing.give():
             self._packing = None
 
     def _wait(self) -> None:

@@ -39,11 +39,9 @@ class WeightCache:
 
     def opened(self) -> PackedWeights | None:
         """Return the packed weights, or None if they are not packed yet or cannot be read."""
-        try:
+        with suppress(OSError):
             return _opened(self._path, self._key)
-        except OSError as error:
-            _warn_unshared(error)
-            return None
+        return None
 
     def packed_once(
         self, pack: Callable[[PackedWriter], Iterable[Format]], wait: Callable[[], None]
@@ -57,12 +55,8 @@ class WeightCache:
         try:
             return _packed(self._path, self._key, pack, self._needed_bytes, wait)
         except OSError as error:
-            _warn_unshared(error)
+            _log.warning("packed weights are not shared with other processes", extra={"reason": str(error)})
             return None
-
-
-def _warn_unshared(error: OSError) -> None:
-    _log.warning("packed weights are not shared with other processes", extra={"reason": str(error)})
 
 
 def _key(described: Description, layout: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.checkpoint.source import Progress
-from penstock.gpu_node.model.native.background_packing import BackgroundPacking
+from penstock.gpu_node.model.native.background_packing import BackgroundPacking, PackingState
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter
 from penstock.gpu_node.model.native.packing import NotLosslessError, Packer
 from penstock.gpu_node.model.native.weight_cache import WeightCache
@@ -70,13 +70,21 @@ class WeightLoader:
         spec.num_blocks = 1
         packer = NativeModel(self._library, spec, 1)
 
-        def use(weights: PackedWeights | None) -> None:
-            if weights is None:
-                self._pack(model, _ignore)
-            else:
-                weights.give_to(model)
+        def pack(state: PackingState) -> PackedWeights | None:
+            def check(_stage: str, _done: float) -> None:
+                state.check()
 
-        return BackgroundPacking(lambda progress: self._packed_once(packer, cache, progress), use)
+            def write(keep: PackedWriter) -> set[Format]:
+                state.writer = keep
+                return self._pack(packer, check, keep=keep)
+
+            def wait() -> None:
+                state.check()
+                time.sleep(_POLL_S)
+
+            return cache.packed_once(write, wait)
+
+        return BackgroundPacking(model, pack, lambda model: self._pack(model, _ignore))
 
 
 def _ignore(_stage: str, _done: float) -> None:

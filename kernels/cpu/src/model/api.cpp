@@ -2,6 +2,7 @@
 #include <cstring>
 #include <exception>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gemm/gemm.h"
@@ -102,11 +103,15 @@ PENSTOCK_API void penstock_bind_thread(Model* model) { model->team().bind_leader
 PENSTOCK_API void penstock_model_free(Model* model) { delete model; }
 
 // The matrix consists of `num_runs` runs of rows, each with a format. `packed`: null for a matrix of zeros to fill; else
-// the bytes that penstock_matrix_bytes returned for such a matrix. They must outlive the model.
+// the bytes that penstock_matrix_bytes returned for such a matrix. They must outlive the model. A matrix that was packed
+// on reading leaves its biases to the new one.
 PENSTOCK_API const char* penstock_matrix_new(Model* model, int layer, int slot, const int32_t* formats,
                                              const int32_t* rows, int num_runs, int columns, uint8_t* packed) {
   return guarded([&] {
-    model->weights().matrix((Slot)slot, layer) = Matrix(runs_of(formats, rows, num_runs), columns, packed);
+    Matrix& matrix = model->weights().matrix((Slot)slot, layer);
+    Matrix created(runs_of(formats, rows, num_runs), columns, packed);
+    if (matrix.is_packed_on_read()) created.bias = std::move(matrix.bias);
+    matrix = std::move(created);
   });
 }
 
