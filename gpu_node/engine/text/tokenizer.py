@@ -229,7 +229,7 @@ def _byte_alphabet() -> dict[int, str]:
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     shifted = [byte for byte in range(256) if byte not in printable]
-    return {byte: _NO_BYTE for byte in shifted} | {0x100 + i: chr(byte) for i, byte in enumerate(shifted)}
+    return dict.fromkeys(shifted, _NO_BYTE) | {0x100 + i: chr(byte) for i, byte in enumerate(shifted)}
 
 
 _NO_BYTE = "\uffff"

@@ -19,8 +19,9 @@ from penstock.gpu_node.model.options import RunnerOptions
 from penstock.kernels.cpu.abi import AbiError, KernelError
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path
 from penstock.kernels.cpu.formats import PANEL, Format, KvFormat
-from penstock.kernels.cpu.library import Activation, NativeModel, NativeSpec, Slot
+from penstock.kernels.cpu.library import Activation, NativeModel, Slot
 from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
+from penstock.kernels.cpu.structs import NativeSpec
 from penstock.runtime.cache_folders import private_folder
 
 _log = logging.getLogger(__name__)

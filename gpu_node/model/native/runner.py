@@ -21,8 +21,9 @@ from penstock.gpu_node.model.protocol import (
     StepResult,
 )
 from penstock.gpu_node.model.token_masks import TokenMasks
-from penstock.kernels.cpu.library import NativeModel, NativePlan
+from penstock.kernels.cpu.library import NativeModel
 from penstock.kernels.cpu.probe import usable_cores
+from penstock.kernels.cpu.structs import NativePlan
 
 _log = logging.getLogger(__name__)
 

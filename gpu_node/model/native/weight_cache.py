@@ -87,11 +87,7 @@ def _opened(path: Path, key: str) -> PackedWeights | None:
 
 
 def _packed(
-    path: Path,
-    key: str,
-    pack: Callable[[PackedWriter], Iterable[Format]],
-    needed_bytes: int,
-    wait: Callable[[], None],
+    path: Path, key: str, pack: Callable[[PackedWriter], Iterable[Format]], needed_bytes: int, wait: Callable[[], None]
 ) -> PackedWeights | None:
     """Pack into a locked temporary file, then rename it to `path`. The lock ends when its writer dies."""
     path.parent.mkdir(parents=True, exist_ok=True)

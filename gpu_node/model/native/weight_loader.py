@@ -1,4 +1,4 @@
-"""Give a model its weights: from the cache, from the rows of the checkpoint until they are packed, or packed at once."""
+"""Give a model its weights: from the cache, from the rows of the checkpoint until they are packed, or packed now."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWrit
 from penstock.gpu_node.model.native.packing import NotLosslessError, Packer
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.kernels.cpu.formats import Format
-from penstock.kernels.cpu.library import NativeModel, NativeSpec
+from penstock.kernels.cpu.library import NativeModel
+from penstock.kernels.cpu.structs import NativeSpec
 
 _POLL_S = 0.02
 
