@@ -334,7 +334,7 @@ def test_processes_that_start_together_pack_once_also_when_the_first_dies(
 
 
 @pytest.fixture
-def held_lock(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def let_pack(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Keeps every process from packing until it is called, as one that packs the same weights does."""
     may_pack, is_locked = Event(), weight_cache._is_locked
     monkeypatch.setattr(weight_cache, "_is_locked", lambda file: may_pack.is_set() and is_locked(file))
@@ -344,7 +344,7 @@ def held_lock(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "falcon rw", "qwen3 moe", "gemma2"])
 def test_a_model_computes_the_same_before_its_weights_are_packed(
-    family: Make, load: Load, held_lock: Callable[[], None], packings: list[Packer], name: str
+    family: Make, load: Load, let_pack: Callable[[], None], packings: list[Packer], name: str
 ) -> None:
     folder = family(name)
     want = _logits(load(folder, weight_cache=False))
@@ -352,7 +352,7 @@ def test_a_model_computes_the_same_before_its_weights_are_packed(
     runner = load(folder, waits=False)
     np.testing.assert_array_equal(_logits(runner), want)
     assert not packings
-    held_lock()
+    let_pack()
     runner.wait_until_packed()
     np.testing.assert_array_equal(_logits(runner), want)
     assert len(packings) == 1
@@ -360,32 +360,41 @@ def test_a_model_computes_the_same_before_its_weights_are_packed(
 
 @pytest.mark.parametrize("num_tokens", [1, 150])
 def test_matrices_are_used_one_by_one_as_they_are_packed(
-    llama: Make, load: Load, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+    family: Make, load: Load, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
-    """The packing stops before each layer until a step has run. 150 tokens are more than a pass over a matrix."""
-    folder, prompt = llama(num_hidden_layers=3), [7 * i % 90 for i in range(num_tokens)]
+    """A layer is packed after the model computed with the one before. 150 tokens are more than one pass reads."""
+    folder, prompt = family("qwen2", num_hidden_layers=3), [7 * i % 90 for i in range(num_tokens)]
     want = logits_alone(load(folder, weight_cache=False, num_kv_blocks=16), prompt)
-    steps, seen = Semaphore(0), set[int]()
+    layers = Semaphore(0)
     pack_layer = Packer._pack_layer
 
     def pack_one(packer: Packer, layer: int) -> None:
         if packer._keep is not None:
-            steps.acquire(timeout=30)
+            layers.acquire(timeout=30)
         pack_layer(packer, layer)
 
     monkeypatch.setattr(Packer, "_pack_layer", pack_one)
     runner = load(folder, waits=False, num_kv_blocks=16)
-    while (packing := runner._packing) is not None:
-        np.testing.assert_array_equal(logits_alone(runner, prompt), want)
-        if (writer := packing._state.writer) is not None:
-            seen.add(writer.num_given)
-        steps.release()
-        time.sleep(0.03)
-    assert {4, 8} <= seen
+    for num_packed in range(3):
+        for _ in range(2):
+            np.testing.assert_array_equal(logits_alone(runner, prompt), want)
+        while _num_given(runner) < num_packed * 4:
+            logits_alone(runner, prompt)
+        assert _num_given(runner) == num_packed * 4
+        layers.release()
+    runner.wait_until_packed()
+    np.testing.assert_array_equal(logits_alone(runner, prompt), want)
 
 
-def test_closing_a_model_ends_its_packing(llama: Make, load: Load, cache: Path, held_lock: Callable[[], None]) -> None:
-    del held_lock
+def _num_given(runner: NativeRunner) -> int:
+    """Return how many packed matrices a model uses while others are packed."""
+    assert runner._packing is not None
+    writer = runner._packing._state.writer
+    return 0 if writer is None else writer.num_given
+
+
+def test_closing_a_model_ends_its_packing(llama: Make, load: Load, cache: Path, let_pack: Callable[[], None]) -> None:
+    del let_pack
     runner = load(llama(), waits=False)
     _logits(runner)
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "penstock-pack"]
