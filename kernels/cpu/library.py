@@ -7,13 +7,14 @@ import weakref
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu.abi import KernelError, check_sizes
 from penstock.kernels.cpu.formats import Format, RowLayout, Run, Source
+from penstock.kernels.cpu.structs import LowRankPart, LowRankRows, NativePlan, NativeSpec, low_rank_table
 
 
 class Slot(IntEnum):
@@ -55,63 +56,6 @@ class Activation(IntEnum):
     GELU_TANH = 2
 
 
-class NativeSpec(c.Structure):
-    """Shapes and constants of a decoder. Mirrors Spec of src/weights/spec.h."""
-
-    _fields_ = [
-        *((name, c.c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
-        *((name, c.c_int32) for name in ("head_dim", "vocab", "max_position")),
-        ("norm_eps", c.c_float),
-        *((name, c.c_int32) for name in ("block_size", "num_blocks", "kv_format", "hadamard_rotation")),
-        *((name, c.c_int32) for name in ("rotary_dim", "activation", "has_layer_norms", "is_gated", "is_parallel")),
-        *((name, c.c_int32) for name in ("has_input_norms", "has_output_norms", "joins_head_norms", "num_ropes")),
-        *((name, c.c_int32) for name in ("num_experts", "experts_per_token", "normalizes_experts")),
-        *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "score_scale", "score_cap")),
-        *((name, c.c_float) for name in ("logit_scale", "logit_cap")),
-    ]
-
-
-class NativePlan(c.Structure):
-    """One step: counts, and addresses of arrays. Mirrors Plan of src/model/plan.h."""
-
-    _fields_ = [
-        *((name, c.c_int32) for name in ("num_tokens", "num_seqs", "num_samples", "block_table_stride")),
-        *((name, c.c_void_p) for name in ("token_ids", "positions", "query_starts", "block_tables", "sample_tokens")),
-        *((name, c.c_void_p) for name in ("temperature", "top_p", "min_p")),
-        *((name, c.c_void_p) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
-        *((name, c.c_void_p) for name in ("top_k", "choice", "position", "seed")),
-        *((name, c.c_void_p) for name in ("seen", "num_seen", "num_seen_prompt", "banned", "num_banned")),
-        *((name, c.c_void_p) for name in ("biased", "biases", "num_biased", "masks", "masks_written")),
-        ("adapters", c.c_void_p),
-        ("num_copies", c.c_int32),
-        *((name, c.c_void_p) for name in ("copies", "tokens", "logits", "times_ms")),
-        *((name, c.c_void_p) for name in ("num_logprobs", "logprob_ids", "logprobs")),
-        *((name, c.c_int32) for name in ("logprobs_width", "num_scored")),
-        *((name, c.c_void_p) for name in ("scored_tokens", "score_targets", "num_score_logprobs")),
-        *((name, c.c_void_p) for name in ("score_ids", "scores")),
-        *((name, c.c_int32) for name in ("scores_width", "num_pooled")),
-        *((name, c.c_void_p) for name in ("pooled_tokens", "hidden")),
-    ]
-
-
-class _LowRankPart(c.Structure):
-    """Mirrors LowRankPart of src/gemm/low_rank.h."""
-
-    _fields_ = [
-        *((name, c.c_int32) for name in ("layout", "first", "count", "rank")),
-        *((name, c.c_void_p) for name in ("down", "up")),
-    ]
-
-
-class LowRankRows(NamedTuple):
-    """A LoRA adapter's part for rows of a matrix: up @ down. down: [rank, columns]; up: [rows, rank]; contiguous."""
-
-    layout: RowLayout
-    first: int
-    down: NDArray[np.float32]
-    up: NDArray[np.float32]
-
-
 _NO_MEMORY = b"std::bad_alloc"
 
 
@@ -123,6 +67,8 @@ class NativeModel:
         self._library = _open(library)
         self._spec = spec
         self._kept: dict[tuple[Slot, int], NDArray[np.uint8]] = {}
+        self._rows: dict[tuple[Slot, int], list[NDArray[Any]]] = {}
+        """The rows of matrices that are packed on reading, and their orders."""
         self._handle = c.c_void_p()
         pinned_cores = (c.c_int32 * len(cores))(*cores) if cores else None
         self._check(self._library.penstock_model_new(c.byref(spec), num_threads, pinned_cores, c.byref(self._handle)))
@@ -145,16 +91,34 @@ class NativeModel:
         self._create(slot, layer, runs, columns, packed.ctypes.data)
         self._kept[slot, layer] = packed
 
+    def pack_on_read(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int) -> None:
+        """Create a matrix that has no bytes of its own. `fill` then names its rows, and each step packs them anew.
+
+        The rows must be stored in formats that the runs keep to the bit. The outputs are those of the packed matrix.
+        """
+        self._check(self._library.penstock_matrix_on_read(self._handle, layer, slot, *_c_runs(runs), columns))
+        self._kept.pop((slot, layer), None)
+        self._rows[slot, layer] = []
+
     def _create(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int, address: int | None) -> None:
-        formats, rows = ((c.c_int32 * len(runs))(*numbers) for numbers in zip(*runs, strict=True))
         call = self._library.penstock_matrix_new
-        self._check(call(self._handle, layer, slot, formats, rows, len(runs), columns, address))
+        self._check(call(self._handle, layer, slot, *_c_runs(runs), columns, address))
+        self._rows.pop((slot, layer), None)
 
     def packed(self, slot: Slot, layer: int) -> NDArray[np.uint8]:
         """Return the bytes of a matrix, panel by panel. The array is valid only as long as the matrix exists."""
+        address, count = self._bytes(slot, layer)
+        return np.ctypeslib.as_array(c.cast(address, c.POINTER(c.c_uint8)), (count,))
+
+    def num_bytes(self, slot: Slot, layer: int) -> int:
+        """Return the size of a matrix when it is packed."""
+        return self._bytes(slot, layer)[1]
+
+    def _bytes(self, slot: Slot, layer: int) -> tuple[int, int]:
+        """Return the address and the size of a matrix. The address is 0 if it is packed on reading."""
         count = c.c_size_t()
         address = self._library.penstock_matrix_bytes(self._handle, layer, slot, c.byref(count))
-        return np.ctypeslib.as_array(c.cast(address, c.POINTER(c.c_uint8)), (count.value,))
+        return address or 0, count.value
 
     def release(self, slot: Slot, layer: int) -> None:
         """Free a matrix. Another one must replace it before the next step."""
@@ -177,6 +141,8 @@ class NativeModel:
         gains: [columns], the weights of the norm before the matrix, if the model is Hadamard-rotated.
         """
         data = np.ascontiguousarray(data)
+        if (slot, layer) in self._rows:
+            self._rows[slot, layer] += [data] if row_order is None else [data, row_order]
         order, factors = (None if array is None else array.ctypes.data for array in (row_order, gains))
         row_bytes = data.shape[1]
         rows = len(data if row_order is None else row_order)
@@ -247,13 +213,10 @@ class NativeModel:
             raise KernelError(error.decode(errors="replace"))
 
 
-def low_rank_table(parts: Sequence[LowRankRows]) -> c.Array[_LowRankPart]:
-    """Return the parts as an array of C structs, valid only as long as `parts`."""
-    table = (_LowRankPart * len(parts))()
-    for row, (layout, first, down, up) in zip(table, parts, strict=True):
-        row.layout, row.first, row.count, row.rank = layout, first, len(up), len(down)
-        row.down, row.up = down.ctypes.data, up.ctypes.data
-    return table
+def _c_runs(runs: Sequence[Run]) -> tuple[c.Array[c.c_int32], c.Array[c.c_int32], int]:
+    """Return the formats of runs, their numbers of rows, and the number of runs."""
+    formats, rows = ((c.c_int32 * len(runs))(*numbers) for numbers in zip(*runs, strict=True))
+    return formats, rows, len(runs)
 
 
 def _open(path: Path) -> Any:
@@ -265,6 +228,7 @@ def _open(path: Path) -> Any:
         "penstock_bind_thread": (None, [pointer]),
         "penstock_model_free": (None, [pointer]),
         "penstock_matrix_new": (c.c_char_p, [pointer, number, number, pointer, pointer, number, number, pointer]),
+        "penstock_matrix_on_read": (c.c_char_p, [pointer, number, number, pointer, pointer, number, number]),
         "penstock_matrix_bytes": (pointer, [pointer, number, number, pointer]),
         "penstock_matrix_fill": (c.c_char_p, [pointer, *[number] * 6, pointer, c.c_size_t, pointer, pointer]),
         "penstock_vector_fill": (c.c_char_p, [pointer, number, number, pointer, c.c_size_t]),
@@ -277,5 +241,5 @@ def _open(path: Path) -> Any:
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    check_sizes(library, {"spec": NativeSpec, "plan": NativePlan, "low_rank_part": _LowRankPart})
+    check_sizes(library, {"spec": NativeSpec, "plan": NativePlan, "low_rank_part": LowRankPart})
     return library

@@ -210,8 +210,8 @@ def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
 def _byte_level(token: str) -> bytes:
     """Return the bytes of a token in GPT-2's byte alphabet; UTF-8 for a token outside it."""
     try:
-        return bytes(map(_BYTE_OF.__getitem__, token))
-    except KeyError:
+        return token.translate(_LATIN1_OF).encode("latin-1")
+    except UnicodeEncodeError:
         return token.encode()
 
 
@@ -222,11 +222,15 @@ def _byte_fallback(token: str) -> bytes:
     return token.replace(_METASPACE, " ").encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's byte alphabet: printable Latin-1 maps to itself, other bytes are shifted past U+00FF in order."""
+def _byte_alphabet() -> dict[int, str]:
+    """Return the Latin-1 character for each character of GPT-2's byte alphabet, and none of Latin-1 for others.
+
+    In the alphabet printable Latin-1 stands for itself. Other bytes are shifted past U+00FF in order.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     shifted = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
+    return dict.fromkeys(shifted, _NO_BYTE) | {0x100 + i: chr(byte) for i, byte in enumerate(shifted)}
 
 
-_BYTE_OF = _byte_alphabet()
+_NO_BYTE = "\uffff"
+_LATIN1_OF = _byte_alphabet()

@@ -15,7 +15,8 @@ from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredNor
 from penstock.gpu_node.model.lora.low_rank import LowRank
 from penstock.gpu_node.model.protocol import Adapter
 from penstock.kernels.cpu.formats import RowLayout
-from penstock.kernels.cpu.library import LowRankRows, NativeModel, Slot
+from penstock.kernels.cpu.library import NativeModel, Slot
+from penstock.kernels.cpu.structs import LowRankRows
 
 _SLOTS: dict[MatrixName, Slot] = {"qkv": Slot.QKV, "out": Slot.OUT, "mlp_in": Slot.MLP_IN, "mlp_out": Slot.MLP_OUT}
 

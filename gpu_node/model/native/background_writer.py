@@ -34,6 +34,8 @@ class BackgroundWriter:
 
     def __init__(self, file: int) -> None:
         self._file = file
+        self.end = 0
+        """All bytes before this offset are written, if they were given in order."""
         self._filling, self._other = _Buffer(), _Buffer()
         self._thread = ThreadPoolExecutor(1, "penstock-write")
 
@@ -53,7 +55,11 @@ class BackgroundWriter:
 
     def write(self, content: NDArray[np.uint8], start: int) -> None:
         """Begin to write the last buffer, or a part of it, at an offset of the file."""
-        self._filling.written = self._thread.submit(write_at, self._file, content.data, start)
+        self._filling.written = self._thread.submit(self._write, content.data, start)
+
+    def _write(self, content: memoryview, start: int) -> None:
+        write_at(self._file, content, start)
+        self.end = start + len(content)
 
     def wait(self) -> None:
         """Wait until all buffers are written. Raises OSError."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.checkpoint.files import Stored
+from penstock.gpu_node.model.checkpoint.files import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.gguf_blocks import block_kind, in_blocks
 from penstock.kernels.cpu.formats import PANEL, STORED_FORMATS, Format, Run, Source
 
@@ -39,6 +39,12 @@ def runs_of(parts: Sequence[Stored], quantization: str, *, interleaved: bool) ->
     if interleaved or any(count % PANEL for count in num_rows[:-1]):
         return [(Format.INT8_GROUP, sum(num_rows))]
     return list(zip(formats, num_rows, strict=True))
+
+
+def keeps_bits(parts: Sequence[Stored], runs: Sequence[Run]) -> bool:
+    """Return whether a matrix of these runs holds the parts as they are stored, each in its own format."""
+    formats = {_OWN.get(part.kind) if isinstance(part, StoredTensor) else None for part in parts}
+    return formats == {weights for weights, _ in runs}
 
 
 def rows_of(tensor: Stored) -> tuple[Source, NDArray[np.uint8], NDArray[np.int32] | None]:

@@ -11,17 +11,17 @@ from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.native.adapters import NativeAdapters
-from penstock.gpu_node.model.native.packed_file import PackedWriter
-from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.positions import rope_tables, set_positions
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.gpu_node.model.native.weight_cache import packed_once
+from penstock.gpu_node.model.native.weight_cache import WeightCache
+from penstock.gpu_node.model.native.weight_loader import WeightLoader
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.kernels.cpu.abi import AbiError, KernelError
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path
 from penstock.kernels.cpu.formats import PANEL, Format, KvFormat
-from penstock.kernels.cpu.library import Activation, NativeModel, NativeSpec, Slot
+from penstock.kernels.cpu.library import Activation, NativeModel, Slot
 from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
+from penstock.kernels.cpu.structs import NativeSpec
 from penstock.runtime.cache_folders import private_folder
 
 _log = logging.getLogger(__name__)
@@ -61,15 +61,11 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     except KernelError as error:
         raise ConfigError(f"num_threads {threads} cannot be started: {error}") from error
     quantization, rotated = _quantization(spec, options.quantization), bool(native_spec.hadamard_rotation)
-
-    def pack(keep: PackedWriter | None) -> set[Format]:
-        return Packer(model, described, quantization, progress, rotated=rotated, keep=keep).pack()
-
     layout = f"{library.stem}-{quantization}{'-rotated' if rotated else ''}"
-    cached = packed_once(described, layout, pack) if options.weight_cache else None
-    if cached is not None:
-        cached.give_to(model)
-    formats = pack(None) if cached is None else cached.formats
+    # Random weights take seconds to make and gigabytes to keep.
+    cache = WeightCache(described, layout) if options.weight_cache and not described.source.is_dummy else None
+    weights = WeightLoader(described, library, native_spec, quantization)
+    formats, packing = weights.load(model, cache, progress)
     set_positions(model, described)
     arithmetic = _arithmetic(isa, formats, kv_format, rotated=rotated)
     facts = {"arithmetic": arithmetic, "num_threads": threads}
@@ -84,6 +80,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         hidden_size=spec.hidden_size,
         num_threads=threads,
         weight_bytes=_weight_bytes(model, spec.num_layers, has_embedding=rotated or not spec.tied_head),
+        packing=packing,
     )
     return runner, arithmetic
 
@@ -93,7 +90,7 @@ def _weight_bytes(model: NativeModel, num_layers: int, *, has_embedding: bool) -
     of_layer = (Slot.QKV, Slot.OUT, Slot.MLP_IN, Slot.MLP_OUT)
     matrices = [(slot, layer) for layer in range(num_layers) for slot in of_layer]
     tables = [(Slot.HEAD, 0), *([(Slot.EMBEDDING, 0)] if has_embedding else [])]
-    return sum(model.packed(slot, layer).nbytes for slot, layer in matrices + tables)
+    return sum(model.num_bytes(slot, layer) for slot, layer in matrices + tables)
 
 
 def _kernels(progress: Progress) -> tuple[Isa, Path]:

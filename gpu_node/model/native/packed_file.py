@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -47,12 +48,32 @@ class PackedWriter:
         self._end = _PAGE
         self._next_packed = 0
         self._buffers = BackgroundWriter(file.fileno())
+        self.num_given = 0
+        """How many matrices `give_written` gave to a model."""
+        self._lock = Lock()
+        self._is_open = True
 
     def __enter__(self) -> PackedWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._is_open = False
         self._buffers.close()
+
+    def give_written(self, model: NativeModel) -> None:
+        """Let a model read the matrices in place that are written and were not given before. Any thread may call this.
+
+        The model keeps the biases that it has.
+        """
+        with self._lock:
+            while self._is_open and self.num_given < len(self._table["matrices"]):
+                slot, layer, runs, columns, start, size = self._table["matrices"][self.num_given]
+                if start + size > self._buffers.end:
+                    break
+                mapped = mmap.mmap(self._file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
+                model.use(slot, layer, runs, columns, np.frombuffer(mapped, np.uint8))
+                self.num_given += 1
 
     def add_matrix(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int, num_bytes: int) -> None:
         """Reserve space for a matrix in the kernels' packed layout. `write` then adds its bytes."""
@@ -127,9 +148,12 @@ class PackedWeights:
                 mapped.madvise(advice)
         return cls(np.frombuffer(mapped, np.uint8), json.loads(table))
 
-    def give_to(self, model: NativeModel) -> None:
-        """Let a model read the matrices in place, and set its biases and vectors."""
-        for slot, layer, runs, columns, start, size in self._table["matrices"]:
+    def give_to(self, model: NativeModel, num_given: int = 0) -> None:
+        """Let a model read the matrices in place, and set its biases and vectors.
+
+        num_given: how many matrices its writer gave to the model before.
+        """
+        for slot, layer, runs, columns, start, size in self._table["matrices"][num_given:]:
             packed = self._content[start : start + size]
             model.use(Slot(slot), layer, [(Format(weights), rows) for weights, rows in runs], columns, packed)
         for slot, layer, first, layout, start, size in self._table["biases"]:

@@ -12,7 +12,7 @@ from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.checkpoint.files import Checkpoint, Stored
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
-from penstock.gpu_node.model.native.formats import rows_of, runs_of
+from penstock.gpu_node.model.native.formats import keeps_bits, rows_of, runs_of
 from penstock.gpu_node.model.native.packed_file import PackedWriter
 from penstock.kernels.cpu.formats import PANEL, Format, RowLayout, Run
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
@@ -28,6 +28,10 @@ _NORM_BIASES = {
 _Gains: TypeAlias = NDArray[np.float32] | None
 
 
+class NotLosslessError(Exception):
+    """The kernels would keep this matrix in another format than the checkpoint."""
+
+
 class Packer:
     """Packs a checkpoint for the kernels matrix by matrix, and releases the pages that it read after each part."""
 
@@ -40,10 +44,16 @@ class Packer:
         *,
         rotated: bool,
         keep: PackedWriter | None = None,
+        on_read: bool = False,
     ) -> None:
-        """keep: the writer that receives the packed weights; the model then keeps no matrices."""
+        """keep: the writer that receives the packed weights; the model then keeps no matrices.
+
+        on_read: pack nothing, but let the model read the checkpoint's rows in each step. `pack` then raises
+        NotLosslessError for a checkpoint whose rows are not kept as they are stored.
+        """
         self._model = model
         self._keep = keep
+        self._on_read = on_read
         self._spec = described.spec
         self._tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), described.spec)
         self._quantization = quantization
@@ -108,7 +118,7 @@ class Packer:
     ) -> None:
         interleaved = layouts[0][0] is not RowLayout.PLAIN
         columns, runs = linear.weights[0].shape[1], self._runs_of(slot, linear.weights, interleaved=interleaved)
-        self._allocate(slot, layer, runs, columns)
+        self._allocate(slot, layer, linear.weights, runs, columns)
         packed = self._begin(slot, layer, runs, columns)
         for part, (layout, first) in zip(linear.weights, layouts, strict=True):
             self._pack_rows(slot, layer, part, layout, first, gains)
@@ -126,7 +136,7 @@ class Packer:
         another as those of the one matrix.
         """
         (rows, columns), [(weights, _)] = table.shape, self._runs_of(slot, (table,))
-        self._allocate(slot, 0, [(weights, rows)], columns)
+        self._allocate(slot, 0, (table,), [(weights, rows)], columns)
         slab_rows = max(1, _SLAB_BYTES // (4 * columns * PANEL)) * PANEL
         for first in range(0, rows, slab_rows):
             slab = table.span(first, min(first + slab_rows, rows))
@@ -147,18 +157,23 @@ class Packer:
             self._formats.update(weights for weights, _ in runs)
         return runs
 
-    def _allocate(self, slot: Slot, layer: int, runs: list[Run], columns: int) -> None:
+    def _allocate(self, slot: Slot, layer: int, parts: Sequence[Stored], runs: list[Run], columns: int) -> None:
         """Create a matrix, and announce it to the writer. The system provides its pages only when they are filled."""
+        if self._on_read:
+            if not keeps_bits(parts, runs):
+                raise NotLosslessError(parts[0].name)
+            return self._model.pack_on_read(slot, layer, runs, columns)
         self._model.allocate(slot, layer, runs, columns)
         if self._keep is not None:
-            self._keep.add_matrix(slot, layer, runs, columns, self._model.packed(slot, layer).nbytes)
+            self._keep.add_matrix(slot, layer, runs, columns, self._model.num_bytes(slot, layer))
+        return None
 
     def _begin(self, slot: Slot, layer: int, runs: list[Run], columns: int) -> NDArray[np.uint8] | None:
         """Let the matrix, or a slab of it, have its bytes in a buffer of the writer; None if there is no writer."""
         if self._keep is None:
             return None
         self._model.allocate(slot, layer, runs, columns)
-        packed = self._keep.buffer(self._model.packed(slot, layer).nbytes)
+        packed = self._keep.buffer(self._model.num_bytes(slot, layer))
         if sum(rows for _, rows in runs) % PANEL:
             # The rows behind the last one are zeros. A row has at most two bytes per column, or one and a scale.
             packed[-PANEL * (2 * (columns + PANEL)) :] = 0

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.adapters import NativeAdapters
+from penstock.gpu_node.model.native.background_packing import BackgroundPacking
 from penstock.gpu_node.model.protocol import (
     Adapter,
     CacheSizes,
@@ -20,8 +21,9 @@ from penstock.gpu_node.model.protocol import (
     StepResult,
 )
 from penstock.gpu_node.model.token_masks import TokenMasks
-from penstock.kernels.cpu.library import NativeModel, NativePlan
+from penstock.kernels.cpu.library import NativeModel
 from penstock.kernels.cpu.probe import usable_cores
+from penstock.kernels.cpu.structs import NativePlan
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +43,9 @@ class NativeRunner:
         hidden_size: int,
         num_threads: int,
         weight_bytes: int,
+        packing: BackgroundPacking | None = None,
     ) -> None:
+        """packing: of the weights; until it is done, the model reads the rows of the checkpoint."""
         self._model = model
         self._adapters = adapters
         self._sizes = sizes
@@ -49,6 +53,7 @@ class NativeRunner:
         self._hidden_size = hidden_size
         self._num_threads = num_threads
         self._weight_bytes = weight_bytes
+        self._packing = packing
         self._is_warned = False
         self.num_threads_in_use = num_threads
         """The threads that computed the last step; fewer than num_threads while other processes occupy some cores."""
@@ -77,6 +82,7 @@ class NativeRunner:
         tokens, times_ms = np.empty(len(plan.sample_tokens), dtype=np.int32), np.zeros(3, dtype=np.float32)
         ragged = _ragged(plan.sampling)
         outputs = _Outputs(tokens, *self._logprobs(plan), times_ms, self._hidden(plan))
+        self._use_packed()
         self._model.start(
             NativePlan(
                 *_step(plan),
@@ -93,13 +99,27 @@ class NativeRunner:
         """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
         logits = np.empty((len(plan.token_ids), self._vocab_size), dtype=np.float32)
         times_ms = np.zeros(3, dtype=np.float32)
+        self._use_packed()
         rest = *_addresses(plan.adapters), len(plan.copies), *_addresses(plan.copies)
         self._model.start(NativePlan(*_step(plan), *_NOTHING_RAGGED, *rest, *_addresses(None, logits, times_ms)))
         self._wait()
         return logits
 
+    def wait_until_packed(self) -> None:
+        """Wait until all weights are packed, and use them. No step may be running."""
+        if self._packing is not None:
+            self._packing.wait()
+            self._use_packed()
+
+    def _use_packed(self) -> None:
+        """Use the packed weights from this step on, as far as they are ready."""
+        if self._packing is not None and self._packing.give():
+            self._packing = None
+
     def _wait(self) -> None:
         self.num_threads_in_use = self._model.wait()
+        if self._packing is not None:
+            self._packing.begin()
         if 0 < self.num_threads_in_use < self._num_threads and not self._is_warned:
             self._is_warned = True
             extra = {"num_threads": self._num_threads, "num_in_use": self.num_threads_in_use}
@@ -123,6 +143,8 @@ class NativeRunner:
 
     def close(self) -> None:
         """End the model's threads and free its memory."""
+        if self._packing is not None:
+            self._packing.close()
         self._model.close()
 
 

@@ -28,25 +28,35 @@ _SUFFIX = ".weights"
 _PART = ".part"
 
 
-def packed_once(
-    described: Description, layout: str, pack: Callable[[PackedWriter], Iterable[Format]]
-) -> PackedWeights | None:
-    """Return the cached file of a model's weights in a `layout`; pack it first if there is none.
+class WeightCache:
+    """The cached file of a model's packed weights in one layout."""
 
-    `pack` writes all weights to the given writer and returns their formats. If several processes start together, one
-    packs and the others wait. If the cache folder is unusable, logs a warning and returns None. So it does, without a
-    warning, for random weights: they take seconds to make and gigabytes to keep.
-    """
-    if described.source.is_dummy:
+    def __init__(self, described: Description, layout: str) -> None:
+        self._key = _key(described, layout)
+        self._needed_bytes = 2 * _num_bytes(described)
+        name = re.sub(r"[^\w.-]+", "-", (described.source.gguf or described.source.folder.resolve()).name)
+        self._path = cache_folder() / "weights" / f"{name}-{self._key}{_SUFFIX}"
+
+    def opened(self) -> PackedWeights | None:
+        """Return the packed weights, or None if they are not packed yet or cannot be read."""
+        with suppress(OSError):
+            return _opened(self._path, self._key)
         return None
-    key = _key(described, layout)
-    name = re.sub(r"[^\w.-]+", "-", (described.source.gguf or described.source.folder.resolve()).name)
-    path = cache_folder() / "weights" / f"{name}-{key}{_SUFFIX}"
-    try:
-        return _opened(path, key) or _packed(path, key, pack, 2 * _num_bytes(described))
-    except OSError as error:
-        _log.warning("packed weights are not shared with other processes", extra={"reason": str(error)})
-        return None
+
+    def packed_once(
+        self, pack: Callable[[PackedWriter], Iterable[Format]], wait: Callable[[], None]
+    ) -> PackedWeights | None:
+        """Return the packed weights; pack them first if no process has.
+
+        `pack` writes all weights to the given writer and returns their formats. If several processes start together,
+        one packs and the others call `wait` until it is done. If the cache folder is unusable, logs a warning and
+        returns None.
+        """
+        try:
+            return _packed(self._path, self._key, pack, self._needed_bytes, wait)
+        except OSError as error:
+            _log.warning("packed weights are not shared with other processes", extra={"reason": str(error)})
+            return None
 
 
 def _key(described: Description, layout: str) -> str:
@@ -77,7 +87,7 @@ def _opened(path: Path, key: str) -> PackedWeights | None:
 
 
 def _packed(
-    path: Path, key: str, pack: Callable[[PackedWriter], Iterable[Format]], needed_bytes: int
+    path: Path, key: str, pack: Callable[[PackedWriter], Iterable[Format]], needed_bytes: int, wait: Callable[[], None]
 ) -> PackedWeights | None:
     """Pack into a locked temporary file, then rename it to `path`. The lock ends when its writer dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +95,8 @@ def _packed(
     while True:
         # Closing the file or the end of the process releases the lock.
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            while not _is_locked(file.fileno()):
+                wait()
             if not _is_at(file.fileno(), part):
                 # The previous holder of the lock renamed or removed the file.
                 continue
@@ -102,6 +113,14 @@ def _packed(
             finally:
                 part.unlink(missing_ok=True)
         return found or PackedWeights.open(path, key)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Try to lock a file; return whether that worked."""
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _flush(path: Path) -> None:

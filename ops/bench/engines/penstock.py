@@ -56,9 +56,15 @@ class PenstockSession(SteppedSession):
 def open_session(spec: Spec) -> Iterator[PenstockSession]:
     from penstock.gpu_node.engine.config import EngineConfig
     from penstock.gpu_node.engine.engine import Engine
+    from penstock.gpu_node.model.native.runner import NativeRunner
 
     with empty_cache() if os.environ.get(EMPTY_CACHE) else nullcontext():
-        yield PenstockSession(Engine(EngineConfig(model=spec.weights, **spec.options)))
+        engine = Engine(EngineConfig(model=spec.weights, **spec.options))
+        runner = engine._runner
+        if isinstance(runner, NativeRunner) and not os.environ.get(EMPTY_CACHE):
+            # Otherwise the first run on a machine would measure the packing.
+            runner.wait_until_packed()
+        yield PenstockSession(engine)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from fakes.native import ISAS, built
 
 from penstock.kernels.cpu import library
 from penstock.kernels.cpu.abi import AbiError
-from penstock.kernels.cpu.library import NativePlan, NativeSpec
+from penstock.kernels.cpu.structs import NativePlan, NativeSpec
 
 
 @pytest.fixture(params=ISAS)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.cpu.formats import RowLayout
-from penstock.kernels.cpu.library import LowRankRows
+from penstock.kernels.cpu.structs import LowRankRows
 from penstock.kernels.reference.quantized import to_bf16
 
 

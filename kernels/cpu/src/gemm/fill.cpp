@@ -1,6 +1,7 @@
 #include "gemm/fill.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 namespace penstock {
 namespace {
@@ -47,6 +48,10 @@ void fill_rotated_outputs(Worker& worker, Matrix& matrix, const Part& part, cons
 }  // namespace
 
 void fill(Team& team, Matrix& matrix, const Part& part, const WeightTransform& transform) {
+  if (matrix.is_packed_on_read()) {
+    if (!transform.is_none()) throw std::invalid_argument("rows that are packed on reading cannot be transformed");
+    return matrix.add_part(part);
+  }
   const Rows by_column(transform.outputs ? matrix.columns : 0, part.count);
   team.start([&](Worker& worker) {
     if (transform.outputs) {

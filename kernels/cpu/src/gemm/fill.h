@@ -6,19 +6,6 @@
 
 namespace penstock {
 
-// `count` rows of `row_bytes` each, which become the rows of a matrix from `first` on. `order`: the source row of
-// each, or null.
-struct Part {
-  Source source;
-  RowLayout layout;
-  int first, count;
-  const uint8_t* data;
-  size_t row_bytes;
-  const int32_t* order;
-
-  const uint8_t* row(int i) const { return data + (order ? order[i] : i) * row_bytes; }
-};
-
 // How a part is transformed before it is packed; a null worker does nothing. Columns are multiplied by `gains` and
 // rotated by `columns`. Then `outputs` rotates the outputs, so its size is their number.
 struct WeightTransform {
@@ -29,7 +16,7 @@ struct WeightTransform {
   bool is_none() const { return !gains && !columns && !outputs; }
 };
 
-// Packs a part, on all threads.
+// Packs a part, on all threads. A matrix that is packed on reading only remembers the part; it takes no transform.
 void fill(Team& team, Matrix& matrix, const Part& part, const WeightTransform& transform);
 
 }  // namespace penstock

@@ -37,8 +37,8 @@ inline void add_bias(const float* bias, int rows, float* out) {
 template <class Finish>
 void multiply_panel(const Activations& left, int begin, int end, int num_tiles, const Matrix& right, int panel,
                     const Finish& finish) {
-  thread_local Buffer<uint8_t> unpacked;
-  const Matrix::Panel weights = right.panel(panel);
+  thread_local Buffer<uint8_t> packed, unpacked;
+  const Matrix::Panel weights = right.read_panel(panel, packed);
   alignas(64) float out[max_tile_rows(Encoding::kBf16) * kPanel];
   const bool unpacks = is_stored(weights.format) && end - begin >= kTilesToUnpack;
   if (unpacks) {
@@ -59,7 +59,9 @@ void multiply_panel(const Activations& left, int begin, int end, int num_tiles, 
 template <class Finish>
 void multiply(Worker& worker, const Activations& left, const Matrix& right, const Finish& finish) {
   const int num_tiles = left.tiling().tiles();
-  const int tiles_per_pass = std::max(1, kRowsPerPass / max_tile_rows(right.encoding()));
+  // A panel that is packed on reading is packed once, for all rows.
+  const int tiles_per_pass =
+      right.is_packed_on_read() ? std::max(1, num_tiles) : std::max(1, kRowsPerPass / max_tile_rows(right.encoding()));
   const int passes = (num_tiles + tiles_per_pass - 1) / tiles_per_pass;
   const int num_panels = right.num_panels();
   worker.for_each(passes * num_panels, [&](int unit) {

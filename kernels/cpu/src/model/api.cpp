@@ -2,6 +2,7 @@
 #include <cstring>
 #include <exception>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gemm/gemm.h"
@@ -22,6 +23,12 @@ const char* guarded(const Body& body) {
     last_error = error.what();
   }
   return last_error.c_str();
+}
+
+std::vector<Run> runs_of(const int32_t* formats, const int32_t* rows, int count) {
+  std::vector<Run> runs;
+  for (int i = 0; i < count; ++i) runs.push_back({(Format)formats[i], rows[i]});
+  return runs;
 }
 
 enum Vector {
@@ -96,13 +103,24 @@ PENSTOCK_API void penstock_bind_thread(Model* model) { model->team().bind_leader
 PENSTOCK_API void penstock_model_free(Model* model) { delete model; }
 
 // The matrix consists of `num_runs` runs of rows, each with a format. `packed`: null for a matrix of zeros to fill; else
-// the bytes that penstock_matrix_bytes returned for such a matrix. They must outlive the model.
+// the bytes that penstock_matrix_bytes returned for such a matrix. They must outlive the model. A matrix that was packed
+// on reading leaves its biases to the new one.
 PENSTOCK_API const char* penstock_matrix_new(Model* model, int layer, int slot, const int32_t* formats,
                                              const int32_t* rows, int num_runs, int columns, uint8_t* packed) {
   return guarded([&] {
-    std::vector<Run> runs;
-    for (int i = 0; i < num_runs; ++i) runs.push_back({(Format)formats[i], rows[i]});
-    model->weights().matrix((Slot)slot, layer) = Matrix(runs, columns, packed);
+    Matrix& matrix = model->weights().matrix((Slot)slot, layer);
+    Matrix created(runs_of(formats, rows, num_runs), columns, packed);
+    if (matrix.is_packed_on_read()) created.bias = std::move(matrix.bias);
+    matrix = std::move(created);
+  });
+}
+
+// As penstock_matrix_new, for a matrix that is packed on reading. penstock_matrix_fill then only remembers rows, and the
+// caller keeps them and their order until it replaces the matrix.
+PENSTOCK_API const char* penstock_matrix_on_read(Model* model, int layer, int slot, const int32_t* formats,
+                                                 const int32_t* rows, int num_runs, int columns) {
+  return guarded([&] {
+    model->weights().matrix((Slot)slot, layer) = Matrix::packed_on_read(runs_of(formats, rows, num_runs), columns);
   });
 }
 

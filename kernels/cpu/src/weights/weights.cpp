@@ -159,6 +159,17 @@ size_t bytes_of_panel(Format format, int columns) {
   });
 }
 
+struct RowRange {
+  int begin, end;
+};
+
+// Returns which rows of a part are in a panel of its matrix.
+RowRange rows_in_panel(const Part& part, int panel) {
+  const bool is_plain = part.layout == RowLayout::kPlain;
+  const int begin = is_plain ? panel * kPanel - part.first : (panel - part.first / kPanel) * kLanes;
+  return {std::max(0, begin), std::min(part.count, begin + (is_plain ? kPanel : kLanes))};
+}
+
 size_t byte_at(int column, int lane) { return (column / 4 * kPanel + lane) * 4 + column % 4; }
 
 }  // namespace
@@ -210,7 +221,8 @@ void widen_row(Source source, const uint8_t* data, int columns, float* out) {
   }
 }
 
-Matrix::Matrix(const std::vector<Run>& runs, int columns, uint8_t* packed) : columns(columns) {
+Matrix::Matrix(const std::vector<Run>& runs, int columns, bool is_packed_on_read)
+    : columns(columns), is_packed_on_read_(is_packed_on_read) {
   size_t start = 0;
   for (const Run& run : runs) {
     if (rows % kPanel) throw std::invalid_argument("only the last rows of a matrix may fill a part of a panel");
@@ -221,8 +233,13 @@ Matrix::Matrix(const std::vector<Run>& runs, int columns, uint8_t* packed) : col
     rows += run.rows;
     start += count * panel_bytes;
   }
+}
+
+Matrix::Matrix(const std::vector<Run>& runs, int columns, uint8_t* packed) : Matrix(runs, columns, false) {
   bytes = packed ? Buffer<uint8_t>(packed, num_bytes()) : Buffer<uint8_t>(num_bytes());
 }
+
+Matrix Matrix::packed_on_read(const std::vector<Run>& runs, int columns) { return Matrix(runs, columns, true); }
 
 size_t Matrix::num_bytes() const {
   return sections_.empty() ? 0 : sections_.back().start + sections_.back().num_panels * sections_.back().panel_bytes;
@@ -235,32 +252,65 @@ bool Matrix::has(Format format) const {
   return false;
 }
 
-Matrix::Panel Matrix::panel(int i) const {
+const Matrix::Section& Matrix::section_of(int panel) const {
   const Section* section = sections_.data();
-  while (i >= section->first_panel + section->num_panels) ++section;
-  const size_t at = section->start + (i - section->first_panel) * section->panel_bytes;
-  return {section->format, bytes.data() + at, section->panel_bytes};
+  while (panel >= section->first_panel + section->num_panels) ++section;
+  return *section;
+}
+
+Matrix::Panel Matrix::panel(int i) const {
+  const Section& section = section_of(i);
+  const size_t at = section.start + (i - section.first_panel) * section.panel_bytes;
+  return {section.format, bytes.data() + at, section.panel_bytes};
+}
+
+Matrix::Panel Matrix::read_panel(int i, Buffer<uint8_t>& scratch) const {
+  if (!is_packed_on_read_) return panel(i);
+  const Section& section = section_of(i);
+  scratch.reserve(section.panel_bytes);
+  if ((i + 1) * kPanel > rows) std::memset(scratch.data(), 0, section.panel_bytes);  // the padding
+  for (const Part& part : parts_) {
+    const auto [begin, end] = rows_in_panel(part, i);
+    for (int k = begin; k < end; ++k) {
+      const int lane = lane_in_panel(packed_row(part.layout, part.first, k));
+      pack_row(section.format, scratch.data(), lane, part.source, part.row(k));
+    }
+  }
+  return {section.format, scratch.data(), section.panel_bytes};
+}
+
+void Matrix::add_part(const Part& part) {
+  for (int i = 0; i < part.count; ++i) {
+    const int panel = packed_row(part.layout, part.first, i) / kPanel;
+    if (section_of(panel).format != lossless_format(part.source)) {
+      throw std::invalid_argument("rows that are packed on reading need a matrix of their own format");
+    }
+  }
+  parts_.push_back(part);
 }
 
 void Matrix::set_row(int row, Source source, const uint8_t* data) {
   const Panel panel = this->panel(row / kPanel);
-  auto* at = const_cast<uint8_t*>(panel.bytes);
-  const int lane = lane_in_panel(row), padded = padded_columns();
+  pack_row(panel.format, const_cast<uint8_t*>(panel.bytes), lane_in_panel(row), source, data);
+}
+
+void Matrix::pack_row(Format format, uint8_t* at, int lane, Source source, const uint8_t* data) const {
+  const int padded = padded_columns();
   const Format own = lossless_format(source);
   thread_local std::vector<bf16> narrow_row;
-  if (own == panel.format && own != Format::kBf16) {
+  if (own == format && own != Format::kBf16) {
     return with_panel(own, [&]<class P>(P kind) { put(kind, data, columns / P::kColumns, at, lane); });
   }
-  if (is_stored(panel.format)) throw std::invalid_argument("a format of GGUF takes only rows that are stored in it");
+  if (is_stored(format)) throw std::invalid_argument("a format of GGUF takes only rows that are stored in it");
   narrow_row.assign(padded, 0);
-  if (panel.format == Format::kBf16 && source == Source::kBf16) {
+  if (format == Format::kBf16 && source == Source::kBf16) {
     std::memcpy(narrow_row.data(), data, columns * sizeof(bf16));
     return put_bf16(at, lane, narrow_row.data(), padded);
   }
   thread_local std::vector<float> w;
   w.assign(padded, 0.f);
   widen_row(source, data, columns, w.data());
-  switch (panel.format) {
+  switch (format) {
     case Format::kBf16:
       for (int i = 0; i < padded; ++i) narrow_row[i] = narrow(w[i]);
       put_bf16(at, lane, narrow_row.data(), padded);
@@ -280,7 +330,8 @@ void Matrix::set_row(int row, Source source, const uint8_t* data) {
 }
 
 void Matrix::get_row(int row, float* out) const {
-  const Panel panel = this->panel(row / kPanel);
+  thread_local Buffer<uint8_t> scratch;
+  const Panel panel = read_panel(row / kPanel, scratch);
   const uint8_t* at = panel.bytes;
   const int lane = lane_in_panel(row), padded = padded_columns();
   if (panel.format == Format::kBf16) {

@@ -84,6 +84,22 @@ struct Run {
   int rows;
 };
 
+// Returns the matrix row of row i of a part; `first` is the matrix row of its row 0.
+int packed_row(RowLayout layout, int first, int i);
+
+// `count` rows of a checkpoint, of `row_bytes` each, which become the rows of a matrix from `first` on. `order`: the
+// source row of each, or null.
+struct Part {
+  Source source;
+  RowLayout layout;
+  int first, count;
+  const uint8_t* data;
+  size_t row_bytes;
+  const int32_t* order;
+
+  const uint8_t* row(int i) const { return data + (order ? order[i] : i) * row_bytes; }
+};
+
 struct Matrix {
   int rows = 0;
   int columns = 0;
@@ -95,6 +111,9 @@ struct Matrix {
   // `packed`, borrows num_bytes() bytes that were packed before, which the caller must keep alive. Throws
   // std::invalid_argument.
   Matrix(const std::vector<Run>& runs, int columns, uint8_t* packed = nullptr);
+  // Creates a matrix that has no bytes of its own: `read_panel` packs a panel from the parts that `add_part` names. So
+  // a model can be used before its weights are packed. Throws as the constructor does.
+  static Matrix packed_on_read(const std::vector<Run>& runs, int columns);
 
   int padded_columns() const { return round_up(columns, kGroup); }
   int num_panels() const { return (rows + kPanel - 1) / kPanel; }
@@ -107,7 +126,14 @@ struct Matrix {
     const uint8_t* bytes;
     size_t num_bytes;
   };
+  // Returns a panel of a matrix that has bytes.
   Panel panel(int i) const;
+  // Returns a panel of any matrix. A panel that is packed on reading is in `scratch`, until its next use.
+  Panel read_panel(int i, Buffer<uint8_t>& scratch) const;
+  bool is_packed_on_read() const { return is_packed_on_read_; }
+  // Remembers rows that are packed on reading. The caller keeps them and their order. Throws std::invalid_argument if
+  // the matrix would not keep the rows to the bit.
+  void add_part(const Part& part);
 
   // Packs source row `data` of `columns` numbers as row `row`, which must not be packed yet. Never reads past the end
   // of the source row. Throws std::invalid_argument if the format does not hold rows of that source.
@@ -122,11 +148,14 @@ struct Matrix {
     int first_panel, num_panels;
     size_t start, panel_bytes;
   };
-  std::vector<Section> sections_;
-};
+  Matrix(const std::vector<Run>& runs, int columns, bool is_packed_on_read);
+  const Section& section_of(int panel) const;
+  void pack_row(Format format, uint8_t* panel, int lane, Source source, const uint8_t* data) const;
 
-// Returns the matrix row of row i of a part; `first` is the matrix row of its row 0.
-int packed_row(RowLayout layout, int first, int i);
+  std::vector<Section> sections_;
+  bool is_packed_on_read_ = false;
+  std::vector<Part> parts_;
+};
 
 // Converts a source row of `columns` numbers to floats.
 void widen_row(Source source, const uint8_t* data, int columns, float* out);

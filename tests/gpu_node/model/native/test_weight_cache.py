@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event
+from threading import Event, Semaphore
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 from unittest import mock
@@ -55,9 +55,9 @@ def library(isa: Isa) -> Path:
 
 @pytest.fixture
 def load(isa: Isa, library: Path, cache: Path) -> Load:
-    """Loads a model the way two nodes of a machine do."""
+    """Loads a model the way two nodes of a machine do, and waits until it is packed, if that is wanted."""
 
-    def load(folder: Path, **options: Any) -> NativeRunner:
+    def load(folder: Path, *, waits: bool = True, **options: Any) -> NativeRunner:
         with (
             mock.patch.object(native_load, "best_isa", lambda flags: isa),
             mock.patch.object(native_load, "library_path", lambda *_: library),
@@ -65,6 +65,8 @@ def load(isa: Isa, library: Path, cache: Path) -> Load:
             wanted = {"runner": "native", "dtype": "bfloat16", "num_threads": 1, "weight_cache": True} | options
             runner = load_model(str(folder), runner_options(**wanted), lambda stage, fraction: None).runner
         assert isinstance(runner, NativeRunner)
+        if waits:
+            runner.wait_until_packed()
         return runner
 
     return load
@@ -72,12 +74,13 @@ def load(isa: Isa, library: Path, cache: Path) -> Load:
 
 @pytest.fixture
 def packings() -> Iterator[list[Packer]]:
-    """Counts how often a model was packed."""
+    """Counts how often a model was packed; a model that reads the checkpoint's rows is not."""
     packed: list[Packer] = []
     pack = Packer.pack
 
     def counted(packer: Packer) -> set[Format]:
-        packed.append(packer)
+        if not packer._on_read:
+            packed.append(packer)
         return pack(packer)
 
     with mock.patch.object(Packer, "pack", counted):
@@ -235,7 +238,7 @@ def _little_room(_cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "reason"), [(_no_folder, "Not a directory"), (_full_disk, "too large"), (_little_room, "0 MiB free")]
+    ("harm", "reason"), [(_no_folder, "File exists"), (_full_disk, "too large"), (_little_room, "0 MiB free")]
 )
 def test_where_nothing_can_be_cached_weights_are_private_and_a_line_says_why(
     llama: Make,
@@ -292,12 +295,14 @@ from penstock.gpu_node.model.native.packing import Packer
 from fixtures.plans import logits_alone
 pack = Packer.pack
 def told(packer):
-    print("packs", flush=True)
-    if "dies" in sys.argv: sys.stdin.read()
+    if not packer._on_read:
+        print("packs", flush=True)
+        if "dies" in sys.argv: sys.stdin.read()
     return pack(packer)
 Packer.pack = told
 options = runner_options(runner="native", dtype="bfloat16", num_threads=1, weight_cache=True)
 runner = load_model(sys.argv[1], options, lambda stage, fraction: None).runner
+runner.wait_until_packed()
 print("ready", logits_alone(runner, [5, 9, 60, 3]).tobytes().hex(), flush=True)
 """
 
@@ -326,3 +331,80 @@ def test_processes_that_start_together_pack_once_also_when_the_first_dies(
     assert said[0][-1] == said[1][-1]
     (path,) = cache.iterdir()
     assert path.suffix == ".weights"
+
+
+@pytest.fixture
+def let_pack(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Keeps every process from packing until it is called, as one that packs the same weights does."""
+    may_pack, is_locked = Event(), weight_cache._is_locked
+    monkeypatch.setattr(weight_cache, "_is_locked", lambda file: may_pack.is_set() and is_locked(file))
+    yield may_pack.set
+    may_pack.set()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "falcon rw", "qwen3 moe", "gemma2"])
+def test_a_model_computes_the_same_before_its_weights_are_packed(
+    family: Make, load: Load, let_pack: Callable[[], None], packings: list[Packer], name: str
+) -> None:
+    folder = family(name)
+    want = _logits(load(folder, weight_cache=False))
+    packings.clear()
+    runner = load(folder, waits=False)
+    np.testing.assert_array_equal(_logits(runner), want)
+    assert not packings
+    let_pack()
+    runner.wait_until_packed()
+    np.testing.assert_array_equal(_logits(runner), want)
+    assert len(packings) == 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 150])
+def test_matrices_are_used_one_by_one_as_they_are_packed(
+    family: Make, load: Load, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """A layer is packed after the model computed with the one before. 150 tokens are more than one pass reads."""
+    folder, prompt = family("qwen2", num_hidden_layers=3), [7 * i % 90 for i in range(num_tokens)]
+    want = logits_alone(load(folder, weight_cache=False, num_kv_blocks=16), prompt)
+    layers = Semaphore(0)
+    pack_layer = Packer._pack_layer
+
+    def pack_one(packer: Packer, layer: int) -> None:
+        if packer._keep is not None:
+            layers.acquire(timeout=30)
+        pack_layer(packer, layer)
+
+    monkeypatch.setattr(Packer, "_pack_layer", pack_one)
+    runner = load(folder, waits=False, num_kv_blocks=16)
+    for num_packed in range(3):
+        for _ in range(2):
+            np.testing.assert_array_equal(logits_alone(runner, prompt), want)
+        while _num_given(runner) < num_packed * 4:
+            logits_alone(runner, prompt)
+        assert _num_given(runner) == num_packed * 4
+        layers.release()
+    runner.wait_until_packed()
+    np.testing.assert_array_equal(logits_alone(runner, prompt), want)
+
+
+def _num_given(runner: NativeRunner) -> int:
+    """Return how many packed matrices a model uses while others are packed."""
+    assert runner._packing is not None
+    writer = runner._packing._state.writer
+    return 0 if writer is None else writer.num_given
+
+
+def test_closing_a_model_ends_its_packing(llama: Make, load: Load, cache: Path, let_pack: Callable[[], None]) -> None:
+    del let_pack
+    runner = load(llama(), waits=False)
+    _logits(runner)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "penstock-pack"]
+    runner.close()
+    assert not thread.is_alive()
+    assert not list(cache.glob("*.weights"))
+
+
+def test_a_checkpoint_that_is_quantized_at_loading_is_packed_before_it_serves(
+    llama: Make, load: Load, packings: list[Packer]
+) -> None:
+    load(llama(), quantization="int8_group", waits=False)
+    assert len(packings) == 1
