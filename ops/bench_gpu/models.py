@@ -76,13 +76,15 @@ class Options:
     num_adapters: int = 0
     max_lora_rank: int = 8
     deterministic: bool = False
+    by_layer: bool = False
+    """Whether the KV cache has the blocks of each layer one after another."""
 
 
 def make_model(name: str, spec: ModelSpec, device: Device, options: Options) -> Model:
     """Return a runner on random weights, which are the same for the same torch seed."""
     weights = random_weights(spec, options, device.torch)
     decoder = GpuDecoder(spec, weights, options.max_model_len)
-    layout = KvLayout(spec, BLOCK_SIZE, options.kv_dtype or options.dtype)
+    layout = KvLayout(spec, BLOCK_SIZE, options.kv_dtype or options.dtype, by_layer=options.by_layer)
     free = torch.cuda.mem_get_info()[0] if device.is_gpu else layout.block_bytes * _DRY_BLOCKS / _SHARE
     num_blocks = options.num_blocks or int(_SHARE * free) // layout.block_bytes
     sizes = CacheSizes(num_blocks, 0, layout.block_bytes)

@@ -103,14 +103,13 @@ class Run:
 
     def _steps_and_profile(self) -> None:
         self._steps()
+        self._decode_by_layer()
         # The profiled kernels need the memory that the model's cache has.
         self._free()
         self._rows("profiler", tools.profiled(Path(self._further.name), dry=self._dry))
 
     def _steps(self) -> None:
-        name, rows = ("tiny", 4) if self._dry else ("llama-8b", 128)
-        batches, contexts = ((1, 3), (17,)) if self._dry else ((1, 8, 32, 64, 128), (128, 1024, 8192))
-        grid = [(batch, context) for context in contexts for batch in batches]
+        name, rows, grid = self._decode_grid()
         model = self._make(name, max_num_seqs=rows)
         ceilings, clock = self._ceilings, self._clock
         self._rows(f"{name} decode", steps.decode(model, clock, ceilings, grid))
@@ -123,6 +122,22 @@ class Run:
         further = Path(self._further.name)
         table = self._part(f"{name} trace", lambda: steps.trace(model, further / "trace.json", batch, context))
         (further / "trace.txt").write_text(str(table))
+
+    def _decode_by_layer(self) -> None:
+        """Measure the same decode steps with the other layout of the KV cache."""
+        name, rows, grid = self._decode_grid()
+        model = self._part(
+            f"{name} by layer made", partial(self._make, name, by_layer=True, max_num_seqs=rows), keep=False
+        )
+        if model is not None:
+            found = steps.decode(model, self._clock, self._ceilings, grid)
+            self._rows(f"{name} decode, cache by layer", found)
+
+    def _decode_grid(self) -> tuple[str, int, list[tuple[int, int]]]:
+        """Return a model, the sequences that it takes, and the batches and contexts that are measured."""
+        batches, contexts = ((1, 3), (17,)) if self._dry else ((1, 8, 32, 64, 128), (128, 1024, 8192))
+        name, rows = ("tiny", 4) if self._dry else ("llama-8b", 128)
+        return name, rows, [(batch, context) for context in contexts for batch in batches]
 
     def _headline(self) -> None:
         rows: list[dict[str, Any]] = []

@@ -19,11 +19,14 @@ _STAGED_BYTES = 64 << 20
 class KvLayout:
     """The layout of a block: for each layer its keys, its values, and their scales if they are quantized.
 
-    A block is contiguous, so that swapping it in or out takes one copy.
+    A block is contiguous, so that swapping it in or out takes one copy. With `by_layer`, the blocks of each layer
+    follow one another instead: attention reads within fewer pages of memory, and swapping takes a copy for each layer.
+    Which one is faster was not measured; `bench_gpu` does that.
     """
 
-    def __init__(self, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelSpec, block_size: int, dtype: torch.dtype, *, by_layer: bool = False) -> None:
         self.dtype = dtype
+        self.by_layer = by_layer
         self.num_layers = spec.num_layers
         self.shape = spec.num_kv_heads, block_size, spec.head_dim
         self.part_bytes = spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize
@@ -35,6 +38,11 @@ class KvLayout:
         """Bytes of one block over all layers."""
         return self.num_layers * self.layer_bytes
 
+    @property
+    def num_runs(self) -> int:
+        """Number of parts that all blocks are cut into; the same part of all blocks is contiguous."""
+        return self.num_layers if self.by_layer else 1
+
 
 class KvPool:
     """The KV blocks. Block 0 is the null block; blocks from `num_device_blocks + 1` on are in host memory."""
@@ -43,18 +51,15 @@ class KvPool:
         self._layout = layout
         self._device = device
         self._host_from = num_device_blocks + 1
-        block_bytes = layout.block_bytes
-        self._device_blocks = torch.zeros(self._host_from, block_bytes, dtype=torch.uint8, device=device.torch)
-        self._host_blocks = device.pinned_run(num_host_blocks, block_bytes, dtype=torch.uint8)
+        num_runs = layout.num_runs
+        run_bytes = layout.block_bytes // num_runs
+        # [runs, blocks, bytes]
+        self._device_blocks = torch.zeros(num_runs, self._host_from, run_bytes, dtype=torch.uint8, device=device.torch)
+        self._host_blocks = device.pinned_run(num_runs, num_host_blocks, run_bytes, dtype=torch.uint8)
         if num_host_blocks:
             device.check_host_address(self._host_blocks)
-        self._host_jump = (
-            self._host_blocks.data_ptr() - self._device_blocks.data_ptr() - self._device_blocks.nbytes
-            if num_host_blocks
-            else 0
-        )
-        num_staged = min(num_host_blocks, max(1, _STAGED_BYTES // block_bytes))
-        self._staged = torch.empty(num_staged, block_bytes, dtype=torch.uint8, device=device.torch)
+        num_staged = min(num_host_blocks, max(1, _STAGED_BYTES // layout.block_bytes))
+        self._staged = torch.empty(num_runs, num_staged, run_bytes, dtype=torch.uint8, device=device.torch)
         self._copied_out: DeviceEvent | None = None
         self.layers = [self._layer(layer) for layer in range(layout.num_layers)]
 
@@ -66,11 +71,12 @@ class KvPool:
                 others = wave[~is_swap_out]
                 if (others >= self._host_from).any():
                     self.wait_for_swap_out()
-                copy_blocks(self._device_blocks, others, host_from=self._host_from, host_jump=self._host_jump)
-            swapped_out = wave[is_swap_out]
+                for run, blocks in enumerate(self._device_blocks):
+                    copy_blocks(blocks, others, host_from=self._host_from, host_jump=self._host_jump(run))
+            swapped_out, most = wave[is_swap_out], self._staged.shape[1]
             while len(swapped_out):
-                self._swap_out(swapped_out[: len(self._staged)])
-                swapped_out = swapped_out[len(self._staged) :]
+                self._swap_out(swapped_out[:most])
+                swapped_out = swapped_out[most:]
 
     def wait_for_swap_out(self) -> None:
         """Make the current stream wait for all copies to the host."""
@@ -80,32 +86,43 @@ class KvPool:
 
     def has_host_block(self, tables: NDArray[np.int32]) -> bool:
         """Return whether a step with these block tables reads or writes host blocks."""
-        return bool(len(self._host_blocks)) and bool((tables >= self._host_from).any())
+        return bool(self._host_blocks.shape[1]) and bool((tables >= self._host_from).any())
+
+    def _host_jump(self, run: int) -> int:
+        """Return how far a run's host blocks are from the addresses behind its device blocks."""
+        if not self._host_blocks.shape[1]:
+            return 0
+        on_device = self._device_blocks[run]
+        return self._host_blocks[run].data_ptr() - on_device.data_ptr() - on_device.nbytes
 
     def _swap_out(self, copies: NDArray[np.int32]) -> None:
         """Copy device blocks to the host through a staging buffer, because the step may overwrite them at once."""
         self.wait_for_swap_out()
         sources = to_device_async(copies[:, 0].astype(np.int64), self._device.torch)
         # As int32: index_select computes an address per element, so larger elements are faster.
-        on_device, there = self._device_blocks.view(torch.int32), self._staged[: len(copies)].view(torch.int32)
-        torch.index_select(on_device, 0, sources, out=there)
+        for blocks, staged_blocks in zip(self._device_blocks, self._staged, strict=True):
+            there = staged_blocks[: len(copies)].view(torch.int32)
+            torch.index_select(blocks.view(torch.int32), 0, sources, out=there)
         staged = self._device.record_event()
         with self._device.on_side():
             staged.hold()
-            for block, target in zip(self._staged, copies[:, 1].tolist(), strict=False):
-                self._host_blocks[target - self._host_from].copy_(block, non_blocking=True)
+            for staged_blocks, on_host in zip(self._staged, self._host_blocks, strict=True):
+                for block, target in zip(staged_blocks, copies[:, 1].tolist(), strict=False):
+                    on_host[target - self._host_from].copy_(block, non_blocking=True)
             self._copied_out = self._device.record_event()
 
     def _layer(self, layer: int) -> PagedCache:
-        layout, at = self._layout, layer * self._layout.layer_bytes
+        layout = self._layout
+        run, at = (layer, 0) if layout.by_layer else (0, layer * layout.layer_bytes)
         heads, block_size, head_dim = layout.shape
 
         def view(dtype: torch.dtype, start: int, *inner: int) -> Tensor:
             """View one array of all blocks as [heads, num_blocks, *inner]; it starts at byte `start` of a block."""
-            numbers = self._device_blocks.view(dtype)
+            numbers = self._device_blocks[run].view(dtype)
             place = torch.empty(inner, device="meta")
             strides = place.numel(), numbers.shape[1], *place.stride()
-            return numbers.as_strided((heads, len(numbers), *inner), strides, start // dtype.itemsize)
+            first = numbers.storage_offset() + start // dtype.itemsize
+            return numbers.as_strided((heads, len(numbers), *inner), strides, first)
 
         k, v = (view(layout.dtype, start, block_size, head_dim) for start in (at, at + layout.part_bytes))
         k_scales = v_scales = None
@@ -113,4 +130,4 @@ class KvPool:
             first = at + 2 * layout.part_bytes
             k_scales = view(torch.float32, first, block_size)
             v_scales = view(torch.float32, first + layout.scale_bytes, block_size)
-        return PagedCache(k, v, k_scales, v_scales, self._host_from, self._host_jump)
+        return PagedCache(k, v, k_scales, v_scales, self._host_from, self._host_jump(run))

@@ -35,7 +35,7 @@ def test_what_is_not_finite_in_stale_blocks_reaches_no_other_sequence(
     runner, given = _runner(tiny_model, kept), {"block_size": BLOCK_SIZE, "length": length, "chunk": chunk}
 
     def fill_bytes(blocks: Sequence[int], byte: int) -> None:
-        runner._pool._device_blocks[list(blocks)] = byte
+        runner._pool._device_blocks[:, list(blocks)] = byte
 
     def fill_infinity(blocks: Sequence[int]) -> None:
         for layer in runner._pool.layers:
