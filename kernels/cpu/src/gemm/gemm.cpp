@@ -9,7 +9,7 @@ struct Bf16Kernel {
   static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
     const uint8_t* w = panel + half * kLine;
     const uint32_t* x = tile.words;
-    Prefetcher<F> ahead(tile);
+    Prefetcher<F, Near::kFirstLevel> ahead(tile);
     Floats acc[R][kHalves];
     for (int r = 0; r < R; ++r)
       for (int h = 0; h < kHalves; ++h) acc[r][h] = zeros();
@@ -17,7 +17,7 @@ struct Bf16Kernel {
     for (int i = 0; i < columns; i += kGroup, x += (R - 1) * kPairs) {
 #pragma GCC unroll 2
       for (int k = 0; k < kPairs; ++k, w += 2 * kLine, ++x) {
-        Prefetcher<F>::step(ahead, w);
+        Prefetcher<F, Near::kFirstLevel>::step(ahead, w);
         Bytes wk[kHalves];
         for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
 #pragma GCC unroll 16
@@ -32,19 +32,24 @@ struct Bf16Kernel {
   }
 };
 
+// More rows than these take longer than the panel needs to arrive.
+constexpr int kFewRows = 4;
+
 template <int R, Fetch F>
 struct Int8Kernel {
+  static constexpr Near kNear = R <= kFewRows ? kNearOfFast : Near::kFirstLevel;
+
   static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
     const uint8_t* w = panel + half * kLine;
     const uint32_t* x = tile.words;
-    Prefetcher<F> ahead(tile);
+    Prefetcher<F, kNear> ahead(tile);
     Ints acc[R][kHalves];
     for (int r = 0; r < R; ++r)
       for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(tile.biases[r]);
     for (int i = 0; i < columns; i += kGroup, x += (R - 1) * kRun) {
 #pragma GCC unroll 2
       for (int k = 0; k < kRun; ++k, w += 2 * kLine, ++x) {
-        Prefetcher<F>::step(ahead, w);
+        Prefetcher<F, kNear>::step(ahead, w);
         Bytes wk[kHalves];
         for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
 #pragma GCC unroll 16

@@ -31,6 +31,7 @@ struct PackedGroup {
   static constexpr Bias kBias = bias_of<P>();
   static constexpr int kShift = shift_of<P>();
   static constexpr int kBytes = P::kBytes / Scales::kGroups;  // with its share of the block's scales
+  static constexpr Near kNear = P::Bits::kLow == 8 ? kNearOfFast : kNearOfSlow;
   static constexpr int kPrefetches = (kBytes + 2 * kLine - 1) / (2 * kLine);
 
   const uint8_t *begin, *block, *codes;
@@ -65,6 +66,7 @@ struct UnpackedGroup {
   static constexpr int kParts = Parts;
   static constexpr bool kHasMinima = HasMinima;
   static constexpr Bias kBias = B;
+  static constexpr Near kNear = Near::kNothing;  // only products with many rows unpack panels
   static constexpr int kPrefetches = 4;  // of the next packed panel, which has about half as many bytes
   static constexpr int kArrays = Parts * (1 + HasMinima);
   static constexpr int kCodes = kArrays * kPanel * sizeof(float);
@@ -102,10 +104,10 @@ struct GroupKernel {
     Floats total[R][kHalves];
     const uint32_t* x;
     const Tile& tile;
-    Prefetcher<F> ahead;
+    Prefetcher<F, Group::kNear> ahead;
 
     static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
-      Of it{{}, tile.words, tile, Prefetcher<F>(tile)};
+      Of it{{}, tile.words, tile, Prefetcher<F, Group::kNear>(tile)};
       for (int r = 0; r < R; ++r)
         for (int h = 0; h < kHalves; ++h) it.total[r][h] = zeros();
       for (int g = 0; g < columns / kGroup; ++g, it.x += R * kRun) {
@@ -151,7 +153,7 @@ struct GroupKernel {
     // Prefetches are spread over the words of a group, so that they cover each byte of the panel, scales included.
     template <int First, int End>
     PENSTOCK_INLINE void prefetch(Of& it, const Group& group) {
-      for (int i = First; i < End; ++i) Prefetcher<F>::step(it.ahead, group.begin + i * 2 * kLine);
+      for (int i = First; i < End; ++i) Prefetcher<F, Group::kNear>::step(it.ahead, group.begin + i * 2 * kLine);
     }
 
     // Adds the products of four columns.

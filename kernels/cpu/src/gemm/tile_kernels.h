@@ -13,19 +13,31 @@ constexpr int kHalves = kRegisters >= 32 ? 2 : 1;
 // Words of a run of quantized rows.
 constexpr int kRun = run_words(Encoding::kByGroup);
 
-// How far ahead a kernel prefetches in the panel that it reads.
-constexpr int kNearBytes = 8192;
+// What a kernel prefetches of the panel that it reads.
+enum class Near { kNothing, kFirstLevel, kSecondLevel };
+
+// For kernels that do little for each byte: the processor's own prefetchers keep up with them. A kernel that reads a
+// panel twice prefetches it into the cache from which it reads it again.
+constexpr Near kNearOfFast = kHalves == 2 ? Near::kNothing : Near::kFirstLevel;
+// For kernels that unpack bits. The second-level cache keeps more misses in flight than the first.
+constexpr Near kNearOfSlow = kHalves == 2 ? Near::kSecondLevel : Near::kFirstLevel;
+
+// How far ahead a kernel prefetches.
+constexpr int kFirstLevelBytes = 8192, kSecondLevelBytes = 6144;
 
 // Prefetches two cache lines for every two lines of the panel that are read.
-template <Fetch F>
+template <Fetch F, Near N>
 struct Prefetcher {
   const uint8_t *first, *second;
 
   explicit Prefetcher(const Tile& tile) : first(tile.ahead[0]), second(tile.ahead[1]) {}
   PENSTOCK_INLINE void step(Prefetcher& it, const uint8_t* at) {
-    if constexpr (F == Fetch::kThisPanel) {
-      _mm_prefetch(at + kNearBytes, _MM_HINT_T0);
-      _mm_prefetch(at + kNearBytes + kLine, _MM_HINT_T0);
+    if constexpr (F == Fetch::kThisPanel && N == Near::kFirstLevel) {
+      _mm_prefetch(at + kFirstLevelBytes, _MM_HINT_T0);
+      _mm_prefetch(at + kFirstLevelBytes + kLine, _MM_HINT_T0);
+    } else if constexpr (F == Fetch::kThisPanel && N == Near::kSecondLevel) {
+      _mm_prefetch(at + kSecondLevelBytes, _MM_HINT_T1);
+      _mm_prefetch(at + kSecondLevelBytes + kLine, _MM_HINT_T1);
     } else if constexpr (F == Fetch::kNextPanel) {
       _mm_prefetch(it.first, _MM_HINT_T1);
       _mm_prefetch(it.second, _MM_HINT_T1);
