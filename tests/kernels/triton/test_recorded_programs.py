@@ -52,4 +52,4 @@ def test_each_program_goes_its_own_way_on_its_own_numbers(monkeypatch: pytest.Mo
             _collatz[(count,)](out, numbers, factor, offset, times=times)
             assert out.tolist() == [_want(number, factor, offset, times) for number in numbers.tolist()]
     # Five numbers have five ways, and three pairs of constants a tree each: 84 programs ran.
-    assert len(recordings) <= 15
+    assert 3 <= len(recordings) <= 15
