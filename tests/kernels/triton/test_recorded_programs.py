@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -11,8 +13,8 @@ from fixtures import recorded_programs
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not interpret")
 
 
-@triton.jit
-def _collatz(out, numbers, factor, offset, times: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _collatz(out, numbers, factor, offset, times: tl.constexpr):  # type: ignore[no-untyped-def]
     """Grid [numbers]: counts steps, and sums a run as long as that, by branches and loops that depend on numbers."""
     row = tl.program_id(0)
     number, steps = tl.load(numbers + row), 0
@@ -39,11 +41,13 @@ def _want(number: int, factor: float, offset: int, times: int) -> list[float]:
 
 
 def test_each_program_goes_its_own_way_on_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    recordings = []
-    record = recorded_programs._Launch._record
-    monkeypatch.setattr(
-        recorded_programs._Launch, "_record", lambda *given: recordings.append(given[0].__name__) or record(*given)
-    )
+    recordings, record = [], recorded_programs._Launch._record
+
+    def counted(launch: Any, *given: Any) -> None:
+        recordings.append(launch.__name__)
+        record(launch, *given)
+
+    monkeypatch.setattr(recorded_programs._Launch, "_record", counted)
     torch.manual_seed(0)
     for factor, offset, times in ((0.5, 3, 2), (0.5, 70, 2), (0.25, 3, 2), (0.5, 3, 4)):
         for count in (1, 20):
