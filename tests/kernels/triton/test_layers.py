@@ -140,6 +140,8 @@ def test_queries_turn_and_keys_and_values_are_kept(
     torch.manual_seed(0)
     group, kv_heads, head_dim = shape["group"], shape["kv_heads"], shape["head_dim"]
     qkv = _random(5, (group + 2) * kv_heads * head_dim, dtype=dtype, device=device)
+    # Its scale is 0.
+    qkv[1] = 0
     angles = torch.randn(9, shape["rotary"] // 2, device=device)
     head_norms = {
         name: _random(head_dim, dtype=dtype, device=device) for name in ("q_norm", "k_norm") if shape["normed"]

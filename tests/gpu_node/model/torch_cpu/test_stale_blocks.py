@@ -33,6 +33,7 @@ def test_what_is_not_finite_in_stale_blocks_reaches_no_other_sequence(
             given = {"block_size": block_size, "length": length, "chunk": chunk}
             want = logits_over(runner, partial(fill, 0.0), **given)
             assert np.isfinite(want).all()
-            for odd in (np.nan, np.inf, -np.inf):
+            # Infinity can only come through where NaN can; one way of cutting the prompt shows that for each length.
+            for odd in (np.nan, np.inf, -np.inf) if chunk == min(3, length) else (np.nan,):
                 got = logits_over(runner, partial(fill, odd), **given)
                 np.testing.assert_array_equal(got, want)

@@ -1,0 +1,59 @@
+"""Programs that repeat recorded operations compute what their own Python would, whichever way they go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from fixtures import recorded_programs
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not interpret")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _collatz(out, numbers, factor, offset, times: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Grid [numbers]: counts steps, and sums a run as long as that, by branches and loops that depend on numbers."""
+    row = tl.program_id(0)
+    number, steps = tl.load(numbers + row), 0
+    while number > 1:
+        if number % 2 == 0:
+            number = number // 2
+        else:
+            number = 3 * number + 1
+        steps += 1
+    total = 0.0
+    for i in range(steps):
+        total += tl.sum((tl.arange(0, 4) + i).to(tl.float32) * factor, 0)
+    tl.store(out + 2 * row, total + offset)
+    # Its own store, read again.
+    tl.store(out + 2 * row + 1, tl.load(out + 2 * row) * times)
+
+
+def _want(number: int, factor: float, offset: int, times: int) -> list[float]:
+    steps = 0
+    while number > 1:
+        number, steps = number // 2 if number % 2 == 0 else 3 * number + 1, steps + 1
+    total = sum(4 * i + 6 for i in range(steps)) * factor + offset
+    return [total, total * times]
+
+
+def test_each_program_goes_its_own_way_on_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    recordings, record = [], recorded_programs._Launch._record
+
+    def counted(launch: Any, *given: Any) -> None:
+        recordings.append(launch.__name__)
+        record(launch, *given)
+
+    monkeypatch.setattr(recorded_programs._Launch, "_record", counted)
+    torch.manual_seed(0)
+    for factor, offset, times in ((0.5, 3, 2), (0.5, 70, 2), (0.25, 3, 2), (0.5, 3, 4)):
+        for count in (1, 20):
+            numbers = torch.randint(1, 6, (count,), dtype=torch.int32)
+            out = torch.empty(count, 2)
+            _collatz[(count,)](out, numbers, factor, offset, times=times)
+            assert out.tolist() == [_want(number, factor, offset, times) for number in numbers.tolist()]
+    # Five numbers have five ways, and three pairs of constants a tree each: 84 programs ran.
+    assert 3 <= len(recordings) <= 15
