@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ def _want(number: int, factor: float, offset: int, times: int) -> list[float]:
     return [total, total * times]
 
 
+@pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") == "full", reason="the full profile records no programs")
 def test_each_program_goes_its_own_way_on_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     recordings, record = [], recorded_programs._Launch._record
 
