@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 from fakes.processes.running_node import running_node
@@ -34,7 +33,7 @@ def hostile(i: int) -> SamplingParams:
 
 @pytest.fixture
 def engine(make_engine: MakeEngine) -> Engine:
-    return partial(make_engine, runner="torch", dtype="float32")()
+    return make_engine()
 
 
 async def test_a_dozen_hostile_grammars_are_refused_beside_a_stream(redis_url: str, engine: Engine) -> None:
