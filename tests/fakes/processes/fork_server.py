@@ -1,7 +1,7 @@
 """`python fork_server.py <fd> services`, `... <fd> tests <pytest's arguments>`: import once, fork for each request.
 
-`services` runs commands of penstock as armed.py does. `tests` collects the tests and becomes xdist's workers, which
-then find each test file imported. A child has its own streams, process id and exit status. A start takes milliseconds
+`services` runs commands of penstock as armed.py does. `tests` imports the test files and becomes xdist's workers, which
+then find each of them imported. A child has its own streams, process id and exit status. A start takes milliseconds
 of CPU time instead of a second for a service, and of ten seconds for a worker. See forked_process.py for the other end.
 """
 
@@ -172,10 +172,23 @@ def run_command(request: Request, address: str) -> None:
 
 
 def import_tests(arguments: list[str]) -> None:
-    """Collect the tests of a run."""
+    """Import the test files of a run. Only workers make the tests of them: these are thousands of objects."""
     import pytest
 
-    status = pytest.main([*arguments, "--collect-only", "-qq", "-n0"])
+    class ImportedFile(pytest.Module):
+        def collect(self) -> list[pytest.Item]:
+            assert self.obj
+            return []
+
+    class Importing:
+        @pytest.hookimpl
+        def pytest_pycollect_makemodule(self, module_path: Path, parent: pytest.Collector) -> pytest.Module:
+            module: pytest.Module = ImportedFile.from_parent(parent, path=module_path)
+            return module
+
+    # A test that is named must be found.
+    plugins = [] if any("::" in word for word in arguments) else [Importing()]
+    status = pytest.main([*arguments, "--collect-only", "-qq", "-n0"], plugins=plugins)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         # Pytest keeps a module whose import has failed. Workers import it again, and report why it fails.
         for name, module in list(sys.modules.items()):
