@@ -208,7 +208,6 @@ def test_a_log_of_another_form_ends_the_choice_by_name(engine: Engine) -> None:
         ({"grammar": "start: start"}, "grammar"),
         ({"json": {"$ref": "#"}}, "json_schema"),
         ({"json": '{"items":' * 200 + "{}" + "}" * 200}, "json_schema"),
-        ({"json": {"type": "object", "properties": {f"key{i}": True for i in range(9000)}}}, "json_schema"),
     ],
 )
 def test_forms_that_cannot_be_kept_to_are_refused_by_field(engine: Engine, wanted: dict[str, Any], param: str) -> None:
