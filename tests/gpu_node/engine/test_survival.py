@@ -291,7 +291,7 @@ def test_growth_is_logged_before_a_system_might_kill_for_it(
 ) -> None:
     engine, now_s = make_engine(), iter(range(1_000_000))
     engine._memory_trace._now_s = lambda: next(now_s)
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, logger="penstock"):
         for mib in (100, 105, 109, 120, 110, 131, 200):
             monkeypatch.setattr(memory_trace, "resident_bytes", lambda mib=mib: mib << 20)
             engine.step()
