@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.processes.child_process import ChildProcess
+from fakes.processes.fork_server import FORK_CLIENT
 from fakes.processes.forked_process import ForkedProcess, ForkServer
 from fakes.processes.python_process import PythonProcess, run_python
 
@@ -148,6 +151,39 @@ def test_words_of_python_are_understood() -> None:
     assert done.returncode == 1
     assert done.stderr.endswith("UserWarning: oh\n")
     assert run_python("-m", "penstock", "--version").stdout.startswith("penstock ")
+
+
+@pytest.fixture
+def part(server: ForkServer) -> Iterator[subprocess.Popen[str]]:
+    """What stands for a part of `penstock serve`, which says its process id, and ends with status 7 on SIGTERM."""
+    server.open()
+    code = (
+        "import os, signal; signal.signal(15, lambda *_: os._exit(7)); print(os.getpid(), flush=True); signal.pause()"
+    )
+    command = [sys.executable, "-I", "-S", FORK_CLIENT, server.address, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def test_a_part_of_a_forked_command_gets_its_signals_and_gives_its_status(part: subprocess.Popen[str]) -> None:
+    assert part.stdout is not None
+    assert int(part.stdout.readline()) != part.pid
+    part.terminate()
+    assert part.wait(20) == 7
+
+
+@pytest.mark.parametrize("is_the_part_itself", [False, True])
+def test_a_part_of_a_forked_command_is_killed_with_what_stands_for_it(
+    part: subprocess.Popen[str], is_the_part_itself: bool
+) -> None:
+    assert part.stdout is not None
+    pid = int(part.stdout.readline())
+    watched = os.pidfd_open(pid)
+    os.kill(pid if is_the_part_itself else part.pid, signal.SIGKILL)
+    assert part.wait(20) == -signal.SIGKILL
+    assert select.select([watched], [], [], 20)[0]
+    os.close(watched)
 
 
 def test_a_process_group_gets_signals_together() -> None:

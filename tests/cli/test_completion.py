@@ -14,20 +14,23 @@ PENSTOCK = Path(sys.executable).parent / "penstock"
 BASH = """
 set -eu
 eval "$(penstock --show-completion)"
-COMP_WORDS=("$@")
-COMP_CWORD=$(( $# - 1 ))
-_penstock_completion penstock
-printf '%s\\n' "${COMPREPLY[@]}"
+for line in "$@"; do
+    IFS='|'; COMP_WORDS=($line); unset IFS
+    COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 ))
+    _penstock_completion penstock
+    printf '%s\\n' "${COMPREPLY[*]}"
+done
 """
-
-
-def in_bash(*words: str) -> list[str]:
-    """Return what bash offers for the last of these words."""
-    path = f"{PENSTOCK.parent}{os.pathsep}{os.environ['PATH']}"
-    command = ["bash", "-c", BASH, "bash", *words]
-    done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+"""Its arguments are lines of words, each with a bar behind it. For each it prints what is offered for the last word."""
+OFFERED = {
+    ("penstock", "j"): ["jobs"],
+    ("penstock", "--ver"): ["--version"],
+    ("penstock", "jobs", "c"): ["cancel"],
+    ("penstock", "jobs", "list", "--st"): ["--state"],
+    ("penstock", "jobs", "list", "--state", "q"): ["queued"],
+    ("penstock", "node", "--kv-cache-d"): ["--kv-cache-dtype"],
+    ("penstock", "chat", "--priority", ""): ["interactive", "standard", "batch"],
+}
 
 
 def loaded_by(*words: str, **env: str) -> set[str]:
@@ -43,20 +46,14 @@ def loaded_by(*words: str, **env: str) -> set[str]:
 @pytest.mark.skipif(
     shutil.which("bash") is None or not PENSTOCK.exists(), reason="needs bash and an installed penstock"
 )
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (("penstock", "j"), ["jobs"]),
-        (("penstock", "--ver"), ["--version"]),
-        (("penstock", "jobs", "c"), ["cancel"]),
-        (("penstock", "jobs", "list", "--st"), ["--state"]),
-        (("penstock", "jobs", "list", "--state", "q"), ["queued"]),
-        (("penstock", "node", "--kv-cache-d"), ["--kv-cache-dtype"]),
-        (("penstock", "chat", "--priority", ""), ["interactive", "standard", "batch"]),
-    ],
-)
-def test_bash_completes_commands_options_and_their_values(words: tuple[str, ...], offered: list[str]) -> None:
-    assert in_bash(*words) == offered
+def test_bash_completes_commands_options_and_their_values() -> None:
+    path = f"{PENSTOCK.parent}{os.pathsep}{os.environ['PATH']}"
+    lines = ["".join(f"{word}|" for word in words) for words in OFFERED]
+    command = ["bash", "-c", BASH, "bash", *lines]
+    done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    offered = [line.split() for line in done.stdout.splitlines()]
+    assert dict(zip(OFFERED, offered, strict=True)) == OFFERED
 
 
 def test_zsh_and_fish_get_completions_with_descriptions() -> None:

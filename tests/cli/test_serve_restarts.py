@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fakes.processes.python_process import PythonProcess, run_python
 from fixtures.tiny_model import make_tiny_model
 
 PATIENCE_S = 60.0
@@ -29,13 +28,7 @@ class Serving:
         env = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
         # The native runner is there in a tenth of a second, torch in three.
         env |= {"PENSTOCK_NODE_DTYPE": "bfloat16", "PENSTOCK_NODE_LEASE_MS": "3000", "PENSTOCK_LOG_FORMAT": "console"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", *words],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = PythonProcess("-m", "penstock", *words, env=env)
         self.said: list[str] = []
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -141,7 +134,6 @@ def test_a_second_serve_joins_the_first_and_outlives_it(tmp_path: Path, monkeypa
 
 
 def test_a_node_that_cannot_start_at_all_ends_the_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "none"), "--port", "0"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    ran = run_python("-m", "penstock", "serve", str(tmp_path / "none"), "--port", "0")
     assert ran.returncode == 1
     assert "penstock: node ended with status 2" in ran.stderr and "starts again" not in ran.stderr

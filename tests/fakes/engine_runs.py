@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.gpu_node.engine import Engine, StepOutput
+
+TORCH: dict[str, Any] = {"runner": "torch", "dtype": "float32"}
+"""Settings of an engine whose logits are compared with transformers', or changed on their way."""
 
 
 def drain(engine: Engine) -> list[StepOutput]:

@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from fakes.processes.child_process import ChildProcess
+from fakes.processes.python_process import PythonProcess
 
 TOOL_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -39,15 +42,13 @@ def served(model: Path, log: IO[str] | None = None, **settings: object) -> Itera
     Its Redis is not that of another `penstock serve`. Its node computes on one thread if nothing else is said.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_NODE_")}
-    command = [sys.executable, "-m", "penstock", "serve", str(model), "--port", "0"]
+    words = ("-m", "penstock", "serve", str(model), "--port", "0")
     env = clean | {
         f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in ({"num_threads": 1} | settings).items()
     }
     with (
         tempfile.TemporaryDirectory(prefix="serve") as runtime_dir,
-        subprocess.Popen(
-            command, env=env | {"PENSTOCK_RUNTIME_DIR": runtime_dir}, stdout=subprocess.PIPE, stderr=log, text=True
-        ) as process,
+        _python(*words, env=env | {"PENSTOCK_RUNTIME_DIR": runtime_dir}, log=log) as process,
     ):
         assert process.stdout is not None
         try:
@@ -55,3 +56,10 @@ def served(model: Path, log: IO[str] | None = None, **settings: object) -> Itera
             yield next(match[1] for line in lines if (match := re.search(r"at (http://\S+)/v1", line)))
         finally:
             process.terminate()
+
+
+def _python(*words: str, env: Mapping[str, str], log: IO[str] | None) -> subprocess.Popen[str]:
+    """`python <words>`, which a session of tests starts as a fork."""
+    if ChildProcess.fork_server is not None:
+        return PythonProcess(*words, env=env, stderr=log)
+    return subprocess.Popen([sys.executable, *words], env=env, stdout=subprocess.PIPE, stderr=log, text=True)

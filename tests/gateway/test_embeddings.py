@@ -154,8 +154,9 @@ def test_adapter_is_named_as_the_model(http: httpx.Client, engine: EchoEngine) -
     assert engine.last_adapter.name == "echo-tuned"
 
 
-def test_as_many_texts_as_openai_allows_are_one_request(http: httpx.Client) -> None:
-    texts = [f"text {number}" for number in range(MAX_INPUTS)]
+@pytest.mark.parametrize("count", [MAX_JOBS_SHOWN + 1, pytest.param(MAX_INPUTS, marks=pytest.mark.slow)])
+def test_as_many_texts_as_openai_allows_are_one_request(http: httpx.Client, count: int) -> None:
+    texts = [f"text {number}" for number in range(count)]
     answer = http.post("/v1/embeddings", json={"model": MODEL, "input": texts, "priority": "batch"}, timeout=120)
     assert answer.status_code == 200
     got = [one["embedding"] for one in answer.json()["data"]]

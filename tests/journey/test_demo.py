@@ -92,6 +92,7 @@ def start_serve(folder: Path) -> tuple[subprocess.Popen[str], str, str]:
     raise AssertionError(process.communicate()[1])
 
 
+@pytest.mark.slow  # CI runs `make demo` each time.
 def test_demo_streams_a_sensible_answer_and_says_how_fast(folder: Path) -> None:
     demo = start(folder, "demo", "--prompt", "What is gravity?", "--max-tokens", "24")
     out, errors = demo.communicate(timeout=100)

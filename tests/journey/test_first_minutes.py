@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fakes.processes.hub_server import HubServer
-from fakes.processes.python_process import run_python
+from fakes.processes.python_process import PythonProcess, run_python
 from fixtures.gguf_file import write_gguf
 from fixtures.tiny_model import make_tiny_model
 
@@ -52,19 +50,8 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
 
 def test_the_demo_model_comes_from_the_hub_and_commands_find_the_redis(hub: HubServer, tmp_path: Path) -> None:
     env = environment(tmp_path, HF_ENDPOINT=hub.url)
-    command = (
-        sys.executable,
-        "-c",
-        WITHOUT_PACKAGE,
-        "serve",
-        "--port",
-        "0",
-        "--alias",
-        "demo",
-        "--max-model-len",
-        "256",
-    )
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serve:
+    options = ("--port", "0", "--alias", "demo", "--max-model-len", "256")
+    with PythonProcess("-c", WITHOUT_PACKAGE, "serve", *options, env=env) as serve:
         assert serve.stdout is not None and serve.stderr is not None
         try:
             shown = ""
@@ -101,8 +88,7 @@ def test_a_demo_model_that_cannot_come_is_one_line_with_the_remedy(
 ) -> None:
     with HubServer().running() as hub:
         env = environment(tmp_path, HF_ENDPOINT=hub.url, PENSTOCK_LOG_FORMAT="console", **variables)
-        command = (sys.executable, "-c", WITHOUT_PACKAGE, "serve", "--port", "0")
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        done = run_python("-c", WITHOUT_PACKAGE, "serve", "--port", "0", env=env)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("penstock: node ended with status 2: ") and why in last

@@ -87,8 +87,8 @@ class Host:
                 return
             assert self._running[service].poll() is None, self.log(service)
             assert time.monotonic() < deadline, f"{checked.stdout!r} {checked.stderr!r} {self.log(service)}"
-            # A check is a process that imports penstock.
-            time.sleep(0.5)
+            # A check is a process that imports penstock, for half a second of CPU time.
+            time.sleep(1.5)
 
     def stop(self, service: str) -> int:
         """As Docker does: SIGTERM, and after the grace period SIGKILL."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from fakes.processes.node_process import NodeProcess
+from fakes.processes.python_process import run_python
 from faults.tools.redis_process import RedisProcess
 
 from tests.source_tree import ROOT
@@ -21,8 +20,7 @@ from tests.source_tree import ROOT
 def check(name: str) -> tuple[int, str]:
     """Status and words of the healthcheck, in an environment that names a Redis that is not there."""
     env = os.environ | {"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1", "PENSTOCK_NODE_NAME": name}
-    command = [sys.executable, str(ROOT / "ops/node_alive.py")]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    ran = run_python(str(ROOT / "ops/node_alive.py"), env=env)
     assert ran.stderr == ""
     return ran.returncode, ran.stdout
 

@@ -1,7 +1,7 @@
 """`python fork_server.py <fd> services`, `... <fd> tests <pytest's arguments>`: import once, fork for each request.
 
-`services` runs commands of penstock as armed.py does. `tests` collects the tests and becomes xdist's workers, which
-then find each test file imported. A child has its own streams, process id and exit status. A start takes milliseconds
+`services` runs commands of penstock as armed.py does. `tests` imports the test files and becomes xdist's workers, which
+then find each of them imported. A child has its own streams, process id and exit status. A start takes milliseconds
 of CPU time instead of a second for a service, and of ten seconds for a worker. See forked_process.py for the other end.
 """
 
@@ -27,10 +27,11 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 MAX_REQUEST_BYTES = 1 << 20
+FORK_CLIENT = str(Path(__file__).parent / "fork_client.py")
 STREAMS = 3
 """Stdin, stdout and stderr come with a request, and behind them the pipe that gets the exit status."""
 PRELOADED = (
-    *("penstock.cli.main", "penstock.cli.gateway", "penstock.cli.node", "penstock.gateway.app"),
+    *("penstock.cli.main", "penstock.cli.gateway", "penstock.cli.node", "penstock.cli.serve", "penstock.gateway.app"),
     *("penstock.gpu_node.process", "penstock.producer.client", "reference_engine"),
 )
 """Services, without torch: a request of a node with a real model names that."""
@@ -151,9 +152,12 @@ def import_services() -> None:
     import_module("penstock.gateway.api_docs.openapi")._body_schemas()
 
 
-def run_command(request: Request) -> None:
-    """Run a command in its own environment and working folder."""
+def run_command(request: Request, address: str) -> None:
+    """Run a command in its own environment and working folder. The parts that it starts are forks too."""
     from armed import arm, end_with_parent, run  # type: ignore[import-not-found]
+
+    processes = import_module("penstock.cli.processes")
+    processes._PENSTOCK = (sys.executable, "-I", "-S", FORK_CLIENT, address, "-m", "penstock")  # type: ignore[attr-defined]
 
     if request.get("on_terminal"):
         os.setsid()
@@ -168,10 +172,23 @@ def run_command(request: Request) -> None:
 
 
 def import_tests(arguments: list[str]) -> None:
-    """Collect the tests of a run."""
+    """Import the test files of a run. Only workers make the tests of them: these are thousands of objects."""
     import pytest
 
-    status = pytest.main([*arguments, "--collect-only", "-qq", "-n0"])
+    class ImportedFile(pytest.Module):
+        def collect(self) -> list[pytest.Item]:
+            assert self.obj
+            return []
+
+    class Importing:
+        @pytest.hookimpl
+        def pytest_pycollect_makemodule(self, module_path: Path, parent: pytest.Collector) -> pytest.Module:
+            module: pytest.Module = ImportedFile.from_parent(parent, path=module_path)
+            return module
+
+    # A test that is named must be found.
+    plugins = [] if any("::" in word for word in arguments) else [Importing()]
+    status = pytest.main([*arguments, "--collect-only", "-qq", "-n0"], plugins=plugins)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         # Pytest keeps a module whose import has failed. Workers import it again, and report why it fails.
         for name, module in list(sys.modules.items()):
@@ -222,11 +239,13 @@ def main() -> None:
     gc.enable()
     # An interrupt is for the processes that run tests: they end, and this one ends with them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    request = Server(socket.socket(fileno=int(fd))).serve()
+    listener = socket.socket(fileno=int(fd))
+    address = listener.getsockname()
+    request = Server(listener).serve()
     if request is None:
         os._exit(0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    end(lambda: run_command(request) if kind == "services" else run_worker(request))
+    end(lambda: run_command(request, address) if kind == "services" else run_worker(request))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def gateway_url(stack, tmp_path_factory: pytest.TempPathFactory) -> str:
         folder = make_tiny_model(tmp_path_factory.mktemp("models") / form)
         (folder / "chat_template.jinja").write_text(TEMPLATE + f"{{# {mark} #}}")
         engine = Engine(
-            EngineConfig(model=str(folder), runner="torch", dtype="float32", num_kv_blocks=400, num_threads=1)
+            EngineConfig(model=str(folder), dtype="bfloat16", num_kv_blocks=400, num_threads=1, weight_cache=False)
         )
         stack.start_node(engine, model=form, pool=form)
     return stack.start_gateway()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.engine_runs import TORCH
 from fakes.prompts import mixed_prompts
 from fakes.ties import num_departures
 from transformers import AutoModelForCausalLM
@@ -28,7 +29,7 @@ def test_the_tiny_model_says_what_transformers_generate_says(
     make_engine: Callable[..., Engine], tiny_model: Path
 ) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model)
-    engine = make_engine(num_kv_blocks=40, max_num_batched_tokens=48, max_num_seqs=16)
+    engine = make_engine(**TORCH, num_kv_blocks=40, max_num_batched_tokens=48, max_num_seqs=16)
     params = SamplingParams(temperature=0.0, max_tokens=20)
     prompts = mixed_prompts(engine, 24)
     generations = engine.generate(prompts, params)
@@ -48,7 +49,7 @@ def test_repetition_penalty_is_transformers(
     make_engine: Callable[..., Engine], tiny_model: Path, penalty: float
 ) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model)
-    engine = make_engine()
+    engine = make_engine(**TORCH)
     prompt = engine.tokenizer.encode("the gate opens by pressure")
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, repetition_penalty=penalty)
     ids = torch.tensor([prompt])

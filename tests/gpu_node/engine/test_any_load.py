@@ -260,7 +260,7 @@ def _hashes(seq: Sequence, tokens: list[int]) -> list[bytes]:
 
 @pytest.mark.timeout(3600 if FULL else 120)
 def test_any_load_is_served_in_full_and_every_sequence_reads_its_own() -> None:
-    examples, steps = (2500, 50) if FULL else (80, 40)
+    examples, steps = (2500, 50) if FULL else (60, 40)
     stateful.run_state_machine_as_test(
         EngineMachine,
         settings=settings(max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck)),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes.engine_runs import TORCH
 from fakes.runners.ahead_runner import AheadRunner
 from fakes.runners.faulty_runner import FaultyRunner
 from fixtures.random_adapters import make_adapter, merge
@@ -149,7 +150,7 @@ def _note(found: dict[str, tuple[float, ...]], outputs: Sequence[StepOutput]) ->
 
 
 def test_text_beside_them_is_not_changed(model: Any, make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(max_num_batched_tokens=32, max_num_seqs=4)
+    engine = make_engine(**TORCH, max_num_batched_tokens=32, max_num_seqs=4)
     params = SamplingParams(temperature=0.0, max_tokens=12)
     (wanted,) = engine.generate([[1, 2, 3]], params)
     prompt = list(range(50))
@@ -166,7 +167,7 @@ def test_text_beside_them_is_not_changed(model: Any, make_engine: Callable[..., 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_prompt_may_fill_the_context(model: Any, make_engine: Callable[..., Engine], pooling: Pooling) -> None:
-    engine = make_engine(max_model_len=128, num_kv_blocks=8, max_num_batched_tokens=48, max_num_seqs=4)
+    engine = make_engine(**TORCH, max_model_len=128, num_kv_blocks=8, max_num_batched_tokens=48, max_num_seqs=4)
     prompt = _prompts(1, seed=8)[0] * 128
     (found,) = engine.embed([prompt[:128]], pooling=pooling)
     assert _distance(found, _wanted(model, prompt[:128], pooling)) < 1e-5
@@ -218,7 +219,7 @@ def test_of_a_prompt_with_an_adapter(
 ) -> None:
     adapter = make_adapter(tmp_path / "tuned", model)
     tuned = merge(deepcopy(model), adapter)
-    engine = make_engine(lora={"tuned": adapter})
+    engine = make_engine(**TORCH, lora={"tuned": adapter})
     first, second = engine.embed([[1, 2, 3]] * 2, adapters=[None, "tuned"], pooling=pooling)
     assert _distance(first, _wanted(model, [1, 2, 3], pooling)) < 1e-5
     assert _distance(second, _wanted(tuned, [1, 2, 3], pooling)) < 1e-5

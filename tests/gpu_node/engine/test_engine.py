@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.engine_runs import check_idle, drain, tokens_of
+from fakes.engine_runs import TORCH, check_idle, drain, tokens_of
 from fakes.poison import poisoned
 
 from penstock.contract.errors import ConfigError, ConflictError, NotFoundError, PromptTooLongError, RequestError
@@ -39,7 +39,7 @@ def greedy_alone(plain: Engine) -> list[tuple[int, ...]]:
         {"max_num_batched_tokens": 7, "max_num_seqs": 5},
         {"num_kv_blocks": 12},
         {"enable_prefix_caching": False, "num_kv_blocks": 14},
-        {"block_size": 8, "num_kv_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 3},
+        {"block_size": 32, "num_kv_blocks": 14, "max_num_batched_tokens": 16, "max_num_seqs": 3},
         {"block_size": 32},
     ],
 )
@@ -50,6 +50,15 @@ def test_how_requests_are_batched_does_not_change_what_they_say(
     for _ in range(2):
         got = engine.generate(PROMPTS, GREEDY)
         assert [generation.choices[0].token_ids for generation in got] == greedy_alone
+    check_idle(engine)
+
+
+def test_blocks_of_eight_tokens_do_not_change_what_torch_says(make_engine: MakeEngine) -> None:
+    """The native runner has none."""
+    alone = make_engine(**TORCH)
+    want = [alone.generate([prompt], GREEDY)[0].choices for prompt in PROMPTS]
+    engine = make_engine(**TORCH, block_size=8, num_kv_blocks=24, max_num_batched_tokens=16, max_num_seqs=3)
+    assert [generation.choices for generation in engine.generate(PROMPTS, GREEDY)] == want
     check_idle(engine)
 
 
@@ -238,7 +247,7 @@ def test_what_is_no_list_of_prompts_is_refused(plain: Engine, prompts: Any) -> N
 
 
 def test_a_request_whose_logits_break_fails_alone(make_engine: MakeEngine) -> None:
-    engine = make_engine(enable_prefix_caching=True)
+    engine = make_engine(**TORCH, enable_prefix_caching=True)
     want = engine.generate(["the gate"], GREEDY)[0].choices[0].token_ids
     with poisoned(engine._runner, 300):
         engine.add(EngineRequest("bad", [10] * 20 + [300], GREEDY, seed=0))
@@ -254,7 +263,7 @@ def test_a_request_whose_logits_break_fails_alone(make_engine: MakeEngine) -> No
 
 
 def test_blocks_of_an_aborted_prompt_that_was_no_numbers_can_be_used_again(make_engine: MakeEngine) -> None:
-    engine = make_engine(enable_prefix_caching=False, num_kv_blocks=8, max_num_batched_tokens=64)
+    engine = make_engine(**TORCH, enable_prefix_caching=False, num_kv_blocks=8, max_num_batched_tokens=64)
     want = engine.generate(["the gate"] * 2, GREEDY)
     with poisoned(engine._runner, 300):
         engine.add(EngineRequest("bad", [300] * 90, GREEDY, seed=0))
@@ -298,7 +307,7 @@ def test_a_runner_that_fails_once_loses_no_request(
 
 def test_revision_names_files_and_dtype_and_nothing_else(make_engine: MakeEngine, plain: Engine) -> None:
     assert plain.revision == make_engine(num_kv_blocks=10).revision
-    assert plain.revision != make_engine(dtype="bfloat16").revision
+    assert plain.revision != make_engine(dtype="float32").revision
     assert len(plain.revision) == 32
 
 

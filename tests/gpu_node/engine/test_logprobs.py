@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes.engine_runs import TORCH
 from fakes.runners.ahead_runner import AheadRunner
 from fakes.runners.faulty_runner import FaultyRunner
 from numpy.typing import NDArray
@@ -142,7 +143,7 @@ def _outputs(engine: Engine) -> list[StepOutput]:
 @pytest.mark.parametrize("num_logged", [0, 1, 5])
 def test_another_engine_goes_on_with_the_same(make_engine: Callable[..., Engine], num_logged: int) -> None:
     params = SamplingParams(max_tokens=12, seed=3, logprobs=3, prompt_logprobs=2)
-    first, second = make_engine(runner="torch"), make_engine(runner="torch")
+    first, second = make_engine(**TORCH), make_engine(**TORCH)
     first.add(EngineRequest("whole", PROMPTS[0], params, seed=3))
     whole = _outputs(first)
     said = [token for output in whole for token in output.token_ids][:num_logged]
@@ -155,7 +156,7 @@ def test_another_engine_goes_on_with_the_same(make_engine: Callable[..., Engine]
 
 
 def test_tokens_are_named_by_what_they_add_to_the_text(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(runner="torch")
+    engine = make_engine(**TORCH)
     params = SamplingParams(max_tokens=20, seed=5, logprobs=1, prompt_logprobs=0, ignore_eos=True)
     (said,) = engine.generate(["a wide gate"], params)
     assert b"".join(entry.shown for entry in said.prompt_logprobs).decode() == "a wide gate"
@@ -166,7 +167,7 @@ def test_tokens_are_named_by_what_they_add_to_the_text(make_engine: Callable[...
 
 
 def test_more_than_a_result_can_hold_is_refused(make_engine: Callable[..., Engine]) -> None:
-    engine, prompt = make_engine(runner="torch", max_model_len=900, num_kv_blocks=64), [1] * 10
+    engine, prompt = make_engine(**TORCH, max_model_len=900, num_kv_blocks=64), [1] * 10
     fits = {"max_tokens": MAX_LOGPROBS_OF_JOB // (16 * 21), "n": 16, "logprobs": 20}
     engine.add(EngineRequest("0", prompt, SamplingParams(**fits), seed=0))
     for more in ({"prompt_logprobs": 20}, {"max_tokens": fits["max_tokens"] + 1}):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes.engine_runs import TORCH
 from tokenizers import Tokenizer
 
 from penstock.contract.errors import RequestError
@@ -43,7 +44,7 @@ def _said_by_reference(model: Any, prompt: list[int], **options: Any) -> list[in
 @pytest.fixture(scope="module")
 def engine(make_engine: Callable[..., Engine]) -> Engine:
     """An engine on the same model."""
-    return make_engine()
+    return make_engine(**TORCH)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.cover import each_value, pairwise
-from fakes.engine_runs import check_idle, tokens_of
+from fakes.engine_runs import TORCH, check_idle, tokens_of
 from fakes.poison import poisoned
 from fakes.runners.faulty_runner import FaultyRunner, Place
 
@@ -240,7 +240,7 @@ def test_who_is_preempted_when_its_text_has_ended_it_does_not_come_back(make_eng
 
 
 def test_torchs_lack_of_memory_is_known_as_such(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
+    engine = make_engine(**TORCH)
     runner: Any = engine._runner
     with monkeypatch.context() as patch:
         patch.setattr(runner._decoder, "logits", lambda *_: torch.empty(1 << 60))
@@ -254,7 +254,9 @@ def test_torchs_lack_of_memory_is_known_as_such(make_engine: MakeEngine, monkeyp
 
 @pytest.mark.parametrize("fails_at_once", [False, True])
 def test_blocks_of_a_choice_whose_logits_broke_are_used_again(make_engine: MakeEngine, fails_at_once: bool) -> None:
-    engine = make_engine(num_kv_blocks=12, max_num_batched_tokens=512 if fails_at_once else 16, max_num_seqs=16)
+    engine = make_engine(
+        **TORCH, num_kv_blocks=12, max_num_batched_tokens=512 if fails_at_once else 16, max_num_seqs=16
+    )
     good = engine.generate([PROMPTS[0]], PARAMS)[0].choices
     with poisoned(engine._runner, 300):
         engine.add(EngineRequest("bad", [10] * 20 + [300], PARAMS, seed=0))
@@ -289,7 +291,7 @@ def test_growth_is_logged_before_a_system_might_kill_for_it(
 ) -> None:
     engine, now_s = make_engine(), iter(range(1_000_000))
     engine._memory_trace._now_s = lambda: next(now_s)
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, logger="penstock"):
         for mib in (100, 105, 109, 120, 110, 131, 200):
             monkeypatch.setattr(memory_trace, "resident_bytes", lambda mib=mib: mib << 20)
             engine.step()

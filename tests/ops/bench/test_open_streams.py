@@ -45,7 +45,8 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Setup:
     return Setup(SECONDS, 4, Cores.of_this_machine(pinned=False))
 
 
-@pytest.mark.parametrize("transport", ["SSE", pytest.param("WebSocket", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["SSE", "WebSocket"])
 def test_every_event_of_every_stream_arrives_in_order(setup: Setup, transport: str) -> None:
     cores = os.sched_getaffinity(0)
     script, direct = measure_rates(sys.executable, NUM_STREAMS, [PER_S], [PER_S], setup, transport)

@@ -21,6 +21,7 @@ import redis as sync_redis
 from celery import Celery
 from celery.backends.base import BaseBackend
 from celery.result import AsyncResult
+from fakes.processes.python_process import run_python
 
 from penstock.contract.errors import RequestError
 from penstock.producer.batch import remote
@@ -30,6 +31,7 @@ from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.task_leases import LeaseObserver
 from penstock.producer.batch.tasks import GENERATE, RUN_FILE
 from tests.producer.batch.conftest import (
+    CELERY_IMPORTS,
     Row,
     chat_row,
     kill_group,
@@ -297,7 +299,7 @@ def test_celery_reads_the_addresses_we_write() -> None:
 
 def test_worker_without_redis_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_REDIS_URL", raising=False)
-    done = subprocess.run(WORKER, capture_output=True, text=True, timeout=30)
+    done = run_python(*WORKER[1:], imports=CELERY_IMPORTS)
     assert done.returncode == 2
     assert "PENSTOCK_REDIS_URL" in done.stderr and done.stderr.count("\n") == 1
 

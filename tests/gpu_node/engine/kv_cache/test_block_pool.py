@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fakes.cover import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -97,7 +98,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_cached == len(set(self.content) - set(held))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+PoolMachine.TestCase.settings = settings(max_examples=examples(125), stateful_step_count=40)
 TestPool = PoolMachine.TestCase
 
 

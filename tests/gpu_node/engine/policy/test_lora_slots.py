@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.cover import examples
-from fakes.engine_runs import drain, tokens_of
+from fakes.engine_runs import TORCH, drain, tokens_of
 from fakes.prompts import mixed_prompts
 from fakes.schedules import BLOCK_SIZE, check_plan, new_scheduler, new_sequence
 from fakes.ties import num_departures
@@ -53,7 +53,7 @@ def test_more_adapters_than_places_all_get_their_turn(
     make_engine: MakeEngine, tiny_model: Path, adapters: Path, policy: str
 ) -> None:
     engine = make_engine(
-        runner="torch", lora_dir=adapters, max_loras=2, max_num_seqs=8, num_kv_blocks=48, scheduling_policy=policy
+        **TORCH, lora_dir=adapters, max_loras=2, max_num_seqs=8, num_kv_blocks=48, scheduling_policy=policy
     )
     prompts = [prompt[:60] for prompt in mixed_prompts(engine, 12)]
     wanted = [(*NAMES, None)[i % 6] for i in range(len(prompts))]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.cover import examples
-from fakes.engine_runs import check_idle, drain, tokens_of
+from fakes.engine_runs import TORCH, check_idle, drain, tokens_of
 from fakes.poison import poisoned
 from fakes.runners.ahead_runner import AheadRunner
 from fakes.runners.faulty_runner import FaultyRunner
@@ -295,7 +295,8 @@ def test_who_takes_over_from_a_node_that_planned_ahead_says_the_rest(make_engine
 
 
 def test_what_a_row_that_was_not_finite_left_reaches_nobody(make_engine: MakeEngine) -> None:
-    engine, params = make_engine(num_kv_blocks=6), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    engine = make_engine(**TORCH, num_kv_blocks=6)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     good = engine.generate([[5] * 20], params)[0].choices[0].token_ids
     alone = engine._runner
     engine._runner = AheadRunner(alone)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes.cover import FULL
 from fakes.guided import mask_of
 from fixtures.tiny_model import write_tokenizer
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,6 +26,18 @@ EOS = 2
 MARKS = {"<tool_call>": False, "</tool_call>": False, "[TOOL_CALLS]": True, "<think>": False, "</think>": False}
 """And whether they are special: as in Qwen's tokenizers, and Mistral's."""
 FORMS = ("hermes", "llama3_json", "mistral")
+REASONINGS = ("none", "think", "think_open")
+NUM_DRAWN = 5 if FULL else 3
+TOKENS, SPELLED = "marks are tokens", "marks are spelled"
+DRAWN = [
+    pytest.param(
+        marks, form, reasoning, marks=pytest.mark.slow if (marks, reasoning != "none") == (SPELLED, True) else ()
+    )
+    for marks in (TOKENS, SPELLED)
+    for form in FORMS
+    for reasoning in REASONINGS
+]
+"""Where `</think>` is spelled, hardly any reasoning ends by chance, so that no call is read behind it."""
 
 
 class Location(BaseModel):
@@ -49,11 +62,11 @@ FUNCTIONS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["marks are tokens", "marks are spelled"])
+@pytest.fixture(scope="module", params=[TOKENS, SPELLED])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder, 384)
-    if request.param == "marks are tokens":
+    if request.param == TOKENS:
         path = folder / "tokenizer.json"
         config = json.loads(path.read_text())
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -103,30 +116,27 @@ def check_calls(said: ParsedText) -> None:
             assert (call.name, call.arguments) == (ODD, "{}")
 
 
-@pytest.mark.parametrize("reasoning", ["none", "think", "think_open"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("tokenizer", "form", "reasoning"), DRAWN, indirect=["tokenizer"], scope="module")
 def test_whatever_is_drawn_reads_as_calls(
     guides: GrammarCompiler, tokenizer: Tokenizer, form: str, reasoning: str
 ) -> None:
     rng, read = random.Random(form + reasoning), AnswerFormat(form, reasoning)
     for parallel in (True, False):
         wanted = calls(form, reasoning=reasoning, parallel=parallel)
-        drawn = [draw(guides, tokenizer, wanted, rng) for _ in range(5)]
+        drawn = [draw(guides, tokenizer, wanted, rng) for _ in range(NUM_DRAWN)]
         texts = [text for text in drawn if text is not None]
-        # Where `</think>` is spelled, hardly any reasoning ends by chance.
         assert len(texts) > 1 or reasoning != "none"
         for said in map(read.read, texts):
             assert said.content == "" and 1 <= len(said.calls) <= (MAX_CALLS if parallel else 1)
             check_calls(said)
 
 
-@pytest.mark.parametrize("reasoning", ["none", "think", "think_open"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("tokenizer", "form", "reasoning"), DRAWN, indirect=["tokenizer"], scope="module")
 def test_among_other_text_what_reads_as_a_call_is_one(
     guides: GrammarCompiler, tokenizer: Tokenizer, form: str, reasoning: str
 ) -> None:
     rng, read = random.Random(form + reasoning), AnswerFormat(form, reasoning)
-    for _ in range(5):
+    for _ in range(NUM_DRAWN):
         text = draw(guides, tokenizer, calls(form, reasoning=reasoning, required=False), rng)
         check_calls(read.read(text or ""))
 

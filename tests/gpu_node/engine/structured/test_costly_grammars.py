@@ -33,7 +33,7 @@ PROMPT = [3, 4, 5]
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[Engine]:
     made = Engine(
-        EngineConfig(model=str(tiny_model), runner="torch", dtype="float32", num_kv_blocks=400, weight_cache=False)
+        EngineConfig(model=str(tiny_model), runner="native", dtype="bfloat16", num_kv_blocks=400, weight_cache=False)
     )
     made.generate([PROMPT], _params(REGEX))  # starts the grammar processes
     yield made
@@ -81,7 +81,9 @@ def test_a_trial_that_takes_too_much_time_or_memory_is_killed(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "TRIAL_CPU_S", 0.0001)
-    engine = Engine(EngineConfig(model=str(tiny_model), runner="torch", num_kv_blocks=40, weight_cache=False))
+    engine = Engine(
+        EngineConfig(model=str(tiny_model), runner="native", dtype="bfloat16", num_kv_blocks=40, weight_cache=False)
+    )
     with pytest.raises(TooCostlyError, match="cannot be enforced: it is too costly"):
         engine.prepare(_params({"grammar": HOSTILE}))
     engine._guides.close()

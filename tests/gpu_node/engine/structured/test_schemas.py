@@ -31,7 +31,9 @@ def names_match(pattern: str) -> Callable[[Any], bool]:
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Engine:
-    return Engine(EngineConfig(model=str(tiny_model), runner="torch", dtype="float32", num_kv_blocks=800))
+    return Engine(
+        EngineConfig(model=str(tiny_model), runner="native", dtype="bfloat16", weight_cache=False, num_kv_blocks=800)
+    )
 
 
 def answers_to(engine: Engine, schema: dict[str, Any], max_tokens: int = 120) -> list[Any]:

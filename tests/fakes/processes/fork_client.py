@@ -1,0 +1,44 @@
+"""`python -I -S fork_client.py ADDRESS <words>`: run `python <words>` as a fork of the server of services at ADDRESS.
+
+`penstock serve` and `penstock demo` start their parts by this program where they are forks of that server themselves.
+The part has the streams, environment and working folder of this process. It gets SIGTERM and SIGINT that this process
+gets, and the server kills it when this process is killed. This process ends with its exit status.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+
+def main(address: str, *words: str) -> None:
+    """Ask the server for a fork, and wait for its end."""
+    ended, status = os.pipe()
+    request = {"command": words, "env": dict(os.environ), "cwd": os.getcwd(), "imports": ()}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.connect(address)
+        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, status])
+        os.close(status)
+        part = int(server.recv(64))
+
+        def pass_on(number: int, _frame: object) -> None:
+            with suppress(ProcessLookupError):
+                os.kill(part, number)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, pass_on)
+        answer = array.array("i", os.read(ended, 64))
+    code = answer[0] if answer else -signal.SIGKILL  # Without an answer the server has ended, and its children with it.
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
