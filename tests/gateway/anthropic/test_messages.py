@@ -383,8 +383,9 @@ def test_count_tokens_takes_every_field_of_the_prompt(calling: httpx.Client, cal
         "tool_choice": {"type": "any"},
         "thinking": {"type": "enabled", "budget_tokens": 1024},
     }
+    before = calling_engine.last_params
     assert calling.post("/v1/messages/count_tokens", json=asked).json() == {"input_tokens": 5}
-    assert calling_engine.last_params.structured_outputs is None
+    assert calling_engine.last_params is before
     assert json.loads(calling_engine.tokenizer.last_chat[1])[0]["function"]["name"] == "f"
 
 
