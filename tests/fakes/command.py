@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 
 from typer.testing import CliRunner
@@ -12,8 +13,16 @@ from penstock.cli.main import app
 def run_command(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """Return exit status, stdout and stderr of `penstock <arguments>`.
 
-    `env` is added to the environment, where PENSTOCK_REDIS_URL is not set otherwise.
+    `env` is added to the environment, where PENSTOCK_REDIS_URL is not set otherwise. The level of penstock's logger,
+    which some commands set for their process, is put back.
     """
+    logger = logging.getLogger("penstock")
+    level = logger.level
     changes = {"PENSTOCK_REDIS_URL": None, **env}
-    done = CliRunner().invoke(app, arguments, input=stdin, env=changes, prog_name="penstock", catch_exceptions=False)
+    try:
+        done = CliRunner().invoke(
+            app, arguments, input=stdin, env=changes, prog_name="penstock", catch_exceptions=False
+        )
+    finally:
+        logger.setLevel(level)
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
