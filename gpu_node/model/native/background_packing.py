@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from threading import Event, Thread
+from typing import TypeAlias
 
-from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter
+from penstock.gpu_node.model.native.packed_file import PackedWeights
+from penstock.gpu_node.model.native.packed_matrix import PackedMatrix
 from penstock.kernels.cpu.library import NativeModel
 
 _log = logging.getLogger(__name__)
@@ -27,10 +30,11 @@ class PackingState:
         self.may_begin = Event()
         self.is_stopped = Event()
         self.is_done = Event()
-        self.writer: PackedWriter | None = None
-        """Writes the weights now, unless another process does."""
+        """Set once packing has succeeded or failed."""
+        self.matrices: deque[PackedMatrix] = deque()
+        """The matrices that are packed and that the model does not use yet."""
         self.weights: PackedWeights | None = None
-        """The packed weights, once `is_done`; None if they cannot be shared in a file."""
+        """All weights, once `is_done`; None if `matrices` has all, or packing failed."""
 
     def check(self) -> None:
         """Raise StoppedError if the model was closed."""
@@ -38,22 +42,19 @@ class PackingState:
             raise StoppedError
 
 
+Pack: TypeAlias = Callable[[PackingState], PackedWeights | None]
+
+
 class BackgroundPacking:
     """One packing of a model's weights. Other processes may pack the same weights; then this one waits for theirs."""
 
-    def __init__(
-        self,
-        model: NativeModel,
-        pack: Callable[[PackingState], PackedWeights | None],
-        pack_own: Callable[[NativeModel], object],
-    ) -> None:
+    def __init__(self, model: NativeModel, pack: Pack) -> None:
         """Start soon: after the first step of the model, or after `_PATIENCE_S` without one.
 
-        model: reads the weights. pack: returns the packed weights, or None if they cannot be shared in a file; it calls
-        `check` of the state and sets its writer. pack_own: packs weights that only this model has.
+        model: reads the rows. It keeps them if packing fails. pack: adds packed matrices to the state, calls its
+        `check` often, and returns all weights if a file holds them.
         """
         self._model = model
-        self._pack_own = pack_own
         self._state = state = PackingState()
         thread = Thread(target=_run, args=(state, pack), name="penstock-pack", daemon=True)
         # At the end of the process, this runs before the models that `pack` and this object hold are freed.
@@ -65,17 +66,18 @@ class BackgroundPacking:
         self._state.may_begin.set()
 
     def give(self) -> bool:
-        """Give the model what is packed. Return whether that is everything. No step may be running."""
+        """Give the model what is packed. Return whether nothing will follow. No step may be running."""
         state = self._state
-        if not state.is_done.is_set():
-            if state.writer is not None:
-                state.writer.give_written(self._model)
-            return False
-        if state.weights is None:
-            self._pack_own(self._model)
-        else:
-            state.weights.give_to(self._model, 0 if state.writer is None else state.writer.num_given)
-        return True
+        # Read first: what is packed afterwards is given by the next call.
+        is_done = state.is_done.is_set()
+        if is_done and state.weights is not None:
+            # One mapping of the whole file replaces one for each matrix.
+            state.weights.give_to(self._model)
+            return True
+        while state.matrices:
+            state.matrices[0].give_to(self._model)
+            state.matrices.popleft()
+        return is_done
 
     def wait(self) -> None:
         """Wait until `give` gives everything."""
@@ -83,22 +85,21 @@ class BackgroundPacking:
         self._state.is_done.wait()
 
     def close(self) -> None:
-        """Stop packing, and wait until the thread has ended: at most for one matrix."""
+        """Stop packing, and wait until the thread has ended: at most for one part of a matrix."""
         self._end()
 
 
-def _run(state: PackingState, pack: Callable[[PackingState], PackedWeights | None]) -> None:
+def _run(state: PackingState, pack: Pack) -> None:
     state.may_begin.wait(_PATIENCE_S)
     began_s = time.monotonic()
     try:
         state.check()
         state.weights = pack(state)
-        if state.weights is not None:
-            _log.info("weights are packed", extra={"took_s": round(time.monotonic() - began_s, 3)})
+        _log.info("weights are packed", extra={"took_s": round(time.monotonic() - began_s, 3)})
     except StoppedError:
         return
     except Exception:
-        _log.exception("weights could not be packed in the background")
+        _log.exception("weights could not be packed: steps stay slow until the next start")
     state.is_done.set()
 
 

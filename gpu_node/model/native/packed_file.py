@@ -15,15 +15,16 @@ import os
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from threading import Lock
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.background_writer import BackgroundWriter, write_at
+from penstock.gpu_node.model.native.packed_matrix import OnMatrix, PackedMatrix
 from penstock.kernels.cpu.formats import Format, RowLayout, Run
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 
@@ -40,40 +41,24 @@ _LINE = 64
 class PackedWriter:
     """Writes a file of packed weights; the file is valid only after `finish`."""
 
-    def __init__(self, file: BinaryIO, key: str) -> None:
-        """key: identifies the source of the weights, `KEY_DIGITS` characters."""
+    def __init__(self, file: BinaryIO, key: str, on_matrix: OnMatrix | None = None) -> None:
+        """key: identifies the source of the weights, `KEY_DIGITS` characters.
+
+        on_matrix: gets each matrix, mapped from the file, once it is written.
+        """
         self._file = file
         self._key = key
+        self._on_matrix = on_matrix
         self._table: dict[str, list[list[Any]]] = {"matrices": [], "vectors": [], "biases": []}
         self._end = _PAGE
         self._next_packed = 0
         self._buffers = BackgroundWriter(file.fileno())
-        self.num_given = 0
-        """How many matrices `give_written` gave to a model."""
-        self._lock = Lock()
-        self._is_open = True
 
     def __enter__(self) -> PackedWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._is_open = False
         self._buffers.close()
-
-    def give_written(self, model: NativeModel) -> None:
-        """Let a model read the matrices in place that are written and were not given before. Any thread may call this.
-
-        The model keeps the biases that it has.
-        """
-        with self._lock:
-            while self._is_open and self.num_given < len(self._table["matrices"]):
-                slot, layer, runs, columns, start, size = self._table["matrices"][self.num_given]
-                if start + size > self._buffers.end:
-                    break
-                mapped = mmap.mmap(self._file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
-                model.use(slot, layer, runs, columns, np.frombuffer(mapped, np.uint8))
-                self.num_given += 1
 
     def add_matrix(self, slot: Slot, layer: int, runs: Sequence[Run], columns: int, num_bytes: int) -> None:
         """Reserve space for a matrix in the kernels' packed layout. `write` then adds its bytes."""
@@ -86,7 +71,10 @@ class PackedWriter:
 
     def write(self, packed: NDArray[np.uint8]) -> None:
         """Begin to write a `buffer` with the next bytes of the last matrix. Later calls raise OSError if it fails."""
-        self._buffers.write(packed, self._next_packed)
+        *_, start, size = matrix = self._table["matrices"][-1]
+        is_last = self._next_packed + packed.nbytes == start + size
+        then = partial(self._hand_over, self._on_matrix, *matrix) if is_last and self._on_matrix is not None else None
+        self._buffers.write(packed, self._next_packed, then)
         self._next_packed += packed.nbytes
 
     def add_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
@@ -104,6 +92,12 @@ class PackedWriter:
         start = self._put(np.frombuffer(table, np.uint8))
         header = _HEADER.pack(_MAGIC, self._key.encode(), start, self._end, _digest(table), boot_id())
         write_at(self._file.fileno(), header + _digest(header), 0)
+
+    def _hand_over(
+        self, on_matrix: OnMatrix, slot: Slot, layer: int, runs: Sequence[Run], columns: int, start: int, size: int
+    ) -> None:
+        mapped = mmap.mmap(self._file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
+        on_matrix(PackedMatrix(slot, layer, runs, columns, np.frombuffer(mapped, np.uint8)))
 
     def _reserve(self, num_bytes: int, alignment: int) -> int:
         """Return the next aligned offset, which `num_bytes` bytes follow."""
@@ -131,11 +125,17 @@ class PackedWeights:
     def open(cls, path: Path, key: str) -> PackedWeights:
         """Map a file. Raises OSError if it cannot be read, ValueError if it is damaged or has another key."""
         with path.open("rb") as file:
-            header = file.read(_PAGE)
-            start, end = _table_span(header, key)
-            if file.seek(0, os.SEEK_END) != end:
-                raise ValueError(f"the file has {file.tell()} bytes, its header says {end}")
-            mapped = mmap.mmap(file.fileno(), end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            return cls.mapped(file, key)
+
+    @classmethod
+    def mapped(cls, file: BinaryIO, key: str) -> PackedWeights:
+        """Map an open file, as `open` does."""
+        file.seek(0)
+        header = file.read(_PAGE)
+        start, end = _table_span(header, key)
+        if file.seek(0, os.SEEK_END) != end:
+            raise ValueError(f"the file has {file.tell()} bytes, its header says {end}")
+        mapped = mmap.mmap(file.fileno(), end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         table = mapped[start:end]
         *_, table_digest, boot = _HEADER.unpack_from(header)
         if _digest(table) != table_digest:
@@ -148,12 +148,9 @@ class PackedWeights:
                 mapped.madvise(advice)
         return cls(np.frombuffer(mapped, np.uint8), json.loads(table))
 
-    def give_to(self, model: NativeModel, num_given: int = 0) -> None:
-        """Let a model read the matrices in place, and set its biases and vectors.
-
-        num_given: how many matrices its writer gave to the model before.
-        """
-        for slot, layer, runs, columns, start, size in self._table["matrices"][num_given:]:
+    def give_to(self, model: NativeModel) -> None:
+        """Let a model read the matrices in place, and set its biases and vectors."""
+        for slot, layer, runs, columns, start, size in self._table["matrices"]:
             packed = self._content[start : start + size]
             model.use(Slot(slot), layer, [(Format(weights), rows) for weights, rows in runs], columns, packed)
         for slot, layer, first, layout, start, size in self._table["biases"]:

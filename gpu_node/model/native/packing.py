@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.architecture.description import Description
-from penstock.gpu_node.model.checkpoint.files import Checkpoint, Stored
+from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.checkpoint.files import Stored
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
 from penstock.gpu_node.model.native.formats import keeps_bits, rows_of, runs_of
-from penstock.gpu_node.model.native.packed_file import PackedWriter
+from penstock.gpu_node.model.native.packed_matrix import WeightWriter
 from penstock.kernels.cpu.formats import PANEL, Format, RowLayout, Run
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 
@@ -33,20 +33,24 @@ class NotLosslessError(Exception):
 
 
 class Packer:
-    """Packs a checkpoint for the kernels matrix by matrix, and releases the pages that it read after each part."""
+    """Packs a checkpoint for the kernels matrix by matrix."""
 
     def __init__(
         self,
         model: NativeModel,
-        described: Description,
+        tensors: DecoderTensors,
+        spec: ModelSpec,
         quantization: str,
         progress: Progress,
         *,
         rotated: bool,
-        keep: PackedWriter | None = None,
+        after_part: Callable[[], None],
+        keep: WeightWriter | None = None,
         on_read: bool = False,
     ) -> None:
-        """keep: the writer that receives the packed weights; the model then keeps no matrices.
+        """after_part: called after each part of a matrix is packed.
+
+        keep: the writer that receives the packed weights; the model then keeps no matrices.
 
         on_read: pack nothing, but let the model read the checkpoint's rows in each step. `pack` then raises
         NotLosslessError for a checkpoint whose rows are not kept as they are stored.
@@ -54,8 +58,9 @@ class Packer:
         self._model = model
         self._keep = keep
         self._on_read = on_read
-        self._spec = described.spec
-        self._tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), described.spec)
+        self._spec = spec
+        self._tensors = tensors
+        self._after_part = after_part
         self._quantization = quantization
         self._rotated = rotated
         self._progress = progress
@@ -147,7 +152,7 @@ class Packer:
     def _pack_rows(self, slot: Slot, layer: int, part: Stored, layout: RowLayout, first: int, gains: _Gains) -> None:
         source, data, order = rows_of(part)
         self._model.fill(slot, layer, source, data, first=first, layout=layout, row_order=order, gains=gains)
-        self._tensors.release()
+        self._after_part()
 
     def _runs_of(self, slot: Slot, parts: tuple[Stored, ...], *, interleaved: bool = False) -> list[Run]:
         # Keep a rotated embedding in bfloat16: an error in its row stays in the residual stream through all layers.

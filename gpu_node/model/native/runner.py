@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.adapters import NativeAdapters
 from penstock.gpu_node.model.native.background_packing import BackgroundPacking
+from penstock.gpu_node.model.native.crowded_cores import CrowdedCores
 from penstock.gpu_node.model.protocol import (
     Adapter,
     CacheSizes,
@@ -24,8 +25,6 @@ from penstock.gpu_node.model.token_masks import TokenMasks
 from penstock.kernels.cpu.library import NativeModel
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.cpu.structs import NativePlan
-
-_log = logging.getLogger(__name__)
 
 
 class NativeRunner:
@@ -54,7 +53,8 @@ class NativeRunner:
         self._num_threads = num_threads
         self._weight_bytes = weight_bytes
         self._packing = packing
-        self._is_warned = False
+        self._cores = CrowdedCores(num_threads)
+        self._started_s = 0.0
         self.num_threads_in_use = num_threads
         """The threads that computed the last step; fewer than num_threads while other processes occupy some cores."""
 
@@ -82,8 +82,7 @@ class NativeRunner:
         tokens, times_ms = np.empty(len(plan.sample_tokens), dtype=np.int32), np.zeros(3, dtype=np.float32)
         ragged = _ragged(plan.sampling)
         outputs = _Outputs(tokens, *self._logprobs(plan), times_ms, self._hidden(plan))
-        self._use_packed()
-        self._model.start(
+        self._start(
             NativePlan(
                 *_step(plan),
                 *_addresses(*ragged, plan.adapters),
@@ -99,9 +98,8 @@ class NativeRunner:
         """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
         logits = np.empty((len(plan.token_ids), self._vocab_size), dtype=np.float32)
         times_ms = np.zeros(3, dtype=np.float32)
-        self._use_packed()
         rest = *_addresses(plan.adapters), len(plan.copies), *_addresses(plan.copies)
-        self._model.start(NativePlan(*_step(plan), *_NOTHING_RAGGED, *rest, *_addresses(None, logits, times_ms)))
+        self._start(NativePlan(*_step(plan), *_NOTHING_RAGGED, *rest, *_addresses(None, logits, times_ms)))
         self._wait()
         return logits
 
@@ -116,14 +114,17 @@ class NativeRunner:
         if self._packing is not None and self._packing.give():
             self._packing = None
 
+    def _start(self, plan: NativePlan) -> None:
+        self._use_packed()
+        self._started_s = time.monotonic()
+        self._model.start(plan)
+
     def _wait(self) -> None:
         self.num_threads_in_use = self._model.wait()
         if self._packing is not None:
             self._packing.begin()
-        if 0 < self.num_threads_in_use < self._num_threads and not self._is_warned:
-            self._is_warned = True
-            extra = {"num_threads": self._num_threads, "num_in_use": self.num_threads_in_use}
-            _log.warning("other processes use the cores", extra=extra)
+        took_s = time.monotonic() - self._started_s
+        self._cores.note_step(self.num_threads_in_use, took_s, packs=self._packing is not None)
 
     def _logprobs(self, plan: StepPlan) -> tuple[Logprobs | None, Logprobs | None]:
         """Allocate the logprobs of the sampling rows and of the scored tokens; None where they are not wanted."""

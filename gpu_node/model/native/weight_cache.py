@@ -13,12 +13,15 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from threading import Thread
+from typing import BinaryIO, NamedTuple, TypeAlias
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.files import weight_files
 from penstock.gpu_node.model.checkpoint.revision import revision_of
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter, flush_to_disk
+from penstock.gpu_node.model.native.packed_matrix import OnMatrix
 from penstock.kernels.cpu.formats import Format
 
 _log = logging.getLogger(__name__)
@@ -26,12 +29,17 @@ _UNUSED_S = 7 * 24 * 60 * 60
 """Files that no process opened for this long are deleted when another file is written."""
 _SUFFIX = ".weights"
 _PART = ".part"
+_NOT_SHARED = "packed weights are not shared with other processes"
+
+Pack: TypeAlias = Callable[[PackedWriter], Iterable[Format]]
 
 
 class WeightCache:
     """The cached file of a model's packed weights in one layout."""
 
     def __init__(self, described: Description, layout: str) -> None:
+        self._described = described
+        self._stamps = _stamps(described)
         self._key = _key(described, layout)
         self._needed_bytes = 2 * _num_bytes(described)
         name = re.sub(r"[^\w.-]+", "-", (described.source.gguf or described.source.folder.resolve()).name)
@@ -43,20 +51,44 @@ class WeightCache:
             return _opened(self._path, self._key)
         return None
 
+    def is_current(self) -> bool:
+        """Return whether the checkpoint's paths still lead to the files that this is for. If not, log a warning."""
+        with suppress(OSError, ConfigError):
+            if _stamps(self._described) == self._stamps:
+                return True
+        _log.warning(_NOT_SHARED, extra={"reason": "the checkpoint was replaced while it was loaded"})
+        return False
+
     def packed_once(
-        self, pack: Callable[[PackedWriter], Iterable[Format]], wait: Callable[[], None]
+        self, pack: Pack, wait: Callable[[], None], on_matrix: OnMatrix | None = None
     ) -> PackedWeights | None:
         """Return the packed weights; pack them first if no process has.
 
-        `pack` writes all weights to the given writer and returns their formats. If several processes start together,
-        one packs and the others call `wait` until it is done. If the cache folder is unusable, logs a warning and
-        returns None.
+        `pack` writes all weights to the given writer and returns their formats. `on_matrix` gets each matrix once it is
+        written. If several processes start together, one packs and the others call `wait` until it is done. If the
+        cache folder is unusable, logs a warning and returns None.
         """
         try:
-            return _packed(self._path, self._key, pack, self._needed_bytes, wait)
+            return _packed(self._path, self._key, lambda part: self._write(part, pack, on_matrix), wait)
         except OSError as error:
-            _log.warning("packed weights are not shared with other processes", extra={"reason": str(error)})
+            _log.warning(_NOT_SHARED, extra={"reason": str(error)})
             return None
+
+    def _write(self, part: _Part, pack: Pack, on_matrix: OnMatrix | None) -> PackedWeights:
+        """Pack into a locked file, then rename it."""
+        # First of all: what a process that was killed has left is neither old nor in the way.
+        part.file.truncate(0)
+        folder = self._path.parent
+        _sweep(folder, time.time() - _UNUSED_S)
+        _require_free_space(folder, self._needed_bytes)
+        with PackedWriter(part.file, self._key, on_matrix) as writer:
+            writer.finish(pack(writer))
+        if part.is_in_place():
+            part.path.rename(self._path)
+            Thread(target=_flush, args=(self._path,), name="penstock-flush", daemon=True).start()
+        else:
+            _log.warning(_NOT_SHARED, extra={"reason": f"{part.path} was removed"})
+        return PackedWeights.mapped(part.file, self._key)
 
 
 def _key(described: Description, layout: str) -> str:
@@ -66,6 +98,12 @@ def _key(described: Description, layout: str) -> str:
         code.update(path.read_bytes())
     changed_ns = [path.stat().st_mtime_ns for path in weight_files(described.source)]
     return revision_of(described.source, repr((layout, described.spec, code.hexdigest(), changed_ns)))
+
+
+def _stamps(described: Description) -> list[tuple[int, ...]]:
+    """Return what changes when one of the weight files is written or replaced."""
+    stats = [path.stat() for path in weight_files(described.source)]
+    return [(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) for found in stats]
 
 
 def _num_bytes(described: Description) -> int:
@@ -86,33 +124,37 @@ def _opened(path: Path, key: str) -> PackedWeights | None:
     return found
 
 
-def _packed(
-    path: Path, key: str, pack: Callable[[PackedWriter], Iterable[Format]], needed_bytes: int, wait: Callable[[], None]
-) -> PackedWeights | None:
-    """Pack into a locked temporary file, then rename it to `path`. The lock ends when its writer dies."""
+class _Part(NamedTuple):
+    """The temporary file that one process at a time fills."""
+
+    path: Path
+    file: BinaryIO
+
+    def is_in_place(self) -> bool:
+        """Return whether the path leads to this file: another process may have renamed or removed it."""
+        try:
+            return os.path.samestat(os.fstat(self.file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+
+def _packed(path: Path, key: str, write: Callable[[_Part], PackedWeights], wait: Callable[[], None]) -> PackedWeights:
+    """Lock the temporary file and write it, unless the process that had the lock before did. `wait` for the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(_PART)
+    part_path = path.with_suffix(_PART)
     while True:
-        # Closing the file or the end of the process releases the lock.
-        with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+        with os.fdopen(os.open(part_path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
             while not _is_locked(file.fileno()):
                 wait()
-            if not _is_at(file.fileno(), part):
-                # The previous holder of the lock renamed or removed the file.
-                continue
-            found = _opened(path, key)
+            part = _Part(part_path, file)
             try:
-                if found is None:
-                    _sweep(path.parent, time.time() - _UNUSED_S)
-                    _require_free_space(path.parent, needed_bytes)
-                    file.truncate(0)
-                    with PackedWriter(file, key) as writer:
-                        writer.finish(pack(writer))
-                    part.rename(path)
-                    Thread(target=_flush, args=(path,), name="penstock-flush", daemon=True).start()
+                if part.is_in_place():
+                    return _opened(path, key) or write(part)
             finally:
-                part.unlink(missing_ok=True)
-        return found or PackedWeights.open(path, key)
+                if part.is_in_place():
+                    part_path.unlink()
+                # Closing the file would not release the lock as long as a mapping of the file is left.
+                fcntl.flock(file.fileno(), fcntl.LOCK_UN)
 
 
 def _is_locked(descriptor: int) -> bool:
@@ -127,13 +169,6 @@ def _flush(path: Path) -> None:
     # A file that was removed or replaced, or is not flushed for another reason, is packed again after a reboot.
     with suppress(OSError):
         flush_to_disk(path)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _require_free_space(folder: Path, num_bytes: int) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.gpu_node.model.architecture.description import Description
+from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.source import Progress
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.native.background_packing import BackgroundPacking, PackingState
-from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter
+from penstock.gpu_node.model.native.packed_file import PackedWeights
+from penstock.gpu_node.model.native.packed_matrix import PrivateWriter, WeightWriter
 from penstock.gpu_node.model.native.packing import NotLosslessError, Packer
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.kernels.cpu.formats import Format
@@ -35,57 +39,79 @@ class WeightLoader:
 
         cache: the shared file; None if the model keeps weights of its own.
         """
-        if cache is None:
-            return self._pack(model, progress), None
-        if (weights := cache.opened()) is None:
-            try:
-                formats = self._pack(model, progress, on_read=True)
-            except NotLosslessError:
-                weights = self._packed_once(model, cache, progress)
-            else:
-                return formats, self._pack_in_background(model, cache)
+        weights = None if cache is None else cache.opened()
         if weights is None:
-            return self._pack(model, progress), None
+            described = self._described
+            # Opened once, so that all of the packing reads these files, even if others take their paths meanwhile.
+            tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), described.spec)
+            if cache is None or not cache.is_current():
+                return self._pack(model, tensors, progress, tensors.release), None
+            try:
+                formats = self._pack(model, tensors, progress, tensors.release, on_read=True)
+            except NotLosslessError:
+                weights = self._packed_once(model, tensors, cache, progress)
+            else:
+                return formats, self._pack_in_background(model, tensors, cache)
+            if weights is None:
+                return self._pack(model, tensors, progress, tensors.release), None
         weights.give_to(model)
         return weights.formats, None
 
     def _pack(
-        self, model: NativeModel, progress: Progress, *, keep: PackedWriter | None = None, on_read: bool = False
+        self,
+        model: NativeModel,
+        tensors: DecoderTensors,
+        progress: Progress,
+        after_part: Callable[[], None],
+        *,
+        keep: WeightWriter | None = None,
+        on_read: bool = False,
     ) -> set[Format]:
-        rotated = bool(self._spec.hadamard_rotation)
         packer = Packer(
-            model, self._described, self._quantization, progress, rotated=rotated, keep=keep, on_read=on_read
+            model,
+            tensors,
+            self._described.spec,
+            self._quantization,
+            progress,
+            rotated=bool(self._spec.hadamard_rotation),
+            after_part=after_part,
+            keep=keep,
+            on_read=on_read,
         )
         return packer.pack()
 
-    def _packed_once(self, model: NativeModel, cache: WeightCache, progress: Progress) -> PackedWeights | None:
+    def _packed_once(
+        self, model: NativeModel, tensors: DecoderTensors, cache: WeightCache, progress: Progress
+    ) -> PackedWeights | None:
         def wait() -> None:
             progress("load", 0.0)
             time.sleep(_POLL_S)
 
-        return cache.packed_once(lambda keep: self._pack(model, progress, keep=keep), wait)
+        return cache.packed_once(lambda keep: self._pack(model, tensors, progress, tensors.release, keep=keep), wait)
 
-    def _pack_in_background(self, model: NativeModel, cache: WeightCache) -> BackgroundPacking:
-        """Pack with one thread, by a model of its own without a KV cache."""
+    def _pack_in_background(self, model: NativeModel, tensors: DecoderTensors, cache: WeightCache) -> BackgroundPacking:
+        """Pack with one thread, by a model of its own without a KV cache.
+
+        The steps read the same pages of the checkpoint, so they are not released after each part.
+        """
         spec = copy.copy(self._spec)
         spec.num_blocks = 1
         packer = NativeModel(self._library, spec, 1)
 
         def pack(state: PackingState) -> PackedWeights | None:
-            def check(_stage: str, _done: float) -> None:
-                state.check()
-
-            def write(keep: PackedWriter) -> set[Format]:
-                state.writer = keep
-                return self._pack(packer, check, keep=keep)
+            def write(keep: WeightWriter) -> set[Format]:
+                return self._pack(packer, tensors, _ignore, state.check, keep=keep)
 
             def wait() -> None:
                 state.check()
                 time.sleep(_POLL_S)
 
-            return cache.packed_once(write, wait)
+            weights = cache.packed_once(write, wait, state.matrices.append)
+            if weights is None:
+                write(PrivateWriter(state.matrices.append))
+            return weights
 
-        return BackgroundPacking(model, pack, lambda model: self._pack(model, _ignore))
+        return BackgroundPacking(model, pack)
 
 
 def _ignore(_stage: str, _done: float) -> None:

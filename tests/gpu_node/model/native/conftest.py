@@ -17,9 +17,11 @@ from fixtures.random_llama import make_llama
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
+from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.kernels.cpu.build import BuildError, library_path
+from penstock.kernels.cpu.formats import Format
 from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags
 
 LoadNative = Callable[..., NativeRunner]
@@ -96,3 +98,50 @@ def best_library() -> Path:
         return library_path(best, cache_folder() / "native", lambda fraction: None)
     except BuildError as error:
         pytest.skip(f"no kernels here: {error}")
+
+
+@pytest.fixture(name="cache")
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of packed weights, which does not exist yet."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "weights"
+
+
+@pytest.fixture(scope="module")
+def library(isa: Isa) -> Path:
+    """The kernels, which the cache of the machine keeps."""
+    return built(isa)
+
+
+@pytest.fixture
+def load(isa: Isa, library: Path, cache: Path) -> LoadNative:
+    """Loads a model the way two nodes of a machine do, and waits until it is packed, if that is wanted."""
+
+    def load(folder: Path, *, waits: bool = True, **options: Any) -> NativeRunner:
+        with (
+            mock.patch.object(native_load, "best_isa", lambda flags: isa),
+            mock.patch.object(native_load, "library_path", lambda *_: library),
+        ):
+            wanted = {"runner": "native", "dtype": "bfloat16", "num_threads": 1, "weight_cache": True} | options
+            runner = load_model(str(folder), runner_options(**wanted), lambda stage, fraction: None).runner
+        assert isinstance(runner, NativeRunner)
+        if waits:
+            runner.wait_until_packed()
+        return runner
+
+    return load
+
+
+@pytest.fixture
+def packings() -> Iterator[list[Packer]]:
+    """Counts how often a model was packed; a model that reads the checkpoint's rows is not."""
+    packed: list[Packer] = []
+    pack = Packer.pack
+
+    def counted(packer: Packer) -> set[Format]:
+        if not packer._on_read:
+            packed.append(packer)
+        return pack(packer)
+
+    with mock.patch.object(Packer, "pack", counted):
+        yield packed

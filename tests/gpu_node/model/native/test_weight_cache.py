@@ -7,84 +7,28 @@ import os
 import re
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from threading import Event, Semaphore
+from threading import Event
 from types import SimpleNamespace
-from typing import Any, TypeAlias
-from unittest import mock
+from typing import TypeAlias
 
 import numpy as np
 import pytest
-from fakes.native import built
-from fakes.runners.runner_options import runner_options
 from fixtures.plans import logits_alone
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import background_writer, packed_file, weight_cache
-from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.packed_file import flush_to_disk
 from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.kernels.cpu.formats import Format
-from penstock.kernels.cpu.probe import Isa
 
 Load: TypeAlias = Callable[..., NativeRunner]
 Make: TypeAlias = Callable[..., Path]
 Logits: TypeAlias = NDArray[np.float32]
 DAY_S = 24 * 60 * 60
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of packed weights, which does not exist yet."""
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "weights"
-
-
-@pytest.fixture(scope="module")
-def library(isa: Isa) -> Path:
-    """The kernels, which the cache of the machine keeps."""
-    return built(isa)
-
-
-@pytest.fixture
-def load(isa: Isa, library: Path, cache: Path) -> Load:
-    """Loads a model the way two nodes of a machine do, and waits until it is packed, if that is wanted."""
-
-    def load(folder: Path, *, waits: bool = True, **options: Any) -> NativeRunner:
-        with (
-            mock.patch.object(native_load, "best_isa", lambda flags: isa),
-            mock.patch.object(native_load, "library_path", lambda *_: library),
-        ):
-            wanted = {"runner": "native", "dtype": "bfloat16", "num_threads": 1, "weight_cache": True} | options
-            runner = load_model(str(folder), runner_options(**wanted), lambda stage, fraction: None).runner
-        assert isinstance(runner, NativeRunner)
-        if waits:
-            runner.wait_until_packed()
-        return runner
-
-    return load
-
-
-@pytest.fixture
-def packings() -> Iterator[list[Packer]]:
-    """Counts how often a model was packed; a model that reads the checkpoint's rows is not."""
-    packed: list[Packer] = []
-    pack = Packer.pack
-
-    def counted(packer: Packer) -> set[Format]:
-        if not packer._on_read:
-            packed.append(packer)
-        return pack(packer)
-
-    with mock.patch.object(Packer, "pack", counted):
-        yield packed
 
 
 def _logits(runner: NativeRunner) -> Logits:
@@ -111,13 +55,13 @@ def test_packing_depends_on_nothing_that_a_buffer_held_before(
     """All ones are NaN in every format, and the rows do not fill their panels."""
     folder = llama(vocab_size=101, intermediate_size=72)
     want = _logits(load(folder, quantization=quantization, weight_cache=False))
-    pages = background_writer._pages
+    pages = background_writer.pages
 
     def used_pages(num_bytes: int) -> NDArray[np.uint8]:
         (used := pages(num_bytes)).fill(255)
         return used
 
-    monkeypatch.setattr(background_writer, "_pages", used_pages)
+    monkeypatch.setattr(background_writer, "pages", used_pages)
     np.testing.assert_array_equal(_logits(load(folder, quantization=quantization)), want)
 
 
@@ -285,126 +229,3 @@ def test_what_nobody_opened_for_long_goes_when_another_is_written(llama: Make, l
     load(llama(equal_logits=True))
     load(llama())
     assert kept.exists()
-
-
-_CHILD = """
-import sys, logging
-from fakes.runners.runner_options import runner_options
-from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.native.packing import Packer
-from fixtures.plans import logits_alone
-pack = Packer.pack
-def told(packer):
-    if not packer._on_read:
-        print("packs", flush=True)
-        if "dies" in sys.argv: sys.stdin.read()
-    return pack(packer)
-Packer.pack = told
-options = runner_options(runner="native", dtype="bfloat16", num_threads=1, weight_cache=True)
-runner = load_model(sys.argv[1], options, lambda stage, fraction: None).runner
-runner.wait_until_packed()
-print("ready", logits_alone(runner, [5, 9, 60, 3]).tobytes().hex(), flush=True)
-"""
-
-
-def _start(folder: Path, cache: Path, *, dies: bool = False) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _CHILD, str(folder), *(["dies"] if dies else [])]
-    tests = Path(__file__).parents[3]
-    env = os.environ | {"PYTHONPATH": f"{tests}:{tests.parent / 'ops'}", "PENSTOCK_CACHE": str(cache.parent)}
-    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def test_processes_that_start_together_pack_once_also_when_the_first_dies(
-    llama: Make, cache: Path, best_library: Path
-) -> None:
-    native = cache.parent / "native"
-    native.mkdir(parents=True)
-    (native / best_library.name).symlink_to(best_library)
-    folder = llama()
-    first = _start(folder, cache, dies=True)
-    assert first.stdout is not None and first.stdout.readline() == "packs\n"
-    others = [_start(folder, cache) for _ in range(2)]
-    first.kill()
-    first.communicate()
-    said = [process.communicate(timeout=120)[0].splitlines() for process in others]
-    assert sorted(len(lines) for lines in said) == [1, 2]
-    assert said[0][-1] == said[1][-1]
-    (path,) = cache.iterdir()
-    assert path.suffix == ".weights"
-
-
-@pytest.fixture
-def let_pack(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Keeps every process from packing until it is called, as one that packs the same weights does."""
-    may_pack, is_locked = Event(), weight_cache._is_locked
-    monkeypatch.setattr(weight_cache, "_is_locked", lambda file: may_pack.is_set() and is_locked(file))
-    yield may_pack.set
-    may_pack.set()
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "falcon rw", "qwen3 moe", "gemma2"])
-def test_a_model_computes_the_same_before_its_weights_are_packed(
-    family: Make, load: Load, let_pack: Callable[[], None], packings: list[Packer], name: str
-) -> None:
-    folder = family(name)
-    want = _logits(load(folder, weight_cache=False))
-    packings.clear()
-    runner = load(folder, waits=False)
-    np.testing.assert_array_equal(_logits(runner), want)
-    assert not packings
-    let_pack()
-    runner.wait_until_packed()
-    np.testing.assert_array_equal(_logits(runner), want)
-    assert len(packings) == 1
-
-
-@pytest.mark.parametrize("num_tokens", [1, 150])
-def test_matrices_are_used_one_by_one_as_they_are_packed(
-    family: Make, load: Load, monkeypatch: pytest.MonkeyPatch, num_tokens: int
-) -> None:
-    """A layer is packed after the model computed with the one before. 150 tokens are more than one pass reads."""
-    folder, prompt = family("qwen2", num_hidden_layers=3), [7 * i % 90 for i in range(num_tokens)]
-    want = logits_alone(load(folder, weight_cache=False, num_kv_blocks=16), prompt)
-    layers = Semaphore(0)
-    pack_layer = Packer._pack_layer
-
-    def pack_one(packer: Packer, layer: int) -> None:
-        if packer._keep is not None:
-            layers.acquire(timeout=30)
-        pack_layer(packer, layer)
-
-    monkeypatch.setattr(Packer, "_pack_layer", pack_one)
-    runner = load(folder, waits=False, num_kv_blocks=16)
-    for num_packed in range(3):
-        for _ in range(2):
-            np.testing.assert_array_equal(logits_alone(runner, prompt), want)
-        while _num_given(runner) < num_packed * 4:
-            logits_alone(runner, prompt)
-        assert _num_given(runner) == num_packed * 4
-        layers.release()
-    runner.wait_until_packed()
-    np.testing.assert_array_equal(logits_alone(runner, prompt), want)
-
-
-def _num_given(runner: NativeRunner) -> int:
-    """Return how many packed matrices a model uses while others are packed."""
-    assert runner._packing is not None
-    writer = runner._packing._state.writer
-    return 0 if writer is None else writer.num_given
-
-
-def test_closing_a_model_ends_its_packing(llama: Make, load: Load, cache: Path, let_pack: Callable[[], None]) -> None:
-    del let_pack
-    runner = load(llama(), waits=False)
-    _logits(runner)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "penstock-pack"]
-    runner.close()
-    assert not thread.is_alive()
-    assert not list(cache.glob("*.weights"))
-
-
-def test_a_checkpoint_that_is_quantized_at_loading_is_packed_before_it_serves(
-    llama: Make, load: Load, packings: list[Packer]
-) -> None:
-    load(llama(), quantization="int8_group", waits=False)
-    assert len(packings) == 1

@@ -1,0 +1,33 @@
+"""The warning that other processes use the cores of a model's threads."""
+
+from __future__ import annotations
+
+import logging
+
+_log = logging.getLogger(__name__)
+
+_RECOVERY_S = 5.0
+"""Step time after which a model uses all threads again, if the cores of those that it left out are free."""
+
+
+class CrowdedCores:
+    """Warns once. A model that packs its own weights takes cores from its threads, which is no reason for a warning."""
+
+    def __init__(self, num_threads: int) -> None:
+        """num_threads: those of the model."""
+        self._num_threads = num_threads
+        self._recovery_s = 0.0
+        self._is_warned = False
+
+    def note_step(self, num_in_use: int, took_s: float, *, packs: bool) -> None:
+        """Note how many threads computed a step, and whether the model's weights were packed meanwhile."""
+        if packs:
+            self._recovery_s = _RECOVERY_S
+        elif num_in_use == self._num_threads:
+            self._recovery_s = 0.0
+        elif self._recovery_s > 0:
+            self._recovery_s -= took_s
+        elif num_in_use > 0 and not self._is_warned:
+            self._is_warned = True
+            extra = {"num_threads": self._num_threads, "num_in_use": num_in_use}
+            _log.warning("other processes use the cores", extra=extra)
