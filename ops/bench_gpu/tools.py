@@ -52,7 +52,7 @@ def profiled(
     tool = tool or find_tool("ncu")
     sections = [word for name in _NCU_SECTIONS for word in ("--section", name)]
     kernels = ["--kernel-name", f"regex:^({'|'.join(PROFILED)})$"]
-    # The clocks stay as they are: by default the tool locks them to the base clock, which no other figure is at.
+    # The clocks stay as they are: by default the tool locks them to the base clock, unlike all other measurements.
     rest = ["--clock-control", "none", "--csv", "--log-file", str(out / "ncu.csv")]
     command = [tool, *sections, *kernels, *rest] if tool else None
     yield _under("ncu", command, [python, "-m", "bench_gpu.small_run", "profiled"], {}, clock, dry=dry)

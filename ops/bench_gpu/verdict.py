@@ -34,8 +34,8 @@ _INT8_LARGEST = 0.006
 def stored_bound(kept: torch.dtype, want: Tensor) -> Bound:
     """Return the error of vectors, [..., size], that are stored as `kept`, with a scale for each.
 
-    Steps of int8 follow a vector's largest number, so their errors depend on the vectors: a fixed bound would fail for
-    one draw of random numbers and hide errors in another.
+    Steps of int8 follow a vector's largest number, so their errors depend on the vectors. A fixed bound would fail for
+    one draw of random numbers, and hide errors in another.
     """
     if kept != torch.int8:
         return _FLOAT8 if kept == torch.float8_e4m3fn else SHORT
