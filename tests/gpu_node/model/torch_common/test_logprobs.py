@@ -20,6 +20,20 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def test_logprobs_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    logits = 5 * torch.randn(3, 1000)
+    logits[1, 7] = -torch.inf
+    logits[2] = -torch.inf
+    tokens = torch.tensor([5, 7, -1])
+    _, values = logprobs_of(logits, tokens, np.full(3, 2, np.int32))
+    want = logits.double().log_softmax(-1)
+    torch.testing.assert_close(values[0, 0], want[0, 5].float(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(values[:2, 1:], want[:2].topk(2).values.float(), rtol=0, atol=2e-6)
+    assert values[1, 0] == -torch.inf
+    assert values[2].isnan().all(), "a row without a token"
+
+
 @pytest.mark.usefixtures("two_threads")
 def test_a_row_alone_has_the_same_bits_as_in_a_batch() -> None:
     torch.manual_seed(0)
