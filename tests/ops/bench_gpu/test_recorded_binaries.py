@@ -109,8 +109,9 @@ def _wanted_at_once(program: Facts) -> int:
     """Return 2 where memory limits a program."""
     # Products and attention of many rows keep the tensor cores busy with one program.
     has_many_rows = program["constants"].get("ROWS", 0) > FEW_ROWS
-    # Activations of more than 16,384 numbers are quantized by 16 warps that keep the row in registers.
-    is_wide_row = program["kernel"] == "activate" and program["warps"] == 16
+    # Rows of more than 16,384 numbers are quantized by 16 warps that keep the row in registers: activations, and at
+    # load time the weights that they are multiplied with.
+    is_wide_row = program["kernel"] in ("activate", "quantize") and program["warps"] == 16
     return 1 if has_many_rows or is_wide_row else 2
 
 
