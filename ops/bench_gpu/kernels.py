@@ -125,11 +125,11 @@ def _product_cases(sizes: Sizes, rows: int, device: torch.device, *, has_float8:
 
         return make
 
-    def scaled(kept: torch.dtype) -> Callable[[], Work]:
+    def scaled(kept: torch.dtype, multiply: Callable[..., object]) -> Callable[[], Work]:
         def make() -> Work:
-            x, weight = (normal(n, columns, sizes=sizes, device=device) for n in (rows, outputs))
-            short = products.quantize_vectors(weight, kept)
-            return lambda: products.multiply_scaled(*products.quantize_vectors(x, kept), *short, sizes.dtype)
+            both = (normal(n, columns, sizes=sizes, device=device) for n in (rows, outputs))
+            x, weight = (products.quantize_vectors(vectors, kept) for vectors in both)
+            return lambda: multiply(*x, *weight, sizes.dtype)
 
         return make
 
@@ -139,14 +139,19 @@ def _product_cases(sizes: Sizes, rows: int, device: torch.device, *, has_float8:
         pairs = products.pair_scales(*scales)
         return lambda: products.multiply_int4(x, packed, pairs)
 
-    whole = outputs * columns
+    whole, short_moved = outputs * columns, rows * (columns + outputs * sizes.dtype.itemsize)
     yield Case(f"cuBLAS {rows} rows", plain(torch.nn.functional.linear), 2 * whole + moved, operations)
     fixed = plain(lambda x, weight: multiply_invariant(x, weight, None))
     yield Case(f"multiply_invariant {rows} rows", fixed, 2 * whole + moved, operations)
     for name, kept in SCALED.items():
         if name != "fp8" or has_float8:
             rate = "fp8_tflop_s" if name == "fp8" else "bf16_tflop_s"
-            yield Case(f"multiply_scaled {name} {rows} rows", scaled(kept), whole + moved, operations, rate)
+            cost: Any = whole + short_moved, operations, rate
+            yield Case(f"multiply_scaled {name} {rows} rows", scaled(kept, products.multiply_scaled), *cost)
+            q, weight = (torch.empty(n, columns, dtype=kept, device=device) for n in (rows, outputs))
+            if products.library_multiplies(q, weight, sizes.dtype):
+                by_library = scaled(kept, products.multiply_by_library)
+                yield Case(f"multiply_by_library {name} {rows} rows", by_library, *cost)
     yield Case(f"multiply_int4 {rows} rows", int4, whole * 5 / 8 + moved, operations)
 
 
@@ -198,7 +203,13 @@ def _small_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
     yield Case("rotate_and_store", rope, 2 * tokens * width * item)
     yield Case("add_norm", norm, tokens * sizes.hidden * (8 + 2 * item))
+
+    def quantized() -> Work:
+        x = normal(tokens, sizes.hidden, sizes=sizes, device=device)
+        return lambda: products.quantize_vectors(x, torch.int8)
+
     yield Case("gate_mul", gate, 3 * tokens * sizes.inter * item)
+    yield Case("quantize_vectors", quantized, tokens * sizes.hidden * (item + 1))
 
 
 def copy_ms(clock: Clock, *, dry: bool) -> dict[str, float | str]:
@@ -213,10 +224,11 @@ def sweep(sizes: Sizes, clock: Clock, *, dry: bool) -> Iterator[dict[str, Any]]:
     """Yield the times of the attention kernels over rows of a tile, its keys, warps and stages."""
     tiles, warps, stages = ((16,), (4,), (1,)) if dry else ((32, 64, 128), (4, 8), (2, 3, 4))
     launches = [Launch(tile, warp, stage) for tile in tiles for warp in warps for stage in stages]
+    # First what Hopper uses: the stage may end before the rest.
     makers: dict[int, Callable[[Launch], Case]] = {
+        128: lambda launch: prefill_case(sizes, clock.device, 128, launch),
         0: lambda launch: decode_case(sizes, clock.device, sizes.dtype, launch),
         64: lambda launch: prefill_case(sizes, clock.device, 64, launch),
-        128: lambda launch: prefill_case(sizes, clock.device, 128, launch),
     }
     for rows, make in makers.items():
         kernel = "prefill_attention" if rows else "decode_attention"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench_gpu.measure import Clock
 from bench_gpu.models import BLOCK_SIZE, Model
 from penstock.gpu_node.engine.in_flight import InFlightSteps
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
@@ -123,3 +124,11 @@ class Driver:
             self._flights.launch(self._runner, step, self._scheduler.plan)
             self.num_steps += 1
             self.num_ahead += is_ahead
+
+
+def timed_load(model: Model, clock: Clock, lengths: Lengths, budget: int, *, overlap: bool = True) -> dict[str, Any]:
+    """Return the time of requests that are all there at once. budget: tokens of a step."""
+    driver = Driver(model, make_requests(lengths), budget, overlap=overlap)
+    ms = clock.wall_ms(driver.run)
+    done = {"tokens": driver.num_tokens, "steps": driver.num_steps, "steps_ahead": driver.num_ahead}
+    return {"overlap": overlap, "ms": ms, "tokens_s": driver.num_tokens / ms * 1e3, **done}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.shapes import SHAPES
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder, GpuWeights
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import EmbeddingTable, KeptLinear, linear_of, pad_rows, padded_head
+from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.layers import LayerWeights
@@ -50,7 +51,10 @@ class Model:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of all matrices that a step reads, the head's included; int4 has 2 bytes of scales per 32 weights."""
+        """Bytes of all matrices that a step reads, the head's included.
+
+        int4 has 4 bytes, a scale and a minimum, per 32 weights.
+        """
         bits = {"none": 8 * self.weights.dtype.itemsize, "int8": 8, "fp8": 8, "int4": 5}[self.quantization]
         return self.matrix_weights * bits / 8 + self.head_num_bytes
 
@@ -78,11 +82,15 @@ class Options:
     deterministic: bool = False
     by_layer: bool = False
     """Whether the KV cache has the blocks of each layer one after another."""
+    num_offloaded: int = 0
+    """Layers whose matrices are in host memory; 0, or at least 3."""
 
 
 def make_model(name: str, spec: ModelSpec, device: Device, options: Options) -> Model:
     """Return a runner on random weights, which are the same for the same torch seed."""
     weights = random_weights(spec, options, device.torch)
+    if options.num_offloaded:
+        weights = _offload(weights, options.num_offloaded, device)
     decoder = GpuDecoder(spec, weights, options.max_model_len)
     layout = KvLayout(spec, BLOCK_SIZE, options.kv_dtype or options.dtype, by_layer=options.by_layer)
     free = torch.cuda.mem_get_info()[0] if device.is_gpu else layout.block_bytes * _DRY_BLOCKS / _SHARE
@@ -101,8 +109,22 @@ def make_model(name: str, spec: ModelSpec, device: Device, options: Options) -> 
         max_model_len=options.max_model_len,
         quantization=options.quantization,
         kv_token_bytes=layout.block_bytes // BLOCK_SIZE,
-        head_num_bytes=spec.vocab_size * spec.hidden_size * options.dtype.itemsize,
+        head_num_bytes=spec.vocab_size * spec.hidden_size * _head_itemsize(options),
     )
+
+
+def _head_itemsize(options: Options) -> int:
+    """Return the bytes of one weight of the head, as `padded_head` stores it."""
+    return 1 if options.quantization == "fp8" else options.dtype.itemsize
+
+
+def _offload(weights: GpuWeights, count: int, device: Device) -> GpuWeights:
+    """Offload `count` layers, which must be unquantized and without biases."""
+    layers = list(weights.layers)
+    layer_gib = sum(getattr(layers[0], name).weight.nbytes for name in MATRICES) / (1 << 30)
+    # A Device of its own has a side stream of its own, as in serving.
+    offloaded = OffloadedLayers(len(layers), (count - 0.5) * layer_gib, Device(device.torch), layers)
+    return replace(weights, layers=offloaded)
 
 
 def random_weights(spec: ModelSpec, options: Options, device: torch.device) -> GpuWeights:

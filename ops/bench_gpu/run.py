@@ -7,8 +7,11 @@ import json
 import platform
 import tarfile
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,11 @@ import torch
 import triton
 
 from bench_gpu import headline, kernels, model_checks, steps, tools
-from bench_gpu.load import Driver, Lengths, make_requests, sharegpt_lengths, uniform_lengths
+from bench_gpu.load import sharegpt_lengths, timed_load, uniform_lengths
 from bench_gpu.measure import Clock, ceilings
 from bench_gpu.models import Model, Options, make_model, spec_of
 from bench_gpu.shapes import CHECKED, DRY, FULL
-from bench_gpu.suite import run_tests
+from bench_gpu.suite import failed_files, run_tests
 from bench_gpu.truth import check_kernels
 from bench_gpu.verdict import WrongResultError
 from penstock.gpu_node.model.gpu.device import Device
@@ -31,6 +34,8 @@ from penstock.kernels.triton.launches import table_name
 STAGE_S = 450.0
 """Of the eight minutes, so that a part that has begun can end."""
 NUM_WORKERS = 12
+_WRITES_EVERY_S = 2.0
+"""So a process that is killed loses few rows."""
 
 
 class Run:
@@ -51,7 +56,8 @@ class Run:
         """Run a stage. Raises WrongResultError if a result is wrong; other errors end only the part they are in."""
         print(f"== {name}", flush=True)
         self._clock.start(STAGE_S)
-        self._name = name
+        self._free()
+        self._name, self._wrong, self._written_s = name, dict[str, str](), 0.0
         self._found: dict[str, Any] = {"dry": self._dry, "versions": _versions(), "ceilings": self._ceilings}
         stages: dict[str, Callable[[], None]] = {
             "truth": self._truth,
@@ -70,25 +76,64 @@ class Run:
         self._further.cleanup()
 
     def _truth(self) -> None:
+        """Run the tests beside the other checks: they compile for minutes, and need little of the GPU.
+
+        All checks run as far as the stage's time goes. Raises WrongResultError with all wrong results.
+        """
         files = ("test_launches.py",) if self._dry else ()
-        tests = self._part("tests", lambda: run_tests(NUM_WORKERS, names=files))
-        if bad := [row["file"] for row in tests or () if not row["is_ok"]]:
-            raise WrongResultError(f"tests failed: {bad}; their output is in truth.json")
-        self._rows("kernels in bfloat16", check_kernels(DRY if self._dry else CHECKED, self._device))
-        self._rows("sanitizer", tools.sanitized(dry=self._dry))
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(run_tests, NUM_WORKERS, names=files, limit_s=self._clock.left_s)
+            self._checks()
+            tests = self._part("tests", running.result)
+        failed, unfinished = failed_files(tests or ())
+        if unfinished:
+            self._fail("tests", f"no end in the stage's time: {unfinished}")
+        if failed:
+            self._wrong["tests"] = f"tests failed: {failed}; their output is in truth.json"
+        if self._wrong:
+            raise WrongResultError("; ".join(self._wrong.values()))
+
+    def _checks(self) -> None:
+        self._check("kernels in bfloat16", lambda: check_kernels(DRY if self._dry else CHECKED, self._device))
         names, length = (("tiny",), 12) if self._dry else (("tiny", "llama-1b", "qwen3-0.6b"), 200)
         device = Device(self._device)
         for name in names:
-            spec = spec_of(name)
-            self._rows(f"{name} against float64", model_checks.check_logits(name, spec, device, torch.bfloat16, length))
+            given = name, spec_of(name), device, torch.bfloat16, length
+            self._check(f"{name} against float64", partial(model_checks.check_logits, *given))
         name, rows = ("tiny", 2) if self._dry else ("qwen3-0.6b", 64)
-        for deterministic in (False, True):
-            model = self._make(name, max_num_seqs=rows, max_model_len=512, deterministic=deterministic)
-            title = f"{name}{' deterministic' if deterministic else ''}"
-            self._rows(f"{title}: graph = eager", model_checks.check_graphs(model, 20))
-            self._rows(f"{title}: two in flight = one", model_checks.check_in_flight(model, rows, 20))
-            if deterministic:
-                self._rows(f"{title}: alone = in a batch", model_checks.check_company(model, 20))
+        self._check_steps(name, rows)
+        self._check_steps(name, rows, " deterministic", deterministic=True)
+        self._check_steps("tiny", 2, " offloaded", num_layers=4, num_offloaded=3)
+        self._check("sanitizer", lambda: tools.sanitized(self._clock, dry=self._dry))
+
+    def _check_steps(self, name: str, rows: int, more: str = "", **options: Any) -> None:
+        """Check a model's steps with and without graphs and company; `more` names the options."""
+        usual: dict[str, Any] = {"max_num_seqs": rows, "max_model_len": 512, "num_blocks": 40 * rows}
+        model = self._part(f"{name}{more} made", partial(self._make, name, **usual | options), keep=False)
+        if model is None:
+            return
+        self._check(f"{name}{more}: graph = eager", lambda: model_checks.check_graphs(model, 20))
+        self._check(f"{name}{more}: two in flight = one", lambda: model_checks.check_in_flight(model, rows, 20))
+        if options.get("deterministic"):
+            self._check(f"{name}{more}: alone = in a batch", lambda: model_checks.check_company(model, 20))
+
+    def _check(self, title: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        """As `_rows`, while the stage has time; a wrong result ends the part only, until the stage ends."""
+
+        def in_time() -> Iterator[dict[str, Any]]:
+            coming: Iterator[dict[str, Any]] | None = None
+            while self._clock.left_s > 0:
+                coming = iter(rows()) if coming is None else coming
+                row = next(coming, None)
+                if row is None:
+                    return
+                yield row
+            raise TimeoutError("the stage's time is over")
+
+        try:
+            self._rows(title, in_time())
+        except WrongResultError as error:
+            self._wrong[title] = str(error)
 
     def _kernels(self) -> None:
         sizes = DRY if self._dry else FULL
@@ -106,7 +151,7 @@ class Run:
         self._decode_by_layer()
         # The profiled kernels need the memory that the model's cache has.
         self._free()
-        self._rows("profiler", tools.profiled(Path(self._further.name), dry=self._dry))
+        self._rows("profiler", tools.profiled(Path(self._further.name), self._clock, dry=self._dry))
 
     def _steps(self) -> None:
         name, rows, grid = self._decode_grid()
@@ -171,19 +216,13 @@ class Run:
         """The same requests with steps planned ahead and without, by the engine's scheduler."""
         count, shortest, longest, budget = (3, 3, 7, 16) if self._dry else (256, 100, 1024, 8192)
         for overlap in (True, False):
-            yield self._load(model, uniform_lengths(count, shortest, longest), budget, overlap=overlap)
-
-    def _load(self, model: Model, lengths: Lengths, budget: int, *, overlap: bool = True) -> dict[str, Any]:
-        driver = Driver(model, make_requests(lengths), budget, overlap=overlap)
-        ms = self._clock.wall_ms(driver.run)
-        done = {"tokens": driver.num_tokens, "steps": driver.num_steps, "steps_ahead": driver.num_ahead}
-        return {"overlap": overlap, "ms": ms, "tokens_s": driver.num_tokens / ms * 1e3, **done}
+            yield timed_load(model, self._clock, uniform_lengths(count, shortest, longest), budget, overlap=overlap)
 
     def _measured_load(self, goal: headline.LoadGoal) -> dict[str, Any]:
         """Measure requests of ShareGPT's lengths that are all there at once; tokens per second are of outputs alone."""
         lengths = sharegpt_lengths(goal.count, divisor=goal.divisor)
         model = self._make(goal.model, max_num_seqs=goal.max_num_seqs)
-        row = self._load(model, lengths, goal.budget)
+        row = timed_load(model, self._clock, lengths, goal.budget)
         all_tokens_s = int(lengths.sum()) / row["ms"] * 1e3
         return row | {"all_tokens_s": all_tokens_s, "fraction": row["tokens_s"] / goal.tokens_s}
 
@@ -193,12 +232,16 @@ class Run:
         if self._clock.is_gpu:
             torch.cuda.empty_cache()
 
-    def _make(self, name: str, **options: Any) -> Model:
+    def _make(self, name: str, *, num_layers: int | None = None, **options: Any) -> Model:
+        """num_layers: None for the shape's own."""
         self._free()
         usual: dict[str, Any] = {"dtype": torch.bfloat16}
         usual |= {"max_model_len": 96, "num_blocks": 80} if self._dry else {"max_model_len": 16_384}
+        spec = spec_of(name)
+        if num_layers is not None:
+            spec = replace(spec, num_layers=num_layers, windows=spec.windows[:1] * num_layers)
         torch.manual_seed(0)
-        return make_model(name, spec_of(name), Device(self._device), Options(**usual | options))
+        return make_model(name, spec, Device(self._device), Options(**usual | options))
 
     def _rows(self, title: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Print, keep and return rows as they come, so that those before an error stay."""
@@ -209,6 +252,8 @@ class Run:
             for row in rows:
                 kept.append(row)
                 print(f"{title}: {_line(row)}", flush=True)
+                if time.monotonic() > self._written_s + _WRITES_EVERY_S:
+                    self._write()
             return kept
 
         self._part(title, take)
@@ -222,17 +267,22 @@ class Run:
             if keep:
                 self._found[title] = result
         except WrongResultError as error:
-            self._found["wrong"] = str(error)
+            self._found.setdefault("wrong", []).append(str(error))
             raise
         except Exception as error:
             traceback.print_exc()
-            self.failed[title] = repr(error)
-            self._found.setdefault("failed", {})[title] = repr(error)
+            self._fail(title, repr(error))
         finally:
             self._write()
         return result
 
+    def _fail(self, title: str, why: str) -> None:
+        self.failed[title] = why
+        self._found.setdefault("failed", {})[title] = why
+        self._write()
+
     def _write(self) -> None:
+        self._written_s = time.monotonic()
         part = self._out / f".{self._name}.part"
         part.write_text(json.dumps(self._found, indent=1) + "\n")
         part.rename(self._out / f"{self._name}.json")

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+
+from bench_gpu.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("tests/kernels/triton", "tests/gpu_node/model/gpu")
@@ -20,7 +23,11 @@ _NEED_CHECKPOINTS = ("adapters", "graphs", "load", "offload", "runner", "stale_b
 """Files of the second folder that read checkpoints or run an engine, which needs more packages than a kernel."""
 _NO_TESTS = 5
 """pytest's exit code where a file has no test to run, such as without Hypothesis."""
-_FILE_TIMEOUT_S = 300
+_COMPILES_MOST = ("test_bare_runner.py", "test_bare_steps.py")
+"""Files that start first, because they compile for minutes on a new GPU machine."""
+_LIMIT_S = 780.0
+_KEPT = 5000
+"""Characters of a failed file's output."""
 
 
 def left_out() -> tuple[str, ...]:
@@ -31,40 +38,48 @@ def left_out() -> tuple[str, ...]:
 
 
 def run_tests(
-    num_workers: int, arguments: tuple[str, ...] = ("-m", "not slow"), names: tuple[str, ...] = ()
+    num_workers: int,
+    arguments: tuple[str, ...] = ("-m", "not slow"),
+    names: tuple[str, ...] = (),
+    limit_s: float = _LIMIT_S,
 ) -> list[dict[str, object]]:
     """Run each test file, or those of `names`, in a process of its own.
 
-    Return how each ended: `is_ok`, pytest's summary, and what failed.
+    Return how each ended: `is_ok`, pytest's summary, what failed, and the output where something did. limit_s: for all
+    files together; what has not ended then is killed, and has failed.
     """
+    end_s = time.monotonic() + limit_s
     files = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("test_*.py"))]
     files = [path for path in files if path.name not in left_out() or "gpu_node" not in path.parts]
     files = [path for path in files if not names or path.name in names]
+    files.sort(key=lambda path: path.name not in _COMPILES_MOST)
     with ThreadPoolExecutor(num_workers) as pool:
-        return list(pool.map(lambda path: _run_file(path, arguments), files))
+        return list(pool.map(lambda path: _run_file(path, arguments, end_s - time.monotonic()), files))
 
 
-def _run_file(path: Path, arguments: tuple[str, ...]) -> dict[str, object]:
+def failed_files(rows: Iterable[dict[str, object]]) -> tuple[list[object], list[object]]:
+    """Return the files in which something failed, and those that did not end in time."""
+    bad = [row for row in rows if not row["is_ok"]]
+    return [row["file"] for row in bad if "exit_code" in row], [row["file"] for row in bad if "exit_code" not in row]
+
+
+def _run_file(path: Path, arguments: tuple[str, ...], limit_s: float) -> dict[str, object]:
+    row: dict[str, object] = {"file": str(path.relative_to(ROOT)), "is_ok": False, "failed": []}
+    if limit_s <= 0:
+        return row | {"summary": "not started: no time was left"}
     # Parents' conftest.py files need what is absent here. Plugins of a larger environment would want settings.
     config = ("-c", str(ROOT / "tests/gpu.ini"), "--rootdir", str(ROOT), "--confcutdir", str(path.parent))
-    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONSAFEPATH": "1"}
+    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", *config, *arguments, str(path)]
-    name = str(path.relative_to(ROOT))
-    try:
-        done = subprocess.run(
-            command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=_FILE_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"file": name, "is_ok": False, "summary": f"no end after {_FILE_TIMEOUT_S} s", "failed": []}
-    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]]
+    ended = run_program(command, limit_s, env, ROOT)
+    if ended.returncode is None:
+        return row | {"summary": f"no end after {limit_s:.0f} s", "output": ended.output[-_KEPT:]}
+    lines = ended.stdout.strip().splitlines() or [ended.stderr.strip()[-300:]]
+    is_ok = ended.returncode in (0, _NO_TESTS)
+    # A process that crashes prints no summary, so its output is all that is known.
+    kept = {} if is_ok else {"exit_code": ended.returncode, "output": ended.output[-_KEPT:]}
     failed = [line for line in lines if re.match("(FAILED|ERROR) ", line)]
-    return {
-        "file": name,
-        "is_ok": done.returncode in (0, _NO_TESTS),
-        "summary": lines[-1].strip("= "),
-        "failed": failed,
-        **({"output": done.stdout[-4000:] + done.stderr[-1000:]} if failed else {}),
-    }
+    return row | {"is_ok": is_ok, "summary": lines[-1].strip("= "), "failed": failed, **kept}
 
 
 def main() -> None:

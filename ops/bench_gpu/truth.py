@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from bench_gpu import truth_layers
 from bench_gpu.shapes import BLOCK_SIZE, Pages, Sizes, ints, normal
-from bench_gpu.verdict import SHORT, STORED, Bound, WrongResultError, judge, judge_equal
+from bench_gpu.verdict import SHORT, Bound, WrongResultError, judge, judge_equal, stored_bound
 from penstock.gpu_node.model.gpu.attention import AttentionRows, TritonAttention
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
 from penstock.kernels.paged_cache import PagedCache
@@ -89,7 +89,7 @@ def _rope_and_store(sizes: Sizes, device: torch.device, kept: torch.dtype) -> It
     name = f"rotate_and_store {kept}".replace("torch.", "")
     yield judge(f"{name}, queries", queries, q, SHORT)
     for part, mine, scales, want in (("keys", cache.k, cache.k_scales, k), ("values", cache.v, cache.v_scales, v)):
-        yield judge(f"{name}, {part}", _gathered(mine, scales, slots[1:]), want[1:], STORED[kept])
+        yield judge(f"{name}, {part}", _gathered(mine, scales, slots[1:]), want[1:], stored_bound(kept, want[1:]))
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -185,9 +185,13 @@ def _scaled_products(sizes: Sizes, device: torch.device, kept: torch.dtype) -> I
         quantized = products.quantize_vectors(x, kept)
         given = truth_layers.widened(quantized)
         name = f"{kept}, {rows} rows".replace("torch.", "")
-        yield judge(f"quantize_vectors {name}", given, x, STORED[kept])
+        yield judge(f"quantize_vectors {name}", given, x, stored_bound(kept, x))
         got = products.multiply_scaled(*quantized, *weight, sizes.dtype)
-        yield judge(f"multiply_scaled {name}", got, given @ wide.T, HOPPER_FLOAT8)
+        want = given @ wide.T
+        yield judge(f"multiply_scaled {name}", got, want, HOPPER_FLOAT8)
+        if products.library_multiplies(quantized.q, weight.q, sizes.dtype):
+            got = products.multiply_by_library(*quantized, *weight, sizes.dtype)
+            yield judge(f"multiply_by_library {name}", got, want, HOPPER_FLOAT8)
 
 
 def _lora(sizes: Sizes, device: torch.device) -> Iterator[Row]:

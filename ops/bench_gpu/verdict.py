@@ -26,8 +26,23 @@ EXACT = Bound(0.0, 0.0)
 SHORT = Bound(0.004, 0.02)
 """One rounding to bfloat16 errs by at most 2^-9 of a number. Products round inputs, weights or shares as well."""
 
-STORED = {torch.bfloat16: SHORT, torch.int8: Bound(0.012, 0.02), torch.float8_e4m3fn: Bound(0.04, 0.07)}
-"""Of vectors by what they are stored as: half a step of int8 is 1 / 254 of a vector's largest number."""
+_FLOAT8 = Bound(0.04, 0.07)
+_INT8_LARGEST = 0.006
+"""Half a step is 1 / 254 of a vector's largest number."""
+
+
+def stored_bound(kept: torch.dtype, want: Tensor) -> Bound:
+    """Return the error of vectors, [..., size], that are stored as `kept`, with a scale for each.
+
+    Steps of int8 follow a vector's largest number, so their errors depend on the vectors. A fixed bound would fail for
+    one draw of random numbers, and hide errors in another.
+    """
+    if kept != torch.int8:
+        return _FLOAT8 if kept == torch.float8_e4m3fn else SHORT
+    steps = want.double().abs().amax(-1) / 127
+    # Rounding errs evenly by up to half a step.
+    expected = (steps.square().mean() / 12 / want.double().square().mean()).sqrt()
+    return Bound(1.25 * float(expected), _INT8_LARGEST)
 
 
 def judge(name: str, got: Tensor, want: Tensor, bound: Bound) -> dict[str, float | str]:

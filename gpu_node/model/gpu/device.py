@@ -85,13 +85,13 @@ class Device:
         work()
         torch.cuda.synchronize(self.torch)
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(graph, pool=pool):
+        with no_collection(), torch.cuda.graph(graph, pool=pool):
             work()
         return graph.replay, graph.pool()
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Disable garbage collection. A finalizer that frees GPU memory may synchronize, which aborts a capture."""
     was_on = gc.isenabled()
     gc.disable()

@@ -38,6 +38,10 @@ class KvLayout:
         """Bytes of one block over all layers."""
         return self.num_layers * self.layer_bytes
 
+    def num_staged(self, num_host_blocks: int) -> int:
+        """Return the number of blocks in device memory that swapping out copies through."""
+        return min(num_host_blocks, max(1, _STAGED_BYTES // self.block_bytes))
+
     @property
     def num_runs(self) -> int:
         """Number of parts that all blocks are cut into; the same part of all blocks is contiguous."""
@@ -58,7 +62,7 @@ class KvPool:
         self._host_blocks = device.pinned_run(num_runs, num_host_blocks, run_bytes, dtype=torch.uint8)
         if num_host_blocks:
             device.check_host_address(self._host_blocks)
-        num_staged = min(num_host_blocks, max(1, _STAGED_BYTES // layout.block_bytes))
+        num_staged = layout.num_staged(num_host_blocks)
         self._staged = torch.empty(num_runs, num_staged, run_bytes, dtype=torch.uint8, device=device.torch)
         self._copied_out: DeviceEvent | None = None
         self.layers = [self._layer(layer) for layer in range(layout.num_layers)]

@@ -21,9 +21,9 @@ from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, padded_head, padded_vocab
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
-from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_bytes
+from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_bytes, split_bytes
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
-from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
+from penstock.gpu_node.model.gpu.runner import FIXED_SPLITS, GpuRunner, Limits
 from penstock.gpu_node.model.gpu.stored import StoredLinearLoader
 from penstock.gpu_node.model.gpu.weights import load_weights
 from penstock.gpu_node.model.options import RunnerOptions
@@ -153,23 +153,27 @@ def _sizes(
 def _bytes_for_cache(
     described: Description, options: RunnerOptions, decoder: GpuDecoder, layout: KvLayout, device: Device
 ) -> int:
-    """Return the GPU memory that weights, the largest step, the sampler's marks and the graphs leave."""
+    """Return the GPU memory that weights, the largest step, the sampler's marks, swapping and the graphs leave."""
     # Return memory that only loading needed.
     torch.cuda.empty_cache()
     pool, limit = KvPool(layout, 1, 0, device), options.max_num_batched_tokens
     shapes = GraphShapes(options.max_num_seqs, limit, has_adapters=options.num_adapter_slots > 0)
-    peak = peak_bytes(decoder, pool, limit, options.max_num_seqs)
+    spec, block_bytes = described.spec, layout.block_bytes
+    # The measured steps have no decoding rows.
+    splits = split_bytes(shapes.max_rows, spec.num_heads, spec.head_dim, FIXED_SPLITS)
+    peak = peak_bytes(decoder, pool, limit, options.max_num_seqs) + splits
     graphs = GraphMemory(
         num_graphs=len(shapes.all),
         num_rows=shapes.max_rows,
-        logits_width=padded_vocab(described.spec.vocab_size),
+        logits_width=padded_vocab(spec.vocab_size),
         itemsize=decoder.dtype.itemsize,
         max_blocks=-(-described.max_model_len // options.block_size),
-        step_bytes=peak_bytes(decoder, pool, shapes.all[0].num_tokens, shapes.max_rows),
+        step_bytes=peak_bytes(decoder, pool, shapes.all[0].num_tokens, shapes.max_rows) + splits,
     )
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    marks = 8 * FIRST_ROWS * described.spec.vocab_size
+    marks = 8 * FIRST_ROWS * spec.vocab_size
+    staged = layout.num_staged(num_host_blocks(options, block_bytes)) * block_bytes
     share = options.gpu_memory_utilization or _UTILIZATION
-    taken = peak + graphs.num_bytes + marks
+    taken = peak + graphs.num_bytes + marks + staged
     return bytes_left(total=total, free=free, reserved=reserved, peak=taken, utilization=share)

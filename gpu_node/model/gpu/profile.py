@@ -86,6 +86,11 @@ def peak_bytes(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_samples: 
     return torch.cuda.max_memory_allocated() - before
 
 
+def split_bytes(num_rows: int, num_heads: int, head_dim: int, splits: int) -> int:
+    """Return what decode attention takes for the results of splits, until it has merged them."""
+    return 4 * num_rows * num_heads * splits * (head_dim + 1) if splits > 1 else 0
+
+
 def bytes_left(*, total: int, free: int, reserved: int, peak: int, utilization: float) -> int:
     """Return the bytes for the KV cache, within a share `utilization` of the GPU's memory.
 

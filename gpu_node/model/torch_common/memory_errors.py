@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-_TEXTS = "can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory"
-"""Messages of torch for host memory; of torch for pinned memory, libraries and graphs; of Triton for kernels."""
+_TEXTS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "[CUDA]: out of memory")
+"""Messages of torch for host memory; for pinned memory and graphs; for libraries; of Triton for kernels."""
 
 
 @contextmanager

@@ -111,6 +111,8 @@ def compile_doors(capability: int) -> None:
     marks.add(_ints(9, 3))
     marks.allow_only(_ints(2), _ints(2, 4008))
     sample(_empty(4, 128_256), _ints(4, len(RULE_COLUMNS)), marks)
+    # A vocabulary of one tile, so that sums over tiles are of one number.
+    sample(_empty(4, 384), _ints(4, len(RULE_COLUMNS)), marks)
     copy_blocks(_empty(4, 65_536, dtype=torch.uint8), np.array([[1, 2]], np.int32), host_from=2, host_jump=1 << 40)
 
 

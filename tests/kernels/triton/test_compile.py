@@ -71,14 +71,18 @@ def _count(facts: dict[str, Any], prefix: str) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kernels_keep_their_numbers_in_registers_and_fit_into_shared_memory(binaries: Facts) -> None:
-    """Prefill of wide heads or quantized caches may spill a few. Float32 in heads of 256 does, as no model needs it."""
+    """Prefill of wide heads or quantized caches may spill a few, and the last draw from a small vocabulary.
+
+    Float32 in heads of 256 does, as no model needs it.
+    """
     for facts in binaries:
         assert facts["shared"] <= 1024 * shared_memory_kib(facts["sm"]), facts
         is_wide = facts["constants"].get("HEAD", 0) > 128
         if is_wide and facts["dtype"] == "torch.float32":
             continue
         may_spill = facts["kernel"] == "_prefill" and (is_wide or facts["constants"]["QUANTIZED"])
-        assert facts["stack_bytes"] <= (64 if may_spill else 0), facts
+        is_small_draw = facts["kernel"] == "draw_tokens" and facts["constants"]["TILES"] == 1
+        assert facts["stack_bytes"] <= (64 if may_spill else 16 if is_small_draw else 0), facts
 
 
 @pytest.mark.slow

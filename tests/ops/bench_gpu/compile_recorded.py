@@ -1,6 +1,8 @@
 """Compile exactly the Triton launches that the GPU runner makes, and print what their machine code uses.
 
-A process of its own, as `compile_all.py` is: `compile_recorded.py 90` prints one line of JSON for each program.
+A process of its own, as `compile_all.py` is. `compile_recorded.py 90 8` records the launches of such a GPU, prints one
+line of JSON about them, and deals them out to 8 shards. Then it reads the numbers of shards from standard input. For
+each shard it prints one line for each program, and one with their number.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import triton
 from bench_gpu.without_gpu.launch_counts import different_launches
@@ -28,11 +31,24 @@ def _recorded(capability: int) -> list[TritonLaunch]:
     return sorted(found, key=lambda launch: (launch.name, str(launch.args), str(launch.options)))
 
 
-def main() -> None:
-    capability = int(sys.argv[1])
-    launches = _recorded(capability)
-    triton.runtime.driver.set_active(NoCard(capability))
-    printed = set()
+def _shards(launches: list[TritonLaunch], count: int) -> list[list[TritonLaunch]]:
+    """Deal out the launches. Those that Triton compiles to one program stay together, or it would be compiled twice."""
+    groups: dict[str, list[TritonLaunch]] = {}
+    for launch in launches:
+        args = tuple(_specialized(arg) for arg in launch.args)
+        groups.setdefault(str((launch.name, args, launch.options)), []).append(launch)
+    dealt = [list(groups.values())[i::count] for i in range(count)]
+    return [[launch for group in some for launch in group] for some in dealt]
+
+
+def _specialized(arg: Any) -> Any:
+    """Return what Triton compiles an argument for: 1, multiples of 16, or any number."""
+    return (arg == 1, arg % 16 == 0) if type(arg) is int else type(arg) if type(arg) is float else arg
+
+
+def _compile(launches: list[TritonLaunch], capability: int, printed: set[str]) -> int:
+    """Print the facts of each program that was not printed before; return their number."""
+    before = len(printed)
     for launch in launches:
         args = [MockTensor.wrap_dtype(arg) for arg in launch.args]
         kernel = JITFunction.run(launch.function, *args, grid=(1,), warmup=True, **dict(launch.options))
@@ -51,7 +67,19 @@ def main() -> None:
             **binary_facts(kernel.asm["cubin"]),
         }
         print(json.dumps(facts), flush=True)
-    print(json.dumps({"num_launches": len(launches), "num_programs": len(printed)}), flush=True)
+    return len(printed) - before
+
+
+def main() -> None:
+    capability, num_shards = map(int, sys.argv[1:])
+    launches = _recorded(capability)
+    triton.runtime.driver.set_active(NoCard(capability))
+    print(json.dumps({"num_launches": len(launches), "kernels": sorted({one.name for one in launches})}), flush=True)
+    shards, printed = _shards(launches, num_shards), set[str]()
+    for line in sys.stdin:
+        for shard in map(int, line.split()):
+            num_programs = _compile(shards[shard], capability, printed)
+            print(json.dumps({"shard": shard, "num_programs": num_programs}), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ def parts(pool: KvPool) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("by_layer", [False, True])
-def test_copies_move_whole_blocks_and_no_others(by_layer: bool, dtype: torch.dtype) -> None:
+def test_copies_move_whole_blocks_and_no_others(by_layer: bool, dtype: torch.dtype, device: Device) -> None:
     layout = KvLayout(spec_of("tiny"), 16, dtype, by_layer=by_layer)
-    pool = KvPool(layout, NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, Device(torch.device("cpu")))
+    pool = KvPool(layout, NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, device)
     for i, array in enumerate(parts(pool)):
         numbers = torch.arange(array.numel()).view(array.shape) + 31 * i
         array.copy_((numbers % 113).to(array.dtype))
@@ -53,11 +53,11 @@ def test_copies_move_whole_blocks_and_no_others(by_layer: bool, dtype: torch.dty
             assert torch.equal(array[:, block], first[:, held[block]])
 
 
-def outputs(*, by_layer: bool) -> list[NDArray[np.int32]]:
+def outputs(device: Device, *, by_layer: bool) -> list[NDArray[np.int32]]:
     """The tokens of a prompt and of two steps after it, and logits of the last one."""
     torch.manual_seed(0)
     options = Options(dtype=torch.float32, max_model_len=64, num_blocks=8, max_num_seqs=2, by_layer=by_layer)
-    model = make_model("tiny", spec_of("tiny"), Device(torch.device("cpu")), options)
+    model = make_model("tiny", spec_of("tiny"), device, options)
     tables = np.array([[3, 1], [6, 2]], np.int32)
     prompts, none = [np.arange(20, dtype=np.int32), np.arange(7, dtype=np.int32)], np.zeros(2, np.int64)
     found = [model.runner.submit(plan_of(prompts, none, tables, np.arange(2))).result().tokens]
@@ -68,6 +68,6 @@ def outputs(*, by_layer: bool) -> list[NDArray[np.int32]]:
     return found
 
 
-def test_a_model_computes_the_same_in_both_layouts() -> None:
-    for one, other in zip(outputs(by_layer=False), outputs(by_layer=True), strict=True):
+def test_a_model_computes_the_same_in_both_layouts(device: Device) -> None:
+    for one, other in zip(outputs(device, by_layer=False), outputs(device, by_layer=True), strict=True):
         np.testing.assert_array_equal(one, other)

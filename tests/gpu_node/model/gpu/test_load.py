@@ -74,13 +74,17 @@ def test_a_card_without_a_number_of_blocks_is_filled(
 ) -> None:
     """As if the CPU were a GPU of 256 MiB, of which a quarter is used and the steps use another quarter each."""
     mib = 1 << 20
-    given = _on_small_gpu(tiny_model, monkeypatch, gpu_memory_utilization=utilization, max_num_seqs=4)
+    given = _on_small_gpu(
+        tiny_model, monkeypatch, gpu_memory_utilization=utilization, max_num_seqs=4, num_swap_blocks=3
+    )
     decoder, layout = given[2], given[3]
+    splits = 4 * 4 * 8 * decoder.spec.num_heads * (decoder.spec.head_dim + 1)
     shapes = GraphShapes(4, given[1].max_num_batched_tokens, has_adapters=False).all
     graphs = GraphMemory(
-        num_graphs=len(shapes), num_rows=4, logits_width=384, itemsize=4, max_blocks=4, step_bytes=16 * mib
+        num_graphs=len(shapes), num_rows=4, logits_width=384, itemsize=4, max_blocks=4, step_bytes=16 * mib + splits
     ).num_bytes
-    left = int(256 * mib * utilization) - 64 * mib - 16 * mib - graphs - 8 * FIRST_ROWS * decoder.spec.vocab_size
+    marks, staged = 8 * FIRST_ROWS * decoder.spec.vocab_size, 3 * layout.block_bytes
+    left = int(256 * mib * utilization) - 64 * mib - 16 * mib - splits - graphs - marks - staged
     if left < 2 * layout.block_bytes:
         with pytest.raises(ConfigError, match=f"gpu_memory_utilization {utilization} leaves no block"):
             load._sizes(*given)

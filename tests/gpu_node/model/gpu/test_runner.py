@@ -202,6 +202,7 @@ def test_hidden_states_are_the_torch_runners(name: str, tmp_path: Path) -> None:
     [
         torch.OutOfMemoryError("CUDA out of memory"),
         torch.AcceleratorError("CUDA error: out of memory", 2),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
     ],
     ids=lambda error: type(error).__name__,
