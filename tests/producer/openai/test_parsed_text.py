@@ -49,9 +49,7 @@ INDENTED = st.builds(
     BLANKS,
     st.sampled_from(("parameters", "arguments")),
 )
-TEXTS = st.lists(
-    WRITTEN | BLANKS | INDENTED | st.text('<>[]{}"ntool_caTOLCS/ \n', max_size=9), max_size=8
-).map("".join)
+TEXTS = st.lists(WRITTEN | BLANKS | INDENTED | st.text('<>[]{}"ntool_caTOLCS/ \n', max_size=9), max_size=8).map("".join)
 
 
 def read(form: AnswerFormat, pieces: list[str]) -> ParsedText:
@@ -270,7 +268,7 @@ def test_an_answer_has_no_more_calls_than_a_message_may_have(form: str) -> None:
 def test_text_and_calls_of_one_piece_keep_their_order() -> None:
     calls = [f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in "fg"]
     assert read_in_order(AnswerFormat("hermes", "think"), [f"<think>hm</think>a{calls[0]}b{calls[1]}c"]) == [
-        *("hma", Call(0, "f", "{}"), "b", Call(1, "g", "{}"), "c"),
+        *("hma", Call(0, "f", "{}"), "b", Call(1, "g", "{}"), "c")
     ]
 
 

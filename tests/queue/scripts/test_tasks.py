@@ -80,7 +80,7 @@ async def test_tasks_take_no_capacity_from_other_jobs(queue: Queue) -> None:
 
 @pytest.mark.parametrize("priority", [Priority.STANDARD, Priority.BATCH])
 async def test_task_fits_behind_a_more_urgent_job(queue: Queue, priority: Priority) -> None:
-    """The job takes capacity that running jobs of lower classes hold. So less than nothing is left for those classes."""
+    """The job takes what running jobs of lower classes hold. That leaves less than nothing for these classes."""
     node = await queue.node(bypass_ms=1)
     job = await queue.submit(cost=500, priority=Priority.INTERACTIVE)
     task = await submit_task(queue, priority=priority)
