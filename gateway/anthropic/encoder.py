@@ -53,11 +53,11 @@ class MessageStreamEncoder(ChunkEncoder):
             return begun + (self._blocks_of(chunk.text) if chunk.text else b"")
         self._finish_reason = chunk.finish_reason
         text, self._stop = without_stop(chunk.text, chunk.finish_reason, self._head.params.stop)
-        return begun + self._blocks_of(text) + self._blocks.add(self._reader.end()) + self._blocks.close()
+        return begun + self._blocks_of(text) + self._blocks.add(self._reader.end_in_order()) + self._blocks.close()
 
     def _blocks_of(self, text: str) -> bytes:
         # Without a parser the reader would only copy the text, at twice the cost of the event.
-        return self._blocks.text(text) if self._is_plain else self._blocks.add(self._reader.push(text))
+        return self._blocks.text(text) if self._is_plain else self._blocks.add(self._reader.push_in_order(text))
 
     def _start(self, num_prompt_tokens: int) -> bytes:
         self._has_begun = True

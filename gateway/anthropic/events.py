@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic_core import to_json
@@ -45,14 +45,15 @@ class BlockEvents:
         """White space that begins no text block unless more text follows."""
         self.has_calls = False
 
-    def add(self, parsed: ParsedText) -> bytes:
-        """Return the events for the next parsed part of the answer."""
+    def add(self, parts: Sequence[ParsedText]) -> bytes:
+        """Return the events for the next parsed parts of the answer."""
         events = []
-        if parsed.reasoning and self._shows_thinking:
-            events.append(self._piece("thinking", parsed.reasoning))
-        if parsed.content:
-            events.append(self.text(parsed.content))
-        events += [self._call(call) for call in parsed.calls]
+        for parsed in parts:
+            if parsed.reasoning and self._shows_thinking:
+                events.append(self._piece("thinking", parsed.reasoning))
+            if parsed.content:
+                events.append(self.text(parsed.content))
+            events += [self._call(call) for call in parsed.calls]
         return b"".join(events)
 
     def close(self) -> bytes:

@@ -84,7 +84,7 @@ class OutputReader:
     def push(self, text: str, finish_reason: FinishReason | None) -> Iterator[OutputStep]:
         """Parse the next chunk, and yield the changes that it makes to the output."""
         self._num_chars += len(text)
-        yield from self._steps(ParsedText(text) if self._reader is None else self._reader.push(text))
+        yield from self._steps([ParsedText(text)] if self._reader is None else self._reader.push_in_order(text))
         if finish_reason is not None:
             self.finish_reason = finish_reason
             yield from self._finish("incomplete" if finish_reason == "length" else "completed")
@@ -99,19 +99,20 @@ class OutputReader:
 
     def _finish(self, status: ItemStatus) -> Iterator[OutputStep]:
         if self._reader is not None:
-            yield from self._steps(self._reader.end())
+            yield from self._steps(self._reader.end_in_order())
         yield from self._close(status)
 
-    def _steps(self, parsed: ParsedText) -> Iterator[OutputStep]:
-        if parsed.reasoning:
-            self._num_reasoning_chars += len(parsed.reasoning)
-            yield from self._grow("reasoning", parsed.reasoning)
-        if parsed.content:
-            yield from self._grow("message", parsed.content)
-        for call in parsed.calls:
-            yield from self._begin("function_call", call.name, call_id_of(self._job_id, call.index))
-            yield from self._grow("function_call", call.arguments)
-            yield from self._close("completed")
+    def _steps(self, parts: Sequence[ParsedText]) -> Iterator[OutputStep]:
+        for parsed in parts:
+            if parsed.reasoning:
+                self._num_reasoning_chars += len(parsed.reasoning)
+                yield from self._grow("reasoning", parsed.reasoning)
+            if parsed.content:
+                yield from self._grow("message", parsed.content)
+            for call in parsed.calls:
+                yield from self._begin("function_call", call.name, call_id_of(self._job_id, call.index))
+                yield from self._grow("function_call", call.arguments)
+                yield from self._close("completed")
 
     def _grow(self, kind: Kind, text: str) -> Iterator[OutputStep]:
         if self._open is None or self._open.kind != kind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,20 +66,40 @@ class AnswerReader:
 
     def push(self, text: str) -> ParsedText:
         """Add a piece of text and return the content that is certain now."""
-        reasoning, rest = self._reasoning.push(text)
-        content, calls = self._calls.push(rest) if self._calls else (rest, ())
-        return ParsedText(content, reasoning, self._wanted(calls))
+        return _joined(self.push_in_order(text))
 
     def end(self) -> ParsedText:
         """Return the rest at the end of the text."""
-        reasoning, rest = self._reasoning.end()
-        if self._calls is None:
-            return ParsedText(rest, reasoning)
-        (content, calls), (last, last_calls) = self._calls.push(rest), self._calls.end()
-        return ParsedText(content + last, reasoning, self._wanted(calls + last_calls))
+        return _joined(self.end_in_order())
 
-    def _wanted(self, calls: tuple[Call, ...]) -> tuple[Call, ...]:
-        return tuple(call for call in calls if not call.index) if self._one_call else calls
+    def push_in_order(self, text: str) -> list[ParsedText]:
+        """Do the same as `push`, but return text and calls as separate parts, in the order of the text."""
+        reasoning, rest = self._reasoning.push(text)
+        return self._parts(reasoning, self._calls.push(rest) if self._calls else [rest])
+
+    def end_in_order(self) -> list[ParsedText]:
+        """Do the same as `end`, but return text and calls as separate parts, in the order of the text."""
+        reasoning, rest = self._reasoning.end()
+        return self._parts(reasoning, [*self._calls.push(rest), *self._calls.end()] if self._calls else [rest])
+
+    def _parts(self, reasoning: str, found: Sequence[str | Call]) -> list[ParsedText]:
+        parts = [ParsedText(reasoning=reasoning)] if reasoning else []
+        for one in found:
+            if isinstance(one, str):
+                parts.append(ParsedText(one))
+            elif not self._one_call or one.index == 0:
+                parts.append(ParsedText(calls=(one,)))
+        return parts
+
+
+def _joined(parts: Sequence[ParsedText]) -> ParsedText:
+    if len(parts) == 1:
+        return parts[0]
+    return ParsedText(
+        "".join(part.content for part in parts),
+        "".join(part.reasoning for part in parts),
+        tuple(call for part in parts for call in part.calls),
+    )
 
 
 class _ReasoningReader:

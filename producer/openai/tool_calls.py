@@ -1,7 +1,8 @@
-"""Parsing of tool calls in generated text: pieces of text go in, plain text and whole calls come out.
+"""Parsing of tool calls in generated text: pieces of text go in, plain text and whole calls come out, in their order.
 
-Text that only resembles a call is returned unchanged. The total result does not depend on how the text is cut into
-pieces.
+Text that only resembles a call is returned unchanged. So is a call that no request may contain, because its name is
+empty or its name or arguments are too long. Calls after the first MAX_CALLS are dropped. The total result does not
+depend on how the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.contract.tools import json_of
+from penstock.contract.tools import MAX_ARGUMENTS_CHARS, MAX_CALLS, MAX_FUNCTION_NAME_CHARS, json_of
 
 _MAX_UNDECIDED_CHARS = 32
 """Most characters at the start of a text that are held back while they may be the beginning of a bare call."""
@@ -20,6 +21,8 @@ _MAX_UNDECIDED_CHARS = 32
 
 _QUOTE = re.compile(r'\\.|["\n]', re.DOTALL)
 """Escapes, quotes and line ends: the characters that matter for finding the strings in a call's JSON."""
+_NOT_BLANK = re.compile(r"[^ \t\r\n]")
+"""A character that is no white space in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,12 @@ class CallFormat:
     find: Callable[[str, bool], tuple[int, bool]]
     """Takes a text and whether it is the start of the choice. Returns how many of its first characters are plain text,
     and whether a call begins after them."""
+    mark: str
+    """The mark that begins a call, and so ends the one before it. Empty: only `find` knows where a call begins."""
+    body: str
+    """The first character of the JSON after `mark`. Before any other character the mark is plain text."""
     close: str
-    """The mark that ends a call. Empty: a call extends to the end of the text."""
+    """The mark that ends a call. Empty: a call extends to the next one or to the end of the text."""
     calls_of: Callable[[str], list[tuple[str, Any]]]
     """Takes the text of a call from its opening to its end, and returns names and arguments. Raises ValueError,
     KeyError, TypeError or RecursionError if the text is not a call."""
@@ -59,78 +66,96 @@ class ToolCallReader:
         self._form = form
         self._held = ""
         """Text that may belong to a call and is not returned yet."""
+        self._ends = re.compile("|".join(re.escape(mark) for mark in (form.mark, form.close) if mark) or r"(?!)")
+        """The marks at which an open call ends."""
+        self._num_kept = max(len(form.mark), len(form.close), 1) - 1
+        """Characters at the end of `_held` in which such a mark may have begun."""
         self._searched = self._num_counted = 0
-        """Positions in `_held`: it has no closing mark before the first, and quotes are counted up to the second."""
+        """Positions in `_held`: no call ends before the first, and quotes are counted up to the second."""
         self._in_string = False
         self._is_open = False
+        self._has_body = False
+        """Whether the JSON of the open call has begun."""
         self._is_after_call = False
         self._is_start = True
         self._num_calls = 0
 
-    def push(self, text: str) -> tuple[str, tuple[Call, ...]]:
-        """Add a piece of text. Return the plain text and the calls that are certain now."""
+    def push(self, text: str) -> list[str | Call]:
+        """Add a piece of text. Return the plain text and the calls that are certain now, in their order."""
         self._held += text
-        plain: list[str] = []
-        calls: list[Call] = []
-        while self._is_open or self._opens(plain):
+        found: list[str | Call] = []
+        while self._is_open or self._opens(found):
             end = self._find_end()
             if end < 0:
                 break
-            written, self._held = self._held[:end], self._held[end:]
-            self._parse(written, plain, calls)
-        return "".join(plain), tuple(calls)
+            self._parse(self._take(end), found)
+        return found
 
-    def end(self) -> tuple[str, tuple[Call, ...]]:
-        """Return the remaining plain text and calls at the end of the text."""
-        plain: list[str] = []
-        calls: list[Call] = []
-        if self._is_open and not self._form.close:
-            self._parse(self._held, plain, calls)
-        else:
-            plain.append(self._held)
-        self._held = ""
-        return "".join(plain), tuple(calls)
+    def end(self) -> list[str | Call]:
+        """Return the remaining plain text and calls at the end of the text, which also ends a call."""
+        found: list[str | Call] = []
+        written = self._take(len(self._held))
+        if self._is_open:
+            self._parse(written, found)
+        elif written:
+            found.append(written)
+        return found
 
-    def _opens(self, plain: list[str]) -> bool:
-        """Move plain text from `_held` to `plain`, and return whether a call begins after it."""
+    def _take(self, num_chars: int) -> str:
+        taken, self._held = self._held[:num_chars], self._held[num_chars:]
+        return taken
+
+    def _opens(self, found: list[str | Call]) -> bool:
+        """Move plain text from `_held` to `found`, and return whether a call begins after it."""
         if self._is_after_call:
             self._held = self._held.lstrip()
             self._is_after_call = not self._held
         num_plain, self._is_open = self._form.find(self._held, self._is_start)
-        self._is_start = self._is_start and not num_plain
-        plain.append(self._held[:num_plain])
-        self._held = self._held[num_plain:]
-        self._searched = self._num_counted = 0
+        if num_plain:
+            self._is_start = False
+            found.append(self._take(num_plain))
+        self._searched = self._num_counted = len(self._form.mark)
         self._in_string = False
+        self._has_body = not self._form.body
         return self._is_open
 
     def _find_end(self) -> int:
-        """Return the position after the first closing mark that is outside of strings, or -1."""
-        close = self._form.close
-        while close and (at := self._held.find(close, self._searched)) >= 0:
-            for quote in _QUOTE.finditer(self._held, self._num_counted, at):
+        """Return the position after the open call, or -1: after the closing mark, or before the next opening mark.
+
+        Marks in strings do not count. If no JSON follows the opening mark, that mark is the whole of the call.
+        """
+        if not self._has_body:
+            first = _NOT_BLANK.search(self._held, self._searched)
+            if first is None:
+                self._searched = len(self._held)
+                return -1
+            if first[0] != self._form.body:
+                return first.start()
+            self._has_body = True
+        while mark := self._ends.search(self._held, self._searched):
+            for quote in _QUOTE.finditer(self._held, self._num_counted, mark.start()):
                 if quote[0] == '"':
                     self._in_string = not self._in_string
                 elif quote[0] == "\n":  # JSON strings contain no line end, so a stray quote affects only its own line
                     self._in_string = False
-            self._num_counted = at
+            self._num_counted = mark.start()
             if not self._in_string:
-                return at + len(close)
-            self._searched = at + len(close)
-        self._searched = max(self._searched, len(self._held) - len(close))
+                return mark.start() if mark[0] == self._form.mark else mark.end()
+            self._searched = mark.end()
+        self._searched = max(self._searched, len(self._held) - self._num_kept)
         return -1
 
-    def _parse(self, written: str, plain: list[str], calls: list[Call]) -> None:
-        """Add the calls in `written` to `calls`; if it is not a valid call, add it to `plain` unchanged."""
+    def _parse(self, written: str, found: list[str | Call]) -> None:
+        """Add the calls in `written` to `found`; if it is not a valid call, add it unchanged."""
         self._is_open = self._is_start = False
         try:
-            found = [(name, _arguments_text(name, arguments)) for name, arguments in self._form.calls_of(written)]
+            calls = [(name, _arguments_text(name, arguments)) for name, arguments in self._form.calls_of(written)]
         except (ValueError, KeyError, TypeError, RecursionError):
-            plain.append(written)
+            found.append(written)
             return
         self._is_after_call = True
-        for name, arguments in found:
-            calls.append(Call(self._num_calls, name, arguments))
+        for name, arguments in calls[: MAX_CALLS - self._num_calls]:
+            found.append(Call(self._num_calls, name, arguments))
             self._num_calls += 1
 
 
@@ -138,7 +163,10 @@ def _arguments_text(name: object, arguments: object) -> str:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise TypeError("not a call")
     name.encode()  # a lone surrogate cannot be sent
-    return json.dumps(arguments)
+    text = json.dumps(arguments)
+    if not 1 <= len(name) <= MAX_FUNCTION_NAME_CHARS or len(text) > MAX_ARGUMENTS_CHARS:
+        raise ValueError("no request may contain such a call")
+    return text
 
 
 def _marked(mark: str) -> Callable[[str, bool], tuple[int, bool]]:
@@ -158,7 +186,8 @@ def _llama_begins(text: str, is_start: bool) -> tuple[int, bool]:
 
     Only the position distinguishes a bare call from other JSON, so a text is either one call as a whole or plain text.
     """
-    compact = "".join(text[: 2 * _MAX_UNDECIDED_CHARS].split())
+    # Not more than the first text that is decided has, so that later characters change nothing.
+    compact = "".join(text[: _MAX_UNDECIDED_CHARS + 1].split())
     if is_start and compact.startswith(_LLAMA_BEGINNINGS):
         return 0, True
     undecided = is_start and len(text) <= _MAX_UNDECIDED_CHARS
@@ -192,9 +221,13 @@ def _llama_calls(written: str) -> list[tuple[str, Any]]:
     return calls
 
 
+def _format(mark: str, body: str, close: str, calls_of: Callable[[str], list[tuple[str, Any]]]) -> CallFormat:
+    return CallFormat(_marked(mark), mark, body, close, calls_of)
+
+
 CALL_FORMS = {
-    "hermes": CallFormat(_marked("<tool_call>"), "</tool_call>", _hermes_calls),
-    "llama3_json": CallFormat(_llama_begins, "", _llama_calls),
-    "mistral": CallFormat(_marked("[TOOL_CALLS]"), "", _mistral_calls),
+    "hermes": _format("<tool_call>", "{", "</tool_call>", _hermes_calls),
+    "llama3_json": CallFormat(_llama_begins, "", "", "", _llama_calls),
+    "mistral": _format("[TOOL_CALLS]", "[", "", _mistral_calls),
 }
 """Call formats by the name of the tool parser in a pool's record."""

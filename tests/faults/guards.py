@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TESTS = "tests/queue/scripts/test_"
+SKIPPED = "skipped_jobs.py"
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,7 @@ MUTANTS = (
     Mutant("idempotency body", "submit", "job.body ~= body or ", "", "submit.py"),
     Mutant("tenant check", "attach", " or job.tenant ~= tenant", "", "readers.py"),
     Mutant("terminal once", "cancel", "if is_terminal(job.state) then return job.state end", "", "end.py"),
-    Mutant(
-        "each asked once", "take", "is_listed(lacks, node) and may_be_elsewhere(job, lacks)", "false", "adapters.py"
-    ),
+    Mutant("each asked once", "take", "= may_be_elsewhere(job, lacks)", "= false", "adapters.py"),
     Mutant(
         "bound of waiting tasks",
         "submit",
@@ -82,6 +81,12 @@ MUTANTS = (
         "corrected debt at another rate", "queue", "tonumber(stated or '') or ms_per_token", "ms_per_token", "usage.py"
     ),
     Mutant("refund beside an unpaid debt", "queue", "tonumber(jobs or '') or 0) - now)", "0) - now)", "usage.py"),
+    Mutant("jobs of other nodes", "take", "(is_eligible or tried[id]) and examined or skipped", "examined", SKIPPED),
+    Mutant("bound of skipped jobs", "take", " and skipped.count < skipped.max_count do", " do", SKIPPED),
+    Mutant("shares of skipped jobs", "take", "MAX_SKIPPED / math.max(1, #tenants)", "MAX_SKIPPED", SKIPPED),
+    Mutant("bound of jobs that end", "take", "(is_eligible or tried[id]) and", "is_eligible and", SKIPPED),
+    Mutant("tasks without a slot", "take", "job = not has_no_slot_for(id) and", "job =", SKIPPED),
+    Mutant("tasks fit a node without capacity", "take", "if not is_task(job) and (need", "if (need", "tasks.py"),
     Mutant("tasks of a full node", "take", "if task_slots == 0 then return true end", "", "tasks.py"),
     Mutant("tasks hold no KV cache", "take", "is_task(job) and 0 or ", "", "tasks.py"),
     Mutant("a node for an isolated job", "take", "if not is_for_isolated then", "if true then", "tasks.py"),
@@ -192,6 +197,8 @@ MUTANTS = (
     # Idempotency and identity
     Mutant("tenant of an id", "submit", " or job.tenant ~= tenant then", " then", "submit.py"),
     Mutant("tenant of an idempotency key", "submit", "tenant .. ':' .. idem)", "idem)", "submit.py"),
+    Mutant("ids older than records", "submit", "record_life - MAX_AHEAD_MS", "MAX_AGE_MS", "submit.py"),
+    Mutant("ids older than responses", "submit", "response ~= '' and tonumber(keep) or config", "config", "submit.py"),
     Mutant("ids of a later time", "submit", " or minted - now > MAX_AHEAD_MS", "", "submit.py"),
     Mutant("tenant of a canceled job", "cancel", " or job.tenant ~= tenant", "", "readers.py"),
     Mutant("readers of a job", "prelude", "if count >= MAX_INBOXES then", "if false then", "readers.py"),

@@ -20,7 +20,8 @@ def submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
             message = "this idempotency key was used with another request"
             return ConflictError(message, code="idempotency_conflict", param="idempotency_key")
         case "BAD_ID_AGE":
-            return RequestError(f"job id {job.id} is older than 24 h or from the future", code="bad_id", param="job_id")
+            message = f"job id {job.id} is older than {answer[1] // 60_000} min or from the future"
+            return RequestError(message, code="bad_id", param="job_id")
         case "BUSY":
             return _busy_error(answer[1].decode(), *answer[2:])
     return InvariantError(f"submit answered {kind}")

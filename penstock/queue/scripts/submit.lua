@@ -6,7 +6,7 @@
 --   bytes: Redis memory that the job may occupy.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
--- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL|BAD_ID_AGE}
+-- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL} | {BAD_ID_AGE, max_age_ms}
 --       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent class, wait_ms}
 --   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it.
 local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
@@ -46,7 +46,11 @@ end
 
 local dot = string.find(id, '.', 1, true)
 local minted = tonumber(string.sub(id, dot + 1, dot + 8) .. string.sub(id, dot + 10, dot + 13), 16)
-if not minted or now - minted > MAX_AGE_MS or minted - now > MAX_AHEAD_MS then return {'BAD_ID_AGE'} end
+-- A job of this id may have ended and its record expired. So an id is refused before that can have happened: a record
+-- lives at least record_life after the id's time, less what the id's clock was ahead. Clocks may be behind as much.
+local record_life = response ~= '' and tonumber(keep) or config.result_ttl_ms
+local max_age = math.min(MAX_AGE_MS, math.max(record_life - MAX_AHEAD_MS, MAX_AHEAD_MS))
+if not minted or now - minted > max_age or minted - now > MAX_AHEAD_MS then return {'BAD_ID_AGE', max_age} end
 
 -- Refusals -----------------------------------------------------------------------------------------
 -- A refused caller is told when to retry. Jobs refused earlier will come back first. So their cost is kept as a backlog

@@ -15,7 +15,7 @@
 --   when this lease began. A request above MAX_REQUEST_BYTES is '' here; the node reads it separately.
 --   depth: jobs still queued per class. again_in_ms: when a job may become available, 0 if unknown.
 --   STALE: a later take of this node was already answered.
-local MAX_TAKEN, MAX_EXAMINED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 128, 32, 16384
+local MAX_TAKEN, MAX_EXAMINED, MAX_SKIPPED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 512, 128, 32, 16384
 local MAX_SORTED, MAX_PASSED, MAX_TASKS_EXAMINED, LEAST_URGENT = 64, 16, 64, CLASSES - 1
 
 local node, call, nonce = ARGV[1], tonumber(ARGV[2]), ARGV[3]
@@ -88,16 +88,26 @@ local function is_foreign(job)
   return job.revision ~= '' and job.revision ~= revision and redis.call('LLEN', log_key(job.id)) > 0
 end
 
+-- The jobs that a node skips have few different revisions and lists of nodes without an adapter. So the answers for
+-- these are cached during one script.
+local live_revisions, elsewhere = {}, {}
+
 local function has_live_revision(job)
   if not can_trust_heartbeats(config, now) then return true end
-  local last = redis.call('ZSCORE', P .. ':revisions', job.revision)
-  return last and now - tonumber(last) < config.lease_ms
+  if live_revisions[job.revision] == nil then
+    local last = redis.call('ZSCORE', P .. ':revisions', job.revision)
+    live_revisions[job.revision] = last and now - tonumber(last) < config.lease_ms or false
+  end
+  return live_revisions[job.revision]
 end
 
 -- Whether this node gave the job back because it lacks the job's adapter, and another node may have that adapter.
 local function is_for_others(job)
   local lacks = job.avoid ~= '' and redis.call('HGET', job_key(job.id), 'lacks')
-  return lacks and is_listed(lacks, node) and may_be_elsewhere(job, lacks)
+  if not lacks or not is_listed(lacks, node) then return false end
+  local name = (redis.call('LLEN', log_key(job.id)) > 0 and job.revision or '') .. ' ' .. lacks
+  if elsewhere[name] == nil then elsewhere[name] = may_be_elsewhere(job, lacks) end
+  return elsewhere[name]
 end
 
 -- Whether this node may take the job at all. Also records jobs that must be ended, and when to look again.
@@ -114,13 +124,17 @@ local function is_for_us(job)
   return false
 end
 
+-- Whether the job is a task and the node can take no more tasks. The record of a job that is skipped is not read for it.
+local function has_no_slot_for(id) return task_slots == 0 and redis.call('ZSCORE', P .. ':tasks', id) end
+
 local function new_count(max_count) return {count = 0, max_count = max_count} end
 
--- Returns an iterator over the eligible jobs among the ids that `read_page` returns. `examined` bounds the jobs read.
-local function reader(examined, read_page)
+-- Returns an iterator over the eligible jobs among the ids that `read_page` returns. `examined` bounds the jobs that it
+-- returns or that this call ends. `skipped` bounds the others, which stay queued for other nodes or a later call.
+local function reader(examined, skipped, read_page)
   local ids, at = {}, 1
   return function()
-    while ids and examined.count < examined.max_count do
+    while ids and examined.count < examined.max_count and skipped.count < skipped.max_count do
       if at > #ids then
         ids, at = read_page(), 1
         if #ids == 0 then
@@ -128,24 +142,27 @@ local function reader(examined, read_page)
           return nil
         end
       end
-      local job = read_job(ids[at], EXAMINED_FIELDS)
-      at, examined.count = at + 1, examined.count + 1
-      if job and is_for_us(job) then return job end
+      local id = ids[at]
+      local job = not has_no_slot_for(id) and read_job(id, EXAMINED_FIELDS)
+      local is_eligible = job and is_for_us(job)
+      local counted = (is_eligible or tried[id]) and examined or skipped
+      at, counted.count = at + 1, counted.count + 1
+      if is_eligible then return job end
     end
   end
 end
 
-local function reader_of_index(examined, key)
+local function reader_of_index(examined, skipped, key)
   local offset = -PAGE
-  return reader(examined, function()
+  return reader(examined, skipped, function()
     offset = offset + PAGE
     return redis.call('ZRANGE', key, offset, offset + PAGE - 1)
   end)
 end
 
-local function reader_of_stream(examined, key)
+local function reader_of_stream(examined, skipped, key)
   local from = '-'
-  return reader(examined, function()
+  return reader(examined, skipped, function()
     local ids = {}
     for i, entry in ipairs(redis.call('XRANGE', key, from, '+', 'COUNT', PAGE)) do
       ids[i], from = entry[2][2], '(' .. entry[1]
@@ -199,7 +216,7 @@ end
 local function any_tenant() return true end
 
 local function queue_by_age(p)
-  local read = reader_of_index(new_count(MAX_EXAMINED), P .. ':waiting:' .. p)
+  local read = reader_of_index(new_count(MAX_EXAMINED), new_count(MAX_SKIPPED), P .. ':waiting:' .. p)
   local head = read()
   local is_first = true
   return {head = head, next = function()
@@ -222,7 +239,7 @@ local function remaining_cost(job)
 end
 
 local function queue_by_cost(p)
-  local read = reader_of_index(new_count(MAX_SORTED), P .. ':waiting:' .. p)
+  local read = reader_of_index(new_count(MAX_SORTED), new_count(MAX_SKIPPED), P .. ':waiting:' .. p)
   local jobs = {}
   for job in read do
     job.remaining = remaining_cost(job)
@@ -240,9 +257,9 @@ local function queue_by_cost(p)
 end
 
 -- One tenant's jobs, oldest first, merged from its requeued jobs and its stream.
-local function reader_of_tenant(examined, p, tenant)
-  local requeued = reader_of_index(examined, P .. ':requeued:' .. p .. ':' .. tenant)
-  local fresh = reader_of_stream(examined, P .. ':queue:' .. p .. ':' .. tenant)
+local function reader_of_tenant(examined, skipped, p, tenant)
+  local requeued = reader_of_index(examined, skipped, P .. ':requeued:' .. p .. ':' .. tenant)
+  local fresh = reader_of_stream(examined, skipped, P .. ':queue:' .. p .. ':' .. tenant)
   local one, other
   return function()
     one, other = one or requeued(), other or fresh()
@@ -261,9 +278,12 @@ local function queue_by_virtual_time(p)
   local found = redis.call('ZRANGE', P .. ':virtual_time:' .. p, 0, MAX_TENANTS - 1, 'WITHSCORES')
   for at = 1, #found, 2 do tenants[#tenants + 1] = {name = found[at], time = tonumber(found[at + 1])} end
 
+  -- Each tenant has its share of the jobs that may be skipped. So a tenant's jobs for other nodes hide no other tenant's.
+  local max_skipped = math.ceil(MAX_SKIPPED / math.max(1, #tenants))
+
   -- The oldest remaining job of a tenant, or nil.
   local function oldest_of(tenant)
-    tenant.read = tenant.read or reader_of_tenant(examined, p, tenant.name)
+    tenant.read = tenant.read or reader_of_tenant(examined, new_count(max_skipped), p, tenant.name)
     while not tenant.job or tried[tenant.job.id] do
       tenant.job = tenant.read()
       if not tenant.job then return nil end
@@ -355,7 +375,8 @@ local function try(job, urgency, is_head)
     task_slots = task_slots - 1
   end
   local need, seqs = is_task(job) and 0 or math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
-  if need > kv_tokens[urgency] or seqs > slots[urgency] then return pass(job, job.id) end
+  -- A more urgent job may have left less than nothing. A task fits all the same.
+  if not is_task(job) and (need > kv_tokens[urgency] or seqs > slots[urgency]) then return pass(job, job.id) end
   for q = urgency, LEAST_URGENT do kv_tokens[q], slots[q] = kv_tokens[q] - need, slots[q] - seqs end
   local queue = queues[tonumber(job.priority)]
   job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms / weight_of(job), is_head
@@ -369,7 +390,7 @@ end
 local function walk_by_age()
   local readers, heads = {}, {}
   for p = 0, LEAST_URGENT do
-    readers[p] = reader_of_index(new_count(MAX_EXAMINED), P .. ':waiting:' .. p)
+    readers[p] = reader_of_index(new_count(MAX_EXAMINED), new_count(MAX_SKIPPED), P .. ':waiting:' .. p)
     heads[p] = readers[p]()
   end
   while true do

@@ -9,6 +9,9 @@ from typing import Any
 import openai
 import pytest
 
+from penstock.gateway.responses.output import OutputReader
+from penstock.producer.openai.parsed_text import AnswerFormat
+
 MODEL = "acme/response-caller"
 CALLS = """Wait.
 <tool_call>
@@ -62,6 +65,19 @@ def test_a_stream_has_each_item_and_ends_with_the_same_response(calling: Any) ->
     whole = calling.responses.retrieve(events[0].response.id)
     assert events[-1].response == whole
     assert [event.item for event in events if event.type == "response.output_item.done"] == whole.output
+
+
+@pytest.mark.parametrize("size", [1, 20, 1000])
+def test_items_keep_the_order_of_the_text_however_it_is_cut(size: int) -> None:
+    text = f"<think>hm</think>{CALLS}Then:{CALLS}"
+    reader = OutputReader("pool.job", AnswerFormat("hermes", "think"))
+    for at in range(0, len(text), size):
+        for _ in reader.push(text[at : at + size], None):
+            pass
+    for _ in reader.push("", "stop"):
+        pass
+    said = [item.name or "".join(item.texts) for item in reader.items]
+    assert said == ["hm", "Wait.\n", "f", "g", "Then:Wait.\n", "f", "g"]
 
 
 def test_calls_are_answered_in_the_next_response(calling: Any, calling_engine: Any) -> None:

@@ -6,11 +6,13 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from penstock.contract.job import Message
+from penstock.contract.tools import MAX_ARGUMENTS_CHARS, MAX_CALLS, MAX_FUNCTION_NAME_CHARS, ToolCall
 from penstock.producer.openai.parsed_text import AnswerFormat, AnswerReader, ParsedText
-from penstock.producer.openai.tool_calls import CALL_FORMS, num_held
+from penstock.producer.openai.tool_calls import CALL_FORMS, Call, num_held
 
 LONGEST_MARK = len("<|python_tag|>")
 MAX_UNDECIDED = 32
@@ -40,7 +42,14 @@ WRITTEN = st.sampled_from(
         *('{"name": "f", "arguments": {"a": "\\ud800"}}', '{"name": "f", "parameters": {"a": "\\ud800"}}'),
     ]
 )
-TEXTS = st.lists(WRITTEN | st.text('<>[]{}"ntool_caTOLCS/ \n', max_size=9), max_size=8).map("".join)
+BLANKS = st.builds(str.__mul__, st.sampled_from((" ", "\n", "\t", "\n ", "\xa0")), st.integers(0, 80))
+INDENTED = st.builds(
+    '{{{0}"type":{0}"function",{1}"name":{0}"f",{1}"{2}":{0}{{}}}}'.format,
+    BLANKS,
+    BLANKS,
+    st.sampled_from(("parameters", "arguments")),
+)
+TEXTS = st.lists(WRITTEN | BLANKS | INDENTED | st.text('<>[]{}"ntool_caTOLCS/ \n', max_size=9), max_size=8).map("".join)
 
 
 def read(form: AnswerFormat, pieces: list[str]) -> ParsedText:
@@ -51,6 +60,27 @@ def read(form: AnswerFormat, pieces: list[str]) -> ParsedText:
     return said + reader.end()
 
 
+def read_in_order(form: AnswerFormat, pieces: list[str]) -> list[str | Call]:
+    """Return the texts and calls of an answer in their order; neighboring texts are joined."""
+    reader = AnswerReader(form)
+    parts = [part for piece in pieces for part in reader.push_in_order(piece)] + reader.end_in_order()
+    found: list[str | Call] = []
+    for part in parts:
+        text = part.reasoning + part.content
+        if text and found and isinstance(found[-1], str):
+            found[-1] += text
+        elif text:
+            found.append(text)
+        found += part.calls
+    return found
+
+
+def next_message(said: ParsedText) -> Message:
+    """Return the answer as the message that the caller's next request contains. Raises for what would be refused."""
+    calls = tuple(ToolCall(id="c", name=call.name, arguments=call.arguments) for call in said.calls)
+    return Message(role="assistant", content=said.content, tool_calls=calls)
+
+
 @given(st.sampled_from(FORMS), TEXTS, st.data())
 def test_any_cut_of_a_text_says_the_same(form: AnswerFormat, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
@@ -58,10 +88,18 @@ def test_any_cut_of_a_text_says_the_same(form: AnswerFormat, text: str, data: st
     said = form.read(text)
     assert read(form, pieces) == said
     assert read(form, list(text)) == said
+    assert read_in_order(form, pieces) == read_in_order(form, list(text)) == read_in_order(form, [text])
     assert [call.index for call in said.calls] == list(range(len(said.calls)))
-    for call in said.calls:
-        arguments = json.loads(call.arguments)
-        assert isinstance(arguments, dict) and json.dumps(arguments, ensure_ascii=False).encode()
+    assert next_message(said).tool_calls is not None
+
+
+@example("llama3_json", " " * 40, '{"name": "f", "parameters": {}}', 0)
+@example("llama3_json", "", '{"type": ' + " " * 40 + '"function", "name": "f", "parameters": {}}', 0)
+@given(st.sampled_from([*CALL_FORMS]), BLANKS, INDENTED, st.integers(0, 100))
+def test_any_cut_of_an_indented_bare_call_says_the_same(form: str, blank: str, call: str, cut: int) -> None:
+    text = blank + call
+    said = AnswerFormat(form).read(text)
+    assert read(AnswerFormat(form), [text[:cut], text[cut:]]) == read(AnswerFormat(form), list(text)) == said
 
 
 @given(st.sampled_from([AnswerFormat(calls) for calls in ("none", *CALL_FORMS)]), TEXTS)
@@ -105,6 +143,26 @@ def test_plain_text_is_late_by_no_more_than_the_longest_mark(form: AnswerFormat,
             [("f", {})],
         ),
         ("hermes", '<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}\n', "", [("f", {})]),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {}}\n<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+            "",
+            [("f", {}), ("g", {})],
+        ),
+        (
+            "hermes",
+            'I use "<tool_call>" here. <tool_call>{"name": "f", "arguments": {}}</tool_call>',
+            'I use "<tool_call>" here. ',
+            [("f", {})],
+        ),
+        (
+            "hermes",
+            '<tool_call> {so}. <tool_call> <tool_call>\n{"name": "f", "arguments": {}}</tool_call>',
+            "<tool_call> {so}. <tool_call> ",
+            [("f", {})],
+        ),
+        ("hermes", "<tool_call> \n", "<tool_call> \n", []),
         ("hermes", "<tool_call>f(1)</tool_call> no", "<tool_call>f(1)</tool_call> no", []),
         ("llama3_json", '{"name": "f", "parameters": {"a": "b"}}', "", [("f", {"a": "b"})]),
         (
@@ -122,6 +180,12 @@ def test_plain_text_is_late_by_no_more_than_the_longest_mark(form: AnswerFormat,
             [("f", {}), ("g", {"x": [2]})],
         ),
         ("mistral", "[TOOL_CALLS] []", "[TOOL_CALLS] []", []),
+        (
+            "mistral",
+            'Write [TOOL_CALLS] so: [TOOL_CALLS][{"name": "f", "arguments": {}}]',
+            "Write [TOOL_CALLS] so: ",
+            [("f", {})],
+        ),
     ],
 )
 def test_calls_are_read_in_each_familys_form(form: str, text: str, content: str, calls: list[object]) -> None:
@@ -154,16 +218,58 @@ def test_calls_stand_behind_reasoning_and_never_in_it() -> None:
 
 @pytest.mark.parametrize("form", CALL_FORMS)
 def test_of_one_call_the_others_are_left_out_however_the_text_is_cut(form: str) -> None:
-    key = "parameters" if form == "llama3_json" else "arguments"
-    calls = [json.dumps({"name": name, key: {}}) for name in "fgh"]
-    texts = {
-        "hermes": "".join(f"<tool_call>{call}</tool_call>" for call in calls),
-        "llama3_json": ";".join(calls),
-        "mistral": f"[TOOL_CALLS][{','.join(calls)}]",
-    }
+    text = written_as(form, [call_text(form, name, {}) for name in "fgh"])
     wanted = AnswerFormat(form, one_call=True)
-    for pieces in ([texts[form]], list(texts[form])):
+    for pieces in ([text], list(text)):
         assert [call.name for call in read(wanted, pieces).calls] == ["f"]
+
+
+def call_text(form: str, name: str, arguments: dict[str, str]) -> str:
+    return json.dumps({"name": name, "parameters" if form == "llama3_json" else "arguments": arguments})
+
+
+def written_as(form: str, calls: list[str]) -> str:
+    match form:
+        case "hermes":
+            return "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+        case "llama3_json":
+            return ";".join(calls)
+    return f"[TOOL_CALLS][{','.join(calls)}]"
+
+
+@pytest.mark.parametrize("form", CALL_FORMS)
+@pytest.mark.parametrize(
+    ("name", "arguments", "is_call"),
+    [
+        ("", {}, False),
+        ("f" * MAX_FUNCTION_NAME_CHARS, {}, True),
+        ("f" * (MAX_FUNCTION_NAME_CHARS + 1), {}, False),
+        ("f", {"a": "x" * (MAX_ARGUMENTS_CHARS - 9)}, True),
+        ("f", {"a": "x" * (MAX_ARGUMENTS_CHARS - 8)}, False),
+    ],
+)
+def test_a_call_that_no_request_may_contain_is_text(
+    form: str, name: str, arguments: dict[str, str], is_call: bool
+) -> None:
+    text = written_as(form, [call_text(form, name, arguments)])
+    said = AnswerFormat(form).read(text)
+    assert said.content == ("" if is_call else text)
+    assert len(next_message(said).tool_calls) == is_call
+
+
+@pytest.mark.parametrize("form", CALL_FORMS)
+def test_an_answer_has_no_more_calls_than_a_message_may_have(form: str) -> None:
+    text = written_as(form, [call_text(form, f"f{number}", {}) for number in range(MAX_CALLS + 2)])
+    said = AnswerFormat(form).read(text)
+    assert read(AnswerFormat(form), list(text)) == said
+    assert (said.content, [call.name for call in said.calls]) == ("", [f"f{number}" for number in range(MAX_CALLS)])
+
+
+def test_text_and_calls_of_one_piece_keep_their_order() -> None:
+    calls = [f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in "fg"]
+    assert read_in_order(AnswerFormat("hermes", "think"), [f"<think>hm</think>a{calls[0]}b{calls[1]}c"]) == [
+        *("hma", Call(0, "f", "{}"), "b", Call(1, "g", "{}"), "c")
+    ]
 
 
 def test_the_longest_end_that_may_begin_a_mark_is_held() -> None:

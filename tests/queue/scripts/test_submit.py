@@ -11,6 +11,7 @@ from fakes.queue.harness import CONFIG, POOL, RECORD, TENANT, P, Queue, id_minte
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
 from penstock.contract.job import Job, Priority, SamplingParams
 from penstock.contract.output import Outcome
+from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.queue import keys
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import Submission
@@ -116,7 +117,7 @@ async def test_idempotency_key_of_a_forgotten_job_is_free_again(queue: Queue) ->
 @pytest.mark.parametrize("shift_s", [-25 * 3600, 6 * 60])
 async def test_id_from_another_time_is_refused(queue: Queue, shift_s: int) -> None:
     await queue.node()
-    with pytest.raises(RequestError, match="24 h") as caught:
+    with pytest.raises(RequestError, match="older than 1435 min or from the future") as caught:
         await queue.submit(new_job(id_minted_at(time.time() + shift_s)))
     assert (caught.value.code, caught.value.param) == ("bad_id", "job_id")
     assert await queue.ids("open") == set()
@@ -127,6 +128,28 @@ async def test_id_from_a_clock_a_little_off_is_accepted(queue: Queue, shift_s: i
     await queue.node()
     job_id = id_minted_at(time.time() + shift_s)
     assert await queue.submit(new_job(job_id)) == job_id
+
+
+@pytest.mark.parametrize(
+    ("result_ttl_min", "keep_min", "age_min", "is_accepted"),
+    [
+        *((60, None, 54, True), (60, None, 56, False)),
+        *((1440, 60, 54, True), (1440, 60, 56, False), (60, 1440, 56, True)),
+        *((1, None, 4, True), (1, None, 6, False), (100 * 60, None, 23 * 60, True), (100 * 60, None, 25 * 60, False)),
+    ],
+)
+async def test_id_whose_record_may_have_expired_is_refused(
+    queue: Queue, result_ttl_min: int, keep_min: int | None, age_min: int, is_accepted: bool
+) -> None:
+    """Otherwise a job that had run and been forgotten would run again."""
+    await queue.node(result_ttl_ms=result_ttl_min * 60_000)
+    response = NO_RESPONSE if keep_min is None else ResponseRecord(b"record", keep_min * 60_000)
+    submission = Submission(new_job(id_minted_at(time.time() - 60 * age_min)), 1, response=response)
+    if is_accepted:
+        assert (await queue.producer.submit(submission)).state == "queued"
+    else:
+        with pytest.raises(RequestError, match="or from the future"):
+            await queue.producer.submit(submission)
 
 
 async def test_known_job_is_answered_however_old_its_id(queue: Queue) -> None:

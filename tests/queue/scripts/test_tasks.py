@@ -60,8 +60,9 @@ async def test_task_is_taken_while_the_node_keeps_capacity_for_an_old_job(queue:
     assert ids_of(await node.take(tokens=500)) == [big]
 
 
-async def test_node_takes_no_more_tasks_than_it_offers(queue: Queue) -> None:
-    node = await queue.node()
+@pytest.mark.parametrize("policy", ["priority", "sjf"])
+async def test_node_takes_no_more_tasks_than_it_offers(queue: Queue, policy: str) -> None:
+    node = await queue.node(policy=policy)
     tasks = {await submit_task(queue) for _ in range(5)}
     job = await queue.submit(cost=1)
 
@@ -75,6 +76,20 @@ async def test_tasks_take_no_capacity_from_other_jobs(queue: Queue) -> None:
     node = await queue.node()
     task, job = await submit_task(queue, cost=100), await queue.submit(cost=100)
     assert {*ids_of(await node.take(tokens=100, slots=1, tasks=8))} == {task, job}
+
+
+@pytest.mark.parametrize("priority", [Priority.STANDARD, Priority.BATCH])
+async def test_task_fits_behind_a_more_urgent_job(queue: Queue, priority: Priority) -> None:
+    """The job takes what running jobs of lower classes hold. That leaves less than nothing for these classes."""
+    node = await queue.node(bypass_ms=1)
+    job = await queue.submit(cost=500, priority=Priority.INTERACTIVE)
+    task = await submit_task(queue, priority=priority)
+    await grow_old(queue, task, f"waiting:{int(priority)}")
+
+    answer = await node.take(tokens=(1000, 0, 0), slots=(8, 0, 0), tasks=1)
+
+    assert ids_of(answer) == [job, task]
+    assert await queue.keys("reservations") == set()
 
 
 async def test_task_of_a_dead_node_is_taken_by_the_next_one(queue: Queue) -> None:
