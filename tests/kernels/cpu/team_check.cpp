@@ -1,12 +1,14 @@
 // Exercises the team of threads for a race detector: every loop reads what other threads wrote in the one before.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
 
 #include "threads/team.h"
 
-using penstock::Worker;
+using penstock::Ranks;
 using penstock::Team;
+using penstock::Worker;
 
 namespace {
 
@@ -53,6 +55,54 @@ void choose_sizes() {
   check(best_team_size({.01}) == 1, "one thread is the least");
 }
 
+// Whether `ranks` gives the active threads the cores `active`, and the inactive ones the cores `inactive`.
+bool has_cores(const Ranks& ranks, const std::vector<int>& active, const std::vector<int>& inactive) {
+  std::vector<int> cores;
+  for (int rank = 0; rank < ranks.size(); ++rank) cores.push_back(ranks.core(rank));
+  std::sort(cores.begin(), cores.begin() + ranks.active());
+  std::sort(cores.begin() + ranks.active(), cores.end());
+  std::vector<int> want = active;
+  want.insert(want.end(), inactive.begin(), inactive.end());
+  return ranks.active() == (int)active.size() && cores == want;
+}
+
+void keep_best_cores() {
+  Ranks ranks(4);
+  check(has_cores(ranks, {0, 1, 2, 3}, {}), "each thread begins on a core of its own");
+  ranks.shrink(3, {.98, .97, .97, .3});
+  check(has_cores(ranks, {0, 1, 2}, {3}), "core 3 is lost");
+  ranks.shrink(2, {.98, .97, .3});
+  check(has_cores(ranks, {0, 1}, {2, 3}), "core 2 is lost later: core 3 is not used again");
+  ranks.shrink(1, {.02, .97});
+  check(has_cores(ranks, {1}, {0, 2, 3}) && ranks.thread(0) == 0, "the leader takes a free core from another thread");
+  ranks.grow(4);
+  check(has_cores(ranks, {0, 1, 2, 3}, {}), "all cores are back");
+}
+
+// A thread that becomes active while it measures its core would run a program twice.
+void never_activate_by_shrinking(const Ranks& before, const std::vector<double>& truth) {
+  std::vector<double> shares;
+  for (int rank = 0; rank < before.active(); ++rank) shares.push_back(truth[before.core(rank)]);
+  for (int count = 1; count < before.active(); ++count) {
+    Ranks after = before;
+    after.shrink(count, shares);
+    check(after.thread(0) == 0, "another thread than the first leads");
+    std::vector<int> were_active, threads;
+    for (int rank = 0; rank < before.active(); ++rank) were_active.push_back(before.thread(rank));
+    for (int rank = 0; rank < count; ++rank) {
+      threads.push_back(after.thread(rank));
+      const auto found = std::find(were_active.begin(), were_active.end(), after.thread(rank));
+      check(found != were_active.end(), "a smaller team has a thread that was inactive");
+      for (int other = count; other < before.active(); ++other) {
+        check(truth[after.core(rank)] >= truth[after.core(other)], "a better core was left out");
+      }
+    }
+    std::sort(threads.begin(), threads.end());
+    check(std::unique(threads.begin(), threads.end()) == threads.end(), "a thread has two ranks");
+    never_activate_by_shrinking(after, truth);
+  }
+}
+
 // More threads than cores: they get a part of their cores only, and still end every program.
 void crowd() {
   Team team(16);
@@ -72,6 +122,10 @@ void crowd() {
 
 int main() {
   choose_sizes();
+  keep_best_cores();
+  std::vector<double> truth = {.1, .2, .3, .4, .5};
+  do never_activate_by_shrinking(Ranks(5), truth);
+  while (std::next_permutation(truth.begin(), truth.end()));
   crowd();
   for (int size : {1, 2, 3, 5})
     for (int count : {1, 2, 64, 1000}) run(size, count, 20);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "threads/core_share.h"
+#include "threads/ranks.h"
 #include "threads/time_slice.h"
 #include "threads/wait_word.h"
 
@@ -47,9 +48,8 @@ class Team {
   // `cores`: null, or the core to pin each thread to. The first core is for the leader, which is the thread that
   // calls `join`. The leader is pinned once it calls `bind_leader`.
   explicit Team(int size, const int32_t* cores = nullptr)
-      : size_(size), active_(size), slots_(size), counters_((size_t)kCounters * size) {
+      : ranks_(size), slots_(size), counters_((size_t)kCounters * size) {
     if (cores) cores_.assign(cores, cores + size);
-    for (int i = 0; i < size; ++i) order_.push_back(i);
     try {
       for (int i = 1; i < size; ++i) threads_.emplace_back([this, i] { serve(i); });
     } catch (...) {
@@ -62,9 +62,9 @@ class Team {
   // `join` must have returned for the last program.
   ~Team() { end(); }
 
-  int size() const { return size_; }
+  int size() const { return ranks_.size(); }
   // The number of threads that run the next program.
-  int active() const { return active_; }
+  int active() const { return ranks_.active(); }
 
   // Declares that the calling thread does nothing but `start` and `join`. It is then scheduled like the team's
   // threads.
@@ -85,23 +85,25 @@ class Team {
     if (!is_started_) return;
     is_started_ = false;
     run(slots_[0]);
-    if (active_ > 1) {
+    if (active() > 1) {
       for (uint32_t done; (done = done_.value()) != num_programs_;) done_.wait_while(done);
     }
     if (window_ns_ >= kWindowNs) judge();
   }
 
-  // Runs later programs on the `count` threads that recently got the largest shares of their cores. The others sleep.
+  // Runs later programs on `count` threads: those that recently got the largest shares of their cores, if they are
+  // fewer than before. The others sleep. `join` must have returned for the last program.
   void resize(int count) {
-    active_ = count;
-    const auto gets_more = [this](int a, int b) { return slots_[a].use.share() > slots_[b].use.share(); };
-    for (int i = 0; i < size_; ++i) order_[i] = i;
-    best_cores_ = order_;
-    std::stable_sort(order_.begin() + 1, order_.end(), gets_more);  // the leader always stays active
-    std::stable_sort(best_cores_.begin(), best_cores_.end(), gets_more);
-    best_cores_.resize(count);
-    for (int rank = count; rank < size_; ++rank) slots_[order_[rank]].probed_share = 0;
-    for (int i = 0; i < size_; ++i) schedule(i);
+    if (count < active()) {
+      const int before = active();
+      ranks_.shrink(count, shares());
+      for (int rank = count; rank < before; ++rank) slot(rank).probed_share = 0;
+    } else {
+      // A thread that runs a program before it has seen its probe would run the program twice.
+      poll_until([this] { return !is_probing(); });
+      ranks_.grow(count);
+    }
+    for (int i = 0; i < size(); ++i) schedule(i);
   }
 
  private:
@@ -129,22 +131,36 @@ class Team {
 
   void end() {
     program_ = nullptr;
-    active_ = size_;
-    for (int i = 0; i < size_; ++i) order_[i] = i;
-    launch();
+    for (int i = 1; i < size(); ++i) wake(slots_[i], i);
     for (auto& thread : threads_) thread.join();
   }
 
-  Counter& counter(uint32_t loop, int thread) { return counters_[loop % kCounters * size_ + thread]; }
+  // The slot of the thread with this rank.
+  ThreadSlot& slot(int rank) { return slots_[ranks_.thread(rank)]; }
+
+  // The shares of their cores that the active threads got since the last check, by rank.
+  std::vector<double> shares() {
+    std::vector<double> shares;
+    for (int rank = 0; rank < active(); ++rank) shares.push_back(slot(rank).use.share());
+    return shares;
+  }
+
+  bool is_probing() const {
+    const auto probes = [](const ThreadSlot& slot) { return slot.is_probing.load(std::memory_order_acquire); };
+    return std::any_of(slots_.begin(), slots_.end(), probes);
+  }
+
+  Counter& counter(uint32_t loop, int thread) { return counters_[loop % kCounters * size() + thread]; }
 
   void launch() {
     ++num_programs_;
-    unfinished_.store(active_ - 1, std::memory_order_relaxed);
-    for (int rank = 1; rank < active_; ++rank) {
-      ThreadSlot& slot = slots_[order_[rank]];
-      slot.rank = rank;
-      slot.launched.set(slot.launched.value() + 1);
-    }
+    unfinished_.store(active() - 1, std::memory_order_relaxed);
+    for (int rank = 1; rank < active(); ++rank) wake(slot(rank), rank);
+  }
+
+  static void wake(ThreadSlot& slot, int rank) {
+    slot.rank = rank;
+    slot.launched.set(slot.launched.value() + 1);
   }
 
   void serve(int index) {
@@ -179,18 +195,17 @@ class Team {
   // Adapts the team to the shares that its threads got since the last check. A thread that loses its core delays all
   // others at every barrier.
   void judge() {
-    std::vector<double> shares;
-    for (int rank = 0; rank < active_; ++rank) shares.push_back(slots_[order_[rank]].use.share());
+    const std::vector<double> shares = this->shares();
     const double least = *std::min_element(shares.begin(), shares.end());
     const bool was_crowded = is_crowded_;
     is_crowded_ = least < (is_crowded_ ? kQuiet : kCrowded);
     const int best = best_team_size(shares);
-    if (best < active_) {
+    if (best < active()) {
       resize(best);
       probed_ns_ = clock_ns(CLOCK_MONOTONIC);
     } else if (is_crowded_ != was_crowded) {
-      for (int i = 0; i < size_; ++i) schedule(i);
-    } else if (active_ < size_) {
+      for (int i = 0; i < size(); ++i) schedule(i);
+    } else if (active() < size()) {
       probe();
     }
     for (ThreadSlot& slot : slots_) slot.use = {};
@@ -200,22 +215,17 @@ class Team {
   // Lets the inactive threads measure their cores from time to time, and activates them once all their cores are
   // free.
   void probe() {
+    if (is_probing()) return;
     bool is_free = true;
-    for (int rank = active_; rank < size_; ++rank) {
-      const ThreadSlot& slot = slots_[order_[rank]];
-      if (slot.is_probing.load(std::memory_order_acquire)) return;
-      is_free &= slot.probed_share >= kRegained;
-    }
+    for (int rank = active(); rank < size(); ++rank) is_free &= slot(rank).probed_share >= kRegained;
     const int64_t now_ns = clock_ns(CLOCK_MONOTONIC);
     if (is_free) {
-      resize(size_);
+      resize(size());
     } else if (now_ns - probed_ns_ >= kProbeEveryNs) {
       probed_ns_ = now_ns;
-      for (int rank = active_; rank < size_; ++rank) {
-        ThreadSlot& slot = slots_[order_[rank]];
-        slot.is_probing = true;
-        slot.rank = kProbe;
-        slot.launched.set(slot.launched.value() + 1);
+      for (int rank = active(); rank < size(); ++rank) {
+        slot(rank).is_probing = true;
+        wake(slot(rank), kProbe);
       }
     }
   }
@@ -227,15 +237,12 @@ class Team {
     request_time_slice(thread, is_crowded_ ? kDefaultSliceNs : kLongSliceNs);
     if (cores_.empty()) return;
     // Each thread has a core of its own: otherwise Linux may put two threads that wake each other on the same core
-    // for milliseconds. While some threads are inactive, the active ones share the best cores.
-    const auto end = order_.begin() + active_;
-    const bool is_active = std::find(order_.begin(), end, index) != end;
+    // for milliseconds.
+    int rank = 0;
+    while (ranks_.thread(rank) != index) ++rank;
     cpu_set_t allowed;
     CPU_ZERO(&allowed);
-    if (active_ == size_ || !is_active) CPU_SET(cores_[index], &allowed);
-    if (active_ < size_ && is_active) {
-      for (const int slot : best_cores_) CPU_SET(cores_[slot], &allowed);
-    }
+    CPU_SET(cores_[ranks_.core(rank)], &allowed);
     sched_setaffinity(thread, sizeof allowed, &allowed);
   }
 
@@ -243,8 +250,8 @@ class Team {
   // resets the loop's counters.
   void barrier(Worker& worker, uint32_t loop) {
     const uint32_t generation = generation_.value();
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == active_ - 1) {
-      for (int i = 0; i < active_; ++i) counter(loop, i).taken.store(0, std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == active() - 1) {
+      for (int i = 0; i < active(); ++i) counter(loop, i).taken.store(0, std::memory_order_relaxed);
       arrived_.store(0, std::memory_order_relaxed);
       generation_.set(generation + 1);
     } else {
@@ -252,11 +259,8 @@ class Team {
     }
   }
 
-  const int size_;
-  int active_;
-  std::vector<int32_t> cores_;
-  std::vector<int> order_;       // indices of the slots by rank; the leader comes first
-  std::vector<int> best_cores_;  // slots whose cores the active threads share while others are inactive
+  Ranks ranks_;
+  std::vector<int32_t> cores_;  // the core to pin a thread to, by the core's index in `ranks_`
   bool is_crowded_ = false;
   int64_t probed_ns_ = 0;
   int64_t window_ns_ = 0;  // program time since the last check
@@ -274,7 +278,7 @@ class Team {
 
 template <class Body>
 void Worker::for_each(int count, const Body& body) {
-  const int num_threads = team_.active_;
+  const int num_threads = team_.active();
   for (int k = 0; k < num_threads; ++k) {
     const int owner = (index_ + k) % num_threads;
     const int begin = (int)((int64_t)count * owner / num_threads), end = (int)((int64_t)count * (owner + 1) / num_threads);
