@@ -6,12 +6,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.job import seed_of
+from penstock.contract.job import Message, created_at, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk, Outcome
 from penstock.contract.tasks import Embed
@@ -43,6 +44,8 @@ MAX_BYTES_ON_LOOP = 1 << 15
 """A longer request is decoded on a thread."""
 MAX_CHARS_ON_LOOP = 2048
 """A longer prompt is tokenized on a thread. Above half a millisecond it would delay the tokens of other jobs."""
+CHARS_AROUND_MESSAGE = 32
+"""The characters whose tokenization takes as long as a message or a call without text."""
 MAX_TASKS_AT_ONCE = 2
 """Long tasks that are tokenized at once, on threads of their own: a flood of tasks then delays no job's prompt."""
 MAX_TRIALS_AWAITED = 64
@@ -112,7 +115,7 @@ class JobIntake:
                 await self._answer(job, request)
                 return
             prepared = await self._prepare(request, job.taken.tenant)
-            token_ids = await self._encode(request)
+            token_ids = await self._encode(job, request)
             prompt_ids = await self._prompt_ids(request, token_ids)
         except Exception as error:
             # A library may raise anything; the error concerns this job alone.
@@ -172,12 +175,13 @@ class JobIntake:
 
     async def _answer(self, job: HeldJob, request: Request) -> None:
         """Run a task and end its job. The engine takes no part in it."""
-        run = partial(run_task, self._tokenizer, request, self._ledger.max_model_len)
+        run = partial(run_task, self._tokenizer, request, self._ledger.max_model_len, created_at(job.job_id))
         job.output = await self._tokenized(run, request, self._task_threads)
         self._outbox.end(job, Outcome("done"))
 
-    async def _encode(self, request: Request) -> list[int]:
-        return await self._tokenized(partial(_encode, self._tokenizer, request), request, self._threads)
+    async def _encode(self, job: HeldJob, request: Request) -> list[int]:
+        encode = partial(_encode, self._tokenizer, request, created_at(job.job_id))
+        return await self._tokenized(encode, request, self._threads)
 
     async def _tokenized(self, call: Callable[[], T], request: Request, threads: Threads) -> T:
         """Make a call to the tokenizer; on a thread if the prompt is long."""
@@ -237,22 +241,27 @@ class JobIntake:
 
 
 def _num_chars(request: Request) -> int:
-    """Number of characters to tokenize."""
-    messages = request.messages or ()
-    texts = sum(len(message.content) for message in messages)
-    calls = sum(len(call.arguments) for message in messages for call in message.tool_calls)
+    """Return how many characters to render and tokenize; what a template writes around a message counts too."""
     num_ids = len(request.prompt_token_ids or ()) if request.task is not None else 0
-    return len(request.prompt or "") + texts + calls + len(request.tools or "") + num_ids
+    chats = sum(map(_num_chars_of, request.messages or ()))
+    texts = (request.prompt, request.tools, request.chat_template_kwargs)
+    return chats + num_ids + sum(len(text or "") for text in texts)
 
 
-def _encode(tokenizer: Tokenizer, request: Request) -> list[int]:
-    return truncated(_encode_whole(tokenizer, request), request.params)
+def _num_chars_of(message: Message) -> int:
+    calls = sum(CHARS_AROUND_MESSAGE + len(call.name) + len(call.arguments) for call in message.tool_calls)
+    return CHARS_AROUND_MESSAGE + len(message.content) + len(message.name or "") + calls
 
 
-def _encode_whole(tokenizer: Tokenizer, request: Request) -> list[int]:
+def _encode(tokenizer: Tokenizer, request: Request, now: datetime) -> list[int]:
+    """Return the prompt's tokens. `now` is part of the job, so that another node renders the same chat."""
+    return truncated(_encode_whole(tokenizer, request, now), request.params)
+
+
+def _encode_whole(tokenizer: Tokenizer, request: Request, now: datetime) -> list[int]:
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.messages is not None:
         messages = [message.model_dump(exclude_defaults=True) for message in request.messages]
-        return tokenizer.encode_chat(messages, request.tools, request.chat_template_kwargs)
+        return tokenizer.encode_chat(messages, request.tools, request.chat_template_kwargs, now=now)
     return tokenizer.encode(request.prompt or "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,13 @@ class Tokenizer:
         template_kwargs: str | None = None,
         *,
         framed: bool = False,
+        now: datetime | None = None,
     ) -> list[int]:
         """Encode a chat up to where the assistant's answer begins. `developer` counts as `system`.
 
         `tools` and `template_kwargs`, the template's further variables, are JSON texts. `framed` adds the special
-        tokens of a text, although templates usually contain them.
+        tokens of a text, although templates usually contain them. `now` is the time that the template may print; None:
+        the clock's.
 
         Raises RequestError if the model has no chat template, or if its template refuses the chat.
         """
@@ -83,7 +86,7 @@ class Tokenizer:
         rendered, offered = template_messages(messages), None if tools is None else json.loads(tools)
         variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
         try:
-            text = self._template.render(rendered, offered, variables)
+            text = self._template.render(rendered, offered, variables, now)
         except TooCostlyError:
             raise
         except Exception as error:
