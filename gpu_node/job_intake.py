@@ -16,6 +16,7 @@ from penstock.contract.job import Message, created_at, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk, Outcome
 from penstock.contract.tasks import Embed
+from penstock.gpu_node.engine.prepared import Prepared
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.request_limits import truncated
 from penstock.gpu_node.engine.text.tasks import run_task
@@ -57,8 +58,9 @@ MAX_TRIALS_OF_TENANT = 4
 class JobIntake:
     """The step from a taken job to an engine request. Each job has a task of its own.
 
-    No job waits for another job's grammar, adapter or long prompt; jobs without these reach the engine in the order in
-    which they were taken. A job that cannot run ends in the outbox; one that lacks its adapter goes to another node.
+    No job waits for another job's grammar, adapter, bad words or long prompt. Jobs without these reach the engine in
+    the order in which they were taken. A job that cannot run ends in the outbox. One that lacks its adapter goes to
+    another node.
     """
 
     def __init__(
@@ -163,12 +165,13 @@ class JobIntake:
                 await self._yielder.wait()
         return sealed
 
-    async def _prepare(self, request: Request, tenant: str) -> object:
-        """Prepare what the engine needs besides tokens: grammar and adapter. They stay ready while the result lives."""
-        if request.params.structured_outputs is None and request.adapter is None:
+    async def _prepare(self, request: Request, tenant: str) -> Prepared | None:
+        """Prepare what the engine needs besides tokens: grammar, adapter and bad words."""
+        params = request.params
+        if params.structured_outputs is None and request.adapter is None and not params.bad_words:
             return None
-        prepare = partial(self._worker.prepare, request.params, request.adapter, tenant)
-        if request.params.structured_outputs is None:
+        prepare = partial(self._worker.prepare, params, request.adapter, tenant)
+        if params.structured_outputs is None:
             return await self._threads.run(prepare)
         async with self._trials_of.setdefault(tenant, asyncio.Semaphore(MAX_TRIALS_OF_TENANT)):
             return await self._trial_threads.run(prepare)
@@ -197,7 +200,7 @@ class JobIntake:
             return []
         return await self._threads.run(lambda: [TokenLogprobs((one,), (), (b"",)) for one in token_ids])
 
-    def _start(self, job: HeldJob, request: Request, token_ids: list[int], prepared: object) -> None:
+    def _start(self, job: HeldJob, request: Request, token_ids: list[int], prepared: Prepared | None) -> None:
         self._ledger.open(job, len(token_ids))
         if job.is_complete:
             self._outbox.end(job, outcome_of(job))
@@ -219,13 +222,14 @@ class JobIntake:
                 adapter=request.adapter,
                 reports_prefill=request.return_progress and not taken.num_chunks,
                 embed=request.task if isinstance(request.task, Embed) else None,
+                prepared=prepared,
             )
         )
         # Not awaited: the engine answers between two steps, and the next job need not wait for that.
-        asyncio.wrap_future(added).add_done_callback(partial(self._on_engine_answer, job, prepared))
+        asyncio.wrap_future(added).add_done_callback(partial(self._on_engine_answer, job))
 
-    def _on_engine_answer(self, job: HeldJob, prepared: object, answer: asyncio.Future[None]) -> None:
-        """End a job that the engine refused. The argument keeps `prepared` alive until the engine has answered."""
+    def _on_engine_answer(self, job: HeldJob, answer: asyncio.Future[None]) -> None:
+        """End a job that the engine refused."""
         if answer.cancelled() or (error := answer.exception()) is None:
             return
         self._fail(job, error)

@@ -94,9 +94,9 @@ class Engine(ServedModel, OfflineCalls):
         except PromptTooLongError:
             self._memory_trace.refused()
             raise
-        found, tenant = self._find(request.adapter), request.tenant if self._salts_by_tenant else None
-        root = salted_root(request.cache_salt, tenant, None if found is None else found.digest)
-        live = LiveRequest(request, root, found)
+        prepared = request.prepared or self.prepare(request.params, request.adapter, tenant=request.tenant)
+        tenant = request.tenant if self._salts_by_tenant else None
+        live = LiveRequest(request, salted_root(request.cache_salt, tenant, prepared.adapter_digest), prepared)
         live.open(self._limits, self._tokenizer, self._guides)
         self._enqueue(live)
 

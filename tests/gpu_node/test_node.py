@@ -31,7 +31,9 @@ from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tools import ToolCall
 from penstock.contract.usage import UsageQuery
 from penstock.gpu_node import heartbeat, inbox
+from penstock.gpu_node.engine.prepared import Prepared
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
+from penstock.gpu_node.engine.text.bad_words import BadWords
 from penstock.gpu_node.engine.text.chat_template import ChatTemplate
 from penstock.gpu_node.engine_worker import EngineLike
 from penstock.gpu_node.job_intake import MAX_CHARS_ON_LOOP
@@ -596,6 +598,24 @@ async def test_a_chat_that_is_long_in_any_way_is_read_beside_the_loop(
         assert (await ended(broker, job)).outcome.state == "done"
     assert threading.main_thread() not in readers
     assert len(readers) == 1
+
+
+async def test_bad_words_are_prepared_beside_the_loop_and_handed_to_the_engine(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    engine, asked, prepared = ReferenceEngine(), list[object](), Prepared(None, None, BadWords())
+    add, job = engine.add, new_job(bad_words=("no",))
+
+    def prepare(params: SamplingParams, adapter: object, *, tenant: str) -> Prepared:
+        asked.extend((params.bad_words, threading.current_thread() is threading.main_thread()))
+        return prepared
+
+    engine.prepare = prepare  # type: ignore[assignment, method-assign]
+    engine.add = lambda request: (asked.append(request.prepared), add(request))[1]  # type: ignore[method-assign]
+    async with running(redis_url, engine):
+        await broker.submit(Submission(job, 50))
+        assert list((await ended(broker, job)).choices[0].token_ids) == expected(job)
+    assert asked == [("no",), False, prepared]
 
 
 async def test_a_chat_template_prints_the_date_of_the_job_and_not_of_the_node(

@@ -56,9 +56,10 @@ class Tokenizer:
         """Encode texts in one call of the library, each with the special tokens that the model expects around it."""
         return batch_token_ids_of(self._backend, texts, framed=True)
 
-    def encode_word(self, word: str) -> list[tuple[int, ...]]:
-        """Return a word's token sequences, one at the start of a text or after a space, the other inside a word."""
-        encoded = (token_ids_of(self._backend, text, framed=False) for text in (f" {word.lstrip()}", word))
+    def encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the token sequences of words, of each at the start of a text or after a space, and inside a word."""
+        texts = [text for word in words for text in (f" {word.lstrip()}", word)]
+        encoded = batch_token_ids_of(self._backend, texts, framed=False) if texts else []
         return list(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
     def encode_chat(
