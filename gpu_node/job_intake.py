@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from penstock.contract.job import Message, created_at, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk, Outcome
 from penstock.contract.tasks import Embed
+from penstock.contract.template_kwargs import CONTINUES
 from penstock.gpu_node.engine.prepared import Prepared
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.request_limits import truncated
@@ -222,6 +224,7 @@ class JobIntake:
                 adapter=request.adapter,
                 reports_prefill=request.return_progress and not taken.num_chunks,
                 embed=request.task if isinstance(request.task, Embed) else None,
+                begins_text=_begins_text(request),
                 prepared=prepared,
             )
         )
@@ -242,6 +245,13 @@ class JobIntake:
         else:
             log.error("the engine failed on a job", extra={"job_id": job.job_id}, exc_info=error)
             self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
+
+
+def _begins_text(request: Request) -> bool:
+    """Return whether the output is the text of a new message, and does not continue the prompt's text."""
+    if request.messages is None:
+        return False
+    return not (request.chat_template_kwargs and json.loads(request.chat_template_kwargs).get(CONTINUES))
 
 
 def _num_chars(request: Request) -> int:

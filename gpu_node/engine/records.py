@@ -54,6 +54,8 @@ class EngineRequest:
     """Whether outputs without tokens report how far the prompt is computed."""
     embed: Embed | None = None
     """Return the prompt's embedding instead of text. `params` are then those of `Embed.sampling`."""
+    begins_text: bool = False
+    """Whether the output is a text of its own, as an answer in a chat, and does not continue the prompt's text."""
     prepared: Prepared | None = None
     """The result of `Engine.prepare`; None: `Engine.add` prepares the request itself, and may take long."""
 

@@ -618,6 +618,22 @@ async def test_bad_words_are_prepared_beside_the_loop_and_handed_to_the_engine(
     assert asked == [("no",), False, prepared]
 
 
+async def test_only_a_message_of_its_own_begins_a_text(redis_url: str, broker: ProducerBroker) -> None:
+    engine, begins, user = ReferenceEngine(), list[bool](), Message(role="user", content="hi")
+    add, continues = engine.add, json.dumps({"continue_final_message": True})
+    engine.add = lambda request: (begins.append(request.begins_text), add(request))[1]  # type: ignore[method-assign]
+    jobs = [
+        new_job(),
+        Job(id=f"{POOL}.{uuid7()}", messages=(user,)),
+        Job(id=f"{POOL}.{uuid7()}", messages=(user,), chat_template_kwargs=continues),
+    ]
+    async with running(redis_url, engine):
+        for job in jobs:
+            await broker.submit(Submission(job, 50))
+            await ended(broker, job)
+    assert begins == [False, True, False]
+
+
 async def test_a_chat_template_prints_the_date_of_the_job_and_not_of_the_node(
     redis_url: str, broker: ProducerBroker
 ) -> None:

@@ -155,9 +155,12 @@ class Tokenizer:
         text: str = self._backend.to_str()
         return text
 
-    def new_detokenizer(self) -> Detokenizer:
-        """Return a detokenizer at the start of a text."""
-        return Detokenizer(self.token_bytes, strip_first_space=self._strips_first_space)
+    def new_detokenizer(self, *, begins_text: bool = True) -> Detokenizer:
+        """Return a detokenizer at the start of a text, or after the text of a prompt.
+
+        Some tokenizers put a space before each text. It is dropped, but not from a text that continues a prompt.
+        """
+        return Detokenizer(self.token_bytes, strip_first_space=begins_text and self._strips_first_space)
 
     @property
     def max_token_bytes(self) -> int:

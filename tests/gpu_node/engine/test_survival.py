@@ -218,7 +218,7 @@ def test_a_choice_whose_text_cannot_be_made_ends_alone(
     engine = make_engine(**NATIVE)
     new, count = engine.tokenizer.new_detokenizer, iter(range(1_000))
     monkeypatch.setattr(
-        engine.tokenizer, "new_detokenizer", lambda: _FailingDetokenizer(new()) if next(count) == 3 else new()
+        engine.tokenizer, "new_detokenizer", lambda **_: _FailingDetokenizer(new()) if next(count) == 3 else new()
     )
     _add_all(engine)
     outputs = _drain(engine)
