@@ -17,4 +17,5 @@ def write_sentencepiece_tokenizer(folder: Path) -> None:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
+    new_tokenizer: Any = PreTrainedTokenizerFast
+    new_tokenizer(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)

@@ -611,7 +611,12 @@ async def test_bad_words_are_prepared_beside_the_loop_and_handed_to_the_engine(
         return prepared
 
     engine.prepare = prepare  # type: ignore[assignment, method-assign]
-    engine.add = lambda request: (asked.append(request.prepared), add(request))[1]  # type: ignore[method-assign]
+
+    def note(request: EngineRequest) -> None:
+        asked.append(request.prepared)
+        add(request)
+
+    engine.add = note  # type: ignore[method-assign]
     async with running(redis_url, engine):
         await broker.submit(Submission(job, 50))
         assert list((await ended(broker, job)).choices[0].token_ids) == expected(job)
@@ -621,7 +626,12 @@ async def test_bad_words_are_prepared_beside_the_loop_and_handed_to_the_engine(
 async def test_only_a_message_of_its_own_begins_a_text(redis_url: str, broker: ProducerBroker) -> None:
     engine, begins, user = ReferenceEngine(), list[bool](), Message(role="user", content="hi")
     add, continues = engine.add, json.dumps({"continue_final_message": True})
-    engine.add = lambda request: (begins.append(request.begins_text), add(request))[1]  # type: ignore[method-assign]
+
+    def note(request: EngineRequest) -> None:
+        begins.append(request.begins_text)
+        add(request)
+
+    engine.add = note  # type: ignore[method-assign]
     jobs = [
         new_job(),
         Job(id=f"{POOL}.{uuid7()}", messages=(user,)),
@@ -647,7 +657,12 @@ async def test_a_chat_template_prints_the_date_of_the_job_and_not_of_the_node(
     engine, prompts = ReferenceEngine(), list[Sequence[int]]()
     add = engine.add
     engine.tokenizer.encode_chat = encode_chat  # type: ignore[assignment]
-    engine.add = lambda request: (prompts.append(request.prompt_token_ids), add(request))[1]  # type: ignore[assignment]
+
+    def note(request: EngineRequest) -> None:
+        prompts.append(request.prompt_token_ids)
+        add(request)
+
+    engine.add = note  # type: ignore[method-assign]
     async with running(redis_url, engine):
         for task in (None, Tokenize()):
             stamp = f"{int(at.timestamp() * 1000):012x}"

@@ -140,7 +140,7 @@ def test_a_completion_keeps_the_space_that_joins_it_to_its_prompt_and_a_chat_dro
     (model_copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
     engine = make_engine(model=str(model_copy), runner="native", dtype="bfloat16", weight_cache=False)
     params = SamplingParams(logit_bias={2: 100.0}, max_tokens=3, ignore_eos=True)
-    completion, chat = engine.generate(["s", [{"role": "user", "content": "s"}]], params)
+    (completion,), (chat,) = (engine.generate(one, params) for one in ("s", [{"role": "user", "content": "s"}]))
     assert (completion.text, chat.text) == (" gate gate gate", "gate gate gate")
     for logged in (" gate", "gate"):  # A node of an earlier release logged the second one.
         resume = [ResumedChoice((2,), logged, None)]

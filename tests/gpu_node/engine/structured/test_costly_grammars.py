@@ -206,7 +206,8 @@ def test_a_worker_that_the_system_refuses_keeps_no_other_worker_from_its_masks(
     engine.prepare(cheap)
     with monkeypatch.context() as patch:
         patch.setattr(limits, "CHEAP_TRIAL_CPU_S", -1.0)
-        assert engine.prepare(costly).grammar.is_costly
+        grammar = engine.prepare(costly).grammar
+    assert grammar is not None and grammar.is_costly
     whole = [engine.generate([PROMPT], one)[0].choices[0].token_ids for one in (cheap, costly)]
     (template,), workers = engine._guides.process_ids, engine._guides._host._lanes
     _signal(_children(template), signal.SIGKILL)
