@@ -181,7 +181,7 @@ class RecordedStep:
     num_sequences: int
     num_prefill_tokens: int
     num_tokens: int
-    """Tokens sampled."""
+    """Tokens sampled, those of choices that have ended included."""
 
 
 @dataclass(slots=True)
