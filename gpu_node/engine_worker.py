@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine.prepared import Prepared
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
@@ -53,10 +54,12 @@ class EngineLike(Protocol):
     def adapters(self) -> dict[str, str]:
         """Return the available adapters and their digests, by name. It may take long; safe on any thread."""
 
-    def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = ...) -> object:
-        """Prepare grammar and adapter ahead of `add`, since that may take long; safe on any thread.
+    def prepare(
+        self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = ...
+    ) -> Prepared | None:
+        """Prepare grammar, adapter and bad words ahead of `add`, since that may take long; safe on any thread.
 
-        The preparation lasts while the caller keeps the result. Raises RequestError for what can never run.
+        Raises RequestError for what can never run.
         """
 
     def abort(self, request_id: str) -> None:
@@ -143,11 +146,8 @@ class EngineWorker:
         """Queue a request. The future carries the engine's refusal."""
         return self.call(lambda: self._engine.add(request))
 
-    def prepare(self, params: SamplingParams, adapter: AdapterRef | None, tenant: str) -> object:
-        """Prepare grammar and adapter on the caller's thread, so that `add` does not delay the engine's steps.
-
-        The preparation lasts while the caller keeps the result.
-        """
+    def prepare(self, params: SamplingParams, adapter: AdapterRef | None, tenant: str) -> Prepared | None:
+        """Prepare a request on the caller's thread, so that `add` does not delay the engine's steps."""
         return self._engine.prepare(params, adapter, tenant=tenant)
 
     def abort(self, request_id: str) -> None:

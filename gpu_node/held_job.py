@@ -172,7 +172,7 @@ class HeldJob:
         return tuple(c.token_ids), "".join(c.texts), c.finish_reason
 
     def add_tokens(self, output: StepOutput) -> None:
-        """Add a choice's output of one step. It becomes a chunk when it is sent."""
+        """Add a choice's output of one step, and what the choice used if it ends. Sending makes it a chunk."""
         c = self._choices[output.choice]
         if output.position != len(c.token_ids):
             problem = f"token {output.position} after {len(c.token_ids)} tokens"
@@ -180,6 +180,8 @@ class HeldJob:
         if output.embedding:
             # It goes into the result alone. Without a chunk, another node that takes over computes it again.
             self.output = encode_embedding(output.embedding, self.num_prompt_tokens)
+        if output.finish_reason is not None:
+            self._count_ended(output)
         c.extend(output, is_fresh=not output.embedding)
         self.error = self.error or output.error
         self.report_prompt(output.prompt_logprobs)
@@ -187,8 +189,7 @@ class HeldJob:
             # Happens while Redis is unavailable. One chunk with all of them would block a reader's event loop.
             self._seal(msgpack_codec.pack)
 
-    def close_choice(self, output: StepOutput) -> None:
-        """Count what a choice used that ends with this output."""
+    def _count_ended(self, output: StepOutput) -> None:
         self.kv_token_ms += output.kv_token_ms
         self.num_preemptions += output.num_preemptions
         self.usage = output.usage or self.usage

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.job import seed_of
+from penstock.contract.job import Message, created_at, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk, Outcome
 from penstock.contract.tasks import Embed
+from penstock.contract.template_kwargs import CONTINUES
+from penstock.gpu_node.engine.prepared import Prepared
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.request_limits import truncated
 from penstock.gpu_node.engine.text.tasks import run_task
@@ -43,6 +47,8 @@ MAX_BYTES_ON_LOOP = 1 << 15
 """A longer request is decoded on a thread."""
 MAX_CHARS_ON_LOOP = 2048
 """A longer prompt is tokenized on a thread. Above half a millisecond it would delay the tokens of other jobs."""
+CHARS_AROUND_MESSAGE = 32
+"""The characters whose tokenization takes as long as a message or a call without text."""
 MAX_TASKS_AT_ONCE = 2
 """Long tasks that are tokenized at once, on threads of their own: a flood of tasks then delays no job's prompt."""
 MAX_TRIALS_AWAITED = 64
@@ -54,8 +60,9 @@ MAX_TRIALS_OF_TENANT = 4
 class JobIntake:
     """The step from a taken job to an engine request. Each job has a task of its own.
 
-    No job waits for another job's grammar, adapter or long prompt; jobs without these reach the engine in the order in
-    which they were taken. A job that cannot run ends in the outbox; one that lacks its adapter goes to another node.
+    No job waits for another job's grammar, adapter, bad words or long prompt. Jobs without these reach the engine in
+    the order in which they were taken. A job that cannot run ends in the outbox. One that lacks its adapter goes to
+    another node.
     """
 
     def __init__(
@@ -112,7 +119,7 @@ class JobIntake:
                 await self._answer(job, request)
                 return
             prepared = await self._prepare(request, job.taken.tenant)
-            token_ids = await self._encode(request)
+            token_ids = await self._encode(job, request)
             prompt_ids = await self._prompt_ids(request, token_ids)
         except Exception as error:
             # A library may raise anything; the error concerns this job alone.
@@ -160,24 +167,26 @@ class JobIntake:
                 await self._yielder.wait()
         return sealed
 
-    async def _prepare(self, request: Request, tenant: str) -> object:
-        """Prepare what the engine needs besides tokens: grammar and adapter. They stay ready while the result lives."""
-        if request.params.structured_outputs is None and request.adapter is None:
+    async def _prepare(self, request: Request, tenant: str) -> Prepared | None:
+        """Prepare what the engine needs besides tokens: grammar, adapter and bad words."""
+        params = request.params
+        if params.structured_outputs is None and request.adapter is None and not params.bad_words:
             return None
-        prepare = partial(self._worker.prepare, request.params, request.adapter, tenant)
-        if request.params.structured_outputs is None:
+        prepare = partial(self._worker.prepare, params, request.adapter, tenant)
+        if params.structured_outputs is None:
             return await self._threads.run(prepare)
         async with self._trials_of.setdefault(tenant, asyncio.Semaphore(MAX_TRIALS_OF_TENANT)):
             return await self._trial_threads.run(prepare)
 
     async def _answer(self, job: HeldJob, request: Request) -> None:
         """Run a task and end its job. The engine takes no part in it."""
-        run = partial(run_task, self._tokenizer, request, self._ledger.max_model_len)
+        run = partial(run_task, self._tokenizer, request, self._ledger.max_model_len, created_at(job.job_id))
         job.output = await self._tokenized(run, request, self._task_threads)
         self._outbox.end(job, Outcome("done"))
 
-    async def _encode(self, request: Request) -> list[int]:
-        return await self._tokenized(partial(_encode, self._tokenizer, request), request, self._threads)
+    async def _encode(self, job: HeldJob, request: Request) -> list[int]:
+        encode = partial(_encode, self._tokenizer, request, created_at(job.job_id))
+        return await self._tokenized(encode, request, self._threads)
 
     async def _tokenized(self, call: Callable[[], T], request: Request, threads: Threads) -> T:
         """Make a call to the tokenizer; on a thread if the prompt is long."""
@@ -193,7 +202,7 @@ class JobIntake:
             return []
         return await self._threads.run(lambda: [TokenLogprobs((one,), (), (b"",)) for one in token_ids])
 
-    def _start(self, job: HeldJob, request: Request, token_ids: list[int], prepared: object) -> None:
+    def _start(self, job: HeldJob, request: Request, token_ids: list[int], prepared: Prepared | None) -> None:
         self._ledger.open(job, len(token_ids))
         if job.is_complete:
             self._outbox.end(job, outcome_of(job))
@@ -215,13 +224,15 @@ class JobIntake:
                 adapter=request.adapter,
                 reports_prefill=request.return_progress and not taken.num_chunks,
                 embed=request.task if isinstance(request.task, Embed) else None,
+                begins_text=_begins_text(request),
+                prepared=prepared,
             )
         )
         # Not awaited: the engine answers between two steps, and the next job need not wait for that.
-        asyncio.wrap_future(added).add_done_callback(partial(self._on_engine_answer, job, prepared))
+        asyncio.wrap_future(added).add_done_callback(partial(self._on_engine_answer, job))
 
-    def _on_engine_answer(self, job: HeldJob, prepared: object, answer: asyncio.Future[None]) -> None:
-        """End a job that the engine refused. The argument keeps `prepared` alive until the engine has answered."""
+    def _on_engine_answer(self, job: HeldJob, answer: asyncio.Future[None]) -> None:
+        """End a job that the engine refused."""
         if answer.cancelled() or (error := answer.exception()) is None:
             return
         self._fail(job, error)
@@ -236,23 +247,35 @@ class JobIntake:
             self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
 
 
+def _begins_text(request: Request) -> bool:
+    """Return whether the output is the text of a new message, and does not continue the prompt's text."""
+    if request.messages is None:
+        return False
+    return not (request.chat_template_kwargs and json.loads(request.chat_template_kwargs).get(CONTINUES))
+
+
 def _num_chars(request: Request) -> int:
-    """Number of characters to tokenize."""
-    messages = request.messages or ()
-    texts = sum(len(message.content) for message in messages)
-    calls = sum(len(call.arguments) for message in messages for call in message.tool_calls)
+    """Return how many characters to render and tokenize; what a template writes around a message counts too."""
     num_ids = len(request.prompt_token_ids or ()) if request.task is not None else 0
-    return len(request.prompt or "") + texts + calls + len(request.tools or "") + num_ids
+    chats = sum(map(_num_chars_of, request.messages or ()))
+    texts = (request.prompt, request.tools, request.chat_template_kwargs)
+    return chats + num_ids + sum(len(text or "") for text in texts)
 
 
-def _encode(tokenizer: Tokenizer, request: Request) -> list[int]:
-    return truncated(_encode_whole(tokenizer, request), request.params)
+def _num_chars_of(message: Message) -> int:
+    calls = sum(CHARS_AROUND_MESSAGE + len(call.name) + len(call.arguments) for call in message.tool_calls)
+    return CHARS_AROUND_MESSAGE + len(message.content) + len(message.name or "") + calls
 
 
-def _encode_whole(tokenizer: Tokenizer, request: Request) -> list[int]:
+def _encode(tokenizer: Tokenizer, request: Request, now: datetime) -> list[int]:
+    """Return the prompt's tokens. `now` is part of the job, so that another node renders the same chat."""
+    return truncated(_encode_whole(tokenizer, request, now), request.params)
+
+
+def _encode_whole(tokenizer: Tokenizer, request: Request, now: datetime) -> list[int]:
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.messages is not None:
         messages = [message.model_dump(exclude_defaults=True) for message in request.messages]
-        return tokenizer.encode_chat(messages, request.tools, request.chat_template_kwargs)
+        return tokenizer.encode_chat(messages, request.tools, request.chat_template_kwargs, now=now)
     return tokenizer.encode(request.prompt or "")

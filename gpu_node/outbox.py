@@ -167,7 +167,6 @@ class Outbox:
             self._ledger.counts.jobs.generated(job.taken.priority, job.times, output.choice, at_s)
         if output.finish_reason is None:
             return
-        job.close_choice(output)
         if job.is_complete:
             job.outcome = outcome_of(job)
             self._ledger.learn(job)
@@ -192,7 +191,6 @@ class Outbox:
     def forget(self, job: HeldJob) -> None:
         """Stop holding a job, and abort it in the engine."""
         self._remove(job)
-        self._dirty.pop(job.taken.lease, None)
         self._worker.abort(job.taken.lease)
         self._bell.capacity_freed()
 
@@ -292,6 +290,8 @@ class Outbox:
 
     def _remove(self, job: HeldJob) -> None:
         self._ledger.remove(job)
+        # An end that arrived during the finish call marked the job again.
+        self._dirty.pop(job.taken.lease, None)
         if not len(self._ledger):
             self._emptied.set()
             self._bell.capacity_freed()  # A suspect job may be waiting for a node that holds no other job.

@@ -24,6 +24,7 @@ from penstock.gpu_node.engine.profiler import EngineProfiler
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest
 from penstock.gpu_node.engine.request_limits import check_request
+from penstock.gpu_node.engine.scheduler.fault_isolation import is_slow
 from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrace
@@ -38,11 +39,6 @@ from penstock.gpu_node.engine.structured.guide import late_rows
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
-
-MAX_SHARE_OF_STALL = 0.1
-"""A decode step that takes longer than this share of `stall_after_s` makes its requests suspects."""
-MAX_SHARE_OF_STALL_WITH_PREFILL = 0.5
-"""The same for a step with prompt tokens, which may take long on a slow machine."""
 
 
 class Engine(ServedModel, OfflineCalls):
@@ -79,6 +75,7 @@ class Engine(ServedModel, OfflineCalls):
         self._logprobs: Logprobs | None = None
         self._stall_after_s = config.stall_after_s
         self._last_step: tuple[list[Choice], float] = [], 0.0
+        self._launch_error: Exception | None = None
         self._timings = StepTimings()
         self.profiler = EngineProfiler(self._timings, self._runner)
 
@@ -94,9 +91,9 @@ class Engine(ServedModel, OfflineCalls):
         except PromptTooLongError:
             self._memory_trace.refused()
             raise
-        found, tenant = self._find(request.adapter), request.tenant if self._salts_by_tenant else None
-        root = salted_root(request.cache_salt, tenant, None if found is None else found.digest)
-        live = LiveRequest(request, root, found)
+        prepared = request.prepared or self.prepare(request.params, request.adapter, tenant=request.tenant)
+        tenant = request.tenant if self._salts_by_tenant else None
+        live = LiveRequest(request, salted_root(request.cache_salt, tenant, prepared.adapter_digest), prepared)
         live.open(self._limits, self._tokenizer, self._guides)
         self._enqueue(live)
 
@@ -132,12 +129,18 @@ class Engine(ServedModel, OfflineCalls):
         The outputs are made while the next step runs, so a stop string is found one step late and the extra token is
         dropped. Where the runner takes steps ahead, end tokens are found one step late as well.
 
-        Exceptions of the runner propagate; the requests may be stepped again or aborted. If steps keep failing because
-        of one request while other steps succeed, that request ends with an error.
+        Exceptions of the runner and the scheduler propagate; the requests may be stepped again or aborted. If steps
+        keep failing because of one request while other steps succeed, that request ends with an error.
         """
+        if (error := self._launch_error) is not None:
+            self._launch_error = None
+            raise error
         self._finished_usage.clear()
         outcome = self._complete_step()
-        self._launch()
+        try:
+            self._launch()
+        except Exception as error:
+            self._launch_error = error  # The next call raises it, so that the outputs of this one are not lost.
         self._memory_trace.watch()
         return self._outputs_of(outcome)
 
@@ -201,8 +204,8 @@ class Engine(ServedModel, OfflineCalls):
             self._fail(self._scheduler.roll_back(completed.step, for_memory=isinstance(error, MemoryError)))
             raise
         self._last_step = completed.step.seqs, completed.age_ms
-        late, is_slow = late_rows(completed.plan.sampling.masks), self._is_slow(completed.step, result)
-        outcome = self._scheduler.commit(completed.step, result.tokens, late, is_slow=is_slow)
+        late, was_slow = late_rows(completed.plan.sampling.masks), self._is_slow(completed.step, result)
+        outcome = self._scheduler.commit(completed.step, result.tokens, late, is_slow=was_slow)
         if outcome.faulty is not None:
             self._scheduler.remove(outcome.faulty)
             self._fail(outcome.faulty)
@@ -217,11 +220,10 @@ class Engine(ServedModel, OfflineCalls):
         return outcome
 
     def _is_slow(self, step: Step, result: StepResult) -> bool:
-        """Return whether a step was so slow that a step a few times slower would make the node exit."""
+        """Return whether a step was slow; log it then."""
         took_s = (result.forward_ms + result.sample_ms + result.copy_ms) / 1000
         is_strict = step.num_prefill_tokens == 0 or self._scheduler.has_suspects
-        share = MAX_SHARE_OF_STALL if is_strict else MAX_SHARE_OF_STALL_WITH_PREFILL
-        if took_s <= share * self._stall_after_s:
+        if not is_slow(took_s, self._stall_after_s, is_strict=is_strict):
             return False
         _log.warning("a step was slow", extra={"took_s": round(took_s, 1), "requests": sorted(self._requests_of(step))})
         return True
@@ -264,6 +266,7 @@ class Engine(ServedModel, OfflineCalls):
             for row, seq, token in zip(outcome.samples, outcome.seqs, outcome.token_ids, strict=True):
                 if (choice := self._live.get(seq)) is not None:
                     outputs.append(self._advance(choice, token, row, has_left=seq in outcome.ended))
+        self._timings.decode_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
 
     def _advance(self, choice: LiveChoice, token: int, row: int, *, has_left: bool) -> StepOutput:

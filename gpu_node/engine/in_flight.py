@@ -181,7 +181,7 @@ class RecordedStep:
     num_sequences: int
     num_prefill_tokens: int
     num_tokens: int
-    """Tokens sampled."""
+    """Tokens sampled, those of choices that have ended included."""
 
 
 @dataclass(slots=True)
@@ -211,10 +211,9 @@ class StepTimings:
     """The steps of a profile while there is one."""
 
     def note_completed(self, in_flight: InFlightStep, result: StepResult, num_tokens: int) -> None:
-        """Count a computed step that yielded `num_tokens` tokens."""
+        """Count a computed step that yielded `num_tokens` tokens, those of choices that have ended included."""
         self.steps += 1
         self.prefill_tokens += in_flight.step.num_prefill_tokens
-        self.decode_tokens += num_tokens
         self.copied_blocks += len(in_flight.step.copies)
         if result.eager is not None:
             self.eager_steps[result.eager] += 1

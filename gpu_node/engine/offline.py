@@ -44,7 +44,8 @@ def spread(
     for i, (prompt, one, adapter_name) in enumerate(zip(prompts, wanted, chosen, strict=True)):
         adapter = None if adapter_name is None else AdapterRef(name=adapter_name)
         token_ids = truncated(next(encoded) if isinstance(prompt, str) else _tokens_of(prompt, tokenizer), one)
-        batch.append(EngineRequest(str(i), token_ids, one, seed=seed_of(str(i), one), adapter=adapter))
+        begins_text, seed = _is_chat(prompt), seed_of(str(i), one)
+        batch.append(EngineRequest(str(i), token_ids, one, seed=seed, adapter=adapter, begins_text=begins_text))
     return batch
 
 
@@ -165,11 +166,15 @@ def _tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of a prompt that is not a text."""
     if not isinstance(prompt, Sequence):
         raise RequestError("a prompt must be a text, token ids or a chat", param="prompts")
-    if prompt and isinstance(prompt[0], Mapping):
+    if _is_chat(prompt):
         if not all(isinstance(message, Mapping) and "role" in message for message in prompt):
             raise RequestError("each message must have a role", param="messages")
         return tokenizer.encode_chat(cast("Sequence[Mapping[str, str]]", prompt))
     return list(cast("Sequence[int]", prompt))
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def _join(outputs: list[StepOutput]) -> Choice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.engine_load import EngineLoad
@@ -15,6 +16,9 @@ from penstock.contract.tasks import Embed
 from penstock.contract.waiting import PrefillProgress
 from penstock.gpu_node.engine.text.end_rule import EndReason
 from penstock.runtime.histogram import Histogram
+
+if TYPE_CHECKING:
+    from penstock.gpu_node.engine.prepared import Prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,10 @@ class EngineRequest:
     """Whether outputs without tokens report how far the prompt is computed."""
     embed: Embed | None = None
     """Return the prompt's embedding instead of text. `params` are then those of `Embed.sampling`."""
+    begins_text: bool = False
+    """Whether the output is a text of its own, as an answer in a chat, and does not continue the prompt's text."""
+    prepared: Prepared | None = None
+    """The result of `Engine.prepare`; None: `Engine.add` prepares the request itself, and may take long."""
 
 
 @dataclass(slots=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Usage
 from penstock.gpu_node.engine.logprobs import prompt_records
 from penstock.gpu_node.engine.pooled_prompt import PooledPrompt
+from penstock.gpu_node.engine.prepared import Prepared
 from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.request_limits import RequestLimits, max_tokens_with_logprobs
@@ -21,7 +21,7 @@ from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.choice_output import ChoiceOutput
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, Adapter
+from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class LiveRequest:
     asked: EngineRequest
     root_hash: bytes
     """Parent of the first block's hash."""
-    adapter: Adapter | None = None
+    prepared: Prepared
     completion_tokens: int = 0
     live: dict[int, LiveChoice] = field(default_factory=dict)
     first: Sequence | None = None
@@ -103,13 +103,11 @@ class LiveRequest:
         if self.asked.embed is not None:
             num_tokens = len(self.asked.prompt_token_ids)
             self.pooled = PooledPrompt(num_tokens, self.asked.embed, limits.default_pooling)
-        bad_words = _bad_words(params, limits, tokenizer)
         for choice in range(params.n):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
             self.completion_tokens += len(resumed.token_ids)
             if resumed.finish_reason is None:
                 opened = self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer)
-                opened.seq.bad_words = bad_words
                 opened.guide = _guide_of(self.asked, resumed, guides)
         self.first = next((choice.seq for choice in self.live.values()), None)
 
@@ -143,12 +141,6 @@ def _guide_of(asked: EngineRequest, resumed: ResumedChoice, guides: GrammarCompi
     return guide
 
 
-def _bad_words(params: SamplingParams, limits: RequestLimits, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of the bad words, without those that have tokens outside the model's vocabulary."""
-    sequences = (sequence for word in params.bad_words for sequence in tokenizer.encode_word(word))
-    return tuple(sequence for sequence in sequences if max(sequence) < limits.vocab_size)
-
-
 def _end_rule(asked: EngineRequest, limits: RequestLimits) -> EndRule:
     """Return the tokens that end a choice of the request, and the number of tokens that it may have."""
     params = asked.params
@@ -170,7 +162,10 @@ def open_choice(
     asked, params = request.asked, request.asked.params
     rule = _end_rule(asked, limits)
     includes_stop = params.include_stop_str_in_output
-    output = ChoiceOutput(rule, params.stop, tokenizer.new_detokenizer(), includes_stop=includes_stop)
+    # Nodes of earlier releases dropped the first space of every output, so a log without it goes on without it.
+    begins_text = asked.begins_text or bool(resumed.text and not resumed.text.startswith(" "))
+    detokenizer = tokenizer.new_detokenizer(begins_text=begins_text)
+    output = ChoiceOutput(rule, params.stop, detokenizer, includes_stop=includes_stop)
     for token_id in resumed.token_ids:
         if output.finish_reason is not None:
             raise RequestError(f"choice {choice} has logged tokens after its end", param="resume")
@@ -191,7 +186,8 @@ def open_choice(
         weight=asked.weight,
         priority=asked.priority,
         urgency=asked.priority,
-        adapter=request.adapter,
+        bad_words=request.prepared.bad_words,
+        adapter=request.prepared.adapter,
         prompt_scores=request.prompt_scores,
         pooled=request.pooled,
     )

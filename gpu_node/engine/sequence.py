@@ -12,6 +12,7 @@ from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.pooled_prompt import PooledPrompt
 from penstock.gpu_node.engine.prompt_scores import PromptScores
+from penstock.gpu_node.engine.text.bad_words import NO_BAD_WORDS, BadWords
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter
 
@@ -33,8 +34,7 @@ class Sequence:
     """Prompt and output while it does not run. While it runs, they are in its row."""
     num_prompt_tokens: int
     end_rule: EndRule
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not appear in its output."""
+    bad_words: BadWords = NO_BAD_WORDS
     adapter: Adapter | None = None
     adapter_slot: int = NO_ADAPTER
     """The runner's slot that holds its adapter while it runs."""
@@ -162,7 +162,7 @@ class Sequence:
         """Return the ids that must not follow these tokens."""
         num_output_tokens = len(token_ids) - self.num_prompt_tokens
         banned = self._end_ids if num_output_tokens < self.end_rule.min_tokens else NO_TOKENS
-        ends = [word[-1] for word in self.bad_words if _ends_with(token_ids, word[:-1])]
+        ends = self.bad_words.banned_after(token_ids) if self.bad_words else ()
         return np.concatenate((banned, np.array(ends, dtype=np.int32))) if ends else banned
 
     def hash_full_blocks(self, token_ids: NDArray[np.int32], block_size: int) -> None:
@@ -170,7 +170,3 @@ class Sequence:
         for i in range(len(self.block_hashes), len(token_ids) // block_size):
             parent = self.block_hashes[-1] if i else self.root_hash
             self.block_hashes.append(block_hash(parent, token_ids[i * block_size : (i + 1) * block_size]))
-
-
-def _ends_with(token_ids: NDArray[np.int32], tail: tuple[int, ...]) -> bool:
-    return not tail or tuple(token_ids[-len(tail) :].tolist()) == tail

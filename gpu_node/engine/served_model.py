@@ -8,10 +8,11 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.loading import load
+from penstock.gpu_node.engine.prepared import Prepared
 from penstock.gpu_node.engine.request_limits import request_limits
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
+from penstock.gpu_node.engine.text.bad_words import BadWords
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.gpu_node.model.protocol import Adapter
 
 
 class ServedModel:
@@ -31,16 +32,17 @@ class ServedModel:
 
     def prepare(
         self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default"
-    ) -> object | None:
-        """Do the slow part of `add` in advance, on any thread. It lasts as long as the caller keeps the returned
-        object.
+    ) -> Prepared:
+        """Do the slow part of `add` in advance, on any thread. The result becomes the `prepared` of an EngineRequest.
 
         Raises RequestError for a request that could never run.
         """
         wanted = params.structured_outputs
-        prepared = None if wanted is None else self._guides.prepare(wanted, tenant)
-        self._find(adapter)
-        return prepared
+        grammar = None if wanted is None else self._guides.prepare(wanted, tenant)
+        found = None if adapter is None else self._adapters.find(adapter)
+        # The tokenizer may have tokens outside the model's vocabulary.
+        words = self._tokenizer.encode_words(params.bad_words)
+        return Prepared(grammar, found, BadWords(ids for ids in words if max(ids) < self.vocab_size))
 
     def adapters(self) -> dict[str, str]:
         """Return the names and digests of the adapters that requests may use now."""
@@ -70,6 +72,3 @@ class ServedModel:
     def revision(self) -> str:
         """Identifies weights, tokenizer and dtype. Engines of equal revision can continue each other's choices."""
         return self._model.revision
-
-    def _find(self, adapter: AdapterRef | None) -> Adapter | None:
-        return None if adapter is None else self._adapters.find(adapter)

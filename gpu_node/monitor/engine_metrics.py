@@ -14,7 +14,7 @@ _COUNTERS = {
     "failed_steps": ("num_failed_steps", "Engine steps that failed."),
     "memory_failures": ("num_memory_failures", "Failed steps that ran out of memory."),
     "prefill_tokens": ("prefill_tokens", "Prompt tokens computed."),
-    "decode_tokens": ("decode_tokens", "Tokens sampled."),
+    "decode_tokens": ("decode_tokens", "Tokens generated."),
     "prefix_lookup_tokens": ("prefix_lookup_tokens", "Prompt tokens looked up in the prefix cache."),
     "prefix_hit_tokens": ("prefix_hit_tokens", "Prompt tokens found in the prefix cache, on device or host."),
     "swap_hit_tokens": ("swap_hit_tokens", "Prompt tokens found in the prefix cache on the host."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo, field_validator, model_validator
@@ -253,6 +254,12 @@ def pool_of(job_id: str) -> str:
 def is_job_id(text: str) -> bool:
     """Return whether `text` has the form of a job id."""
     return re.fullmatch(JOB_ID_PATTERN, text) is not None
+
+
+def created_at(job_id: str) -> datetime:
+    """Return the time in a job's id, in UTC. A UUIDv7 begins with the Unix time in milliseconds."""
+    uuid = job_id.rpartition(".")[2].replace("-", "")
+    return datetime.fromtimestamp(int(uuid[:12], 16) / 1000, UTC)
 
 
 def seed_of(job_id: str, params: SamplingParams) -> int:

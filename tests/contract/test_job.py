@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import msgpack
@@ -18,6 +19,7 @@ from penstock.contract.job import (
     Message,
     Priority,
     SamplingParams,
+    created_at,
     is_job_id,
     pool_of,
     seed_of,
@@ -268,3 +270,7 @@ def test_the_turns_of_a_chat_have_a_limit_of_tool_calls_together() -> None:
     request = msgpack.packb({"v": 2, "kind": "generate", "messages": [*turns, one_more], "params": {}})
     with pytest.raises(WireError, match="messages: the messages have"):
         decode_request(request)
+
+
+def test_the_time_in_a_job_id_is_in_utc() -> None:
+    assert created_at(f"m~3.{UUID}") == datetime(2023, 6, 30, 3, 34, 18, 518000, UTC)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any, TypeVar
 
 import httpx
@@ -60,6 +61,7 @@ class ByteTokenizer:
         template_kwargs: str | None = None,
         *,
         framed: bool = False,
+        now: datetime | None = None,
     ) -> list[int]:
         self.last_chat, self.last_template_kwargs, self.last_framed = (messages, tools), template_kwargs, framed
         return self.encode(messages[-1]["content"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -23,12 +25,16 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract.errors import ConfigError, InvariantError, ProtocolVersionError
-from penstock.contract.job import Job, Message, SamplingParams
+from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS, Job, Message, SamplingParams
 from penstock.contract.output import Chunk, Result
+from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tools import ToolCall
 from penstock.contract.usage import UsageQuery
 from penstock.gpu_node import heartbeat, inbox
+from penstock.gpu_node.engine.prepared import Prepared
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
+from penstock.gpu_node.engine.text.bad_words import BadWords
+from penstock.gpu_node.engine.text.chat_template import ChatTemplate
 from penstock.gpu_node.engine_worker import EngineLike
 from penstock.gpu_node.job_intake import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.node import Node
@@ -561,22 +567,113 @@ async def test_a_job_does_not_wait_for_the_long_prompt_of_one_that_was_taken_wit
         assert (await ended(broker, long)).outcome.state == "done"
 
 
-async def test_a_chat_that_is_long_by_its_calls_is_read_beside_the_loop(redis_url: str, broker: ProducerBroker) -> None:
+CALL = ToolCall(id="1", name="f", arguments=f'{{"a": "{MAX_CHARS_ON_LOOP * "x"}"}}')
+NAMED = Message(role="user", content="", name="n" * MAX_PARTICIPANT_NAME_CHARS)
+
+
+@pytest.mark.parametrize(
+    ("messages", "template_kwargs"),
+    [
+        ((Message(role="user", content="hi"), Message(role="assistant", content="", tool_calls=(CALL,))), None),
+        ((Message(role="user", content=""),) * 512, None),
+        ((NAMED,) * 12, None),
+        ((Message(role="user", content="hi"),), json.dumps({"documentation": "x" * MAX_CHARS_ON_LOOP})),
+    ],
+    ids=["calls", "empty messages", "names", "template variables"],
+)
+async def test_a_chat_that_is_long_in_any_way_is_read_beside_the_loop(
+    redis_url: str, broker: ProducerBroker, messages: tuple[Message, ...], template_kwargs: str | None
+) -> None:
     engine, readers = ReferenceEngine(), list[threading.Thread]()
 
-    def encode_chat(messages: object, tools: str | None = None, template_kwargs: str | None = None) -> list[int]:
+    def encode_chat(*chat: object, now: datetime) -> list[int]:
         readers.append(threading.current_thread())
         return [1, 2, 3]
 
     engine.tokenizer.encode_chat = encode_chat  # type: ignore[assignment]
-    call = ToolCall(id="1", name="f", arguments=f'{{"a": "{MAX_CHARS_ON_LOOP * "x"}"}}')
-    turns = Message(role="user", content="hi"), Message(role="assistant", content="", tool_calls=(call,))
-    job = Job(id=f"{POOL}.{uuid7()}", messages=turns, params=SamplingParams(max_tokens=5))
+    params = SamplingParams(max_tokens=5)
+    job = Job(id=f"{POOL}.{uuid7()}", messages=messages, chat_template_kwargs=template_kwargs, params=params)
     async with running(redis_url, engine):
         await broker.submit(Submission(job, 50))
         assert (await ended(broker, job)).outcome.state == "done"
     assert threading.main_thread() not in readers
     assert len(readers) == 1
+
+
+async def test_bad_words_are_prepared_beside_the_loop_and_handed_to_the_engine(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    engine, asked, prepared = ReferenceEngine(), list[object](), Prepared(None, None, BadWords())
+    add, job = engine.add, new_job(bad_words=("no",))
+
+    def prepare(params: SamplingParams, adapter: object, *, tenant: str) -> Prepared:
+        asked.extend((params.bad_words, threading.current_thread() is threading.main_thread()))
+        return prepared
+
+    engine.prepare = prepare  # type: ignore[assignment, method-assign]
+
+    def note(request: EngineRequest) -> None:
+        asked.append(request.prepared)
+        add(request)
+
+    engine.add = note  # type: ignore[method-assign]
+    async with running(redis_url, engine):
+        await broker.submit(Submission(job, 50))
+        assert list((await ended(broker, job)).choices[0].token_ids) == expected(job)
+    assert asked == [("no",), False, prepared]
+
+
+async def test_only_a_message_of_its_own_begins_a_text(redis_url: str, broker: ProducerBroker) -> None:
+    engine, begins, user = ReferenceEngine(), list[bool](), Message(role="user", content="hi")
+    add, continues = engine.add, json.dumps({"continue_final_message": True})
+
+    def note(request: EngineRequest) -> None:
+        begins.append(request.begins_text)
+        add(request)
+
+    engine.add = note  # type: ignore[method-assign]
+    jobs = [
+        new_job(),
+        Job(id=f"{POOL}.{uuid7()}", messages=(user,)),
+        Job(id=f"{POOL}.{uuid7()}", messages=(user,), chat_template_kwargs=continues),
+    ]
+    async with running(redis_url, engine):
+        for job in jobs:
+            await broker.submit(Submission(job, 50))
+            await ended(broker, job)
+    assert begins == [False, True, False]
+
+
+async def test_a_chat_template_prints_the_date_of_the_job_and_not_of_the_node(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    """A node that takes a job over after midnight, or in another time zone, must compute the same prompt."""
+    template = ChatTemplate("{{ strftime_now('%Y-%m-%d %H:%M') }}{{ messages[0].content }}", {})
+
+    def encode_chat(messages: Any, *rest: object, now: datetime | None = None, framed: bool = False) -> list[int]:
+        return list(template.render(messages, now=now).encode())
+
+    at = datetime.now(UTC) - timedelta(hours=12)
+    engine, prompts = ReferenceEngine(), list[Sequence[int]]()
+    add = engine.add
+    engine.tokenizer.encode_chat = encode_chat  # type: ignore[assignment]
+
+    def note(request: EngineRequest) -> None:
+        prompts.append(request.prompt_token_ids)
+        add(request)
+
+    engine.add = note  # type: ignore[method-assign]
+    async with running(redis_url, engine):
+        for task in (None, Tokenize()):
+            stamp = f"{int(at.timestamp() * 1000):012x}"
+            uuid = f"{stamp[:8]}-{stamp[8:]}-{str(uuid7())[14:]}"
+            params = SamplingParams(max_tokens=1) if task is None else SamplingParams()
+            job = Job(id=f"{POOL}.{uuid}", messages=(Message(role="user", content="!"),), params=params, task=task)
+            await broker.submit(Submission(job, 50))
+            result = await ended(broker, job)
+    assert isinstance(result.output, Tokenized)
+    prompts.append(result.output.token_ids or ())
+    assert [bytes(prompt).decode() for prompt in prompts] == [f"{at:%Y-%m-%d %H:%M}!"] * 2
 
 
 async def test_long_prompts_that_come_together_are_tokenized_side_by_side(

@@ -28,6 +28,7 @@ from transformers import (
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.text.bad_words import BadWords
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.torch_common.sampler import sample
 from penstock.kernels.reference.sampler import SamplingRow
@@ -130,7 +131,7 @@ def test_what_changes_logits_is_transformers(sampler: str, min_tokens: int) -> N
     scores = processors(torch.from_numpy(token_ids)[None].long(), torch.from_numpy(logits.copy())[None]).double()
     params = SamplingParams(logit_bias=BIAS, repetition_penalty=1.4, min_tokens=min_tokens)
     rule = EndRule(frozenset(ENDS), min_tokens, 99)
-    seq = Sequence("a", 0, params, 0, token_ids, len(PROMPT), rule, bad_words=BAD_WORDS)
+    seq = Sequence("a", 0, params, 0, token_ids, len(PROMPT), rule, bad_words=BadWords(BAD_WORDS))
     row = SamplingRow(
         seed=6,
         repetition_penalty=1.4,

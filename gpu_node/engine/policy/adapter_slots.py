@@ -61,12 +61,15 @@ class AdapterSlots:
         return min(range(len(self._users)), key=lambda slot: len(self._users[slot]))
 
     def load_pending(self, runner: ModelRunner) -> None:
-        """Load newly assigned adapters into the runner, before a step that uses them."""
+        """Load newly assigned adapters into the runner, before a step that uses them.
+
+        An adapter that cannot be loaded fails only steps with its own sequences.
+        """
         for slot in sorted(self._pending):
             adapter = self._adapters[slot]
-            if adapter is not None:
+            if adapter is not None and any(seq.row >= 0 for seq in self._users[slot]):
                 runner.set_adapter(slot, adapter)
-            self._pending.discard(slot)
+                self._pending.discard(slot)
 
 
 class ByAdapter:

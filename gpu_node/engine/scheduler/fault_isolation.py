@@ -8,6 +8,10 @@ from typing import NamedTuple
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 
+MAX_SHARE_OF_STALL = 0.1
+"""A decode step that takes longer than this share of `stall_after_s` makes its requests suspects."""
+MAX_SHARE_OF_STALL_WITH_PREFILL = 0.5
+"""The same for a step with prompt tokens, which may take long on a slow machine."""
 _MAX_STRIKES = 3
 _MAX_SLOW_STRIKES = 2
 
@@ -18,6 +22,14 @@ class _Strikes(NamedTuple):
     times: int
     start: int
     end: int
+
+
+def is_slow(took_s: float, stall_after_s: float, *, is_strict: bool) -> bool:
+    """Return whether a step was so slow that a step a few times slower would make the node exit.
+
+    `is_strict`: whether the limit of decode steps applies.
+    """
+    return took_s > stall_after_s * (MAX_SHARE_OF_STALL if is_strict else MAX_SHARE_OF_STALL_WITH_PREFILL)
 
 
 class FaultIsolator:

@@ -54,21 +54,17 @@ class Lanes:
         self._started: set[LaneName] = set()
 
     def ask(self, guides: Iterable[Guide], forks: Forks) -> list[Worker]:
-        """Request the next masks of some choices; return the workers started for it. Raises OSError."""
-        started = []
-        batches: dict[LaneName, list[Any]] = {}
+        """Request the next masks of some choices; return the workers started for it.
+
+        The masks of a lane whose worker cannot be started stay late. The next step requests them again.
+        """
+        by_lane: dict[LaneName, list[Guide]] = {}
         for guide in sorted(guides, key=lambda one: one.is_slow):
-            lane: LaneName = "costly" if guide.grammar.is_costly else "cheap"
-            worker = self.workers.get(lane)
-            if worker is None:
-                worker = self.workers[lane] = forks.fork(_CPU_S[lane], _NICENESS[lane])
-                self._counts.grammar_restarts += lane in self._started
-                self._started.add(lane)
-                self._lane_of[worker] = lane
-                started.append(worker)
-            batches.setdefault(lane, []).extend(self._tasks_for(guide, worker))
-        for lane, tasks in batches.items():
-            self.workers[lane].send(tasks)
+            by_lane.setdefault("costly" if guide.grammar.is_costly else "cheap", []).append(guide)
+        started = [worker for lane in by_lane if (worker := self._start(lane, forks)) is not None]
+        for lane, waiting in by_lane.items():
+            if (worker := self.workers.get(lane)) is not None:
+                worker.send([task for guide in waiting for task in self._tasks_for(guide, worker)])
         return started
 
     def close(self, worker: Worker | None, guide_number: int, grammar: Grammar) -> None:
@@ -124,6 +120,20 @@ class Lanes:
         if guide.failure is None:
             guide.failure = error
             self._counts.failed_guides += 1
+
+    def _start(self, lane: LaneName, forks: Forks) -> Worker | None:
+        """Start a lane's worker, unless it has one or the system refuses a process."""
+        if lane in self.workers:
+            return None
+        try:
+            worker = forks.fork(_CPU_S[lane], _NICENESS[lane])
+        except OSError as error:
+            log.warning("a grammar process was not started", extra={"reason": repr(error)})
+            return None
+        self._counts.grammar_restarts += lane in self._started
+        self._started.add(lane)
+        self.workers[lane], self._lane_of[worker] = worker, lane
+        return worker
 
     def _tasks_for(self, guide: Guide, worker: Worker) -> list[Any]:
         grammar, tasks = guide.grammar, []

@@ -25,6 +25,7 @@ from penstock.gpu_node.engine.structured.trials import Trial, TrialQueue
 log = logging.getLogger(__name__)
 
 _RESTART_AFTER_S = 0.2
+_FORK_AGAIN_AFTER_S = 0.05
 _MAX_DOUBLINGS = 6
 _MAX_FAILED_STARTS = 3
 _TRIAL_TASK = 1
@@ -56,7 +57,7 @@ class GrammarProcesses:
         self._counts = counts
         self._wanted = (tokenizer, vocab_size, list(eos_token_ids))
         self._num_failed_starts = 0
-        self._failed_s = -math.inf
+        self._failed_s = self._trials_after_s = -math.inf
         self._is_unusable = False
         """Whether llguidance cannot use the tokenizer."""
 
@@ -95,11 +96,8 @@ class GrammarProcesses:
         """Request masks. Without a template nothing is requested, and the masks stay late."""
         if self.template is None:
             return
-        try:
-            for worker in self._lanes.ask(guides, self.template):
-                self._selector.register(worker.socket, selectors.EVENT_READ, worker)
-        except OSError as error:
-            log.warning("a grammar process was not started", extra={"reason": repr(error)})
+        for worker in self._lanes.ask(guides, self.template):
+            self._selector.register(worker.socket, selectors.EVENT_READ, worker)
 
     def try_out(self, tenant: str, trial: Trial) -> None:
         """Queue a trial."""
@@ -124,8 +122,7 @@ class GrammarProcesses:
     def maintain(self) -> list[Guide]:
         """Start trials, flush sockets, and end workers that are stuck or too large; return the affected choices."""
         affected: list[Guide] = []
-        while self.template is not None and (trial := self._trials.start()) is not None:
-            self._start_trial(trial, self.template)
+        self._start_trials()
         overdue = time.monotonic() - limits.TASK_WALL_S
         for worker in self.workers:
             worker.flush()
@@ -213,13 +210,21 @@ class GrammarProcesses:
             self._trials.retry(trial)
         return []
 
-    def _start_trial(self, trial: Trial, template: Template) -> None:
-        try:
-            worker = template.fork(limits.TRIAL_CPU_S, limits.SLOW_NICENESS, limits.TRIAL_MEMORY_MIB)
-        except OSError as error:
-            log.warning("a grammar process was not started", extra={"reason": repr(error)})
-            self._trials.retry(trial)
+    def _start_trials(self) -> None:
+        """Start the trials that may run. Where the system refuses a process, try again a moment later."""
+        if self.template is None or time.monotonic() < self._trials_after_s:
             return
+        while (trial := self._trials.start()) is not None:
+            try:
+                self._start_trial(trial, self.template)
+            except OSError as error:
+                log.warning("a grammar process was not started", extra={"reason": repr(error)})
+                self._trials.put_back(trial)
+                self._trials_after_s = time.monotonic() + _FORK_AGAIN_AFTER_S
+                return
+
+    def _start_trial(self, trial: Trial, template: Template) -> None:
+        worker = template.fork(limits.TRIAL_CPU_S, limits.SLOW_NICENESS, limits.TRIAL_MEMORY_MIB)
         self._selector.register(worker.socket, selectors.EVENT_READ, worker)
         self._trial_workers[worker] = trial
         worker.tasks[_TRIAL_TASK] = trial

@@ -69,6 +69,12 @@ class TrialQueue:
         else:
             self.add(tenant, trial)
 
+    def put_back(self, trial: Trial) -> None:
+        """Queue a trial again, before all others, because it could not be started."""
+        tenant = self._running.pop(trial)
+        self._waiting.setdefault(tenant, deque()).appendleft(trial)
+        self._waiting.move_to_end(tenant, last=False)
+
     def clear(self) -> list[Trial]:
         """Remove and return all trials, because none can run any more."""
         trials = [trial for waiting in self._waiting.values() for trial in waiting] + list(self._running)

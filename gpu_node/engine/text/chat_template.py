@@ -38,7 +38,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        environment.globals["raise_exception"] = _raise_exception
         try:
             self.source = source
             self._template = environment.from_string(source, globals=dict(variables))
@@ -51,12 +51,14 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] = NO_VARIABLES,
+        now: datetime | None = None,
     ) -> str:
         """Return the chat as text, up to where the assistant's answer begins. Raises whatever the template raises.
 
-        `variables` are those of `template_kwargs.py`. Raises TooCostlyError if the text becomes too long or takes too
-        much time.
+        `variables` are those of `template_kwargs.py`. `now` is the time that the template may print; None: the clock's.
+        Raises TooCostlyError if the text becomes too long or takes too much time.
         """
+        variables = {"strftime_now": (now or datetime.now()).strftime, **variables}
         if not variables.get(CONTINUES):
             return self._render(messages, tools, {GENERATION_PROMPT: True, **variables})
         # The text is cut after the last message's content, where the template would close the message.
@@ -110,7 +112,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 
 from penstock.contract.errors import InvariantError, RequestError, TooLargeError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES, MAX_TASK_TOKENS, Detokenize, Tokenize
@@ -12,13 +13,16 @@ from penstock.queue.task_output import encode_detokenized, encode_tokenized
 from penstock.queue.wire import Request
 
 
-def run_task(tokenizer: Tokenizer, request: Request, max_model_len: int) -> bytes:
-    """Return the packed output of a request's task. Raises RequestError if the request or its output is too large."""
+def run_task(tokenizer: Tokenizer, request: Request, max_model_len: int, now: datetime) -> bytes:
+    """Return the packed output of a request's task. Raises RequestError if the request or its output is too large.
+
+    `now`: the time that a chat template may print.
+    """
     task = request.task
     if isinstance(task, Detokenize):
         output = encode_detokenized(tokenizer.text_of(request.prompt_token_ids or ()))
     elif isinstance(task, Tokenize):
-        output = _tokenized(tokenizer, request, task, max_model_len)
+        output = _tokenized(tokenizer, request, task, max_model_len, now)
     else:
         raise InvariantError("the request has no task for a tokenizer")
     if len(output) > MAX_OUTPUT_BYTES:
@@ -27,13 +31,14 @@ def run_task(tokenizer: Tokenizer, request: Request, max_model_len: int) -> byte
     return output
 
 
-def _tokenized(tokenizer: Tokenizer, request: Request, task: Tokenize, max_model_len: int) -> bytes:
+def _tokenized(tokenizer: Tokenizer, request: Request, task: Tokenize, max_model_len: int, now: datetime) -> bytes:
     if request.messages is not None:
         token_ids = tokenizer.encode_chat(
             [message.model_dump(exclude_defaults=True) for message in request.messages],
             request.tools,
             _template_kwargs_of(request, task),
             framed=bool(task.add_special_tokens),
+            now=now,
         )
     else:
         token_ids = tokenizer.encode(request.prompt or "", framed=task.add_special_tokens is not False)

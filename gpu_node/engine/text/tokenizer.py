@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,10 @@ class Tokenizer:
         """Encode texts in one call of the library, each with the special tokens that the model expects around it."""
         return batch_token_ids_of(self._backend, texts, framed=True)
 
-    def encode_word(self, word: str) -> list[tuple[int, ...]]:
-        """Return a word's token sequences, one at the start of a text or after a space, the other inside a word."""
-        encoded = (token_ids_of(self._backend, text, framed=False) for text in (f" {word.lstrip()}", word))
+    def encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the token sequences of words, of each at the start of a text or after a space, and inside a word."""
+        texts = [text for word in words for text in (f" {word.lstrip()}", word)]
+        encoded = batch_token_ids_of(self._backend, texts, framed=False) if texts else []
         return list(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
     def encode_chat(
@@ -67,11 +69,13 @@ class Tokenizer:
         template_kwargs: str | None = None,
         *,
         framed: bool = False,
+        now: datetime | None = None,
     ) -> list[int]:
         """Encode a chat up to where the assistant's answer begins. `developer` counts as `system`.
 
         `tools` and `template_kwargs`, the template's further variables, are JSON texts. `framed` adds the special
-        tokens of a text, although templates usually contain them.
+        tokens of a text, although templates usually contain them. `now` is the time that the template may print; None:
+        the clock's.
 
         Raises RequestError if the model has no chat template, or if its template refuses the chat.
         """
@@ -83,7 +87,7 @@ class Tokenizer:
         rendered, offered = template_messages(messages), None if tools is None else json.loads(tools)
         variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
         try:
-            text = self._template.render(rendered, offered, variables)
+            text = self._template.render(rendered, offered, variables, now)
         except TooCostlyError:
             raise
         except Exception as error:
@@ -151,9 +155,12 @@ class Tokenizer:
         text: str = self._backend.to_str()
         return text
 
-    def new_detokenizer(self) -> Detokenizer:
-        """Return a detokenizer at the start of a text."""
-        return Detokenizer(self.token_bytes, strip_first_space=self._strips_first_space)
+    def new_detokenizer(self, *, begins_text: bool = True) -> Detokenizer:
+        """Return a detokenizer at the start of a text, or after the text of a prompt.
+
+        Some tokenizers put a space before each text. It is dropped, but not from a text that continues a prompt.
+        """
+        return Detokenizer(self.token_bytes, strip_first_space=begins_text and self._strips_first_space)
 
     @property
     def max_token_bytes(self) -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from penstock.contract.output import Usage
@@ -31,7 +32,12 @@ class ClockTokenizer:
         return [SPOKEN] * max(1, len(text) // 4)
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], tools: str | None = None, template_kwargs: str | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: str | None = None,
+        template_kwargs: str | None = None,
+        *,
+        now: datetime | None = None,
     ) -> list[int]:
         return self.encode(messages[-1]["content"])
 

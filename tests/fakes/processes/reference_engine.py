@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 from penstock.contract.adapters import AdapterRef
@@ -87,6 +88,7 @@ class ReferenceTokenizer:
         template_kwargs: str | None = None,
         *,
         framed: bool = False,
+        now: datetime | None = None,
     ) -> list[int]:
         """Bytes of all turns."""
         return self.encode("\n".join(m["content"] for m in messages))

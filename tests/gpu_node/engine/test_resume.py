@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from fakes.engine_runs import drain
+from fakes.sentencepiece import write_sentencepiece_tokenizer
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
@@ -128,3 +131,18 @@ def test_a_log_of_another_model_or_request_is_refused(engine: Engine, log: list[
     with pytest.raises(RequestError) as refusal:
         _run(engine, SAMPLED, log)
     assert refusal.value.param == "resume" and not engine.has_work()
+
+
+def test_a_completion_keeps_the_space_that_joins_it_to_its_prompt_and_a_chat_drops_it(
+    make_engine: Callable[..., Engine], model_copy: Path
+) -> None:
+    write_sentencepiece_tokenizer(model_copy)
+    (model_copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    engine = make_engine(model=str(model_copy), runner="native", dtype="bfloat16", weight_cache=False)
+    params = SamplingParams(logit_bias={2: 100.0}, max_tokens=3, ignore_eos=True)
+    (completion,), (chat,) = (engine.generate(one, params) for one in ("s", [{"role": "user", "content": "s"}]))
+    assert (completion.text, chat.text) == (" gate gate gate", "gate gate gate")
+    for logged in (" gate", "gate"):  # A node of an earlier release logged the second one.
+        resume = [ResumedChoice((2,), logged, None)]
+        engine.add(EngineRequest("x", [3], params, seed=0, resume=resume))
+        assert logged + "".join(output.text for output in drain(engine)) == logged + " gate gate"

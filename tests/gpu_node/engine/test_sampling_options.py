@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fakes.engine_runs import TORCH
+from fakes.engine_runs import TORCH, drain, tokens_of
 from tokenizers import Tokenizer
 
 from penstock.contract.errors import RequestError
@@ -70,7 +70,7 @@ def _word(engine: Engine, said: list[int], num_tokens: int) -> str:
     for at in range(len(said)):
         ids = tuple(said[at : at + num_tokens])
         word = engine.tokenizer.decode(ids)
-        if len(ids) == num_tokens and ids in engine.tokenizer.encode_word(word):
+        if len(ids) == num_tokens and ids in engine.tokenizer.encode_words([word]):
             return word
     raise LookupError(num_tokens)
 
@@ -79,7 +79,7 @@ def test_bad_words_are_transformers(engine: Engine, model: Any) -> None:
     prompt, plain = engine.tokenizer.encode(PROMPT), _said(engine, temperature=0.0)
     # Of what it would say: one token, and two that follow each other.
     words = [_word(engine, plain, 1), _word(engine, plain, 2)]
-    banned = [list(ids) for word in words for ids in engine.tokenizer.encode_word(word)]
+    banned = [list(ids) for ids in engine.tokenizer.encode_words(words)]
     ids = torch.tensor([prompt])
     want = model.generate(
         ids,
@@ -96,19 +96,29 @@ def test_bad_words_are_transformers(engine: Engine, model: Any) -> None:
 
 def test_bad_words_are_read_once_for_all_choices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two steps all sequences wait for the thread that reads the words."""
-    read: list[str] = []
-    encode_word = engine.tokenizer.encode_word
+    read: list[Sequence[str]] = []
+    encode_words = engine.tokenizer.encode_words
 
-    def read_word(word: str) -> list[tuple[int, ...]]:
-        read.append(word)
-        return encode_word(word)
+    def read_words(words: Sequence[str]) -> list[tuple[int, ...]]:
+        read.append(words)
+        return encode_words(words)
 
-    monkeypatch.setattr(engine.tokenizer, "encode_word", read_word)
+    monkeypatch.setattr(engine.tokenizer, "encode_words", read_words)
     params = SamplingParams(max_tokens=20, ignore_eos=True, n=16, temperature=5.0, bad_words=["e", "the"])
     (answer,) = engine.generate([PROMPT], params)
-    assert read == ["e", "the"]
-    banned = {ids[0] for ids in encode_word("e") if len(ids) == 1}
+    assert read == [("e", "the")]
+    banned = {ids[0] for ids in encode_words(["e"]) if len(ids) == 1}
     assert banned and all(banned.isdisjoint(choice.token_ids) for choice in answer.choices)
+
+
+def test_prepared_bad_words_are_not_read_on_the_engines_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _said(engine, temperature=0.0)
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0, bad_words=[_word(engine, said, 1)])
+    (want,) = engine.generate([PROMPT], params)
+    prompt, prepared = engine.tokenizer.encode(PROMPT), engine.prepare(params)
+    monkeypatch.setattr(engine.tokenizer, "encode_words", None)
+    engine.add(EngineRequest("prepared", prompt, params, seed=0, prepared=prepared))
+    assert tuple(tokens_of(drain(engine), "prepared")) == want.choices[0].token_ids != tuple(said)
 
 
 def test_rows_with_and_without_options_stand_side_by_side(engine: Engine) -> None:

@@ -6,6 +6,8 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,10 @@ from fakes.cover import each_value, pairwise
 from fakes.engine_runs import TORCH, check_idle, tokens_of
 from fakes.poison import poisoned
 from fakes.runners.faulty_runner import FaultyRunner, Place
+from fixtures.random_adapters import make_adapter
+from transformers import AutoModelForCausalLM
 
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import SamplingParams, seed_of
 from penstock.gpu_node.engine import Engine, StepOutput
@@ -213,7 +218,7 @@ def test_a_choice_whose_text_cannot_be_made_ends_alone(
     engine = make_engine(**NATIVE)
     new, count = engine.tokenizer.new_detokenizer, iter(range(1_000))
     monkeypatch.setattr(
-        engine.tokenizer, "new_detokenizer", lambda: _FailingDetokenizer(new()) if next(count) == 3 else new()
+        engine.tokenizer, "new_detokenizer", lambda **_: _FailingDetokenizer(new()) if next(count) == 3 else new()
     )
     _add_all(engine)
     outputs = _drain(engine)
@@ -314,3 +319,49 @@ def test_the_trail_counts_what_happened_between_two_records_and_stays_short(make
     for _ in range(20):
         engine.generate(PROMPTS[:1], PARAMS)
     assert len(engine.memory_trail()) == MAX_RECORDS
+
+
+def test_a_scheduler_that_fails_once_loses_no_token(
+    make_engine: MakeEngine, want: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(**NATIVE)
+    schedule, count = engine._scheduler.schedule, iter(range(1_000))
+
+    def failing() -> Any:
+        if next(count) in (5, 9):
+            raise MemoryError
+        return schedule()
+
+    monkeypatch.setattr(engine._scheduler, "schedule", failing)
+    _add_all(engine)
+    assert _answers(_drain(engine)) == want
+    assert next(count) > 9
+
+
+def test_an_adapter_that_cannot_be_loaded_ends_its_own_requests_alone(
+    make_engine: MakeEngine, want: Answers, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for seed, name in enumerate(("bad", "good")):
+        make_adapter(tmp_path / name, base, seed=seed)
+    engine = make_engine(**NATIVE, lora_dir=tmp_path, max_loras=2)
+    good = EngineRequest("good", PROMPTS[0], PARAMS, seed=0, adapter=AdapterRef(name="good"))
+    bad = replace(good, request_id="bad", adapter=AdapterRef(name="bad"))
+    engine.add(good)
+    alone = _drain(engine)
+    set_adapter, digests = engine._runner.set_adapter, engine.adapters()
+
+    def failing(slot: int, adapter: Any) -> None:
+        if adapter.digest == digests["bad"]:
+            raise RuntimeError("this one does not fit")
+        set_adapter(slot, adapter)
+
+    monkeypatch.setattr(engine._runner, "set_adapter", failing)
+    engine.add(bad)
+    engine.add(good)
+    _add_all(engine)
+    outputs = _drain(engine)
+    assert _answers(outputs) == want
+    assert [tokens_of(outputs, "good", c) for c in range(2)] == [tokens_of(alone, "good", c) for c in range(2)]
+    assert {output.finish_reason for output in outputs if output.request_id == "bad"} == {"error"}
+    assert {output.finish_reason for output in outputs if output.request_id != "bad"} == {None, "length"}

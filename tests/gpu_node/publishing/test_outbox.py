@@ -13,7 +13,8 @@ from fakes.processes.reference_engine import ReferenceEngine
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import SamplingParams
-from penstock.contract.output import Outcome
+from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
+from penstock.contract.output import Outcome, Usage
 from penstock.gpu_node.doorbell import Bell
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine_worker import EngineWorker
@@ -23,6 +24,7 @@ from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.publishing import pace, send_cost
 from penstock.gpu_node.publishing.pace import BUSY_SHARE, Pace
 from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, NodeBroker, Taken, UsedTokens
+from penstock.queue.wire import decode_chunks
 
 LEASE = "1:x:1"
 MAX_UNSENT_BYTES = 1 << 10
@@ -43,6 +45,8 @@ class ScriptedBroker(NodeBroker):
         self.finished: list[Emission] = []
         self.answers: Iterator[str] = itertools.repeat("OK")
         self.on_emit: Callable[[], None] = lambda: None
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
 
     async def emit(self, emissions: Sequence[Emission]) -> list[str]:
         self.num_emitted += 1
@@ -64,6 +68,7 @@ class ScriptedBroker(NodeBroker):
 
     async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[UsedTokens]) -> str:
         self.finished.append(last)
+        await self.may_finish.wait()
         return "OK"
 
 
@@ -270,3 +275,33 @@ async def test_sends_chunks_and_their_cpu_time_are_counted() -> None:
     sending = rig.outbox._ledger.counts.sending
     assert (sending.sends, sending.chunks) == (1, 1)
     assert 0 < sending.cpu_s < PATIENCE_S
+
+
+async def test_a_job_that_is_cancelled_while_its_end_is_stored_is_finished_and_counted_once() -> None:
+    async with running_rig() as rig:
+        ledger = rig.outbox._ledger
+        rig.broker.may_finish.clear()
+        rig.outbox.end(rig.job, Outcome("done"))
+        while not rig.broker.finished:
+            await asyncio.sleep(0.001)
+        rig.outbox.end_as(rig.job.job_id, "CANCEL")
+        rig.broker.may_finish.set()
+        while len(ledger) or rig.outbox._is_flushing:
+            await asyncio.sleep(0.001)
+        assert len(rig.broker.finished) == 1
+        assert (ledger.counts.finished, ledger.counts.finished_cost) == (1, 9)
+
+
+async def test_a_last_chunk_that_a_backlog_fills_has_the_same_usage_as_the_result() -> None:
+    rig, usage = Rig(), Usage(50, PROMPT_TOKENS_PER_CHUNK, 32)
+    rig.job.num_prompt_tokens = 50
+    logprobs = (TokenLogprobs((5,), (-1.0,), (b"a",)),)
+    for position in range(PROMPT_TOKENS_PER_CHUNK):
+        is_last = position == PROMPT_TOKENS_PER_CHUNK - 1
+        output = StepOutput(LEASE, 0, position, (5,), "a", "length" if is_last else None, logprobs=logprobs)
+        output.usage = usage if is_last else None
+        rig.outbox.deliver([output])
+    await rig.outbox.flush()
+    (last,) = rig.broker.finished
+    (chunk,) = [chunk for data in last.chunks for chunk in decode_chunks(data)]
+    assert chunk.usage == usage

@@ -26,6 +26,7 @@ from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots, ByAdapter
 from penstock.gpu_node.engine.policy.base import FirstComeFirstServed
 from penstock.gpu_node.engine.records import EngineRequest
+from penstock.gpu_node.model.lora import library
 from penstock.gpu_node.model.lora.adapter import WEIGHTS_FILE
 
 MakeEngine = Callable[..., Engine]
@@ -161,6 +162,22 @@ def test_who_waits_for_a_place_gets_one_though_others_keep_coming() -> None:
         seen += [seq.request_id for seq in step.seqs]
         scheduler.commit(step, step.sampled * 0 + 7)
     assert "second" in seen
+
+
+def test_a_prepared_adapter_is_not_read_again_although_others_were_read_since(
+    make_engine: MakeEngine, adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_MAX_KEPT", 1)
+    for name in "ab":
+        shutil.copytree(adapters / name, tmp_path / name)
+    engine = make_engine(lora_dir=tmp_path, max_loras=1)
+    first, other = (AdapterRef(name=name, digest=engine.adapters()[name]) for name in "ab")
+    prepared = engine.prepare(GREEDY, first)
+    engine.prepare(GREEDY, other)
+    shutil.rmtree(tmp_path / "a")
+    engine.add(EngineRequest("x", [5, 6, 7], GREEDY, seed=0, adapter=first, prepared=prepared))
+    want = make_engine(lora_dir=adapters, max_loras=1).generate([[5, 6, 7]], GREEDY, adapters="a")[0]
+    assert tuple(tokens_of(drain(engine), "x")) == want.choices[0].token_ids
 
 
 def test_who_began_with_an_adapter_goes_on_with_it_when_its_file_is_written_over(

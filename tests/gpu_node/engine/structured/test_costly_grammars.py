@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.structured import host, lanes, limits
 from penstock.gpu_node.engine.structured.grammar import Grammar
 from penstock.gpu_node.engine.structured.guide import GuidedMasks
+from penstock.gpu_node.engine.structured.process import Template, Worker
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HOSTILE = "start: " + " | ".join(
@@ -159,7 +161,7 @@ def test_a_grammar_that_kills_the_worker_of_cheap_ones_goes_on_among_costly_ones
     properties = {f"field_{i}": {"type": ["string", "null"]} for i in range(400)}
     wanted = _params({"json": {"type": "object", "properties": properties}})
     kills = engine.stats().grammar_kills
-    grammar = engine.prepare(wanted)
+    grammar = engine.prepare(wanted).grammar
     assert isinstance(grammar, Grammar) and not grammar.is_costly
     monkeypatch.setitem(lanes._CPU_S, "cheap", 0.001)  # its compilation takes twenty times as long
     (template,) = engine._guides.process_ids
@@ -169,6 +171,58 @@ def test_a_grammar_that_kills_the_worker_of_cheap_ones_goes_on_among_costly_ones
     assert grammar.is_costly and engine.stats().grammar_kills == kills + 1
     monkeypatch.undo()
     assert tokens_of(_run(engine), "guided") == whole
+
+
+class _FailingForks:
+    """Lets the system refuse processes: those whose numbers, counted from 0, a test names."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refused: Collection[int]) -> None:
+        self.num_asked = 0
+        fork = Template.fork
+
+        def fork_or_fail(template: Template, *wanted: Any) -> Worker:
+            self.num_asked += 1
+            if self.num_asked - 1 in refused:
+                raise OSError(errno.EMFILE, "too many open files")
+            return fork(template, *wanted)
+
+        monkeypatch.setattr(Template, "fork", fork_or_fail)
+
+
+def test_a_trial_whose_process_the_system_refuses_is_tried_again_and_refuses_no_grammar(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks = _FailingForks(monkeypatch, range(5))
+    wanted = _params({"regex": "tried again"})
+    assert engine.prepare(wanted).grammar is not None
+    assert forks.num_asked == 6
+    assert engine.generate([PROMPT], wanted)[0].choices[0].text == "tried again"
+
+
+def test_a_worker_that_the_system_refuses_keeps_no_other_worker_from_its_masks(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cheap, costly = _params(REGEX, seed=5), _params({"regex": "[a-d]{40,60}"}, seed=5)
+    engine.prepare(cheap)
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "CHEAP_TRIAL_CPU_S", -1.0)
+        grammar = engine.prepare(costly).grammar
+    assert grammar is not None and grammar.is_costly
+    whole = [engine.generate([PROMPT], one)[0].choices[0].token_ids for one in (cheap, costly)]
+    (template,), workers = engine._guides.process_ids, engine._guides._host._lanes
+    _signal(_children(template), signal.SIGKILL)
+    until_s = time.monotonic() + 10
+    while workers.workers and time.monotonic() < until_s:
+        time.sleep(0.001)
+    forks = _FailingForks(monkeypatch, [1])  # after that of the other worker, in the same call
+    for name, params in (("cheap", cheap), ("costly", costly)):
+        engine.add(EngineRequest(name, PROMPT, params, seed=5))
+    outputs = []
+    while engine.has_work() and time.monotonic() < until_s:
+        outputs += engine.step()
+    assert [tuple(tokens_of(outputs, name)) for name in ("cheap", "costly")] == whole
+    assert forks.num_asked == 3
+    check_idle(engine)
 
 
 def test_a_log_of_another_form_and_a_grammar_that_was_refused_leave_nothing(engine: Engine) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.sentencepiece import write_sentencepiece_tokenizer
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -196,7 +197,7 @@ def test_files_that_do_not_say_all_are_completed_by_transformers_once(
     """A class of its own builds normalizer and decoder itself; vocabulary and merges are no tokenizer.json."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     of_llama, of_gpt2 = tmp_path / "llama", tmp_path / "gpt2"
-    _write_sentencepiece_like(of_llama)
+    write_sentencepiece_tokenizer(of_llama)
     _edit(of_llama, "tokenizer_config.json", tokenizer_class="LlamaTokenizer", unk_token="<unk>")
     of_gpt2.mkdir()
     model = json.loads((tiny_model / "tokenizer.json").read_text())["model"]
@@ -266,24 +267,15 @@ def test_the_demo_models_tokens_decode_as_transformers_decodes_them(demo_model: 
         )
 
 
-def _write_sentencepiece_like(folder: Path) -> None:
-    vocab = {"<unk>": 0, "\u2581the": 1, "\u2581gate": 2, "s": 3, **{f"<0x{i:02X}>": 4 + i for i in range(256)}}
-    backend: Any = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
-
-
 def test_byte_fallback_tokenizers_decode_as_transformers_decodes_them(tmp_path: Path) -> None:
-    _write_sentencepiece_like(tmp_path)
+    write_sentencepiece_tokenizer(tmp_path)
     ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     token_ids = [1, 2, 3, *(4 + byte for byte in " 🌊".encode()), 2]
     assert ours.decode(token_ids) == theirs.decode(token_ids) == "the gates 🌊 gate"
 
 
 def test_a_model_without_a_template_refuses_messages(tmp_path: Path) -> None:
-    _write_sentencepiece_like(tmp_path)
+    write_sentencepiece_tokenizer(tmp_path)
     with pytest.raises(RequestError) as refusal:
         Tokenizer(tmp_path).encode_chat(CHAT)
     assert refusal.value.param == "messages"
