@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from penstock.cli.processes import Child, Command, ProcessDiedError, Supervisor, status_in_words
+from penstock.cli.process_ends import status_in_words
+from penstock.cli.processes import Child, Command, ProcessDiedError, Supervisor
 from penstock.contract.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from penstock.runtime.local_redis import RunningRedis
