@@ -58,7 +58,7 @@ async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
     """Restart the embedded Redis at the same address whenever it ends or its socket is deleted."""
     back_off, started_s = BackOff(), time.monotonic()
     while True:
-        while server.is_running:  # noqa: ASYNC110  polled: a process raises no asyncio event
+        while server.is_running:
             if not server.has_socket:
                 say("redis ends, because its socket was deleted and no client reaches it")
                 await asyncio.to_thread(server.end)

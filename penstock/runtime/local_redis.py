@@ -138,7 +138,9 @@ def _locked_or_running(locks: tuple[int, int], folder: Path) -> RunningRedis | N
         if (pid is None or _is_alive(pid)) and running.accepts():
             return running
         if time.monotonic() > deadline:
-            raise ConfigError(f"{folder} is in use by {running.owner}, whose Redis does not answer", param="runtime_dir")
+            raise ConfigError(
+                f"{folder} is in use by {running.owner}, whose Redis does not answer", param="runtime_dir"
+            )
         time.sleep(_POLL_S)
 
 

@@ -54,14 +54,7 @@ def add_tasks(app: Celery, redis_url: str, metrics: WorkerMetrics, *, longest_pa
 
     def run(task: Task, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         with traces.continued(task):
-            while True:
-                try:
-                    return asyncio.run(work())
-                except (BusyError, UnavailableError) as error:
-                    pause_s = min(error.retry_after_ms / 1000, longest_pause_s)
-                    _retry_later(task, error, pause_s)
-                # Celery's Redis took no message. The worker keeps the task, so the task is not lost.
-                time.sleep(pause_s)
+            return _run_with_retries(task, work, longest_pause_s)
 
     # Shared tasks would also be added to every other Celery app of the process.
     @app.task(name=GENERATE, bind=True, base=_RetryingTask, shared=False)  # type: ignore[untyped-decorator]
@@ -92,6 +85,17 @@ def add_tasks(app: Celery, redis_url: str, metrics: WorkerMetrics, *, longest_pa
         ):
             batch = Batch(input, output, **options)
             return asdict(run(self, lambda: run_batch(redis_url, batch, counted, metrics.submitted)))
+
+
+def _run_with_retries(task: Task, work: Callable[[], Coroutine[Any, Any, T]], longest_pause_s: float) -> T:
+    while True:
+        try:
+            return asyncio.run(work())
+        except (BusyError, UnavailableError) as error:
+            pause_s = min(error.retry_after_ms / 1000, longest_pause_s)
+            _retry_later(task, error, pause_s)
+        # Celery's Redis took no message. The worker keeps the task, so the task is not lost.
+        time.sleep(pause_s)
 
 
 def _retry_later(task: Task, error: BusyError | UnavailableError, pause_s: float) -> None:

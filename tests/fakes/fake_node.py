@@ -207,7 +207,8 @@ class FakeNode:
                 try:
                     await self.heartbeat()
                 except LeaseLostError:
-                    await self.join()
+                    if self._auto:
+                        await self.join()
 
     async def _step_forever(self) -> None:
         while True:
