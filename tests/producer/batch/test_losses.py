@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import cast
 
 import pytest
 from fakes.fake_node import FakeNode
@@ -35,7 +34,7 @@ async def test_a_row_whose_job_redis_lost_after_its_end_is_asked_again(
         try:
             return await real(broker, job_id, tenant)
         except NotFoundError as error:
-            codes.append(cast(str, error.code))
+            codes.append(error.code)
             raise
 
     monkeypatch.setattr(ProducerBroker, "result", lose_before_reading)
