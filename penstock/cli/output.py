@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
+import unicodedata
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TextIO
 
 import typer
 
@@ -17,7 +19,21 @@ _FIRST_YEAR_MS = 10**12
 
 def print_object(shown: Mapping[str, Any], *, as_json: bool) -> None:
     """Print an object as JSON, or as lines for people."""
-    print(json.dumps(shown, indent=2, ensure_ascii=False) if as_json else "\n".join(object_lines(shown)))
+    write_text((json.dumps(shown, indent=2, ensure_ascii=False) if as_json else "\n".join(object_lines(shown))) + "\n")
+
+
+def write_text(text: str, stream: TextIO | None = None) -> None:
+    """Print text of a model on `stream` (default: stdout), and flush.
+
+    A terminal gets no control characters, so that no model can steer it.
+    """
+    stream = stream or sys.stdout
+    stream.write("".join(filter(_is_shown, text)) if stream.isatty() else text)
+    stream.flush()
+
+
+def _is_shown(character: str) -> bool:
+    return character in "\n\t" or unicodedata.category(character) != "Cc"
 
 
 class JsonArray:

@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
+from penstock.cli.process_ends import reason_in, status_in_words
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.runtime.process_guard import guarded
 
+_LOG = logging.getLogger(__name__)
 NODE_GRACE_S = 30.0
 GATEWAY_GRACE_S = 35.0
 _GUARD_MARGIN_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
 _TAIL_LINES = 20
-_NO_REASONS = ("DEBUG", "INFO")
-"""Levels of events that do not say why a process ended."""
 _PENSTOCK = (sys.executable, "-m", "penstock")
 
 T = TypeVar("T")
@@ -139,7 +140,13 @@ class Child:
                 continue
             if not line:
                 return
-            self._take_line(line.decode(errors="replace").rstrip())
+            try:
+                self._take_line(line.decode(errors="replace").rstrip())
+            except OSError:
+                # The log cannot be written, as on a full disk. The child runs on, so its pipe must be read on.
+                continue
+            except Exception:
+                _LOG.exception("process.line_failed", extra={"part": self.name})
 
     def _take_line(self, line: str) -> None:
         event = _event_in(line)
@@ -153,30 +160,6 @@ class Child:
 
     def _last_words(self) -> str:
         return "".join(f"\n  {line}" for line in self._tail)
-
-
-def status_in_words(status: int | None) -> str:
-    """Describe an exit status and the signal behind it. Guards and shells report a signal as 128 plus its number."""
-    number = 0 if status is None else -status if status < 0 else status - 128
-    if number not in set(signal.Signals):
-        return f"status {status}"
-    hint = ", as the system does when memory runs out" if number == signal.SIGKILL else ""
-    return f"status {128 + number} ({signal.Signals(number).name}{hint})"
-
-
-def reason_in(tail: Iterable[str]) -> str:
-    """Return the reason from the end of a log: the last line, or its message and reason if it is JSON.
-
-    A last event of level info, such as the end of a job, is no reason. A killed process leaves none.
-    """
-    last = next((line for line in reversed([*tail]) if line.strip()), "")
-    try:
-        record = json.loads(last)
-        if record.get("level") in _NO_REASONS:
-            return ""
-        return ": ".join(str(record[name]) for name in ("message", "reason") if name in record)
-    except (ValueError, TypeError, AttributeError):
-        return last.strip().removeprefix("penstock: ")
 
 
 class Supervisor:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from penstock.cli.processes import Child, Command, ProcessDiedError, Supervisor, status_in_words
+from penstock.cli.process_ends import status_in_words
+from penstock.cli.processes import Child, Command, ProcessDiedError, Supervisor
 from penstock.contract.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from penstock.runtime.local_redis import RunningRedis
@@ -54,10 +55,13 @@ async def keep_child(supervisor: Supervisor, child: Child, command: Command, say
 
 
 async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
-    """Restart the embedded Redis at the same address whenever it ends."""
+    """Restart the embedded Redis at the same address whenever it ends or its socket is deleted."""
     back_off, started_s = BackOff(), time.monotonic()
     while True:
-        while server.is_running:  # noqa: ASYNC110  polled: a process raises no asyncio event
+        while server.is_running:
+            if not server.has_socket:
+                say("redis ends, because its socket was deleted and no client reaches it")
+                await asyncio.to_thread(server.end)
             await asyncio.sleep(_POLL_INTERVAL_S)
         pause_s = back_off.pause_s(time.monotonic() - started_s)
         words = f"{status_in_words(server.status)}: {server.last_words()}"
@@ -82,7 +86,7 @@ async def watch_joined_redis(joined: RunningRedis, say: Say) -> NoReturn:
     while True:
         await _until(joined, accepts=False)
         say(
-            f"the Redis of process {joined.pid} has ended, which this `penstock serve` joined; to go on, start another "
+            f"the Redis of {joined.owner} has ended, which this `penstock serve` joined; to go on, start another "
             "`penstock serve`, or stop this one and start it again"
         )
         await _until(joined, accepts=True)

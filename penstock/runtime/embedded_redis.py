@@ -90,6 +90,11 @@ class EmbeddedRedis:
         return self._guard is not None and self._guard.poll() is None
 
     @property
+    def has_socket(self) -> bool:
+        """Whether the server's socket is still there. Without it the server runs, but no client reaches it."""
+        return self._socket_path().is_socket()
+
+    @property
     def status(self) -> int | None:
         """The exit status of a server that has ended."""
         return self._guard.returncode if self._guard is not None else None
@@ -116,7 +121,7 @@ class EmbeddedRedis:
         try:
             self._start()
         except BaseException:
-            self._end_guard()
+            self.end()
             raise
 
     def _start(self) -> None:
@@ -129,7 +134,7 @@ class EmbeddedRedis:
 
     def stop(self) -> None:
         """Stop the server and remove its folder. Does nothing if it does not run."""
-        self._end_guard()
+        self.end()
         self._guard = None
         if self._log is not None:
             self._log.close()
@@ -144,7 +149,8 @@ class EmbeddedRedis:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
-    def _end_guard(self) -> None:
+    def end(self) -> None:
+        """Stop the server, so that `start_again` can start it. Does nothing if it does not run."""
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
             self._guard.wait()
@@ -162,7 +168,7 @@ class EmbeddedRedis:
         own_folder = str(folder) if self._address is None else ""
         command = guarded([str(binary), *self._options(folder)], grace_s=_SHUTDOWN_GRACE_S, folder=own_folder)
         data_lock = None if self._data_dir is None else _lock_folder(self._data_dir)
-        address_lock = None if self._address is None else self._address.lock
+        locks = () if self._address is None else self._address.locks
         try:
             # The guard inherits the locks and holds them until the server has ended.
             return subprocess.Popen(
@@ -170,7 +176,7 @@ class EmbeddedRedis:
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=self._log,
-                pass_fds=[lock for lock in (data_lock, address_lock) if lock is not None],
+                pass_fds=locks if data_lock is None else (*locks, data_lock),
                 start_new_session=True,
             )
         finally:
@@ -239,7 +245,7 @@ def find_or_start_redis(
     address = LocalAddress.take(settings.runtime_dir)
     if isinstance(address, RunningRedis):
         if data_dir is not None:
-            problem = f"the `penstock serve` of process {address.pid} already runs a Redis; stop it to use this folder"
+            problem = f"the `penstock serve` of {address.owner} already runs a Redis; stop it to use this folder"
             raise ConfigError(f"data_dir: {problem}", param="data_dir")
         yield address.url, address
         return

@@ -20,7 +20,7 @@ import os
 import socket
 import stat
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -31,6 +31,7 @@ SOCKET = "redis.sock"
 _MAX_SOCKET_PATH = 100
 """Linux limits a socket's path to 108 bytes with the closing zero; other systems to 104."""
 _LOCK = "serve.lock"
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT
 _CONNECT_TIMEOUT_S = 1.0
 _POLL_S = 0.05
 _TAKE_TIMEOUT_S = 20.0
@@ -64,8 +65,9 @@ class LocalAddress:
     """The address of the local Redis, held by this process: no other process may start a server there."""
 
     folder: Path
-    lock: int
-    """Open, locked file descriptor. The lock lasts until each process that inherited the descriptor has closed it."""
+    locks: tuple[int, int]
+    """Open, locked file descriptors of the folder and of its lock file. A lock lasts until each process that inherited
+    the descriptor has closed it. The folder's lock holds if the file is deleted; older releases lock only the file."""
 
     @classmethod
     def take(cls, given: Path | None) -> Self | RunningRedis:
@@ -80,22 +82,19 @@ class LocalAddress:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_private(folder)
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            with ExitStack() as opened:
+                locks = _open(folder, os.O_RDONLY | os.O_DIRECTORY, opened), _open(folder / _LOCK, _LOCK_FLAGS, opened)
+                if (running := _locked_or_running(locks, folder)) is None:
+                    opened.pop_all()
+                    return cls(folder, locks)
+                return running
         except OSError as error:
             raise ConfigError(f"runtime_dir: {error.filename}: {error.strerror}", param="runtime_dir") from error
-        try:
-            running = _locked_or_running(lock, folder)
-        except BaseException:
-            os.close(lock)
-            raise
-        if running is None:
-            return cls(folder, lock)
-        os.close(lock)
-        return running
 
     def close(self) -> None:
         """Give the address up."""
-        os.close(self.lock)
+        for lock in self.locks:
+            os.close(lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +102,45 @@ class RunningRedis:
     """A Redis that another `penstock serve` of this user runs."""
 
     url: str
-    pid: int
-    """The process id of that command."""
+    pid: int | None
+    """The process id of that command; None if its lock file was deleted."""
+
+    @property
+    def owner(self) -> str:
+        """That command in words."""
+        return "another process" if self.pid is None else f"process {self.pid}"
 
     def accepts(self) -> bool:
         """Return whether a server accepts connections at the URL."""
         return _accepts(Path(self.url.removeprefix("unix://")))
 
 
-def _locked_or_running(lock: int, folder: Path) -> RunningRedis | None:
-    """Lock the file and return None, or return the Redis of the process that holds the lock."""
+def _open(path: Path, flags: int, opened: ExitStack) -> int:
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    opened.callback(os.close, descriptor)
+    return descriptor
+
+
+def _locked_or_running(locks: tuple[int, int], folder: Path) -> RunningRedis | None:
+    """Lock folder and file and return None, or return the Redis of the process that holds a lock."""
+    _, file = locks
     deadline = time.monotonic() + _TAKE_TIMEOUT_S
     while True:
         with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            for lock in locks:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(file, 0)
+            os.pwrite(file, str(os.getpid()).encode(), 0)
             return None
         # After a killed command, its Redis holds the lock until it has ended.
-        pid = int(os.pread(lock, 20, 0) or b"0")
-        if _is_alive(pid) and _accepts(folder / SOCKET):
-            return RunningRedis(_url_in(folder), pid)
+        pid = int(os.pread(file, 20, 0)) if os.fstat(file).st_size else None
+        running = RunningRedis(_url_in(folder), pid)
+        if (pid is None or _is_alive(pid)) and running.accepts():
+            return running
         if time.monotonic() > deadline:
-            raise ConfigError(f"{folder} is in use by process {pid}, whose Redis does not answer", param="runtime_dir")
+            raise ConfigError(
+                f"{folder} is in use by {running.owner}, whose Redis does not answer", param="runtime_dir"
+            )
         time.sleep(_POLL_S)
 
 

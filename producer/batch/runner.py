@@ -12,10 +12,11 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.contract.errors import BusyError, JobFailedError, RequestError, UnavailableError, error_of
+from penstock.contract.errors import BusyError, JobFailedError, NotFoundError, RequestError, UnavailableError, error_of
 from penstock.contract.job import Priority
 from penstock.producer.batch import storage
 from penstock.producer.batch.answer import answer_row, body_of, error_row
@@ -25,6 +26,8 @@ from penstock.producer.batch.request import Request, request_of_line
 from penstock.producer.batch.results import ResultsFile, open_results, row_id_of
 from penstock.producer.client import AsyncClient
 
+_LOST_RESULT = ("job_not_found", "result_expired")
+"""Codes of a job that has ended and whose result is gone. Redis lost its data, or a killed run fetched the result."""
 _JITTER = 0.2
 """The share by which a pause between two attempts is randomly lengthened, so that rows do not retry at once."""
 
@@ -96,10 +99,23 @@ async def answer(
 ) -> tuple[str, dict[str, Any]]:
     """Submit one request, wait for its end, and return the job's id and the response body.
 
-    `delay_s`: seconds before which no node takes the job. Raises JobFailedError or RequestError for a permanent
-    failure, and BusyError or UnavailableError if a retry makes sense.
+    If the result is lost, the request is submitted once more. `delay_s`: seconds before which no node takes the job.
+    Raises JobFailedError or RequestError for a permanent failure, and BusyError or UnavailableError if a retry makes
+    sense.
     """
-    model = request.model or model
+    ask = partial(_ask, client, request, request.model or model, delay_s=delay_s, on_submit=on_submit)
+    try:
+        return await ask(key)
+    except NotFoundError as error:
+        if error.code not in _LOST_RESULT:
+            raise
+        # The first key would find the job without its result.
+        return await ask(f"{key}:again")
+
+
+async def _ask(
+    client: AsyncClient, request: Request, model: str | None, key: str, *, delay_s: float | None, on_submit: OnSubmit
+) -> tuple[str, dict[str, Any]]:
     job = await client.submit(
         request.prompt,
         model=model,

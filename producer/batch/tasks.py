@@ -1,8 +1,12 @@
-"""Celery tasks: thin wrappers of `runner.py`. While the queue is full or away, a task retries later."""
+"""Celery tasks: thin wrappers of `runner.py`. While the queue is full or away, a task retries later.
+
+A retry is a new message to Celery. If Celery's Redis cannot take it, the task retries without one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +15,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from celery import Celery, Task
+from celery.exceptions import Reject
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.producer.batch.records import Batch, BatchProgress
@@ -20,6 +25,7 @@ from penstock.producer.batch.task_traces import TaskTraces
 from penstock.producer.batch.worker_metrics import WorkerMetrics
 from penstock.producer.client import AsyncClient
 
+_LOG = logging.getLogger(__name__)
 GENERATE = "penstock.generate"
 RUN_FILE = "penstock.run_file"
 PROGRESS_STATE = "PROGRESS"
@@ -46,15 +52,9 @@ def add_tasks(app: Celery, redis_url: str, metrics: WorkerMetrics, *, longest_pa
     """
     traces = TaskTraces()
 
-    def run(task: Task, work: Coroutine[Any, Any, T]) -> T:
+    def run(task: Task, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         with traces.continued(task):
-            try:
-                return asyncio.run(work)
-            except (BusyError, UnavailableError) as error:
-                pause_s = min(error.retry_after_ms / 1000, longest_pause_s)
-                # Celery recreates the error from its message alone, which does not suffice for a BusyError.
-                shown = UnavailableError(error.message, code=error.code)
-                raise task.retry(exc=shown, countdown=pause_s) from error
+            return _run_with_retries(task, work, longest_pause_s)
 
     # Shared tasks would also be added to every other Celery app of the process.
     @app.task(name=GENERATE, bind=True, base=_RetryingTask, shared=False)  # type: ignore[untyped-decorator]
@@ -68,7 +68,8 @@ def add_tasks(app: Celery, redis_url: str, metrics: WorkerMetrics, *, longest_pa
         given = {"prompt": prompt, "messages": messages}
         body = {name: value for name, value in given.items() if value is not None} | options
         request = request_of(COMPLETIONS_URL if messages is None else CHAT_URL, body)
-        return run(self, _generate(redis_url, request, f"task:{self.request.id}", metrics.submitted))
+        key = f"task:{self.request.id}"
+        return run(self, lambda: _generate(redis_url, request, key, metrics.submitted))
 
     @app.task(name=RUN_FILE, bind=True, base=_RetryingTask, shared=False)  # type: ignore[untyped-decorator]
     def run_file(self: Task, input: str, output: str, **options: Any) -> dict[str, Any]:  # noqa: A002
@@ -83,7 +84,29 @@ def add_tasks(app: Celery, redis_url: str, metrics: WorkerMetrics, *, longest_pa
             metrics.counting(report) as counted,
         ):
             batch = Batch(input, output, **options)
-            return asdict(run(self, run_batch(redis_url, batch, counted, metrics.submitted)))
+            return asdict(run(self, lambda: run_batch(redis_url, batch, counted, metrics.submitted)))
+
+
+def _run_with_retries(task: Task, work: Callable[[], Coroutine[Any, Any, T]], longest_pause_s: float) -> T:
+    while True:
+        try:
+            return asyncio.run(work())
+        except (BusyError, UnavailableError) as error:
+            pause_s = min(error.retry_after_ms / 1000, longest_pause_s)
+            _retry_later(task, error, pause_s)
+        # Celery's Redis took no message. The worker keeps the task, so the task is not lost.
+        time.sleep(pause_s)
+
+
+def _retry_later(task: Task, error: BusyError | UnavailableError, pause_s: float) -> None:
+    """Queue the task again and raise celery.exceptions.Retry. Return if Celery's Redis is full or unreachable."""
+    # Celery recreates the error from its message alone, which does not suffice for a BusyError.
+    shown = UnavailableError(error.message, code=error.code)
+    try:
+        raise task.retry(exc=shown, countdown=pause_s) from error
+    except Reject as refused:
+        # Celery would end the task as failed and remove it from the queue.
+        _LOG.warning("task.retries_in_place", extra={"task_id": task.request.id, "reason": str(refused.reason)})
 
 
 async def _generate(redis_url: str, request: Request, key: str, on_submit: OnSubmit) -> dict[str, Any]:

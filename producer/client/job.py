@@ -133,7 +133,7 @@ class AsyncJob:
         """Yield the job's position in the queue and the progress of its prompt, until its first chunk or its end.
 
         Positions are estimates, and come only when they have changed. Progress comes only for a job that was submitted
-        with `return_progress`.
+        with `return_progress`. Closing the client ends the updates. Raises UnavailableError if it is closed before.
         """
         with self._source.watched() as watcher:
             async for update in watcher.updates():

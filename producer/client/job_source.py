@@ -10,7 +10,7 @@ from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.output import Chunk, Result
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.waiting import QueueWatch, WaitWatcher
-from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission, Submitted
+from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission
 from penstock.queue.broker.retry import Retries
 from penstock.queue.packed_result import PackedResult
 from penstock.runtime import crash_points
@@ -57,20 +57,10 @@ class JobSource:
                 raise
             self._inbox.stats.resubmits += 1
             # The job was accepted once, so no limit may refuse it now.
-            terms = self._submission.terms.without_limits()
-            attached = await self._submit_again(replace(self._submission, terms=terms))
+            again = replace(self._submission, terms=self._submission.terms.without_limits())
+            attached = await self._retries.call(lambda: self._broker.submit(again, inbox))
         self.feed.note(attached)
         return attached
-
-    async def _submit_again(self, submission: Submission) -> Submitted:
-        async def attempt() -> Submitted:
-            try:
-                return await self._broker.submit(submission, self._inbox.name)
-            except NotFoundError as error:
-                # Redis lost the pool too; the nodes will announce it again.
-                raise UnavailableError(error.message, code=error.code) from None
-
-        return await self._retries.call(attempt)
 
     async def hear_out(self) -> None:
         """Wait until everything published before the call is in the mailboxes."""

@@ -88,7 +88,8 @@ class QueueWatch:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, job_id: str, watcher: WaitWatcher) -> None:
-        """Tell a watcher its job's position, from the next read on."""
+        """Tell a watcher its job's position, from the next read on. Raises UnavailableError if the client is closed."""
+        self._retries.require_open()
         self._watched[watcher] = job_id
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="penstock queue watch")
@@ -98,9 +99,10 @@ class QueueWatch:
         self._watched.pop(watcher, None)
 
     async def close(self) -> None:
-        """End the reads."""
+        """End the reads and all watchers."""
         if self._task is not None:
             await cancel_until_done((self._task,))
+        self._end_watchers()
 
     async def position_of(self, job_id: str) -> QueuePosition | None:
         """Return a job's position now; None for a job that is delayed, has begun or has ended."""
@@ -108,10 +110,18 @@ class QueueWatch:
         return position
 
     async def _run(self) -> None:
-        while self._watched:
-            await asyncio.sleep(INTERVAL_S)
-            with tried_again(_LOG):
-                await self._read_next()
+        try:
+            while self._watched:
+                await asyncio.sleep(INTERVAL_S)
+                with tried_again(_LOG):
+                    await self._read_next()
+        finally:
+            self._end_watchers()
+
+    def _end_watchers(self) -> None:
+        for watcher in self._watched:
+            watcher.end()
+        self._watched.clear()
 
     async def _read_next(self) -> None:
         by_pool: defaultdict[str, list[tuple[WaitWatcher, str]]] = defaultdict(list)

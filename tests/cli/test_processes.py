@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import restarting
-from penstock.cli.processes import Child, Command, Event, ProcessDiedError, Supervisor, reason_in
+from penstock.cli.process_ends import reason_in
+from penstock.cli.processes import Child, Command, Event, ProcessDiedError, Supervisor
 from penstock.cli.restarting import BackOff, keep_child
 
 READY = 'import json, time; print(json.dumps({"event": "ready", "pool": "p"}), flush=True)\n'
@@ -227,6 +228,42 @@ async def test_a_part_that_ends_starts_again_after_longer_and_longer_pauses(
     assert [line.rpartition("; ")[2] for line in ends] == ["it starts again in 0.05 s", "it starts again in 0.1 s"], (
         said
     )
+
+
+TALKING = """
+import pathlib, signal, sys, time
+runs = pathlib.Path({path!r})
+def drain(*_):
+    runs.write_text(runs.read_text() + "drained")
+    sys.exit()
+signal.signal(signal.SIGTERM, drain)
+runs.write_text(runs.read_text() + "." if runs.exists() else ".")
+for _ in range(3):
+    print("a line of the log", file=sys.stderr, flush=True)
+    print('{{"event": "progress", "stage": "load"}}', flush=True)
+print('{{"event": "ready", "pool": "p"}}', flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("a bug")])
+async def test_a_child_whose_lines_cannot_be_shown_runs_on_and_drains_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(restarting, "FIRST_PAUSE_S", 0.01)
+    path, said = tmp_path / "runs", list[str]()
+    part = command(TALKING.format(path=str(path)), name="node", on_progress=refuse)
+    async with Supervisor(refuse) as supervisor:
+        child = await supervisor.start(part)
+        keeper = asyncio.create_task(keep_child(supervisor, child, part, said.append))
+        await child.ready(timeout_s=20)
+        await asyncio.sleep(0.1)
+        assert supervisor.children == (child,)
+        keeper.cancel()
+    assert (path.read_text(), said) == (".drained", [])
 
 
 def test_the_pause_grows_and_begins_anew_behind_a_steady_time() -> None:

@@ -22,7 +22,7 @@ from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, Termi
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue import keys, results, wire
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.node import Capacity, Emission, NodeBroker, Taken
+from penstock.queue.broker.node import Capacity, Emission, LeaseLostError, NodeBroker, Taken
 from penstock.queue.wire import NodePressure, PoolRecord
 
 POOL = "fake"
@@ -204,13 +204,21 @@ class FakeNode:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             with suppress(Exception):  # a test may have stopped Redis
-                await self.heartbeat()
+                try:
+                    await self.heartbeat()
+                except LeaseLostError:
+                    if self._auto:
+                        await self.join()
 
     async def _step_forever(self) -> None:
         while True:
             await asyncio.sleep(self.step_s or 0.001)
-            await self._take_now()
-            await self._step()
+            try:
+                await self._take_now()
+                await self._step()
+            except LeaseLostError:
+                # Redis lost its data. The next heartbeat joins again.
+                self.jobs.clear()
 
     async def _step(self) -> None:
         running = list(self.jobs.values())

@@ -17,7 +17,8 @@ import pytest
 import redis
 
 from penstock import Client
-from penstock.cli.restarting import watch_joined_redis
+from penstock.cli import restarting
+from penstock.cli.restarting import keep_redis, watch_joined_redis
 from penstock.contract.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis, find_or_start_redis
 from penstock.runtime.local_redis import LocalAddress, RunningRedis, local_folder, running_url
@@ -81,6 +82,28 @@ def test_a_second_serve_joins_the_first(other: subprocess.Popen[str]) -> None:
     with find_or_start_redis(None, data_dir=None, maxmemory_mib=64) as (url, server):
         assert server == RunningRedis(url, other.pid)
         assert url == redis_url_of()
+
+
+def test_a_second_serve_joins_the_first_although_the_lock_file_was_deleted(folder: Path) -> None:
+    with find_or_start_redis(None, data_dir=None, maxmemory_mib=64) as (url, first):
+        (folder / "serve.lock").unlink()
+        with find_or_start_redis(None, data_dir=None, maxmemory_mib=64) as (_, second):
+            assert second == RunningRedis(url, None)
+        assert isinstance(first, EmbeddedRedis) and first.has_socket
+
+
+async def test_a_redis_whose_socket_was_deleted_starts_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarting, "FIRST_PAUSE_S", 0.01)
+    said: asyncio.Queue[str] = asyncio.Queue()
+    with find_or_start_redis(None, data_dir=None, maxmemory_mib=64) as (url, server):
+        assert isinstance(server, EmbeddedRedis)
+        keeper = asyncio.create_task(keep_redis(server, said.put_nowait))
+        (folder / "redis.sock").unlink()
+        async with asyncio.timeout(20):
+            while await said.get() != "redis serves again":
+                pass
+        assert running_url(folder) == url
+        keeper.cancel()
 
 
 async def test_a_serve_that_joined_says_when_that_redis_ends_and_when_one_is_there_again(

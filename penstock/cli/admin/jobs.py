@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli.command_line.commands import App
 from penstock.cli.options import RedisUrl
-from penstock.cli.output import AsJson, JsonArray, print_object, time_in_words
+from penstock.cli.output import AsJson, JsonArray, print_object, time_in_words, write_text
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def tail(
         try:
             async for chunk in job.stream():
                 if chunk.choice == choice:
-                    print(chunk.text, end="", flush=True)
+                    write_text(chunk.text)
         finally:
             print()
 

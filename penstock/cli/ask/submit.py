@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli.command_line.panels import queue_option, sampling_option
 from penstock.cli.options import REDIS_URL_HELP
+from penstock.cli.output import write_text
 from penstock.runtime.settings import redis_url_of
 
 PriorityName = Literal["interactive", "standard", "batch"]
@@ -89,7 +90,7 @@ async def _stream(
         job = await client.submit(prompt, priority=Priority[priority.upper()], background=False, **options)
         try:
             async for chunk in job.stream():
-                print(chunk.text, end="", flush=True)
+                write_text(chunk.text)
         except asyncio.CancelledError:
             await job.cancel()
             raise

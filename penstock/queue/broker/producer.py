@@ -90,9 +90,9 @@ class ProducerBroker:
     async def submit(self, submission: Submission, inbox: str = "") -> Submitted:
         """Enqueue a job. `inbox` is the process to push chunks to. The job carries the caller's trace context.
 
-        Raises NotFoundError (unknown pool), TooLargeError, and RequestError (the id is too old or from the future).
-        Raises ConflictError if the id or idempotency key belongs to another body or tenant. Raises BusyError at a limit
-        of the pool or tenant, or if Redis is full.
+        Raises UnavailableError (no node announced the pool), TooLargeError, and RequestError (the id is too old or from
+        the future). Raises ConflictError if the id or idempotency key belongs to another body or tenant, and
+        BusyError at a limit of the pool or tenant, or if Redis is full.
         """
         span = start_enqueue_span(submission.job.id, submission.job.pool)
         if span is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from penstock.contract.errors import BusyError, ConflictError, InvariantError, NotFoundError, RequestError
+from penstock.contract.errors import BusyError, ConflictError, InvariantError, RequestError, UnavailableError
 from penstock.contract.job import Job
 
 
@@ -13,7 +13,8 @@ def submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
     """Return the error for a refused job; `kind` is the first element of the script's `answer`."""
     match kind:
         case "UNKNOWN_POOL":
-            return NotFoundError(f"no pool {job.pool}", code="model_not_found", param="model")
+            # The client found the pool announced, so Redis lost it since. Its nodes announce it again within seconds.
+            return UnavailableError(f"no node serves the pool {job.pool} now", code="no_node")
         case "ID_CONFLICT":
             return ConflictError(f"job id {job.id} belongs to another request", param="job_id")
         case "IDEMPOTENCY_CONFLICT":

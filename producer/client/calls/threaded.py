@@ -30,6 +30,9 @@ def run_in_thread(loop: LoopThread, run: Run, prompts: Iterator[Prompt]) -> Gene
         with suppress(UnavailableError):
             loop.call(run.close())
         raise
+    else:
+        with suppress(UnavailableError):
+            loop.call(run.close())
 
 
 async def _given(prompt: Prompt | Step) -> Prompt | Step:

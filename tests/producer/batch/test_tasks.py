@@ -1,13 +1,23 @@
-"""What a Celery task says on its way holds nothing up."""
+"""What a Celery task says on its way holds nothing up, and a retry that Celery's Redis cannot take loses no task."""
 
 from __future__ import annotations
 
+import fcntl
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis as sync_redis
 
 from penstock.contract.errors import UnavailableError
+from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.records import BatchProgress
-from penstock.producer.batch.tasks import reporting
+from penstock.producer.batch.settings import CelerySettings
+from penstock.producer.batch.tasks import RUN_FILE, reporting
+from tests.producer.batch.conftest import chat_row, write_rows
 
 
 def test_progress_that_cannot_be_stored_neither_fails_nor_blocks_the_run() -> None:
@@ -37,3 +47,26 @@ def test_the_last_report_is_stored_before_the_block_ends() -> None:
     with reporting(store) as report:
         report(BatchProgress(1))
     assert stored == [BatchProgress(1)]
+
+
+def test_a_task_whose_retry_celery_s_redis_cannot_take_goes_on_in_its_worker(
+    redis_url: str, served_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app(CelerySettings(broker_url=redis_url, visibility_timeout_s=1), served_url)
+    source = write_rows(tmp_path / "in.jsonl", [chat_row("a")])
+
+    def run() -> dict[str, Any]:
+        # What a worker does with a message that it took.
+        task, options = app.tasks[RUN_FILE], {"input": str(source), "output": str(tmp_path / "out.jsonl")}
+        task.push_request(id="kept", args=[], kwargs=options, called_directly=False, delivery_info={}, headers={})
+        return dict(task.run(**options))
+
+    with sync_redis.Redis.from_url(redis_url) as client, ThreadPoolExecutor(1) as thread:
+        client.config_set("maxmemory", "1")
+        with (tmp_path / "out.jsonl.partial").open("ab") as partial:
+            fcntl.flock(partial, fcntl.LOCK_EX)
+            done = thread.submit(run)
+            while "task.retries_in_place" not in caplog.text and not done.done():
+                time.sleep(0.01)
+        assert done.result(timeout=30)["num_answered"] == 1
+    app.close()

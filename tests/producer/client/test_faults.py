@@ -252,6 +252,21 @@ async def test_a_job_that_was_lost_with_its_pool_waits_for_the_nodes(
     check_whole(await asyncio.wait_for(reading, PATIENCE_S), job, 10)
 
 
+async def test_a_submission_waits_for_the_pool_that_redis_lost(
+    quick_client: AsyncClient, told_node: FakeNode, redis: Redis
+) -> None:
+    await quick_client.submit("hello")
+    await redis.flushall()
+    submitting = asyncio.create_task(quick_client.submit("hello", max_tokens=1))
+    await asyncio.sleep(0.05)
+    assert not submitting.done()
+    await told_node.join()
+    [run] = await told_node.take()
+    await run.say(1)
+    await run.finish()
+    assert len((await (await submitting).result()).token_ids) == 1
+
+
 async def test_a_log_that_was_rolled_back_is_not_delivered_twice(
     quick_client: AsyncClient, told_node: FakeNode, redis: Redis
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from fakes.processes.python_process import PythonProcess
 
 from penstock.contract.errors import RequestError, ResultTimeoutError
 from penstock.producer.client import AsyncClient, Client
+from penstock.producer.client.calls.run import Run
 from tests.producer.client.conftest import node_on_thread
 
 
@@ -44,6 +46,18 @@ def test_map_reads_prompts_on_the_calling_thread_when_it_can_use_them(sync_clien
     assert first.job_id < second.job_id
     assert set(threads) == {threading.current_thread()}
     assert len(threads) < 40
+
+
+def test_a_finished_map_leaves_no_run_in_the_client(sync_client: Client) -> None:
+    def num_runs() -> int:
+        gc.collect()
+        return sum(isinstance(one, Run) for one in gc.get_objects())
+
+    before = num_runs()
+    for _ in range(2):
+        assert len(list(sync_client.map(["one", "two"], max_tokens=1))) == 2
+        assert len(list(sync_client.map_unordered(["one", "two"], max_tokens=1))) == 2
+    assert num_runs() == before
 
 
 def test_map_unordered_yields_each_prompt_with_its_result(sync_client: Client) -> None:

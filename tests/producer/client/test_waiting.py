@@ -11,11 +11,13 @@ import pytest
 from fakes.fake_node import FakeNode
 from redis.asyncio import Redis
 
+from penstock.contract.errors import UnavailableError
 from penstock.contract.priority import Priority
 from penstock.contract.waiting import PrefillProgress, QueuePosition
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.waiting import REPEAT_S, WaitWatcher
 from penstock.queue import keys
+from penstock.queue.broker.queue_positions import QueuePositions
 from penstock.queue.inbox_message import encode_progress
 from penstock.queue.wire import NodePressure
 
@@ -99,6 +101,31 @@ async def test_a_job_that_waits_no_longer_has_no_updates(client: AsyncClient, to
         await taken.say(2 if how == "ended" else 1)
         if how == "ended":
             await taken.finish()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await updates_of(job) == []
+
+
+async def test_updates_end_when_the_client_closes(redis_url: str, told_node: FakeNode) -> None:
+    client = await AsyncClient(redis_url).connect()
+    job = await client.submit("hello")
+    reading = [asyncio.create_task(updates_of(job)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    await client.close()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*reading)
+        with pytest.raises(UnavailableError) as caught:
+            await updates_of(job)
+    assert caught.value.code == "client_closed"
+
+
+async def test_updates_end_if_positions_cannot_be_read(
+    client: AsyncClient, told_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(QueuePositions, "of", fail)
+    job = await client.submit("hello")
     async with asyncio.timeout(PATIENCE_S):
         assert await updates_of(job) == []
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from fakes.queue.harness import CONFIG, POOL, RECORD, TENANT, P, Queue, id_minted_at, new_id, new_job
 
-from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
+from penstock.contract.errors import BusyError, ConflictError, RequestError, UnavailableError
 from penstock.contract.job import Job, Priority, SamplingParams
 from penstock.contract.output import Outcome
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
@@ -160,10 +160,10 @@ async def test_known_job_is_answered_however_old_its_id(queue: Queue) -> None:
     assert (await queue.producer.submit(Submission(job.model_copy(update={"id": old}), 1))).existed
 
 
-async def test_unknown_pool_is_not_found_and_leaves_no_key(queue: Queue) -> None:
-    with pytest.raises(NotFoundError) as caught:
+async def test_unknown_pool_has_no_node_and_leaves_no_key(queue: Queue) -> None:
+    with pytest.raises(UnavailableError) as caught:
         await queue.submit()
-    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    assert caught.value.code == "no_node"
     assert await queue.redis.dbsize() == 0
 
 

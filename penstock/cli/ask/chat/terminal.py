@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import unicodedata
 from contextlib import suppress
 from typing import TextIO
 
 import typer
+
+from penstock.cli.output import write_text
 
 BLOCK = '"""'
 """Begins and ends a message of several lines."""
@@ -19,7 +20,6 @@ class Terminal:
     def __init__(self, stdin: TextIO, stdout: TextIO) -> None:
         self._stdin, self._stdout = stdin, stdout
         self.is_interactive = stdin.isatty()
-        self._shows_controls = not stdout.isatty()
         if self.is_interactive:
             _load_line_editor()
 
@@ -35,9 +35,8 @@ class Terminal:
         return block.rstrip().removesuffix(BLOCK).strip("\n"), True
 
     def write(self, text: str) -> None:
-        """Print a part of an answer. A terminal gets no control characters, so that no model can steer it."""
-        self._stdout.write(text if self._shows_controls else "".join(filter(_is_shown, text)))
-        self._stdout.flush()
+        """Print a part of an answer."""
+        write_text(text, self._stdout)
 
     def end_line(self) -> None:
         """End the line of an answer."""
@@ -54,10 +53,6 @@ class Terminal:
         if not line:
             raise EOFError
         return line.rstrip("\r\n")
-
-
-def _is_shown(character: str) -> bool:
-    return character in "\n\t" or unicodedata.category(character) != "Cc"
 
 
 def _load_line_editor() -> None:
