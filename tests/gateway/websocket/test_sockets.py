@@ -268,6 +268,23 @@ def test_invalid_body_is_an_error_that_names_the_field(
     assert (error["type"], error["status"], error["error"]["param"]) == ("error", 400, param)
 
 
+def test_bug_in_parsing_refuses_one_message_and_other_streams_go_on(
+    socket: SocketClient, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(*_: object, **__: object) -> None:
+        raise OverflowError
+
+    engine.step_s = 0.02
+    socket.submit("a", "hello")
+    assert socket.receive()["type"] == "accepted"
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.gateway.request.body_parser.parse_socket_message", parse)
+        socket.submit("b", "hello")
+        (*_, refused) = events = socket.until(lambda message: message["type"] == "refused")
+    assert refused["status"] == 500
+    assert text_of(events[:-1] + socket.end_of("a")) == "hello"
+
+
 def test_open_id_is_refused_and_its_stream_goes_on(socket: SocketClient, engine: EchoEngine) -> None:
     engine.step_s = 0.02
     socket.submit("a", "a" * 20)
