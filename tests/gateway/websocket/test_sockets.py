@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.contract.errors import UnavailableError
+from penstock.producer.client import AsyncClient
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.websocket.socket_client import SocketClient, data_of, socket_to, status_of_refusal, text_of
 
@@ -111,6 +114,28 @@ def test_cancel_right_behind_its_submit_ends_the_job(
     assert len(data_of(messages)) < 100
     (job,) = http.get("/v1/jobs?limit=1").json()["data"]
     wait_until(lambda: state_of(http, job["id"]) == "cancelled")
+
+
+def test_stream_is_accepted_although_its_early_cancel_fails(
+    socket: SocketClient, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = AsyncClient.submit
+
+    async def slow_submit(*args: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.1)
+        return await submit(*args, **options)
+
+    async def no_cancel(*_: object, **__: object) -> None:
+        raise UnavailableError("Redis is away")
+
+    monkeypatch.setattr(AsyncClient, "submit", slow_submit)
+    monkeypatch.setattr(AsyncClient, "cancel", no_cancel)
+    engine.step_s = 0.02
+    socket.submit("a", "hello", path="/v1/jobs")
+    socket.send("cancel", "a")
+    messages = socket.end_of("a")
+    assert [message["type"] for message in messages] == ["accepted", "error"]
+    assert messages[-1]["status"] == 503
 
 
 def test_cancel_before_a_job_is_known_ends_the_stream(stack: Stack, url: str, shared_engine: EchoEngine) -> None:
