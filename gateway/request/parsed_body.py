@@ -118,7 +118,9 @@ def with_packed_prompts(body: ParsedBody) -> ParsedBody:
 # Between processes ------------------------------------------------------------------------------
 
 _TASKS: TypeAdapter[Task | None] = TypeAdapter(Task | None)
-_REFUSALS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in (RequestError, TooLargeError, InvariantError)}
+_REFUSALS: dict[str, type[PenstockError]] = {
+    kind.__name__: kind for kind in (RequestError, TooLargeError, InvariantError)
+}
 
 
 def encode_parsed_body(body: ParsedBody) -> bytes:
