@@ -38,7 +38,7 @@ class BodyWriter:
         self._headers = {"content-type": "application/json", **headers}
 
     async def send_all(self, parts: AsyncGenerator[bytes, None]) -> None:
-        """Send all parts as one body and complete the response. Raises CallerGoneError if the client reads too slowly."""
+        """Send all parts as one body and complete the response. Raises CallerGoneError if the client is too slow."""
         piece, size, worked_since_s = list[bytes](), 0, time.monotonic()
         async with aclosing(parts):
             async for part in parts:

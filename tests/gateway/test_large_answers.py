@@ -238,7 +238,7 @@ def test_errors_in_large_bodies_name_the_same_fields(front):
 
 HUGE = 10**30
 """An integer that JSON and Python can hold, and msgpack cannot."""
-HOSTILE = {
+HOSTILE: dict[str, tuple[str, dict[str, object]]] = {
     "token id": ("jobs", {"prompt": "a", "params": {"logit_bias": {"1" * 5000: 1}}}),
     "number": ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": HUGE}),
     "object": ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": {"a": HUGE}}),

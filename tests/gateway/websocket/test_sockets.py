@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from penstock.contract.errors import UnavailableError
+from penstock.gateway.websocket.stream import SocketStream
 from penstock.producer.client import AsyncClient
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.websocket.socket_client import SocketClient, data_of, socket_to, status_of_refusal, text_of
@@ -119,16 +120,22 @@ def test_cancel_right_behind_its_submit_ends_the_job(
 def test_stream_is_accepted_although_its_early_cancel_fails(
     socket: SocketClient, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit = AsyncClient.submit
+    submit, cancel, cancels = AsyncClient.submit, SocketStream.cancel, list[SocketStream]()
 
-    async def slow_submit(*args: Any, **options: Any) -> Any:
-        await asyncio.sleep(0.1)
+    async def submit_after_cancel(*args: Any, **options: Any) -> Any:
+        while not cancels:
+            await asyncio.sleep(0.01)
         return await submit(*args, **options)
+
+    async def noted_cancel(stream: SocketStream) -> None:
+        await cancel(stream)
+        cancels.append(stream)
 
     async def no_cancel(*_: object, **__: object) -> None:
         raise UnavailableError("Redis is away")
 
-    monkeypatch.setattr(AsyncClient, "submit", slow_submit)
+    monkeypatch.setattr(AsyncClient, "submit", submit_after_cancel)
+    monkeypatch.setattr(SocketStream, "cancel", noted_cancel)
     monkeypatch.setattr(AsyncClient, "cancel", no_cancel)
     engine.step_s = 0.02
     socket.submit("a", "hello", path="/v1/jobs")
