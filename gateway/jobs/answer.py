@@ -53,7 +53,8 @@ class JobAnswer(JobResponse):
             answer |= await self._result()
             if status.large_result_bytes > PIECE_BYTES:
                 await self._yielder.wait()
-            writer = BodyWriter(send, {JOB_HEADER: status.job_id}, self._yielder)
+            timeout_s = self._settings.send_timeout_s
+            writer = BodyWriter(send, {JOB_HEADER: status.job_id}, self._yielder, timeout_s=timeout_s)
             await writer.send_all(_parts_of(answer))
 
     async def _result(self) -> dict[str, Any]:

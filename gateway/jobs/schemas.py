@@ -21,7 +21,7 @@ from penstock.contract.named import UNKNOWN_FIELD
 from penstock.contract.priority import ClassName
 from penstock.contract.tools import MAX_TOOLS
 from penstock.producer.openai.fields import Wire
-from penstock.producer.openai.messages import ChatMessage, OfferedTool, ToolUse, few_calls
+from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
 
 _FORMS = ("prompt", "tokens", "messages")
 _MAX_ITEMS = {
@@ -31,6 +31,8 @@ _MAX_ITEMS = {
     "logit_bias": MAX_LOGIT_BIASES,
 }
 """Lengths are checked first, because pydantic would validate a million items before it refuses the list."""
+_MAX_TOKEN_DIGITS = 10
+"""Digits of the largest token id. Python refuses to convert texts of thousands of digits."""
 
 
 class JobRequest(Wire):
@@ -43,7 +45,7 @@ class JobRequest(Wire):
         list[ChatMessage] | None, Field(min_length=1, max_length=MAX_MESSAGES), FailFast(), BeforeValidator(few_calls)
     ] = None
     tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
-    tool_choice: Any = None
+    tool_choice: GivenToolChoice = None
     parallel_tool_calls: bool | None = None
     sampling: Annotated[dict[str, Any], Field(default_factory=dict, alias="params")]
     priority: ClassName | None = None
@@ -106,7 +108,7 @@ class JobRequest(Wire):
         return [self.prompt if self.tokens is None else self.tokens]
 
     def tool_use(self) -> ToolUse:
-        """Return the tools that the assistant may or must call. `tool_choice` is not checked here."""
+        """Return the tools that the assistant may or must call."""
         choice = "auto" if self.tool_choice is None else self.tool_choice
         parallel = self.parallel_tool_calls is not False
         offered = json.dumps([tool.offer() for tool in self.tools]) if self.tools and choice != "none" else None
@@ -117,7 +119,7 @@ class JobRequest(Wire):
         given = _frozen(self.sampling)
         if isinstance(biases := given.get("logit_bias"), dict):
             # JSON has only texts as names.
-            given["logit_bias"] = {int(name) if name.isdecimal() else name: bias for name, bias in biases.items()}
+            given["logit_bias"] = {_token_id(name): bias for name, bias in biases.items()}
         return SamplingParams.model_validate(given, strict=True)
 
     def options(self) -> dict[str, Any]:
@@ -130,6 +132,11 @@ class JobRequest(Wire):
             "return_progress": bool(self.return_progress),
             "queue_without_node": self.queue_without_node,
         }
+
+
+def _token_id(name: str) -> int | str:
+    """Return the token id that a name of `logit_bias` means, or the name, which is refused, if it means none."""
+    return int(name) if len(name) <= _MAX_TOKEN_DIGITS and name.isdecimal() else name
 
 
 def _frozen(value: Any) -> Any:

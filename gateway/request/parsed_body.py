@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.contract.errors import PenstockError, RequestError, TooLargeError
+from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
 from penstock.contract.job import SamplingParams
 from penstock.contract.named import IgnoredFields
 from penstock.contract.packed_prompt import PackedPrompt
@@ -118,7 +118,9 @@ def with_packed_prompts(body: ParsedBody) -> ParsedBody:
 # Between processes ------------------------------------------------------------------------------
 
 _TASKS: TypeAdapter[Task | None] = TypeAdapter(Task | None)
-_REFUSALS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in (RequestError, TooLargeError)}
+_REFUSALS: dict[str, type[PenstockError]] = {
+    kind.__name__: kind for kind in (RequestError, TooLargeError, InvariantError)
+}
 
 
 def encode_parsed_body(body: ParsedBody) -> bytes:

@@ -17,9 +17,10 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 from collections.abc import Iterator
 
-from penstock.contract.errors import PenstockError, RequestError, TooLargeError
+from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
 from penstock.gateway.request.parsed_body import BODIES, encode_parsed_body, encode_refusal, parse, with_packed_prompts
 from penstock.gateway.request.socket_message import FORM, SocketMessage, encode_socket_message, parse_socket_message
 from penstock.queue.msgpack_codec import MAX_BYTES
@@ -71,6 +72,15 @@ def answer_to(form: str, raw: bytes, *, ignores_unknown: bool = False) -> bytes:
         return _encoded_refusal(form, error)
     except (MemoryError, RecursionError):
         return _encoded_refusal(form, RequestError("the body is too complex to parse", code="body_too_complex"))
+    except Exception as error:
+        # A bug refuses one body. If it ended this process, the bodies of all other tenants would wait for a new one.
+        return _encoded_refusal(form, InvariantError(f"a body was not parsed: {_place_of(error)}"))
+
+
+def _place_of(error: Exception) -> str:
+    """Return an error's type and place. Its text is left out, because it may quote the body."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {frame.name}, {os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def _encoded(form: str, raw: bytes, *, ignores_unknown: bool) -> bytes:

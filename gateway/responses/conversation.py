@@ -9,10 +9,9 @@ from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.job import MAX_MESSAGES
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.tools import MAX_CALLS_OF_CHAT
-from penstock.gateway.responses.answers import record_of
 from penstock.gateway.responses.ids import MAX_SHOWN_CHARS, job_id_of, place_of
 from penstock.gateway.responses.output import OutputItem, OutputReader, message_of, reading_of
-from penstock.gateway.responses.record import PackedMessages, StoredResponse
+from penstock.gateway.responses.record import PackedMessages, StoredResponse, decode_stored_response
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import Prompt, pack_prompt_of
 from penstock.queue.msgpack_codec import array_header
@@ -22,8 +21,11 @@ MAX_CHAIN = 256
 """Most responses of a chain of `previous_response_id`. Each one is read from Redis by itself."""
 MAX_REFERENCED = 64
 """Most responses to which the items of one request may refer."""
+MAX_STORED_BYTES = 64 << 20
+"""Most bytes of stored records and results that one request reads. They hold more than the messages that are limited:
+reasoning, and what repeats their requests."""
 _MAX_BYTES_ON_LOOP = 16 << 10
-"""A larger result is read on a thread."""
+"""A larger record or result is read on a thread."""
 
 
 class Conversations:
@@ -34,6 +36,7 @@ class Conversations:
         self._client = client
         self._tenant = tenant
         self._max_bytes = max_bytes
+        self._num_stored_bytes = 0
 
     async def resolved(
         self, prompt: Prompt, num_calls: int, references: Sequence[tuple[int, Sequence[str]]]
@@ -91,8 +94,7 @@ class Conversations:
         """Return a response of the chain and its output."""
         try:
             job_id = job_id_of(response_id)
-            record = await record_of(self._client, job_id, self._tenant)
-            items = await self._items(job_id, record)
+            record, items = await self._stored(job_id)
         except NotFoundError:
             message = f"Previous response with id {response_id[:MAX_SHOWN_CHARS]!r} not found."
             raise RequestError(message, code="previous_response_not_found", param="previous_response_id") from None
@@ -125,21 +127,32 @@ class Conversations:
 
     async def _items_of_reference(self, item_id: str, job_id: str) -> list[OutputItem]:
         try:
-            items = await self._items(job_id, await record_of(self._client, job_id, self._tenant))
+            _, items = await self._stored(job_id)
         except NotFoundError:
             raise _no_item(item_id) from None
         if items is None:
             raise _no_item(item_id)
         return items
 
-    async def _items(self, job_id: str, record: StoredResponse) -> list[OutputItem] | None:
-        """Return the output of a response, or None if its job is not done."""
+    async def _stored(self, job_id: str) -> tuple[StoredResponse, list[OutputItem] | None]:
+        """Return a response and its output, or None in place of the output if its job is not done."""
+        data = await self._client.responses.read(job_id, self._tenant)
+        self._count_stored(len(data))
+        on_thread = len(data) > _MAX_BYTES_ON_LOOP
+        record = await asyncio.to_thread(decode_stored_response, data) if on_thread else decode_stored_response(data)
         result = await self._client.responses.result(job_id, self._tenant)
         if result is None or result.outcome.state != "done":
-            return None
+            return record, None
+        self._count_stored(result.num_bytes)
         if result.num_bytes > _MAX_BYTES_ON_LOOP:
-            return await asyncio.to_thread(_items_of, result, record)
-        return _items_of(result, record)
+            return record, await asyncio.to_thread(_items_of, result, record)
+        return record, _items_of(result, record)
+
+    def _count_stored(self, num_bytes: int) -> None:
+        self._num_stored_bytes += num_bytes
+        if self._num_stored_bytes > MAX_STORED_BYTES:
+            message = f"input: its earlier responses take more than {MAX_STORED_BYTES} bytes as they are stored"
+            raise RequestError(message, code="conversation_too_large", param="input")
 
 
 def _items_of(result: PackedResult, record: StoredResponse) -> list[OutputItem]:

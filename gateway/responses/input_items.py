@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -12,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import RequestError
 from penstock.gateway.responses.ids import MAX_SHOWN_CHARS, input_item_id
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
+from penstock.gateway.stream.caller import CallerGoneError
 
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
@@ -28,12 +30,15 @@ class InputItemList(Response):
     def __init__(self, request: Request, page: Items, *, has_more: bool) -> None:
         super().__init__()
         self._yielder = request.app.state.yielder
+        self._timeout_s: float = request.app.state.settings.send_timeout_s
         self._page = page
         self._has_more = has_more
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the page."""
-        await BodyWriter(send, {}, self._yielder).send_all(self._parts())
+        # The server closes the connection of a body that is not complete.
+        with suppress(CallerGoneError):
+            await BodyWriter(send, {}, self._yielder, timeout_s=self._timeout_s).send_all(self._parts())
 
     async def _parts(self) -> AsyncGenerator[bytes, None]:
         yield b'{"object":"list","data":['

@@ -129,7 +129,8 @@ class WholeAnswer(Answer):
         await self._send_body(self._parts(encoder, jobs, ends), jobs, send)
 
     async def _send_body(self, parts: AsyncGenerator[bytes, None], jobs: Sequence[AsyncJob], send: Send) -> None:
-        sender = BodyWriter(send, self._response_headers(jobs), self._yielder)
+        timeout_s = self._settings.send_timeout_s
+        sender = BodyWriter(send, self._response_headers(jobs), self._yielder, timeout_s=timeout_s)
         try:
             await sender.send_all(parts)
         except PenstockError as error:

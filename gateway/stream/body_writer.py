@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -9,12 +10,16 @@ from contextlib import aclosing
 from starlette.datastructures import MutableHeaders
 from starlette.types import Send
 
+from penstock.gateway.stream.caller import CallerGoneError
 from penstock.runtime.cooperative import LoopYielder
 
 PIECE_BYTES = 64 << 10
 """Size from which a piece is sent, in bytes."""
 MAX_WORK_S = 0.004
 """Seconds of rendering after which other tasks may run, whether a piece is complete or not."""
+
+MIN_BYTES_PER_S = 4 << 10
+"""Least rate at which a client must read a body. The memory of its result is not free until the end."""
 
 
 class BodyWriter:
@@ -24,14 +29,16 @@ class BodyWriter:
     a longer body uses chunked encoding.
     """
 
-    def __init__(self, send: Send, headers: Mapping[str, str], yielder: LoopYielder) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str], yielder: LoopYielder, *, timeout_s: float) -> None:
+        """The client may keep the body waiting for `timeout_s`, and longer the more it has read."""
         self.started = False
+        self._patience_s = timeout_s
         self._yielder = yielder
         self._send = send
         self._headers = {"content-type": "application/json", **headers}
 
     async def send_all(self, parts: AsyncGenerator[bytes, None]) -> None:
-        """Send all parts as one body and complete the response."""
+        """Send all parts as one body and complete the response. Raises CallerGoneError if the client is too slow."""
         piece, size, worked_since_s = list[bytes](), 0, time.monotonic()
         async with aclosing(parts):
             async for part in parts:
@@ -52,4 +59,10 @@ class BodyWriter:
             if not more:
                 headers["content-length"] = str(len(body))
             await self._send({"type": "http.response.start", "status": 200, "headers": headers.raw})
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        since_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            raise CallerGoneError from None
+        self._patience_s += len(body) / MIN_BYTES_PER_S - (time.monotonic() - since_s)

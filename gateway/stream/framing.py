@@ -26,9 +26,11 @@ class Framing:
 
     media_type = EVENT_STREAM
     content_type = "text/event-stream; charset=utf-8"
+    needs_whole_events = False
+    """Whether `events` takes only whole events. Encoders cut large events into parts."""
 
     def events(self, events: bytes) -> bytes:
-        """Return the bytes for whole events."""
+        """Return the bytes for events."""
         return events
 
     def keep_alive(self, comment: bytes) -> bytes:
@@ -48,6 +50,7 @@ class NdjsonFraming(Framing):
     """One JSON object per line. The id of an event is the member `event_id` of its object."""
 
     media_type = content_type = NDJSON
+    needs_whole_events = True
 
     def events(self, events: bytes) -> bytes:
         """Return one line for each event."""

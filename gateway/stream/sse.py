@@ -16,6 +16,8 @@ from penstock.gateway.http.direct_body import DirectBody
 from penstock.gateway.stream.framing import SSE, Framing
 from penstock.runtime import crash_points
 
+END_OF_EVENT = b"\n\n"
+"""Encoders never cut this in two."""
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"
 """A comment, with the blank line that readers expect which take one block for one event."""
@@ -60,6 +62,8 @@ class EventWriter:
         self._keep_alive = framing.keep_alive(keep_alive)
         self._has_failed = False
         self._body = body
+        self._unfinished: list[bytes] = []
+        """Parts of an event whose end has not come yet, if the framing needs whole events."""
         self._silent = True
         self._sending_since_s: float | None = None
         self._clock = clock
@@ -71,21 +75,32 @@ class EventWriter:
         return self.started and self._body is not None and self._body.is_ready
 
     def write_now(self, events: bytes) -> None:
-        """Send one or more whole events without waiting. Only while `is_ready`."""
+        """Send events, or parts of them, without waiting. Only while `is_ready`."""
         if self._body is None:
             raise InvariantError("this response has no direct body")
         self._silent = False
         # An empty part would end a chunked body. Some framings have no bytes for some events.
-        if data := self._framing.events(events):
+        if data := self._framed(events):
             self._body.write(data)
         crash_points.point("after", "event")
 
     async def write(self, events: bytes) -> None:
-        """Send one or more whole events. Waits while the client reads too slowly."""
+        """Send events, or parts of them. Waits while the client reads too slowly."""
         if self.is_ready:
             self.write_now(events)
         else:
-            await self._write(self._framing.events(events))
+            await self._write(self._framed(events))
+
+    def _framed(self, events: bytes) -> bytes:
+        """Return the bytes for the events that end here. Parts of an event wait for its end if the framing needs it."""
+        if not self._framing.needs_whole_events:
+            return self._framing.events(events)
+        end = events.rfind(END_OF_EVENT) + len(END_OF_EVENT)
+        if end < len(END_OF_EVENT):
+            self._unfinished.append(events)
+            return b""
+        whole, self._unfinished = b"".join((*self._unfinished, events[:end])), [events[end:]]
+        return self._framing.events(whole)
 
     async def fail(self, error: PenstockError, event: bytes) -> None:
         """Send the end of a stream that fails. `event` is the error in the API's shape."""

@@ -27,6 +27,7 @@ class SocketFraming(Framing):
     """The events of one stream as messages, one per line."""
 
     media_type = content_type = NDJSON
+    needs_whole_events = True
 
     def __init__(self, tag: str) -> None:
         self._tag = tag

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import AbstractAsyncContextManager
 
 from starlette.types import Receive, Scope, Send
@@ -25,6 +26,8 @@ from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.websocket.channel import Pace, SocketChannel
 from penstock.gateway.websocket.server_messages import error_message
 from penstock.gateway.websocket.stream import SocketStream
+
+log = logging.getLogger(__name__)
 
 MESSAGES_PER_S = 100.0
 BURST_MESSAGES = 200
@@ -99,6 +102,10 @@ class SocketSession:
             message = await self._parser.parse_message(raw, self._tenant)
         except PenstockError as error:
             message = SocketMessage(error=error)
+        except Exception:
+            # A bug refuses one message. The other streams of this WebSocket go on.
+            log.exception("a message of a WebSocket was not parsed", extra={"message_bytes": len(raw)})
+            message = SocketMessage(error=InvariantError("internal error"))
         finally:
             self._connection.release_message()
         try:

@@ -163,14 +163,14 @@ class SocketStream:
         self._is_stream = status == HTTPStatus.OK and headers.get("content-type") == self._framing.content_type
         if JOB_HEADER in headers:
             self._job_ids = headers[JOB_HEADER].split(", ")
-            if self._is_canceled:
-                await self._cancel_jobs()
         if status < HTTPStatus.BAD_REQUEST and not self._is_accepted:
             self._is_accepted = True
             members: dict[str, Any] = {"jobs": self._job_ids, "request_id": headers.get(ID_HEADER)}
             if IGNORED_HEADER in headers:
                 members["ignored_fields"] = headers[IGNORED_HEADER].split(", ")
             await self._channel.write(message("accepted", self._tag, members))
+        if self._is_canceled and JOB_HEADER in headers:
+            await self._cancel_jobs()
 
     async def _note_body(self) -> None:
         """Handle a whole answer: an error, the state of a submitted job, or nothing after the last chunk of a job."""

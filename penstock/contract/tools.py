@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, StringCon
 
 from penstock.contract.named import Named
 
+_CHOICES = ("auto", "none", "required")
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1 << 18
 MAX_CALLS = 128
@@ -30,6 +31,18 @@ ToolChoice = str | Mapping[str, Any]
 
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CALL_ID_CHARS)]
 FunctionName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_FUNCTION_NAME_CHARS)]
+
+
+def chosen_function(choice: object) -> str | None:
+    """Return the function that a `tool_choice` names, or None for a word. Raises ValueError for any other value."""
+    if isinstance(choice, str) and choice in _CHOICES:
+        return None
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
+        words = ", ".join(_CHOICES)
+        raise ValueError(f'must be {words} or {{"type": "function", "function": {{"name": …}}}}')
+    return name
 
 
 def json_of(text: str) -> Any:

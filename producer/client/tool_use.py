@@ -13,10 +13,16 @@ from penstock.contract.job import Job
 from penstock.contract.problems import problem_of
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.template_kwargs import reasoning_parser_for
-from penstock.contract.tools import CallFormName, ReasoningParserName, ToolChoice, WantedCalls, WantedFunction
+from penstock.contract.tools import (
+    CallFormName,
+    ReasoningParserName,
+    ToolChoice,
+    WantedCalls,
+    WantedFunction,
+    chosen_function,
+)
 from penstock.queue.wire import PoolRecord
 
-_WORDS = ("auto", "none", "required")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_OBJECT = {"type": "object"}
 
@@ -64,15 +70,10 @@ def _chosen(tools: str, name: str | None) -> list[dict[str, Any]]:
 
 def _name_in(choice: ToolChoice) -> str | None:
     """Return the function that `tool_choice` names, or None for `auto`, `none` and `required`."""
-    if isinstance(choice, str) and choice in _WORDS:
-        return None
-    function = choice.get("function") if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
-        words = ", ".join(_WORDS)
-        said = f'must be {words} or {{"type": "function", "function": {{"name": …}}}}'
-        raise RequestError(f"tool_choice: {said}", param="tool_choice")
-    return name
+    try:
+        return chosen_function(choice)
+    except ValueError as error:
+        raise RequestError(f"tool_choice: {error}", param="tool_choice") from None
 
 
 def _wanted(function: Mapping[str, Any], *, as_described: bool) -> WantedFunction:

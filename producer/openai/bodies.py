@@ -30,7 +30,7 @@ from penstock.contract.template_kwargs import CONTINUES, GENERATION_PROMPT, Temp
 from penstock.contract.tools import MAX_TOOLS
 from penstock.producer.openai.fields import NO_EFFECT, Whole, only
 from penstock.producer.openai.generation_body import GenerationBody
-from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse, few_calls
+from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
 
 MAX_PROMPTS = 64
 """Most prompts of one completion request. Each prompt is a job, and one response header lists all job ids."""
@@ -77,7 +77,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
-    tool_choice: Any = None
+    tool_choice: GivenToolChoice = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[Any, only(None, [])] = None
     function_call: Annotated[Any, only(None, "none", "auto")] = None
@@ -144,7 +144,7 @@ class ChatBody(GenerationBody):
         return [[message.message() for message in self.messages]]
 
     def tool_use(self) -> ToolUse:
-        """Return the tools that the assistant may or must call. `tool_choice` is not checked here."""
+        """Return the tools that the assistant may or must call."""
         choice = "auto" if self.tool_choice is None else self.tool_choice
         parallel = self.parallel_tool_calls is not False
         if not self.tools or choice == "none":

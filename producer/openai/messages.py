@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS
@@ -16,6 +16,7 @@ from penstock.contract.tools import (
     CallId,
     FunctionName,
     ToolChoice,
+    chosen_function,
     count_calls,
 )
 from penstock.producer.openai.fields import OpenWire, only
@@ -108,6 +109,16 @@ class OfferedTool(OpenWire):
         """
         function = {name: value for name, value in self.function if value is not None}
         return {"type": self.type, "function": function}
+
+
+def _valid_choice(value: object) -> object:
+    if value is not None:
+        chosen_function(value)
+    return value
+
+
+GivenToolChoice = Annotated[Any, AfterValidator(_valid_choice)]
+"""A valid `tool_choice`, or None. Only the submission checks that the tools have the function."""
 
 
 @dataclass(frozen=True, slots=True)

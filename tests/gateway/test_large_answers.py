@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,7 +27,10 @@ from fakes.loop_holds import assert_loop_was_free
 from fakes.processes.node_process import NodeProcess
 from faults.tools.processes import GatewayProcess
 
+from penstock.contract.errors import InvariantError
 from penstock.contract.terms import UNLIMITED
+from penstock.gateway.request import parser_process
+from penstock.gateway.request.parsed_body import decode_parsed_body
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -230,6 +234,36 @@ def test_errors_in_large_bodies_name_the_same_fields(front):
         small, large = front.post("chat/", body), front.post("chat/", body + b" " * (300 << 10))
         assert (small.status_code, small.json()) == (large.status_code, large.json())
         assert small.status_code == 400
+
+
+HUGE = 10**30
+"""An integer that JSON and Python can hold, and msgpack cannot."""
+HOSTILE: dict[str, tuple[str, dict[str, object]]] = {
+    "token id": ("jobs", {"prompt": "a", "params": {"logit_bias": {"1" * 5000: 1}}}),
+    "number": ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": HUGE}),
+    "object": ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": {"a": HUGE}}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_body_ends_the_parser_process(front, name):
+    path, body = HOSTILE[name]
+    send = partial(httpx.post, f"{front.url}/v1/{path}", timeout=TIMEOUT_S)
+    headers = bearer(front.keys["rude"]) | {"content-type": "application/json"}
+    front.post("chat/", b"[" * (9 << 10))
+    parsers = front.parsers()
+    raw = json.dumps({"model": MODEL, **body}).encode()
+    small, large = (send(content=raw + padding, headers=headers) for padding in (b"", b" " * (300 << 10)))
+    assert (small.status_code, small.json()) == (large.status_code, large.json())
+    assert (small.status_code, small.json()["error"]["code"]) == (400, "invalid_request")
+    assert front.parsers() == parsers != []
+
+
+def test_a_bug_in_parsing_is_an_answer_of_the_parser_process(monkeypatch):
+    monkeypatch.setattr(parser_process, "parse", lambda *_, **__: int("secret"))
+    with pytest.raises(InvariantError, match="ValueError") as caught:
+        decode_parsed_body(parser_process.answer_to("chat", b"{}"))
+    assert "secret" not in str(caught.value)
 
 
 def test_a_parser_that_is_killed_is_replaced(front):

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.gateway.stream.framing import NDJSON, events_in, framing_of
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.websocket.socket_client import data_of, socket_to
 
 ACCEPT = {"Accept": "application/x-ndjson"}
 IDS = {**ACCEPT, "X-Penstock-Event-Ids": "true"}
@@ -44,6 +45,32 @@ def test_text_of_the_lines_is_whole(http: httpx.Client) -> None:
     body = {"model": MODEL, "prompt": "line\nbreaks\n\nand \u2028 more", "stream": True, "max_tokens": 100}
     *lines, _ = lines_of(http.post("/v1/completions", json=body, headers=ACCEPT))
     assert "".join(line["choices"][0]["text"] for line in lines) == body["prompt"]
+
+
+FORMAT = {"type": "json_schema", "name": "f", "schema": {"description": "d" * (200 << 10)}}
+LARGE = {"model": MODEL, "input": "hello", "text": {"format": FORMAT}, "store": False}
+"""Its response is part of several events, each of which leaves the encoder in several parts."""
+
+
+def check_large_events(events: list[dict[str, Any]]) -> None:
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    repeats = [event["response"] for event in events if "response" in event]
+    assert [response["text"]["format"]["schema"] for response in repeats] == [FORMAT["schema"]] * 3
+    assert repeats[-1]["output"][0]["content"][0]["text"] == "hello"
+
+
+def test_line_of_an_event_that_leaves_the_encoder_in_parts_is_whole(http: httpx.Client) -> None:
+    *lines, last = lines_of(http.post("/v1/responses", json={**LARGE, "stream": True}, headers=ACCEPT))
+    check_large_events(lines)
+    assert last == DONE
+
+
+def test_message_of_an_event_that_leaves_the_encoder_in_parts_is_whole(url: str, engine: EchoEngine) -> None:
+    with socket_to(url) as socket:
+        socket.send("submit", "a", path="/v1/responses", body=LARGE)
+        messages = socket.end_of("a")
+    check_large_events(data_of(messages))
+    assert messages[-1]["type"] == "end"
 
 
 def test_event_ids_are_members_and_a_cut_stream_continues_after_one(http: httpx.Client, engine: EchoEngine) -> None:

@@ -25,9 +25,9 @@ BODY = {"model": "acme/echo", "stream": True, **LARGE}
 RECEIVE_BYTES = 4096
 
 
-def stopped_reader(url: str) -> socket.socket:
-    """Ask for a stream and read nothing of it."""
-    body, address = json.dumps(BODY).encode(), urlsplit(url)
+def stopped_reader(url: str, **options: object) -> socket.socket:
+    """Ask for an answer, by default a stream, and read nothing of it."""
+    body, address = json.dumps(BODY | options).encode(), urlsplit(url)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
     connection.connect((address.hostname, address.port))
@@ -84,3 +84,23 @@ def test_a_reader_that_pauses_gets_every_token_once(stack: Stack, shared_engine:
     for choice in (choice for event in events for choice in event["choices"]):
         texts[choice["index"]] += choice["delta"].get("content") or ""
     assert texts == [TEXT] * NUM_CHOICES
+
+
+def result_bytes(url: str) -> float:
+    lines = httpx.get(url + "/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("penstock_gateway_result_bytes "))
+
+
+def test_slow_reader_of_a_whole_answer_returns_the_memory_of_its_result(
+    stack: Stack, shared_engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.gateway.stream.flow.MAX_KEPT_BYTES", 0)
+    monkeypatch.setattr("penstock.gateway.stream.body_writer.MIN_BYTES_PER_S", 1 << 20)
+    url = stack.start_gateway(send_timeout_s=0.2)
+    with stopped_reader(url, stream=False, n=2) as connection:
+        until_s = time.monotonic() + 10
+        while not result_bytes(url):
+            assert time.monotonic() < until_s
+        while result_bytes(url):
+            assert time.monotonic() < until_s, "the result is kept for the slow reader"
+            connection.recv(100)

@@ -303,6 +303,20 @@ def test_a_conversation_has_limits(api: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert caught.value.code == "conversation_too_large"
 
 
+def test_what_a_conversation_reads_of_its_earlier_responses_is_limited(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "r" * 2000}]}
+    message = {"type": "message", "role": "user", "content": "a"}
+    monkeypatch.setattr("penstock.gateway.responses.conversation.MAX_STORED_BYTES", 8000)
+    response_id = None
+    for _ in range(3):
+        response_id = api.responses.create(model=MODEL, input=[reasoning, message], previous_response_id=response_id).id
+    with pytest.raises(openai.BadRequestError, match="more than 8000 bytes") as caught:
+        api.responses.create(model=MODEL, input="a", previous_response_id=response_id)
+    assert caught.value.code == "conversation_too_large"
+
+
 def test_an_input_too_large_to_be_stored_is_refused(api: Any) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         api.responses.create(model=MODEL, input="a" * ((8 << 20) - 60))

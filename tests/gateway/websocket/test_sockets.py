@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.contract.errors import UnavailableError
+from penstock.gateway.websocket.stream import SocketStream
+from penstock.producer.client import AsyncClient
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.websocket.socket_client import SocketClient, data_of, socket_to, status_of_refusal, text_of
 
@@ -111,6 +115,34 @@ def test_cancel_right_behind_its_submit_ends_the_job(
     assert len(data_of(messages)) < 100
     (job,) = http.get("/v1/jobs?limit=1").json()["data"]
     wait_until(lambda: state_of(http, job["id"]) == "cancelled")
+
+
+def test_stream_is_accepted_although_its_early_cancel_fails(
+    socket: SocketClient, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, cancel, cancels = AsyncClient.submit, SocketStream.cancel, list[SocketStream]()
+
+    async def submit_after_cancel(*args: Any, **options: Any) -> Any:
+        while not cancels:
+            await asyncio.sleep(0.01)
+        return await submit(*args, **options)
+
+    async def noted_cancel(stream: SocketStream) -> None:
+        await cancel(stream)
+        cancels.append(stream)
+
+    async def no_cancel(*_: object, **__: object) -> None:
+        raise UnavailableError("Redis is away")
+
+    monkeypatch.setattr(AsyncClient, "submit", submit_after_cancel)
+    monkeypatch.setattr(SocketStream, "cancel", noted_cancel)
+    monkeypatch.setattr(AsyncClient, "cancel", no_cancel)
+    engine.step_s = 0.02
+    socket.submit("a", "hello", path="/v1/jobs")
+    socket.send("cancel", "a")
+    messages = socket.end_of("a")
+    assert [message["type"] for message in messages] == ["accepted", "error"]
+    assert messages[-1]["status"] == 503
 
 
 def test_cancel_before_a_job_is_known_ends_the_stream(stack: Stack, url: str, shared_engine: EchoEngine) -> None:
@@ -266,6 +298,23 @@ def test_invalid_body_is_an_error_that_names_the_field(
     socket.send("submit", "a", path=path, body=body)
     (error,) = socket.end_of("a")
     assert (error["type"], error["status"], error["error"]["param"]) == ("error", 400, param)
+
+
+def test_bug_in_parsing_refuses_one_message_and_other_streams_go_on(
+    socket: SocketClient, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(*_: object, **__: object) -> None:
+        raise OverflowError
+
+    engine.step_s = 0.02
+    socket.submit("a", "hello")
+    assert socket.receive()["type"] == "accepted"
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.gateway.request.body_parser.parse_socket_message", parse)
+        socket.submit("b", "hello")
+        (*_, refused) = events = socket.until(lambda message: message["type"] == "refused")
+    assert refused["status"] == 500
+    assert text_of(events[:-1] + socket.end_of("a")) == "hello"
 
 
 def test_open_id_is_refused_and_its_stream_goes_on(socket: SocketClient, engine: EchoEngine) -> None:
