@@ -30,7 +30,7 @@ class BodyWriter:
     """
 
     def __init__(self, send: Send, headers: Mapping[str, str], yielder: LoopYielder, *, timeout_s: float) -> None:
-        """The client may keep the body waiting for `timeout_s`, and longer the more it has read."""
+        """timeout_s: how long the client may delay the body in all, besides the time it takes at MIN_BYTES_PER_S."""
         self.started = False
         self._patience_s = timeout_s
         self._yielder = yielder

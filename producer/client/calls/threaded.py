@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from penstock.contract.errors import UnavailableError
 from penstock.producer.client.calls.run import Answer, Run, Step
@@ -14,6 +15,7 @@ from penstock.producer.client.request import Prompt
 
 def run_in_thread(loop: LoopThread, run: Run, prompts: Iterator[Prompt]) -> Generator[Answer, None, None]:
     """Run all prompts and yield their answers."""
+    end: Callable[[Coroutine[Any, Any, None]], object] = loop.call
     try:
         while (step := loop.call(run.next_step())) is not Step.END:
             if isinstance(step, Answer):
@@ -23,16 +25,11 @@ def run_in_thread(loop: LoopThread, run: Run, prompts: Iterator[Prompt]) -> Gene
                 loop.call(run.offer(partial(_given, next(prompts, Step.END))))
     except GeneratorExit:
         # Without waiting: the garbage collector may close this generator on the loop's own thread.
-        with suppress(UnavailableError):
-            loop.post(run.close())
+        end = loop.post
         raise
-    except BaseException:
+    finally:
         with suppress(UnavailableError):
-            loop.call(run.close())
-        raise
-    else:
-        with suppress(UnavailableError):
-            loop.call(run.close())
+            end(run.close())
 
 
 async def _given(prompt: Prompt | Step) -> Prompt | Step:

@@ -51,6 +51,15 @@ def _step_until_packed(runner: NativeRunner, want: NDArray[np.float32]) -> None:
 
 
 @pytest.fixture
+def cache_with_kernels(cache: Path, best_library: Path) -> Path:
+    """The folder of packed weights, beside compiled kernels. Processes with this cache would compile them anew."""
+    native = cache.parent / "native"
+    native.mkdir(parents=True)
+    (native / best_library.name).symlink_to(best_library)
+    return cache
+
+
+@pytest.fixture
 def let_pack(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Keeps every process from packing until it is called, as one that packs the same weights does."""
     may_pack, is_locked = Event(), weight_cache._is_locked
@@ -144,16 +153,13 @@ def _lines_until_ready(process: subprocess.Popen[str]) -> list[str]:
 
 
 def test_processes_that_start_together_pack_once_also_when_the_first_dies(
-    llama: Make, cache: Path, best_library: Path
+    llama: Make, cache_with_kernels: Path
 ) -> None:
     """The one that packs steps meanwhile. The other one uses the file while the one that packed it still runs."""
-    native = cache.parent / "native"
-    native.mkdir(parents=True)
-    (native / best_library.name).symlink_to(best_library)
     folder = llama()
-    first = _start(folder, cache, dies=True)
+    first = _start(folder, cache_with_kernels, dies=True)
     assert first.stdout is not None and first.stdout.readline() == "packs\n"
-    others = [_start(folder, cache) for _ in range(2)]
+    others = [_start(folder, cache_with_kernels) for _ in range(2)]
     try:
         for process in others:
             _wait_until_it_opens_the_part(process)
@@ -165,7 +171,7 @@ def test_processes_that_start_together_pack_once_also_when_the_first_dies(
             process.communicate(timeout=WAIT_S)
     assert sorted(len(lines) for lines in said) == [1, 2]
     assert said[0][-1] == said[1][-1]
-    (path,) = cache.iterdir()
+    (path,) = cache_with_kernels.iterdir()
     assert path.suffix == ".weights"
 
 
@@ -442,16 +448,13 @@ while len(packs) < 2:
 
 @pytest.mark.slow
 def test_a_script_that_ends_while_its_weights_are_packed_ends_in_silence(
-    demo_gguf: Path, cache: Path, best_library: Path
+    demo_gguf: Path, cache_with_kernels: Path
 ) -> None:
-    native = cache.parent / "native"
-    native.mkdir(parents=True)
-    (native / best_library.name).symlink_to(best_library)
-    env = os.environ | {"PENSTOCK_CACHE": str(cache.parent)}
+    env = os.environ | {"PENSTOCK_CACHE": str(cache_with_kernels.parent)}
     command = [sys.executable, "-c", _SCRIPT, str(demo_gguf)]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert not list(cache.iterdir())
+    assert not list(cache_with_kernels.iterdir())
 
 
 def test_cores_that_packing_takes_are_not_those_of_other_processes(
