@@ -15,6 +15,7 @@ from bench import campaign, machine, peers, report, verdicts
 from bench.contestants import CONTESTANTS
 from bench.journal import Journal, journal_path
 from bench.larger import table
+from bench.larger.ceilings import read_gb_per_s
 from bench.larger.contestants import of_shape
 from bench.larger.models import MODEL_SHAPES
 from bench.workload import WORKLOADS
@@ -56,7 +57,8 @@ def main() -> None:
     if options.redo:
         journal.forget({one.name for one in chosen}, set(options.workloads))
     model = options.model_shape or options.model or str(demo_model())
-    runs = campaign.Campaign(journal, model, chosen, max_tries=options.tries)
+    read_rate = read_gb_per_s if options.model_shape else None
+    runs = campaign.Campaign(journal, model, chosen, max_tries=options.tries, read_rate=read_rate)
     if not options.report:
         if options.model_shape:
             table.prepare(options.model_shape, chosen)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +33,17 @@ NOT_INHERITED = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 class Campaign:
     """Contestants × workloads × repeats; of each at most `max_tries` runs while they are dirty."""
 
-    def __init__(self, journal: Journal, model: str, contestants: Iterable[Contestant], *, max_tries: int = 3) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        model: str,
+        contestants: Iterable[Contestant],
+        *,
+        max_tries: int = 3,
+        read_rate: Callable[[], float] | None = None,
+    ) -> None:
+        """read_rate: returns the GB/s that all cores read from memory now. If given, it is measured around each run."""
+        self._read_rate = read_rate
         self._journal = journal
         self._max_tries = max_tries
         self._model = model
@@ -78,10 +88,15 @@ class Campaign:
         spec = Spec(workload, str(place), one.options, one.max_requests, one.parts, time.monotonic())
         argv = [one.python, "-m", f"bench.engines.{one.module}", json.dumps(asdict(spec))]
         shown = anywhere(" ".join([*(f"{k}={v}" for k, v in one.env.items()), *map(shlex.quote, argv)]))
+        before = self._read_rate() if self._read_rate else 0.0
         try:
             result, foreign_cpu = _watch(argv, one.env)
         except RunError as error:
             return Run(one.name, workload, repeat, self._revision, shown, error=anywhere(str(error)))
+        if self._read_rate:
+            # Other virtual machines share the memory's bandwidth, so it changes from minute to minute.
+            rate = max(before, self._read_rate())
+            result |= {"read_gb_per_s": rate, "readable_mb_per_token": rate * result["itl_mean_ms"]}
         return Run(one.name, workload, repeat, self._revision, shown, result, round(foreign_cpu, 3))
 
 

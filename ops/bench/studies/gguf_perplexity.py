@@ -42,7 +42,8 @@ COMPARED = ((OURS, LLAMA), (OURS, FLOAT), (LLAMA, FLOAT), (WIDENED, FLOAT))
 FILES = (
     *((WIDE, kind) for kind in ("F16", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS")),
     *((WIDE, kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
-    *((AS_IT_IS, kind) for kind in ("F16", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K")),
+    *((AS_IT_IS, kind) for kind in ("F16", "Q2_K", "Q3_K_M", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K")),
+    *((AS_IT_IS, kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
 )
 BOUND = 0.005
 """How far penstock's perplexity may be from llama.cpp's for the same file."""

@@ -47,7 +47,15 @@ class Watched:
         self.asked.append(json.loads(argv[-1])["workload"])
         if self._fails:
             raise RunError("status 1: it broke")
-        return RESULT, self._foreign.pop(0) if self._foreign else 0.0
+        return dict(RESULT), self._foreign.pop(0) if self._foreign else 0.0
+
+
+def test_each_run_says_the_read_bandwidth_around_it(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    Watched(monkeypatch)
+    rates = iter([30.0, 50.0, 40.0, 20.0])
+    Campaign(journal, "model", OURS, read_rate=lambda: next(rates)).run(["single"], 1)
+    found = [(run.result["read_gb_per_s"], run.result["readable_mb_per_token"]) for run in journal.runs]
+    assert found == [(50, 50 * RESULT["itl_mean_ms"]), (40, 40 * RESULT["itl_mean_ms"])]
 
 
 def test_engines_take_turns_within_each_repeat(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
