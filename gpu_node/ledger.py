@@ -131,5 +131,5 @@ class Ledger:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes of encoded chunks that Redis has not acknowledged, over all jobs."""
-        return sum(job.unsent_bytes for job in self._jobs.values())
+        """Bytes of encoded chunks that Redis has not acknowledged, over all jobs. May be called from any thread."""
+        return sum(job.unsent_bytes for job in self)

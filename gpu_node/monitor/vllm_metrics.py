@@ -108,7 +108,8 @@ def _histogram(name: str, values: Histogram, labels: tuple[str, str]) -> Metric:
 def _ends(jobs: JobMetrics, labels: tuple[str, str]) -> Metric:
     counts = {"stop": 0, "length": 0, "abort": 0, "error": 0}
     for metrics in jobs.classes:
-        for reason, count in metrics.ends.items():
+        # The engine's thread may add a reason meanwhile.
+        for reason, count in list(metrics.ends.items()):
             counts[_REASONS.get(reason, reason)] += count
     family = CounterMetricFamily(
         "vllm:request_success", _same_as_vllm("request_success"), labels=(*LABELS, "finished_reason")

@@ -146,6 +146,9 @@ def _build(
                 raise
         linked = Path(folder) / path.name
         _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(linked)])
+        with linked.open("rb") as file:
+            # A file that is renamed before its content is on disk may be empty after a power failure.
+            os.fsync(file.fileno())
         linked.rename(path)
     progress(1.0)
 

@@ -46,10 +46,14 @@ async def keep_child(supervisor: Supervisor, child: Child, command: Command, say
         say(f"{child.why_it_ended()}; it starts again in {pause_s:g} s")
         await asyncio.sleep(pause_s)
         started_s = time.monotonic()
-        child = await supervisor.replace(child, command)
         try:
+            child = await supervisor.replace(child, command)
             await child.ready()
         except ProcessDiedError:
+            continue
+        except OSError as error:
+            # The machine may have no memory for another process now.
+            say(f"{command.name} does not start: {error}")
             continue
         say(f"{command.name} serves again")
 
@@ -72,8 +76,8 @@ async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
         started_s = time.monotonic()
         try:
             await asyncio.to_thread(server.start_again)
-        except ConfigError as error:
-            say(f"redis does not start: {error.message}")
+        except (ConfigError, OSError) as error:
+            say(f"redis does not start: {error}")
         else:
             say("redis serves again")
 

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
+_STEM_BYTES = 100
 
 
 def cache_folder() -> Path:
@@ -20,6 +21,24 @@ def cache_folder() -> Path:
     except RuntimeError:
         # The user has no home folder, as in many containers. Writing to this path fails, and the writer reports it.
         return Path("/nonexistent/penstock")
+
+
+def file_stem(name: str) -> str:
+    """Return the beginning of a name, for a file whose name has more parts: file systems allow 255 bytes."""
+    return name.encode()[:_STEM_BYTES].decode(errors="ignore")
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or all files of a folder, are on disk. Raises OSError.
+
+    A file that is renamed before its content is on disk may be empty after a power failure.
+    """
+    for each in [path, *path.rglob("*")] if path.is_dir() else [path]:
+        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def private_folder(instead_of: Path, error: OSError) -> Path:

@@ -93,6 +93,10 @@ def _keep(consumer: Any, stopped: threading.Event) -> None:
             except (OperationalError, RedisError, OSError) as error:
                 _LOG.info("task leases cannot be renewed while redis is unreachable", extra={"reason": str(error)})
                 connection.collapse()
+            except Exception:
+                # Without this thread, other workers would run this worker's tasks a second time.
+                _LOG.exception("task leases were not renewed")
+                connection.collapse()
 
 
 def _renew(channel: Any, qos: Any) -> None:

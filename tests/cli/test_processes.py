@@ -230,6 +230,31 @@ async def test_a_part_that_ends_starts_again_after_longer_and_longer_pauses(
     )
 
 
+async def test_a_part_starts_again_when_the_machine_can_fork_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarting, "FIRST_PAUSE_S", 0.01)
+    said: list[str] = []
+    part = command(FAILING.format(path=str(tmp_path / "runs"), dies="sys.exit(3)"), name="node")
+    async with Supervisor(quiet) as supervisor:
+        replace, failures = supervisor.replace, [OSError(12, "Cannot allocate memory")]
+
+        async def replaced(child: Child, command: Command) -> Child:
+            if failures:
+                raise failures.pop()
+            return await replace(child, command)
+
+        monkeypatch.setattr(supervisor, "replace", replaced)
+        child = await supervisor.start(part)
+        await child.ready()
+        keeper = asyncio.create_task(keep_child(supervisor, child, part, said.append))
+        while "node serves again" not in said:
+            assert not keeper.done()
+            await asyncio.sleep(0.01)
+        keeper.cancel()
+    assert "node does not start: [Errno 12] Cannot allocate memory" in said
+
+
 TALKING = """
 import pathlib, signal, sys, time
 runs = pathlib.Path({path!r})

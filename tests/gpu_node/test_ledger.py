@@ -177,6 +177,19 @@ def test_the_next_node_keeps_what_an_earlier_one_logged_of_a_prompt() -> None:
     assert result.prompt_logprobs == entries
 
 
+def test_bytes_are_summed_while_another_thread_adds_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger()
+    ledger.add(held())
+
+    def unsent_bytes(_job: HeldJob) -> int:
+        if len(ledger) == 1:
+            ledger.add(held(job_id="another", lease="1:x:2"))
+        return 7
+
+    monkeypatch.setattr(HeldJob, "unsent_bytes", property(unsent_bytes))
+    assert (ledger.unsent_bytes, ledger.unsent_bytes) == (7, 14)
+
+
 def test_ledger_counts_its_jobs_by_class_and_names_the_largest_tenants() -> None:
     ledger = Ledger()
     counts = {f"t{number}": number + 1 for number in range(MAX_REPORTED_TENANTS + 2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgpack
 import pytest
 from fakes.queue.harness import LEASE_MS, POOL, P, Queue, new_job
 from redis.asyncio import Redis
@@ -35,6 +36,15 @@ async def test_a_life_without_trouble_counts_its_ends_only(queue: Queue, broker:
         await node.finish(await queue.running(node), 0, 3)
     await queue.producer.cancel(await queue.submit(), "default")
     assert await counted(broker) == {"submitted": 3, "ended_done": 2, "ended_cancelled": 1}
+
+
+async def test_a_node_of_another_version_hides_no_pool(queue: Queue, broker: StatsBroker) -> None:
+    old, new = await queue.node("old"), await queue.node("new")
+    for node in (old, new):
+        await node.heartbeat([])
+    record = msgpack.unpackb(await queue.redis.hget(keys.pressure(POOL), new.name))
+    await queue.redis.hset(keys.pressure(POOL), new.name, msgpack.packb(record | {"v": record["v"] + 1}))
+    assert [node.node_id for node in (await pool_stats(broker)).nodes] == ["old"]
 
 
 async def refused(queue: Queue, terms: Terms = UNLIMITED, *, cost: int = 100) -> str:

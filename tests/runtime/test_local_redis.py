@@ -92,17 +92,24 @@ def test_a_second_serve_joins_the_first_although_the_lock_file_was_deleted(folde
         assert isinstance(first, EmbeddedRedis) and first.has_socket
 
 
+def _fail(error: Exception) -> None:
+    raise error
+
+
 async def test_a_redis_whose_socket_was_deleted_starts_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarting, "FIRST_PAUSE_S", 0.01)
     said: asyncio.Queue[str] = asyncio.Queue()
     with find_or_start_redis(None, data_dir=None, maxmemory_mib=64) as (url, server):
         assert isinstance(server, EmbeddedRedis)
-        keeper = asyncio.create_task(keep_redis(server, said.put_nowait))
+        start_again, failures = server.start_again, [OSError(12, "Cannot allocate memory")]
+        monkeypatch.setattr(server, "start_again", lambda: _fail(failures.pop()) if failures else start_again())
+        keeper, heard = asyncio.create_task(keep_redis(server, said.put_nowait)), list[str]()
         (folder / "redis.sock").unlink()
         async with asyncio.timeout(20):
-            while await said.get() != "redis serves again":
-                pass
+            while not heard or heard[-1] != "redis serves again":
+                heard.append(await said.get())
         assert running_url(folder) == url
+        assert "redis does not start: [Errno 12] Cannot allocate memory" in heard
         keeper.cancel()
 
 

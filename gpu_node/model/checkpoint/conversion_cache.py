@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.contract.errors import ConfigError
 from penstock.runtime.cache_folders import cache_folder as cache_folder
-from penstock.runtime.cache_folders import private_folder
+from penstock.runtime.cache_folders import flush, private_folder
 
 _BUILDING_S = 24 * 60 * 60
 """A temporary folder older than this belongs to a process that died."""
@@ -39,6 +39,7 @@ def built_once(name: str, build: Callable[[Path], None]) -> Path:
     with building as temporary:
         built = Path(temporary) / "model"
         build(built)
+        flush(built)
         try:
             built.rename(folder)
         except OSError:

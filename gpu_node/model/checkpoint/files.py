@@ -192,12 +192,15 @@ def read_safetensors(path: Path, held: mmap.mmap | bytes) -> Iterable[tuple[str,
         return [(name, _safetensor(name, entry, content[8 + header_bytes :])) for name, entry in header.items()]
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} has no valid safetensors header: {error}") from error
 
 
 def _safetensor(name: str, entry: Mapping[str, Any], data: NDArray[np.uint8]) -> StoredTensor:
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+    # Python takes 4.0 and True for numbers that equal whole numbers.
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise ConfigError(f"tensor {name} has a shape or offsets that are not whole numbers of at least 0")
     # The prefix keeps unknown dtypes from being taken for ggml formats, whose row lengths differ.
     kind, item_bytes = _SAFETENSORS_KINDS.get(entry["dtype"], (f"safetensors {entry['dtype']}", None))
     if not 0 <= start <= end <= len(data):

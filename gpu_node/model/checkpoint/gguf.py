@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,16 +18,24 @@ from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, descr
 
 LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 """Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's."""
+_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors that only writing raises."""
 
 
 def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
-    """Write the config and tokenizer of `gguf` to a new `folder`. Raises ConfigError for an unreadable file."""
+    """Write the config and tokenizer of `gguf` to a new `folder`.
+
+    Raises ConfigError for an unreadable file and a full disk.
+    """
     progress("convert", 0.0)
     try:
         # Parse the header first, because its errors for truncated files are clearer than those of transformers.
         header = read_header(np.memmap(gguf, np.uint8, "r").data, TOKENIZER_LISTS)
         if not describe_llama(header, folder):
             describe_by_transformers(gguf, header, folder, progress)
+    except OSError as error:
+        what = f"cannot write to {folder}" if error.errno in _WRITING else f"cannot read {gguf}"
+        raise ConfigError(f"{what}: {error}") from error
     except Exception as error:
         # A third-party parser may raise any exception for a file of unknown origin.
         raise ConfigError(f"cannot read {gguf}: {error}") from error

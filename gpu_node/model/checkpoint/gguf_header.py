@@ -19,6 +19,8 @@ from penstock.contract.errors import ConfigError
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+_MAX_DIMS = 4
+"""Of a tensor, as in ggml (`GGML_MAX_DIMS`)."""
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _SCALARS = {number: struct.Struct(f"<{code}") for number, code in _CODES.items()}
 _STRING, _ARRAY = 8, 9
@@ -108,9 +110,10 @@ class _Cursor:
         return value
 
     def take(self, num_bytes: int) -> bytes:
+        left = len(self._content) - self.at
+        if left < num_bytes:
+            raise struct.error(f"{num_bytes} bytes wanted, {left} left")
         taken = bytes(self._content[self.at : self.at + num_bytes])
-        if len(taken) < num_bytes:
-            raise struct.error(f"{num_bytes} bytes wanted, {len(taken)} left")
         self.at += num_bytes
         return taken
 
@@ -130,8 +133,10 @@ class _Cursor:
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read a tensor's name, dimensions (fastest first), format, and offset from the start of the data."""
-        name = self.text()
-        dims = tuple(self.number(_U64) for _ in range(self.number(_U32)))
+        name, num_dims = self.text(), self.number(_U32)
+        if num_dims > _MAX_DIMS:
+            raise ConfigError(f"tensor {name} has {num_dims} dimensions; at most {_MAX_DIMS} are allowed")
+        dims = tuple(self.number(_U64) for _ in range(num_dims))
         return name, dims, self.number(_U32), self.number(_U64)
 
     def _list(self, key: str, *, is_wanted: bool) -> list[Any] | None:

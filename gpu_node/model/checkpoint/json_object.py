@@ -19,6 +19,8 @@ def read_object(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object")
     return content

@@ -11,6 +11,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once, samples
 from penstock.gpu_node.model.checkpoint.gguf import describe_gguf
 from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
+from penstock.runtime.cache_folders import file_stem
 
 _CONVERTER_VERSION = 2
 """Increased when the converters' output changes, so that no node uses outdated cached files."""
@@ -59,4 +60,4 @@ def _cached_name(gguf: Path) -> str:
     digest = hashlib.blake2b(str(gguf.stat().st_mtime_ns).encode(), digest_size=8)
     for sample in samples(gguf):
         digest.update(sample)
-    return f"{gguf.stem}-{digest.hexdigest()}-v{_CONVERTER_VERSION}"
+    return f"{file_stem(gguf.stem)}-{digest.hexdigest()}-v{_CONVERTER_VERSION}"

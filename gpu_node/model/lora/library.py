@@ -114,5 +114,13 @@ class AdapterLibrary:
             paths = []  # the folder may be unmounted for a moment
         for path in paths:
             is_adapter_name = path.name not in self._named and re.fullmatch(NAME_PATTERN, path.name)
-            if is_adapter_name and (path / CONFIG_FILE).is_file():
+            if is_adapter_name and self._has_config(path):
                 yield path.name, path
+
+    def _has_config(self, folder: Path) -> bool:
+        """Return whether a folder holds an adapter. This process may not be allowed to enter it."""
+        try:
+            return (folder / CONFIG_FILE).is_file()
+        except OSError as error:
+            self._report_unusable(folder, str(error))
+            return False

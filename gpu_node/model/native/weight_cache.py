@@ -23,6 +23,7 @@ from penstock.gpu_node.model.checkpoint.revision import revision_of
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter, flush_to_disk
 from penstock.gpu_node.model.native.packed_matrix import OnMatrix
 from penstock.kernels.cpu.formats import Format
+from penstock.runtime.cache_folders import file_stem
 
 _log = logging.getLogger(__name__)
 _UNUSED_S = 7 * 24 * 60 * 60
@@ -43,7 +44,7 @@ class WeightCache:
         self._key = _key(described, layout)
         self._needed_bytes = 2 * _num_bytes(described)
         name = re.sub(r"[^\w.-]+", "-", (described.source.gguf or described.source.folder.resolve()).name)
-        self._path = cache_folder() / "weights" / f"{name}-{self._key}{_SUFFIX}"
+        self._path = cache_folder() / "weights" / f"{file_stem(name)}-{self._key}{_SUFFIX}"
 
     def opened(self) -> PackedWeights | None:
         """Return the packed weights, or None if they are not packed yet or cannot be read."""

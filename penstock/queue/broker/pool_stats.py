@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -10,6 +11,7 @@ from redis.asyncio import Redis
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import translated
+from penstock.queue.msgpack_codec import WireError
 from penstock.queue.pool_stats import EVENTS, PoolStats
 
 
@@ -48,11 +50,12 @@ class StatsBroker:
         seconds, micros = time
         now_ms = seconds * 1000 + micros // 1000
         depth, heads = waiting[: len(classes)], waiting[len(classes) :]
-        alive = [
-            records[node]
-            for node, heartbeat_ms in heartbeats
-            if heartbeat_ms >= now_ms - int(lease_ms or 0) and node in records
-        ]
+        nodes = []
+        for node, heartbeat_ms in heartbeats:
+            if heartbeat_ms >= now_ms - int(lease_ms or 0) and node in records:
+                # A node of another protocol version has a record that this one cannot read.
+                with suppress(WireError):
+                    nodes.append(wire.decode_pressure(records[node]))
         return PoolStats(
             pool,
             tuple(depth),
@@ -60,6 +63,6 @@ class StatsBroker:
             tuple(max(0, int(cost or 0)) for cost in backlog),
             num_open,
             {event: int(counts.get(event.encode(), 0)) for event in EVENTS},
-            tuple(map(wire.decode_pressure, alive)),
+            tuple(nodes),
             {tenant.decode(): int(num_bytes) for tenant, num_bytes in kept.items()},
         )

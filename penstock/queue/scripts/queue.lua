@@ -236,13 +236,14 @@ local function stored_of(text)
     response = tonumber(response) or 0}
 end
 
--- Deletes a dead letter and its request. Returns 1 if it was one, else 0.
+-- Deletes a dead letter and its request. Returns 1 if it was one, else 0: other jobs keep their requests.
 local function delete_dead_letter(id)
+  if redis.call('ZREM', P .. ':dead_letters', id) == 0 then return 0 end
   local tenant, stored = unpack(redis.call('HMGET', job_key(id), 'tenant', 'stored'))
   stored = stored_of(stored)
   redis.call('DEL', P .. ':request:' .. id)
   if stored then subtract_stored(expiry_member(stored.request, tenant, 'request:' .. id)) end
-  return redis.call('ZREM', P .. ':dead_letters', id)
+  return 1
 end
 
 -- Makes an ended job a dead letter. Its request is kept, so that an operator can inspect it and submit it again.

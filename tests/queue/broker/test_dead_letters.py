@@ -70,6 +70,15 @@ async def test_what_is_purged_is_gone(queue: Queue) -> None:
     assert await audit(AdminBroker(queue.redis), "m") == []
 
 
+async def test_an_open_job_that_is_purged_by_mistake_runs(queue: Queue) -> None:
+    node, job_id = await queue.node(), await queue.submit()
+    assert await DeadLetters(queue.redis).purge([job_id]) == 0
+    assert await audit(AdminBroker(queue.redis), "m") == []
+    (taken,) = (await node.take()).jobs
+    await node.finish(taken, 0, 3)
+    assert (await queue.producer.status(job_id, "default")).state == "done"
+
+
 async def test_a_job_that_ended_otherwise_is_no_dead_letter(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node)

@@ -151,6 +151,16 @@ def test_more_layers_than_tensors_are_refused_before_anything_is_made_for_each(t
         _open_gguf(tmp_path / "m.gguf")
 
 
+def test_a_tensor_of_many_dimensions_is_refused_before_they_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    _write_gguf(path)
+    content, name = bytearray(path.read_bytes()), b"token_embd.weight"
+    content[(at := content.index(name) + len(name)) : at + 4] = (1 << 31).to_bytes(4, "little")
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"m\.gguf.*token_embd\.weight has 2147483648 dimensions; at most 4"):
+        _open_gguf(path)
+
+
 def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
     _write_gguf(tmp_path / "m.gguf", heads=5)
     with pytest.raises(ConfigError, match=r"64 rows.*5 heads"):
@@ -166,6 +176,9 @@ def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}',
         b'{"a": {"dtype": "F8_E4M3", "shape": [2, 3], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [true, 2], "data_offsets": [0, 8]}}',
+        b'{"a": ' + b"[" * 100_000,
     ],
 )
 def test_safetensors_headers_that_make_no_sense_are_refused(header: bytes, tmp_path: Path) -> None:

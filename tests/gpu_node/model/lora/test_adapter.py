@@ -144,6 +144,27 @@ def test_a_folder_that_is_no_adapter_is_told_of_once(
     assert said["folder"] == str(tmp_path / "half") and "adapter_model.safetensors" in said["reason"]
 
 
+def test_folders_that_cannot_be_read_leave_the_others_usable(
+    family_folder: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = _load(family_folder("llama"), lora_dir=tmp_path).adapters
+    for name in ("deep", "locked", "whole"):
+        make_adapter(tmp_path / name, _model(family_folder("llama")), only="q_proj")
+    (tmp_path / "deep" / "adapter_config.json").write_text("[" * 100_000)
+    is_file = Path.is_file
+
+    def allowed(path: Path) -> bool:
+        if path.parent == tmp_path / "locked":
+            raise PermissionError(13, "Permission denied")
+        return is_file(path)
+
+    # Root may enter any folder.
+    monkeypatch.setattr(Path, "is_file", allowed)
+    assert library.digests().keys() == {"whole"}
+    said = [(Path(vars(record)["folder"]).name, vars(record)["reason"]) for record in caplog.records]
+    assert {name: "nested too deeply" in why or "denied" in why for name, why in said} == {"deep": True, "locked": True}
+
+
 def test_an_adapter_is_known_by_its_content(family_folder: Family, tmp_path: Path) -> None:
     base = _model(family_folder("llama"))
     library = _load(family_folder("llama"), lora_dir=tmp_path).adapters
