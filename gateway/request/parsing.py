@@ -9,7 +9,7 @@ from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import is_job_id
 from penstock.contract.priority import allowed_class
 from penstock.gateway.authentication import caller_of
-from penstock.gateway.request.body import num_bytes_to_hold, read_json_body
+from penstock.gateway.request.body import read_json_body
 from penstock.gateway.request.body_parser import Parser
 from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.settings import GatewaySettings
@@ -46,8 +46,9 @@ async def read_body(request: Request, form: str) -> ParsedBody:
     settings: GatewaySettings = state.settings
     budget: SharedBudget = state.body_budget
     parser: Parser = state.parser
-    async with budget.taken(owner, num_bytes_to_hold(request, settings.max_body_bytes)):
-        raw = await read_json_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+    async with budget.taken(owner) as claim:
+        max_bytes, timeout_s = settings.max_body_bytes, settings.body_timeout_s
+        raw = await read_json_body(request, claim, max_bytes=max_bytes, timeout_s=timeout_s)
         return await parser.parse(form, raw, owner)
 
 

@@ -18,7 +18,9 @@ from penstock.gateway.request.parsing import generation_request_of, read_body
 from penstock.gateway.responses.answers import ResponseState, ResponseStream, ResponseWhole
 from penstock.gateway.responses.conversation import Conversations
 from penstock.gateway.responses.record import PackedMessages, StoredResponse
+from penstock.gateway.responses.stored import RecordSource, new_record
 from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.answer import Answer, answer_format
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent
 from penstock.gateway.stream.limits import check_logprobs
@@ -48,25 +50,26 @@ class CreateResponse:
             message = "after: continue a response with GET /v1/responses/{id}?stream=true&starting_after=<number>"
             raise RequestError(message, param="after")
         try:
-            generation, record = await _with_record(request, generation, body)
+            generation, source = await _with_record(request, generation, body)
         except PenstockError as error:
             rename(error, body.content.names)
             raise
         if body.stream:
-            return ResponseStream(request, generation, record, ignored=body.ignored)
-        if record.background:
-            return ResponseState(request, generation, record, ignored=body.ignored)
-        return ResponseWhole(request, generation, record, ignored=body.ignored)
+            return ResponseStream(request, generation, source, ignored=body.ignored)
+        if generation.background:
+            return ResponseState(request, generation, source, ignored=body.ignored)
+        return ResponseWhole(request, generation, source, ignored=body.ignored)
 
 
 async def _with_record(
     request: Request, generation: GenerationRequest, body: ParsedBody
-) -> tuple[GenerationRequest, StoredResponse]:
+) -> tuple[GenerationRequest, RecordSource]:
     """Return the request with its whole conversation and its job's id, and the record of the response."""
     client: AsyncClient = request.app.state.client
     settings: GatewaySettings = request.app.state.settings
     options, content = body.options, generation.content
-    conversations = Conversations(client, generation.tenant, settings.max_body_bytes)
+    budget: SharedBudget = request.app.state.result_budget
+    conversations = Conversations(client, generation.tenant, settings.max_body_bytes, budget)
     own = await conversations.resolved(content.prompts[0], options["num_calls"], options["references"])
     prompt = await conversations.prompt_of(own, options["instructions"], options["previous"])
     content = replace(content, prompts=[prompt])
@@ -77,17 +80,15 @@ async def _with_record(
     if len(stored.data) > MAX_BYTES:
         message = f"input: the stored response would have more than {MAX_BYTES} bytes"
         raise TooLargeError(message, param="input")
-    return (
-        replace(
-            generation,
-            content=content,
-            job_id=f"{pool.pool}.{uuid_utils.uuid7()}",
-            event_ids=record.stored,
-            background=record.background,
-            response=stored if record.stored else None,
-        ),
-        record,
+    generation = replace(
+        generation,
+        content=content,
+        job_id=f"{pool.pool}.{uuid_utils.uuid7()}",
+        event_ids=record.stored,
+        background=record.background,
+        response=stored if record.stored else None,
     )
+    return generation, new_record(record)
 
 
 def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool: ServedPool) -> StoredResponse:

@@ -67,6 +67,8 @@ class SocketStream:
         self._is_stream = False
         self._body = b""
         self._num_sent = 0
+        self._is_within_message = False
+        """Whether a message has begun whose last part was not sent."""
 
     async def submit(self, request: Submit, body: ParsedBody | PenstockError | None) -> None:
         """Submit the jobs of a request and send their events, then the end."""
@@ -151,12 +153,26 @@ class SocketStream:
         if part["type"] == "http.response.start":
             await self._note_start(part["status"], Headers(raw=part["headers"]))
         elif self._is_stream:
-            for line in part["body"].splitlines():
-                await self._write(line)
+            await self._send_lines(part["body"])
         else:
             self._body = (self._body + part["body"])[:MAX_ERROR_BYTES]
             if not part.get("more_body", False):
                 await self._note_body()
+
+    async def _send_lines(self, body: bytes) -> None:
+        """Send a message for each line. A line that does not end here becomes the beginning of one."""
+        *ends, rest = body.split(b"\n")
+        for line in ends:
+            if self._is_within_message:
+                await self._channel.write_part(line, is_last=True)
+                self._is_within_message = False
+            else:
+                await self._write(line)
+        if rest:
+            if not self._is_within_message:
+                await self._channel.begin_message()
+                self._is_within_message = True
+            await self._channel.write_part(rest, is_last=False)
 
     async def _note_start(self, status: int, headers: Headers) -> None:
         self._status, self._body = status, b""
@@ -191,6 +207,9 @@ class SocketStream:
 
     async def _end(self) -> None:
         """Send the end of a stream whose requests ended without one."""
+        if self._is_within_message:
+            await self._channel.break_off()
+            return
         if self.has_ended:
             return
         error: PenstockError

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -308,19 +310,33 @@ def test_flood_of_messages_is_slowed_down_and_all_are_answered(stack: Stack, raw
 # Memory of large messages. -----------------------------------------------------------------------
 
 
-def test_large_messages_wait_for_memory_and_a_slow_one_is_closed(stack: Stack, shared_engine: EchoEngine) -> None:
+def test_slow_large_messages_are_closed_and_delay_no_other(stack: Stack, shared_engine: EchoEngine) -> None:
     url = stack.start_gateway(body_timeout_s=1.0)
     body = {"model": MODEL, "prompt": "hello", "user": "u" * (3 << 20)}
     message = frame(TEXT, json.dumps({"type": "submit", "id": "a", "path": "/v1/completions", "body": body}).encode())
-    with RawSocket(url) as one, RawSocket(url) as two, RawSocket(url) as three:
-        # The tenant's share is two messages of the largest size.
-        for slow in (one, two):
+    with contextlib.ExitStack() as sockets:
+        *slow_ones, quick = (sockets.enter_context(RawSocket(url)) for _ in range(4))
+        for slow in slow_ones:
             slow.send(message[: 1 << 20])
-        time.sleep(0.3)
-        sent = threading.Thread(target=three.send, args=(message,))
         started_s = time.monotonic()
-        sent.start()
-        assert text_of(three.messages()) == "hello"
-        assert time.monotonic() - started_s > 0.4
-        sent.join()
-        assert (one.close_code(), two.close_code()) == (1008, 1008)
+        quick.send(message)
+        assert text_of(quick.messages()) == "hello"
+        assert time.monotonic() - started_s < 0.9
+        assert [slow.close_code() for slow in slow_ones] == [1008] * 3
+
+
+def test_large_messages_at_once_share_the_memory(
+    stack: Stack, shared_engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.gateway.app.MAX_BODY_BYTES_HELD_OF_TENANT", 8 << 20)
+    url = stack.start_gateway()
+    body = {"model": MODEL, "prompt": "hello", "user": "u" * (3 << 20)}
+    message = frame(TEXT, json.dumps({"type": "submit", "id": "a", "path": "/v1/completions", "body": body}).encode())
+
+    def ask(_: int) -> str:
+        with RawSocket(url) as one:
+            one.send(message)
+            return text_of(one.messages())
+
+    with ThreadPoolExecutor(5) as pool:
+        assert [*pool.map(ask, range(5))] == ["hello"] * 5
