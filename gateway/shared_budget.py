@@ -169,7 +169,7 @@ class SharedBudget:
                 progress = True
 
     def _next_of(self, owner: str) -> _Wish | None:
-        """Return an owner's next wish if its share permits it. Of several steps, it is the first that can be granted."""
+        """Return an owner's next wish if its share permits it; of several steps, the first that can be granted."""
         for wish in self._wishes[owner]:
             if wish.granted.done():  # canceled; its waiter has not removed it yet
                 continue

@@ -13,14 +13,15 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
 from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
+from penstock.gateway.authentication import caller_of
 from penstock.gateway.request.parsed_body import ParsedBody
-from penstock.gateway.request.parsing import generation_request_of, read_body
+from penstock.gateway.request.parsing import generation_request_of, held_body
 from penstock.gateway.responses.answers import ResponseState, ResponseStream, ResponseWhole
 from penstock.gateway.responses.conversation import Conversations
 from penstock.gateway.responses.record import PackedMessages, StoredResponse
-from penstock.gateway.responses.stored import RecordSource, new_record
+from penstock.gateway.responses.stored import new_record
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.shared_budget import SharedBudget
+from penstock.gateway.shared_budget import Claim, SharedBudget
 from penstock.gateway.stream.answer import Answer, answer_format
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent
 from penstock.gateway.stream.limits import check_logprobs
@@ -41,19 +42,25 @@ class CreateResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         request = Request(scope, receive, send)
-        await (await self._answer_to(request))(scope, receive, send)
+        budget: SharedBudget = request.app.state.result_budget
+        async with budget.taken(caller_of(request).tenant) as claim:
+            # Other large bodies wait unread while this one waits for the memory of its answer.
+            async with held_body(request, FORM) as body:
+                answer = await self._answer_to(request, body, claim)
+                del body
+            await answer(scope, receive, send)
 
-    async def _answer_to(self, request: Request) -> Answer:
-        body = await read_body(request, FORM)
+    async def _answer_to(self, request: Request, body: ParsedBody, claim: Claim) -> Answer:
         generation = generation_request_of(request, body)
         if generation.cut_at is not None:
             message = "after: continue a response with GET /v1/responses/{id}?stream=true&starting_after=<number>"
             raise RequestError(message, param="after")
         try:
-            generation, source = await _with_record(request, generation, body)
+            generation, record = await _with_record(request, generation, body)
         except PenstockError as error:
             rename(error, body.content.names)
             raise
+        source = await new_record(record, claim)
         if body.stream:
             return ResponseStream(request, generation, source, ignored=body.ignored)
         if generation.background:
@@ -63,7 +70,7 @@ class CreateResponse:
 
 async def _with_record(
     request: Request, generation: GenerationRequest, body: ParsedBody
-) -> tuple[GenerationRequest, RecordSource]:
+) -> tuple[GenerationRequest, StoredResponse]:
     """Return the request with its whole conversation and its job's id, and the record of the response."""
     client: AsyncClient = request.app.state.client
     settings: GatewaySettings = request.app.state.settings
@@ -88,7 +95,7 @@ async def _with_record(
         background=record.background,
         response=stored if record.stored else None,
     )
-    return generation, new_record(record)
+    return generation, record
 
 
 def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool: ServedPool) -> StoredResponse:

@@ -51,15 +51,15 @@ async def decoded_record(data: bytes) -> StoredResponse:
 
 
 RecordSource = Callable[[Claim], Awaitable[StoredResponse]]
-"""Brings the record of an answer, without its input. The claim then covers what is kept of it."""
+"""Brings the record of an answer, without its input. The claim, or an earlier one, covers what is kept of it."""
 
 
-def new_record(record: StoredResponse) -> RecordSource:
-    """Return the source of the record of a new response."""
+async def new_record(record: StoredResponse, claim: Claim) -> RecordSource:
+    """Return the source of a new response's record, for whose memory `claim` grows. It outlives the answer."""
     kept = record.without_input()
+    await claim.grow_to(bytes_to_claim(len(kept.echo)))
 
-    async def bring(claim: Claim) -> StoredResponse:
-        await claim.grow_to(bytes_to_claim(len(kept.echo)))
+    async def bring(_: Claim) -> StoredResponse:
         return kept
 
     return bring

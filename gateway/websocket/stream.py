@@ -77,9 +77,12 @@ class SocketStream:
             headers.append((KEY_HEADER.encode(), request.idempotency_key.encode()))
         self._is_background = isinstance(body, ParsedBody) and bool(body.options.get("background"))
         query = _position(request.after)
-        await self._ask("POST", request.path, query, headers, body)
+        returns_progress = isinstance(body, ParsedBody) and bool(body.options.get(RETURN_PROGRESS))
+        extensions = {PARSED_BODY: body}
+        del body  # The request takes it out of the extensions, and keeps what it needs.
+        await self._ask("POST", request.path, query, headers, extensions)
         if request.path == JOBS_PATH and self._status == HTTPStatus.ACCEPTED:
-            if isinstance(body, ParsedBody) and body.options.get(RETURN_PROGRESS):
+            if returns_progress:
                 query[RETURN_PROGRESS] = "true"
             await self._ask("GET", _stream_path(self._job_ids[0]), query)
         await self._end()
@@ -116,8 +119,10 @@ class SocketStream:
         path: str,
         query: Mapping[str, str],
         headers: RawHeaders = (),
-        body: ParsedBody | PenstockError | None = None,
+        extensions: dict[str, Any] | None = None,
     ) -> None:
+        extensions = {} if extensions is None else extensions
+        extensions |= framing_extension(self._framing)
         socket = self._socket_scope
         scope = {
             "type": "http",
@@ -133,7 +138,7 @@ class SocketStream:
             "client": socket["client"],
             "server": socket["server"],
             "state": {},
-            "extensions": {**framing_extension(self._framing), PARSED_BODY: body},
+            "extensions": extensions,
         }
         self._has_read = False
         try:

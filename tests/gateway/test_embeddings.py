@@ -338,6 +338,7 @@ def test_more_texts_than_jobs_may_be_open_are_refused_by_name(stack: Stack, redi
 def test_more_texts_than_a_key_may_have_jobs_are_refused_by_name() -> None:
     content = RequestContent(MODEL, ["a"] * 4, SamplingParams(), {"prompt": "input"})
     check_num_jobs(content, Terms(max_open_jobs=4), ServedPool("echo", MODEL))
-    with pytest.raises(RequestError, match=r"^input: 4 .* this tenant may have at most 3 open jobs") as caught:
+    with pytest.raises(RequestError) as caught:
         check_num_jobs(content, Terms(max_open_jobs=3), ServedPool("echo", MODEL))
     assert caught.value.param == "input"
+    assert caught.value.message.startswith("input: 4 prompts become as many jobs, and this tenant may have at most 3")

@@ -15,7 +15,7 @@ from hostile.attacker import JSON, Attacker
 from hostile.catalogue import attack
 
 RESPONSES = "/v1/responses"
-NUM_READERS = 60
+NUM_READERS = 30
 NUM_SENDERS = 40
 _RECEIVE_BYTES = 4096
 _STEP_S = 0.5
@@ -66,7 +66,7 @@ async def stored_response(a: Attacker) -> str:
         return str(answer.json()["id"])
 
 
-@attack("60 slow readers of responses with records of 7 MB, and of their input", seconds=15.0)
+@attack("30 slow readers of responses with records of 7 MB, and of their input", seconds=15.0)
 async def record_readers(a: Attacker) -> None:
     path = f"{RESPONSES}/{await stored_response(a)}"
     paths = (path, f"{path}?stream=true", f"{path}/input_items")
@@ -74,7 +74,7 @@ async def record_readers(a: Attacker) -> None:
     await read_slowly(a, [ask_slowly(a, head) for head in heads])
 
 
-@attack("60 slow readers of streams that repeat 3 MB of their request, as NDJSON", seconds=20.0)
+@attack("30 slow readers of streams that repeat 3 MB of their request, as NDJSON", seconds=25.0)
 async def large_lines(a: Attacker) -> None:
     body = large_response(a.model, stream=True, store=False)
     head = f"POST {RESPONSES} HTTP/1.1\r\naccept: application/x-ndjson"
