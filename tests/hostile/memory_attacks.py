@@ -7,8 +7,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
-from urllib.parse import urlsplit
+from collections.abc import AsyncIterator
 
 from hostile import payloads as p
 from hostile.attacker import JSON, Attacker
@@ -18,6 +17,7 @@ RESPONSES = "/v1/responses"
 NUM_READERS = 30
 NUM_SENDERS = 40
 _RECEIVE_BYTES = 4096
+_READ_BYTES = 64
 _STEP_S = 0.5
 
 
@@ -28,35 +28,22 @@ def large_response(model: str, **fields: object) -> bytes:
     return p.as_body(model, input=items, user="u" * (3 << 20), max_output_tokens=2, **fields)
 
 
-def ask_slowly(a: Attacker, head: str, body: bytes = b"") -> socket.socket:
-    """Send a request whose answer is not read. The kernel keeps little of it."""
-    connection = socket.socket()
+async def read_slowly(a: Attacker, head: str, body: bytes = b"") -> None:
+    """Send a request, read a few bytes of the answer from time to time, and count the answer by its status."""
+    connection = a.connect()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
-    connection.settimeout(60)
-    address = urlsplit(a.url)
-    connection.connect((address.hostname, address.port))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=_READ_BYTES)
     lines = [head, "host: penstock", f"authorization: Bearer {a.key}", f"content-type: {JSON}"]
-    lines += [f"content-length: {len(body)}"] if body else []
-    connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
-    return connection
-
-
-async def read_slowly(a: Attacker, connections: Sequence[socket.socket]) -> None:
-    """Read a few bytes of each answer from time to time, and count the answers by their status."""
-    begun = set[socket.socket]()
-    while not a.is_over:
-        await asyncio.sleep(_STEP_S)
-        for connection in connections:
-            connection.setblocking(False)
-            with contextlib.suppress(OSError):
-                data = connection.recv(64)
-                if data.startswith(b"HTTP/1.1 ") and connection not in begun:
-                    begun.add(connection)
-                    a.note(data[9:12].decode())
-    for connection in connections:
-        connection.close()
-    if len(begun) < len(connections):
-        a.answers["waiting"] += len(connections) - len(begun)
+    writer.write("\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body)
+    status = "waiting"
+    with contextlib.suppress(TimeoutError, OSError, EOFError):
+        async with asyncio.timeout(a.until_s - time.monotonic()):
+            status = (await reader.readexactly(len("HTTP/1.1 200")))[-3:].decode()
+            while True:
+                await asyncio.sleep(_STEP_S)
+                await reader.readexactly(_READ_BYTES)
+    a.note(status)
+    writer.transport.abort()
 
 
 async def stored_response(a: Attacker) -> str:
@@ -71,16 +58,19 @@ async def record_readers(a: Attacker) -> None:
     path = f"{RESPONSES}/{await stored_response(a)}"
     paths = (path, f"{path}?stream=true", f"{path}/input_items")
     heads = [f"GET {paths[number % len(paths)]} HTTP/1.1" for number in range(NUM_READERS)]
-    await read_slowly(a, [ask_slowly(a, head) for head in heads])
+    await asyncio.gather(*(read_slowly(a, head) for head in heads))
 
 
-@attack("30 slow readers of streams that repeat 3 MB of their request, as NDJSON", seconds=25.0)
+@attack("30 slow readers of events of 3 MB, as lines of NDJSON", seconds=15.0)
 async def large_lines(a: Attacker) -> None:
+    head = f"GET {RESPONSES}/{await stored_response(a)}?stream=true HTTP/1.1\r\naccept: application/x-ndjson"
+    await asyncio.gather(*(read_slowly(a, head) for _ in range(NUM_READERS)))
+
+
+@attack("30 slow readers of streams that repeat 3 MB of a request of 7 MB, not stored", seconds=25.0)
+async def repeated_requests(a: Attacker) -> None:
     body = large_response(a.model, stream=True, store=False)
-    head = f"POST {RESPONSES} HTTP/1.1\r\naccept: application/x-ndjson"
-    asked = (asyncio.to_thread(ask_slowly, a, head, body) for _ in range(NUM_READERS))
-    connections = await asyncio.gather(*asked)
-    await read_slowly(a, connections)
+    await asyncio.gather(*(read_slowly(a, f"POST {RESPONSES} HTTP/1.1", body) for _ in range(NUM_READERS)))
 
 
 @attack("40 bodies of unknown length that stop after 100 KB; beside them, short ones of the same key", seconds=15.0)

@@ -312,7 +312,10 @@ def test_flood_of_messages_is_slowed_down_and_all_are_answered(stack: Stack, raw
 
 def large_message() -> bytes:
     body = {"model": MODEL, "prompt": "hello", "user": "u" * (3 << 20)}
-    return frame(TEXT, json.dumps({"type": "submit", "id": "a", "path": "/v1/completions", "body": body}).encode())
+    message: bytes = frame(
+        TEXT, json.dumps({"type": "submit", "id": "a", "path": "/v1/completions", "body": body}).encode()
+    )
+    return message
 
 
 def test_slow_large_messages_delay_no_other(stack: Stack, shared_engine: EchoEngine) -> None:
@@ -341,7 +344,7 @@ def test_large_messages_at_once_share_the_memory(
     def ask(_: int) -> str:
         with RawSocket(url) as one:
             one.send(large_message())
-            return text_of(one.messages())
+            return str(text_of(one.messages()))
 
     with ThreadPoolExecutor(5) as pool:
         assert [*pool.map(ask, range(5))] == ["hello"] * 5
