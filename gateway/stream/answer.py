@@ -78,7 +78,7 @@ class Answer(JobResponse):
         self._pools = await self._client.pools()
         # If the model is unknown here, the submission looks it up again and raises the error.
         with contextlib.suppress(NotFoundError, UnavailableError):
-            record = choose_pool(self._pools.values(), content.model)
+            record = choose_pool(self._pools.values(), content.model or None)
             check_num_jobs(content, self._generation.terms, record)
             check_logprobs(content, record, self._settings.max_logprobs)
             if has_tools:
