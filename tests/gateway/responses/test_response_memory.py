@@ -111,9 +111,9 @@ def test_items_may_be_named_often_and_share_one_reading(
 def test_items_that_are_named_often_are_limited_before_they_are_copied(
     stack: Any, shared_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = stack.start_gateway(max_body_bytes=64 << 10)
+    url = stack.start_gateway(max_body_bytes=32 << 10)
     named = created(url, input="t" * 200)["output"][0]["id"]
-    references = [{"type": "item_reference", "id": named}] * 400
+    references = [{"type": "item_reference", "id": named}] * 250
     monkeypatch.setattr("penstock.gateway.responses.conversation._packed_message", None)
     answer = httpx.post(f"{url}/v1/responses", json={"model": MODEL, "input": references}, timeout=30)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "conversation_too_large")
