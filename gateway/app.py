@@ -34,7 +34,7 @@ from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import models
 from penstock.gateway.openai import routes as openai_routes
 from penstock.gateway.openai.errors import ID_HEADER
-from penstock.gateway.request.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
+from penstock.gateway.request.body import BODY_STEP_BYTES, MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
 from penstock.gateway.request.body_parser import Parser
 from penstock.gateway.responses import routes as response_routes
 from penstock.gateway.settings import GatewaySettings
@@ -53,9 +53,11 @@ from penstock.runtime.settings import KeySettings
 from penstock.runtime.tracing.setup import tracing_of
 
 MAX_RESULT_BYTES_HELD = 64 << 20
-"""Bytes of large results that a gateway holds in memory while it sends them. Further large answers wait."""
+"""Bytes of large results and of records of responses that a gateway holds while it sends them. Others wait."""
 MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
 """The share of MAX_RESULT_BYTES_HELD that one tenant may use."""
+MAX_RESULT_WAIT_S = 30.0
+"""Seconds that an answer waits for that memory. After that, it is refused with a 503."""
 ROUTES = (
     *openai_routes.ROUTES,
     *anthropic_routes.ROUTES,
@@ -86,10 +88,14 @@ def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
     app.state.dashboard = Dashboard(lambda: app.state.client, app.state.metrics)
     app.state.parser = Parser(settings.unknown_fields)
     app.state.loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
-    app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
+    app.state.body_budget = SharedBudget(
+        MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT, step=BODY_STEP_BYTES, most=settings.max_body_bytes
+    )
     app.state.yielder = LoopYielder()
     app.state.sockets = SocketCounter(settings.max_sockets, settings.max_key_sockets)
-    app.state.result_budget = SharedBudget(MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT)
+    app.state.result_budget = SharedBudget(
+        MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT, max_wait_s=MAX_RESULT_WAIT_S
+    )
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.contract.errors import UnavailableError
 from penstock.gateway.errors import error_event, error_response
-from penstock.gateway.stream.framing import framing_of
+from penstock.gateway.stream.framing import framing_of, has_broken_event
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,8 @@ class Drain:
         try:
             await self._app(scope, receive, noting)
         except asyncio.CancelledError:
-            if not is_complete:
+            # Within an event nothing valid can follow, so the server closes the connection.
+            if not is_complete and not has_broken_event(scope):
                 await _send_error(started, scope, receive, send)
 
 

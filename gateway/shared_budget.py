@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from penstock.contract.errors import UnavailableError
+
+_RETRY_AFTER_MS = 5000
+
+
+class Claim:
+    """The units that one request holds. The end of its block gives them back."""
+
+    __slots__ = ("_budget", "amount", "owner")
+
+    def __init__(self, budget: SharedBudget, owner: str) -> None:
+        self._budget = budget
+        self.owner = owner
+        self.amount = 0
+
+    async def grow_to(self, amount: int) -> None:
+        """Wait until this claim has `amount` units, or as many as one claim may have if that is less."""
+        await self._budget.grow(self, amount)
+
+    def shrink_to(self, amount: int) -> None:
+        """Give back what exceeds `amount`."""
+        self._budget.shrink(self, amount)
+
 
 @dataclass(slots=True, eq=False)
-class _Claim:
-    """A request for an amount that waits to be granted."""
+class _Wish:
+    """A claim that waits until it has `amount`."""
 
+    claim: Claim
     amount: int
     granted: asyncio.Future[None]
 
@@ -22,15 +46,29 @@ class SharedBudget:
 
     The claims of one owner are granted in order; owners are served round robin. One owner never holds more than
     `per_owner` units, so that other owners can still be served.
+
+    With a `step`, claims grow by multiples of it, each up to `most`. Such claims might all wait for each other. So a
+    step is granted only if the rest lets one claim reach `most` (Dijkstra's banker's algorithm). Steps that can be
+    granted pass those that cannot.
     """
 
-    def __init__(self, total: int, *, per_owner: int) -> None:
+    def __init__(
+        self, total: int, *, per_owner: int, step: int = 0, most: int | None = None, max_wait_s: float | None = None
+    ) -> None:
+        """`most`: the most that one claim may have, by default `per_owner`.
+
+        max_wait_s: after so long, a waiting claim raises UnavailableError. None: it waits as long as it must.
+        """
         self._total = total
         self._per_owner = per_owner
+        self._most = per_owner if most is None else min(most, per_owner)
+        self._step = step
+        self._max_wait_s = max_wait_s
         self._num_used = 0
-        self._held: dict[str, int] = {}
-        self._claims: dict[str, deque[_Claim]] = {}
-        """Waiting claims by owner. The first owner in the dictionary is served next."""
+        self._claims: dict[str, set[Claim]] = {}
+        """The claims by owner that hold something."""
+        self._wishes: dict[str, deque[_Wish]] = {}
+        """Waiting wishes by owner. The first owner in the dictionary is served next."""
 
     @property
     def num_used(self) -> int:
@@ -38,80 +76,112 @@ class SharedBudget:
         return self._num_used
 
     @asynccontextmanager
-    async def taken(self, owner: str, amount: int) -> AsyncIterator[None]:
-        """Wait for `amount` units and hold them in the block. An amount above the owner's share is cut to the share."""
-        amount = min(amount, self._per_owner)
-        if not amount:
-            yield
-            return
-        if owner not in self._claims and self._fits(owner, amount) and not self._claims:
-            self._grant(owner, amount)
-        else:
-            await self._wait(owner, amount)
+    async def taken(self, owner: str, amount: int = 0) -> AsyncIterator[Claim]:
+        """Wait for `amount` units and hold them in the block. More than one claim may have is cut to that."""
+        claim = Claim(self, owner)
         try:
-            yield
+            await self.grow(claim, amount)
+            yield claim
         finally:
-            self._give_back(owner, amount)
+            self.shrink(claim, 0)
 
-    async def _wait(self, owner: str, amount: int) -> None:
-        claim = _Claim(amount, asyncio.get_running_loop().create_future())
-        self._claims.setdefault(owner, deque()).append(claim)
+    async def grow(self, claim: Claim, amount: int) -> None:
+        """Wait until a claim has `amount` units, or as many as one claim may have if that is less."""
+        if self._step:
+            amount = -(-amount // self._step) * self._step
+        amount = min(amount, self._most)
+        if amount <= claim.amount:
+            return
+        if not self._wishes and self._fits_share(claim, amount) and self._fits_total(claim, amount):
+            self._grant(claim, amount)
+        else:
+            await self._wait(claim, amount)
+
+    def shrink(self, claim: Claim, amount: int) -> None:
+        """Give back what a claim has above `amount`."""
+        if claim.amount <= amount:
+            return
+        self._num_used -= claim.amount - amount
+        claim.amount = amount
+        if not amount:
+            self._claims[claim.owner].discard(claim)
+            if not self._claims[claim.owner]:
+                del self._claims[claim.owner]
+        self._serve()
+
+    async def _wait(self, claim: Claim, amount: int) -> None:
+        wish = _Wish(claim, amount, asyncio.get_running_loop().create_future())
+        self._wishes.setdefault(claim.owner, deque()).append(wish)
         self._serve()
         try:
-            await claim.granted
-        except asyncio.CancelledError:
-            if claim.granted.done() and not claim.granted.cancelled():
-                self._give_back(owner, amount)
-            else:
-                self._drop(owner, claim)
-                self._serve()
-            raise
+            async with asyncio.timeout(self._max_wait_s):
+                await wish.granted
+        except TimeoutError:
+            message = "this gateway holds as many large answers as it may; repeat the request later"
+            raise UnavailableError(message, retry_after_ms=_RETRY_AFTER_MS, code="answer_memory_full") from None
+        finally:
+            # If this task was canceled just after the grant, the end of the claim's block gives it back.
+            self._drop(wish)
+            self._serve()
 
-    def _fits(self, owner: str, amount: int) -> bool:
-        has_share = self._held.get(owner, 0) + amount <= self._per_owner
-        return has_share and self._num_used + amount <= self._total
+    def _fits_share(self, claim: Claim, amount: int) -> bool:
+        claims = self._claims.get(claim.owner, ())
+        return self._fits_in(self._per_owner - sum(one.amount for one in claims), claim, amount, claims)
 
-    def _grant(self, owner: str, amount: int) -> None:
-        self._num_used += amount
-        self._held[owner] = self._held.get(owner, 0) + amount
+    def _fits_total(self, claim: Claim, amount: int) -> bool:
+        claims = (one for of_owner in self._claims.values() for one in of_owner)
+        return self._fits_in(self._total - self._num_used, claim, amount, claims)
 
-    def _give_back(self, owner: str, amount: int) -> None:
-        self._num_used -= amount
-        self._held[owner] -= amount
-        if not self._held[owner]:
-            del self._held[owner]
-        self._serve()
+    def _fits_in(self, free: int, claim: Claim, amount: int, claims: Iterable[Claim]) -> bool:
+        """Return whether a claim may have `amount` while so many units are free beside the claims."""
+        rest = free - (amount - claim.amount)
+        if not self._step or rest < 0:
+            return rest >= 0
+        largest = max((one.amount for one in claims if one is not claim), default=0)
+        return rest >= self._most - max(amount, largest)
+
+    def _grant(self, claim: Claim, amount: int) -> None:
+        self._num_used += amount - claim.amount
+        claim.amount = amount
+        self._claims.setdefault(claim.owner, set()).add(claim)
 
     def _serve(self) -> None:
-        """Grant waiting claims, one owner after the other.
+        """Grant waiting wishes, one owner after the other.
 
-        A claim that its owner's share forbids is skipped. A claim that exceeds the free total stops the round:
-        otherwise smaller claims of other owners would starve it.
+        A wish that its owner's share forbids is skipped. A wish that exceeds the free total stops the round: otherwise
+        smaller wishes of other owners would starve it. Steps are all of one size, so they need not wait for each other.
         """
         progress = True
         while progress:
             progress = False
-            for owner in list(self._claims):
-                claim = self._claims[owner][0]
-                if claim.granted.done():  # canceled; its waiter has not removed it yet
-                    self._drop(owner, claim)
-                    progress = True
+            for owner in list(self._wishes):
+                wish = self._next_of(owner)
+                if wish is None:
                     continue
-                if self._held.get(owner, 0) + claim.amount > self._per_owner:
-                    continue
-                if not self._fits(owner, claim.amount):
+                if not self._step and not self._fits_total(wish.claim, wish.amount):
                     return
-                self._drop(owner, claim)
+                self._drop(wish)
                 # The owner moves to the end of the round.
-                if owner in self._claims:
-                    self._claims[owner] = self._claims.pop(owner)
-                self._grant(owner, claim.amount)
-                claim.granted.set_result(None)
+                if owner in self._wishes:
+                    self._wishes[owner] = self._wishes.pop(owner)
+                self._grant(wish.claim, wish.amount)
+                wish.granted.set_result(None)
                 progress = True
 
-    def _drop(self, owner: str, claim: _Claim) -> None:
-        claims = self._claims.get(owner, deque())
-        if claim in claims:
-            claims.remove(claim)
-            if not claims:
-                del self._claims[owner]
+    def _next_of(self, owner: str) -> _Wish | None:
+        """Return an owner's next wish if its share permits it; of several steps, the first that can be granted."""
+        for wish in self._wishes[owner]:
+            if wish.granted.done():  # canceled; its waiter has not removed it yet
+                continue
+            if not self._step:
+                return wish if self._fits_share(wish.claim, wish.amount) else None
+            if self._fits_share(wish.claim, wish.amount) and self._fits_total(wish.claim, wish.amount):
+                return wish
+        return None
+
+    def _drop(self, wish: _Wish) -> None:
+        wishes = self._wishes.get(wish.claim.owner, deque())
+        if wish in wishes:
+            wishes.remove(wish)
+            if not wishes:
+                del self._wishes[wish.claim.owner]

@@ -54,7 +54,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
     """uvicorn's WebSocket protocol with bounds on work, memory and slow clients.
 
     - Received bytes are parsed in slices, and the connection is not read meanwhile.
-    - A message above MAX_SMALL_BYTES waits for memory (`memory`), and must then arrive in time.
+    - A message above MAX_SMALL_BYTES waits for memory (`memory`) while it arrives, and must arrive in time.
     - A client that reads nothing gets only the newest of its pongs, and is disconnected as ReaderWatch says.
     - After a violation of the protocol, the server sends a close frame and waits CLOSE_TIMEOUT_S for the client's end.
     - A shutdown sets `draining`; the application closes the WebSocket.
@@ -90,9 +90,12 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         return message
 
     async def send(self, message: Any) -> None:
-        """Send an event of the application. Raises ClientDisconnected after the end of the connection."""
+        """Send an event of the application, or a `part` of a text. Raises ClientDisconnected after the end."""
         if self.close_sent:
             raise ClientDisconnected
+        if "part" in message:
+            await self._send_part(message["part"], is_last=message["is_last"])
+            return
         await super().send(message)
         if message["type"] == "websocket.accept":
             self._go_on()
@@ -101,6 +104,17 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         elif message["type"] == "websocket.http.response.body" and self.transport.is_closing():
             # uvicorn would log that a refused handshake is not complete.
             self.handshake_complete = True
+
+    async def _send_part(self, part: bytes, *, is_last: bool) -> None:
+        """Send a part of a text as a frame, once the client has read enough."""
+        await self.writable.wait()
+        if self.disconnected or self.close_sent:
+            raise ClientDisconnected
+        if self.conn.expect_continuation_frame:
+            self.conn.send_continuation(part, fin=is_last)
+        else:
+            self.conn.send_text(part, fin=is_last)
+        self.transport.write(b"".join(self.conn.data_to_send()))
 
     # Events of the connection -----------------------------------------------------------------------
 
@@ -180,8 +194,8 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         elif self.conn.handshake_exc is not None and not self.handshake_initiated:
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.transport.close()
-        elif len(self.conn.reader.buffer) + len(self._fragments) > MAX_SMALL_BYTES:
-            self.memory.claim()
+        elif (num_bytes := len(self.conn.reader.buffer) + len(self._fragments)) > MAX_SMALL_BYTES:
+            self.memory.claim(num_bytes)
 
     # Frames -----------------------------------------------------------------------------------------
 

@@ -8,36 +8,27 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from penstock.contract.errors import RequestError, TooLargeError
+from penstock.gateway.shared_budget import Claim
 
 MAX_BODY_BYTES_HELD = 64 << 20
-"""Bytes of large bodies that a gateway holds in memory until they are parsed. Further large bodies wait unread."""
+"""Bytes of large bodies that a gateway holds in memory until they are parsed. Further bytes wait unread."""
 MAX_BODY_BYTES_HELD_OF_TENANT = 16 << 20
 """The share of MAX_BODY_BYTES_HELD that one tenant may use."""
-_MAX_SMALL_BYTES = 256 << 10
-"""Bodies up to this size do not count toward MAX_BODY_BYTES_HELD."""
+BODY_STEP_BYTES = 256 << 10
+"""Bytes by which the claim of a body grows while it arrives. Bodies up to this size need no claim."""
 
 
-def num_bytes_to_hold(request: Request, max_bytes: int) -> int:
-    """Return how many bytes of MAX_BODY_BYTES_HELD to reserve for a body.
+async def read_json_body(request: Request, claim: Claim, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Read and return the body, at most `max_bytes` long. Its claim grows as it arrives.
 
-    A small body needs none. A body of unknown size needs `max_bytes`. A body that is too large is refused unread, so
-    it needs none either.
+    So a slow client holds only what it has sent. While the body waits for memory, its time stands still. Raises
+    TooLargeError for a larger body; the server then discards the rest. Raises RequestError for a body that arrives too
+    slowly, ends early, or is not plain JSON by its headers.
     """
-    declared = request.headers.get("content-length", "")
-    if not declared.isdecimal():
-        return max_bytes
-    return 0 if (num_bytes := int(declared)) <= _MAX_SMALL_BYTES or num_bytes > max_bytes else num_bytes
-
-
-async def read_json_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
-    """Read and return the body, at most `max_bytes` long.
-
-    Raises TooLargeError for a larger body; the server then discards the rest. Raises RequestError for a body that
-    arrives too slowly, ends early, or is not plain JSON by its headers.
-    """
+    limit = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
-            body = await _read(request, max_bytes)
+        async with limit:
+            body = await _read(request, claim, max_bytes, limit)
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from None
     except ClientDisconnect:
@@ -46,7 +37,7 @@ async def read_json_body(request: Request, *, max_bytes: int, timeout_s: float) 
     return body
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, claim: Claim, max_bytes: int, limit: asyncio.Timeout) -> bytes:
     declared = request.headers.get("content-length", "")
     too_large = TooLargeError(f"the body is larger than {max_bytes} bytes", code="body_too_large")
     if declared.isdecimal() and int(declared) > max_bytes:
@@ -56,7 +47,18 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         body += part
         if len(body) > max_bytes:
             raise too_large
+        if len(body) > max(BODY_STEP_BYTES, claim.amount):
+            await _grow(claim, len(body), limit)
     return bytes(body)
+
+
+async def _grow(claim: Claim, num_bytes: int, limit: asyncio.Timeout) -> None:
+    """Wait for memory. Meanwhile the connection is not read, so the time does not count."""
+    loop, due_s = asyncio.get_running_loop(), limit.when()
+    began_s = loop.time()
+    limit.reschedule(None)
+    await claim.grow_to(num_bytes)
+    limit.reschedule(None if due_s is None else due_s + loop.time() - began_s)
 
 
 def _check_kind(request: Request) -> None:

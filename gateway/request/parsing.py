@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from fastapi import Request
 
 from penstock.contract.api_keys import ApiKey
@@ -9,7 +12,7 @@ from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import is_job_id
 from penstock.contract.priority import allowed_class
 from penstock.gateway.authentication import caller_of
-from penstock.gateway.request.body import num_bytes_to_hold, read_json_body
+from penstock.gateway.request.body import read_json_body
 from penstock.gateway.request.body_parser import Parser
 from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.settings import GatewaySettings
@@ -37,18 +40,30 @@ async def read_body(request: Request, form: str) -> ParsedBody:
 
     The body of a message has been parsed with the message.
     """
-    parsed: ParsedBody | PenstockError | None = request.scope.get("extensions", {}).get(PARSED_BODY)
+    async with held_body(request, form) as body:
+        return body
+
+
+@asynccontextmanager
+async def held_body(request: Request, form: str) -> AsyncIterator[ParsedBody]:
+    """Read a body as `read_body` does, and keep the memory that was claimed for it in the block."""
+    # Nothing else may keep it for the time of the answer.
+    parsed: ParsedBody | PenstockError | None = request.scope.get("extensions", {}).pop(PARSED_BODY, None)
     if isinstance(parsed, PenstockError):
         raise parsed
     if parsed is not None:
-        return parsed
+        yield parsed
+        return
     state, owner = request.app.state, caller_of(request).tenant
     settings: GatewaySettings = state.settings
     budget: SharedBudget = state.body_budget
     parser: Parser = state.parser
-    async with budget.taken(owner, num_bytes_to_hold(request, settings.max_body_bytes)):
-        raw = await read_json_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
-        return await parser.parse(form, raw, owner)
+    async with budget.taken(owner) as claim:
+        max_bytes, timeout_s = settings.max_body_bytes, settings.body_timeout_s
+        raw = await read_json_body(request, claim, max_bytes=max_bytes, timeout_s=timeout_s)
+        parsed = await parser.parse(form, raw, owner)
+        del raw
+        yield parsed
 
 
 def idempotency_key_of(request: Request) -> str | None:

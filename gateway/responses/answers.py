@@ -6,34 +6,27 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 
 from fastapi import Request
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
+from penstock.contract.errors import ConflictError, NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.output import Usage
 from penstock.gateway.responses.dialect import ResponseDialect, answer_options
 from penstock.gateway.responses.events import ResponseEncoder
-from penstock.gateway.responses.ids import no_response, response_id_of
 from penstock.gateway.responses.output import CHUNKS_PER_ROUND, OutputReader, read_chunk
-from penstock.gateway.responses.record import StoredResponse, decode_stored_response
+from penstock.gateway.responses.record import StoredResponse
 from penstock.gateway.responses.render import Status, end_of, open_members, output_parts, response_parts
+from penstock.gateway.responses.stored import RecordSource, stored_record
+from penstock.gateway.shared_budget import Claim
 from penstock.gateway.stream.answer import Answer, StreamAnswer, WholeAnswer
 from penstock.gateway.stream.body_writer import PIECE_BYTES
 from penstock.gateway.stream.dialect import AnswerHead, StreamEncoder
 from penstock.gateway.stream.flow import Batch, Ended, Waiting, batches_of, ends_of
 from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
 from penstock.gateway.stream.sse import EventWriter
-from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.client import AsyncJob
 from penstock.queue.broker.producer import JobStatus
 
 DIALECT = ResponseDialect()
-
-
-async def record_of(client: AsyncClient, job_id: str, tenant: str) -> StoredResponse:
-    """Return the record of a stored response. Raises NotFoundError that names the response."""
-    try:
-        return decode_stored_response(await client.responses.read(job_id, tenant))
-    except NotFoundError:
-        raise no_response(response_id_of(job_id)) from None
 
 
 async def leave(job: AsyncJob) -> None:
@@ -45,28 +38,56 @@ async def leave(job: AsyncJob) -> None:
 class _ResponseAnswer(Answer):
     """The base of the answers: a request, and the record of the response that it creates or reads."""
 
+    _claim: Claim
+    """The memory of the record, until the answer's end."""
+    _record: StoredResponse
+
     def __init__(
         self,
         request: Request,
         generation: GenerationRequest,
-        record: StoredResponse,
+        source: RecordSource,
         *,
         starting_after: int = -1,
         ignored: Sequence[str] = (),
     ) -> None:
         """`ignored` is that of `ParsedBody`."""
-        super().__init__(request, generation, DIALECT, answer_options(record, starting_after=starting_after), ignored)
-        self._record = record
+        super().__init__(request, generation, DIALECT, {}, ignored)
+        self._source = source
+        self._starting_after = starting_after
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Bring the record, and send the answer. Raises what the source of the record raises."""
+        async with self._result_budget.taken(self._generation.tenant) as self._claim:
+            self._record = await self._source(self._claim)
+            await super().__call__(scope, receive, send)
 
     async def _learn(self, job: AsyncJob) -> None:
-        """Read the record of a job that an earlier request with the same idempotency key created."""
-        if job.id != self._generation.job_id and self._record.stored:
-            self._record = await record_of(self._client, job.id, self._generation.tenant)
+        """Read the record of a job that an earlier request with the same idempotency key created.
+
+        Raises ConflictError if one of both requests stores its response and the other does not.
+        """
+        if job.id == self._generation.job_id:
+            return
+        is_stored = self._record.stored
+        try:
+            self._record = await stored_record(self._client, job.id, self._generation.tenant)(self._claim)
+        except NotFoundError:
+            if is_stored:
+                raise _other_store("is not stored: it was created with store=false, or deleted since") from None
+        else:
+            if not is_stored:
+                raise _other_store("is stored, and this request has store=false")
 
     def _head_at(self, job: AsyncJob, *, finished_s: int = 0) -> AnswerHead:
         record, content = self._record, self._generation.content
-        options = answer_options(record, starting_after=self._options["starting_after"], finished_s=finished_s)
+        options = answer_options(record, starting_after=self._starting_after, finished_s=finished_s)
         return AnswerHead([job.id], content.model, record.created_s, content.params, record.form, options=options)
+
+
+def _other_store(reason: str) -> ConflictError:
+    message = f"this idempotency key belongs to a response that {reason}"
+    return ConflictError(message, code="idempotency_conflict", param="idempotency_key")
 
 
 class ResponseStream(_ResponseAnswer, StreamAnswer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.job import MAX_MESSAGES
@@ -11,11 +12,14 @@ from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.tools import MAX_CALLS_OF_CHAT
 from penstock.gateway.responses.ids import MAX_SHOWN_CHARS, job_id_of, place_of
 from penstock.gateway.responses.output import OutputItem, OutputReader, message_of, reading_of
-from penstock.gateway.responses.record import PackedMessages, StoredResponse, decode_stored_response
+from penstock.gateway.responses.record import PackedMessages, StoredResponse
+from penstock.gateway.responses.stored import MAX_BYTES_ON_LOOP, bytes_to_claim, decoded_record
+from penstock.gateway.shared_budget import SharedBudget
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import Prompt, pack_prompt_of
 from penstock.queue.msgpack_codec import array_header
 from penstock.queue.packed_result import PackedResult
+from penstock.runtime.cooperative import in_rounds
 
 MAX_CHAIN = 256
 """Most responses of a chain of `previous_response_id`. Each one is read from Redis by itself."""
@@ -24,18 +28,17 @@ MAX_REFERENCED = 64
 MAX_STORED_BYTES = 64 << 20
 """Most bytes of stored records and results that one request reads. They hold more than the messages that are limited:
 reasoning, and what repeats their requests."""
-_MAX_BYTES_ON_LOOP = 16 << 10
-"""A larger record or result is read on a thread."""
 
 
 class Conversations:
     """Builds the conversations of one tenant's requests."""
 
-    def __init__(self, client: AsyncClient, tenant: str, max_bytes: int) -> None:
-        """`max_bytes` limits the texts and calls of a conversation."""
+    def __init__(self, client: AsyncClient, tenant: str, max_bytes: int, budget: SharedBudget) -> None:
+        """`max_bytes` limits the texts and calls of a conversation. `budget` has the memory of what is read for it."""
         self._client = client
         self._tenant = tenant
         self._max_bytes = max_bytes
+        self._budget = budget
         self._num_stored_bytes = 0
 
     async def resolved(
@@ -43,15 +46,20 @@ class Conversations:
     ) -> PackedMessages:
         """Return a request's own messages. Each reference becomes the items of the stored response that it names."""
         own = PackedMessages.of(_packed(prompt), num_calls)
-        if len(references) > MAX_REFERENCED:
-            message = f"input: the items refer to {len(references)} responses; the limit is {MAX_REFERENCED}"
-            raise RequestError(message, param="input")
-        # From the last one on, so that the indexes before it stay right.
-        for index, item_ids in reversed(references):
-            found = await self._referenced(item_ids)
-            before, after = own.split_at(index)
-            own = _joined((PackedMessages(before), found, _without_data(own, PackedMessages(after))))
-        return own
+        if not references:
+            return own
+        items = await self._referenced(item_id for _, item_ids in references for item_id in item_ids)
+        rows = [_rows_of([items[item_id] for item_id in item_ids]) for _, item_ids in references]
+        num_chars = sum(_num_chars(item) for of_place in rows for row in of_place for item in row)
+        # An empty message stood for each place.
+        num_messages = own.num_messages - len(references)
+        self._check(PackedMessages(b"", num_messages + sum(map(len, rows)), 0, own.num_text_bytes + num_chars))
+        before, *others = own.split_at([index for index, _ in references])
+        parts = [PackedMessages(before, num_messages, *_sizes(own)[1:])]
+        for of_place, after in zip(rows, others, strict=True):
+            parts += [_packed_message(row) async for row in in_rounds(of_place)]
+            parts.append(PackedMessages(after))
+        return _joined(parts)
 
     async def prompt_of(self, own: PackedMessages, instructions: str | None, previous: str | None) -> PackedPrompt:
         """Return the whole conversation. Raises RequestError if it exceeds a limit, or if a response is missing."""
@@ -73,8 +81,8 @@ class Conversations:
             if num_responses > MAX_CHAIN:
                 message = f"previous_response_id: the chain has more than {MAX_CHAIN} responses"
                 raise RequestError(message, param="previous_response_id")
-            record, items = await self._read(previous)
-            parts += [_packed_message(items), record.messages]
+            record, output = await self._read(previous)
+            parts += [output, record.messages]
             whole = _joined(PackedMessages(b"", *_sizes(part)) for part in (whole, *parts[-2:]))
             self._check(whole)
             previous = record.previous
@@ -90,8 +98,8 @@ class Conversations:
                 message = f"input: the conversation with its earlier responses has more than {limit} {what}"
                 raise RequestError(message, code="conversation_too_large", param="input")
 
-    async def _read(self, response_id: str) -> tuple[StoredResponse, list[OutputItem]]:
-        """Return a response of the chain and its output."""
+    async def _read(self, response_id: str) -> tuple[StoredResponse, PackedMessages]:
+        """Return a response of the chain, and its output as a message."""
         try:
             job_id = job_id_of(response_id)
             record, items = await self._stored(job_id)
@@ -101,29 +109,26 @@ class Conversations:
         if items is None:
             message = f"previous_response_id: response {response_id!r} has not been completed"
             raise RequestError(message, code="previous_response_not_completed", param="previous_response_id")
-        return record, items
+        return record, _packed_message(items)
 
-    async def _referenced(self, item_ids: Sequence[str]) -> PackedMessages:
-        """Return the items as messages, one for the items of each response in a row."""
-        found, places = list[OutputItem](), [(item_id, place_of(item_id)) for item_id in item_ids]
-        known: dict[str, list[OutputItem]] = {}
-        for item_id, place in places:
-            if place is None:
+    async def _referenced(self, item_ids: Iterable[str]) -> dict[str, OutputItem]:
+        """Return the items by their ids. Each response is read once, and only what is named of it is kept."""
+        places: dict[str, dict[str, int]] = {}
+        for item_id in item_ids:
+            if (place := place_of(item_id)) is None:
                 raise _no_item(item_id)
-            job_id, index = place
-            if job_id not in known:
-                if len(known) == MAX_REFERENCED:
-                    raise RequestError(f"input: items refer to more than {MAX_REFERENCED} responses", param="input")
-                known[job_id] = await self._items_of_reference(item_id, job_id)
-            if index >= len(known[job_id]) or known[job_id][index].id != item_id:
-                raise _no_item(item_id)
-            found.append(known[job_id][index])
-        groups: list[list[OutputItem]] = []
-        for item in found:
-            if not groups or groups[-1][0].job_id != item.job_id:
-                groups.append([])
-            groups[-1].append(item)
-        return _joined(_packed_message(group) for group in groups)
+            places.setdefault(place[0], {})[item_id] = place[1]
+        if len(places) > MAX_REFERENCED:
+            raise RequestError(f"input: items refer to more than {MAX_REFERENCED} responses", param="input")
+        found: dict[str, OutputItem] = {}
+        for job_id, indexes in places.items():
+            items = await self._items_of_reference(next(iter(indexes)), job_id)
+            for item_id, index in indexes.items():
+                if index >= len(items) or items[index].id != item_id:
+                    raise _no_item(item_id)
+                found[item_id] = items[index]
+            self._check(PackedMessages(num_text_bytes=sum(map(_num_chars, found.values()))))
+        return found
 
     async def _items_of_reference(self, item_id: str, job_id: str) -> list[OutputItem]:
         try:
@@ -136,17 +141,19 @@ class Conversations:
 
     async def _stored(self, job_id: str) -> tuple[StoredResponse, list[OutputItem] | None]:
         """Return a response and its output, or None in place of the output if its job is not done."""
-        data = await self._client.responses.read(job_id, self._tenant)
-        self._count_stored(len(data))
-        on_thread = len(data) > _MAX_BYTES_ON_LOOP
-        record = await asyncio.to_thread(decode_stored_response, data) if on_thread else decode_stored_response(data)
-        result = await self._client.responses.result(job_id, self._tenant)
-        if result is None or result.outcome.state != "done":
-            return record, None
-        self._count_stored(result.num_bytes)
-        if result.num_bytes > _MAX_BYTES_ON_LOOP:
-            return record, await asyncio.to_thread(_items_of, result, record)
-        return record, _items_of(result, record)
+        num_bytes = await self._client.responses.num_bytes(job_id, self._tenant)
+        self._count_stored(num_bytes.record)
+        async with self._budget.taken(self._tenant, bytes_to_claim(num_bytes.record)):
+            record = await decoded_record(await self._client.responses.read(job_id, self._tenant))
+            record = record.without_request()
+        async with self._budget.taken(self._tenant, bytes_to_claim(num_bytes.result)):
+            result = await self._client.responses.result(job_id, self._tenant)
+            if result is None or result.outcome.state != "done":
+                return record, None
+            self._count_stored(result.num_bytes)
+            if result.num_bytes > MAX_BYTES_ON_LOOP:
+                return record, await asyncio.to_thread(_items_of, result, record)
+            return record, _items_of(result, record)
 
     def _count_stored(self, num_bytes: int) -> None:
         self._num_stored_bytes += num_bytes
@@ -159,7 +166,20 @@ def _items_of(result: PackedResult, record: StoredResponse) -> list[OutputItem]:
     reader = OutputReader(result.job_id, record.form)
     for _ in reading_of(result, reader):
         pass
+    for item in reader.items:
+        item.texts = ["".join(item.texts)]
     return reader.items
+
+
+def _num_chars(item: OutputItem) -> int:
+    """Return the characters of an item that come into a conversation."""
+    return 0 if item.kind == "reasoning" else sum(map(len, item.texts))
+
+
+def _rows_of(items: Iterable[OutputItem]) -> list[list[OutputItem]]:
+    """Return the items in rows, of which each becomes a message: those of one response, one after another."""
+    rows = [list(row) for _, row in groupby(items, key=lambda item: item.job_id)]
+    return [row for row in rows if any(item.kind != "reasoning" for item in row)]
 
 
 def _packed(prompt: Prompt) -> PackedPrompt:
@@ -180,11 +200,6 @@ def _packed_message(items: Sequence[OutputItem]) -> PackedMessages:
 
 def _sizes(messages: PackedMessages) -> tuple[int, int, int, int]:
     return messages.num_messages, messages.num_calls, messages.num_text_bytes, messages.num_tool_bytes
-
-
-def _without_data(own: PackedMessages, after: PackedMessages) -> PackedMessages:
-    """Return the messages after a reference, with the sizes of all own messages but the empty one that stood for it."""
-    return PackedMessages(after.data, own.num_messages - 1, own.num_calls, own.num_text_bytes, own.num_tool_bytes)
 
 
 def _joined(parts: Iterable[PackedMessages]) -> PackedMessages:

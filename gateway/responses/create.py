@@ -13,12 +13,15 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
 from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
+from penstock.gateway.authentication import caller_of
 from penstock.gateway.request.parsed_body import ParsedBody
-from penstock.gateway.request.parsing import generation_request_of, read_body
+from penstock.gateway.request.parsing import generation_request_of, held_body
 from penstock.gateway.responses.answers import ResponseState, ResponseStream, ResponseWhole
 from penstock.gateway.responses.conversation import Conversations
 from penstock.gateway.responses.record import PackedMessages, StoredResponse
+from penstock.gateway.responses.stored import new_record
 from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.shared_budget import Claim, SharedBudget
 from penstock.gateway.stream.answer import Answer, answer_format
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent
 from penstock.gateway.stream.limits import check_logprobs
@@ -39,10 +42,15 @@ class CreateResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         request = Request(scope, receive, send)
-        await (await self._answer_to(request))(scope, receive, send)
+        budget: SharedBudget = request.app.state.result_budget
+        async with budget.taken(caller_of(request).tenant) as claim:
+            # Other large bodies wait unread while this one waits for the memory of its answer.
+            async with held_body(request, FORM) as body:
+                answer = await self._answer_to(request, body, claim)
+                del body
+            await answer(scope, receive, send)
 
-    async def _answer_to(self, request: Request) -> Answer:
-        body = await read_body(request, FORM)
+    async def _answer_to(self, request: Request, body: ParsedBody, claim: Claim) -> Answer:
         generation = generation_request_of(request, body)
         if generation.cut_at is not None:
             message = "after: continue a response with GET /v1/responses/{id}?stream=true&starting_after=<number>"
@@ -52,11 +60,12 @@ class CreateResponse:
         except PenstockError as error:
             rename(error, body.content.names)
             raise
+        source = await new_record(record, claim)
         if body.stream:
-            return ResponseStream(request, generation, record, ignored=body.ignored)
-        if record.background:
-            return ResponseState(request, generation, record, ignored=body.ignored)
-        return ResponseWhole(request, generation, record, ignored=body.ignored)
+            return ResponseStream(request, generation, source, ignored=body.ignored)
+        if generation.background:
+            return ResponseState(request, generation, source, ignored=body.ignored)
+        return ResponseWhole(request, generation, source, ignored=body.ignored)
 
 
 async def _with_record(
@@ -66,7 +75,8 @@ async def _with_record(
     client: AsyncClient = request.app.state.client
     settings: GatewaySettings = request.app.state.settings
     options, content = body.options, generation.content
-    conversations = Conversations(client, generation.tenant, settings.max_body_bytes)
+    budget: SharedBudget = request.app.state.result_budget
+    conversations = Conversations(client, generation.tenant, settings.max_body_bytes, budget)
     own = await conversations.resolved(content.prompts[0], options["num_calls"], options["references"])
     prompt = await conversations.prompt_of(own, options["instructions"], options["previous"])
     content = replace(content, prompts=[prompt])
@@ -77,17 +87,15 @@ async def _with_record(
     if len(stored.data) > MAX_BYTES:
         message = f"input: the stored response would have more than {MAX_BYTES} bytes"
         raise TooLargeError(message, param="input")
-    return (
-        replace(
-            generation,
-            content=content,
-            job_id=f"{pool.pool}.{uuid_utils.uuid7()}",
-            event_ids=record.stored,
-            background=record.background,
-            response=stored if record.stored else None,
-        ),
-        record,
+    generation = replace(
+        generation,
+        content=content,
+        job_id=f"{pool.pool}.{uuid_utils.uuid7()}",
+        event_ids=record.stored,
+        background=record.background,
+        response=stored if record.stored else None,
     )
+    return generation, record
 
 
 def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool: ServedPool) -> StoredResponse:

@@ -11,9 +11,14 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import RequestError
+from penstock.gateway.authentication import caller_of
 from penstock.gateway.responses.ids import MAX_SHOWN_CHARS, input_item_id
+from penstock.gateway.responses.stored import bytes_to_claim, record_of
+from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError
+from penstock.producer.client import AsyncClient
+from penstock.runtime.cooperative import LoopYielder
 
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
@@ -25,30 +30,42 @@ Items = Sequence[tuple[str, str]]
 
 
 class InputItemList(Response):
-    """One page of a response's input items."""
+    """One page of a stored response's input items."""
 
-    def __init__(self, request: Request, page: Items, *, has_more: bool) -> None:
+    def __init__(self, request: Request, job_id: str, query: Mapping[str, str]) -> None:
+        """`query` asks for the page."""
         super().__init__()
-        self._yielder = request.app.state.yielder
-        self._timeout_s: float = request.app.state.settings.send_timeout_s
-        self._page = page
-        self._has_more = has_more
+        state = request.app.state
+        self._client: AsyncClient = state.client
+        self._budget: SharedBudget = state.result_budget
+        self._yielder: LoopYielder = state.yielder
+        self._timeout_s: float = state.settings.send_timeout_s
+        self._tenant = caller_of(request).tenant
+        self._job_id = job_id
+        self._query = query
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the page."""
-        # The server closes the connection of a body that is not complete.
-        with suppress(CallerGoneError):
-            await BodyWriter(send, {}, self._yielder, timeout_s=self._timeout_s).send_all(self._parts())
+        """Read the record and send the page. Raises RequestError for a wrong query."""
+        async with self._budget.taken(self._tenant) as claim:
+            items = (await record_of(self._client, claim, self._job_id, self._tenant)).items
+            page, has_more = page_of(items, self._job_id, self._query)
+            del items
+            claim.shrink_to(bytes_to_claim(sum(len(text) for _, text in page)))
+            parts = _parts_of(page, has_more=has_more)
+            # The server closes the connection of a body that is not complete.
+            with suppress(CallerGoneError):
+                await BodyWriter(send, {}, self._yielder, timeout_s=self._timeout_s).send_all(parts)
 
-    async def _parts(self) -> AsyncGenerator[bytes, None]:
-        yield b'{"object":"list","data":['
-        for number, (item_id, text) in enumerate(self._page):
-            yield (b"," if number else b"") + b'{"id":' + to_json(item_id) + b","
-            for at in range(1, len(text), PIECE_BYTES):
-                yield text[at : at + PIECE_BYTES].encode()
-        ends = {"first_id": self._page[0][0], "last_id": self._page[-1][0]} if self._page else {}
-        tail = {"first_id": None, "last_id": None, **ends, "has_more": self._has_more}
-        yield b"]," + to_json(tail)[1:]
+
+async def _parts_of(page: Items, *, has_more: bool) -> AsyncGenerator[bytes, None]:
+    yield b'{"object":"list","data":['
+    for number, (item_id, text) in enumerate(page):
+        yield (b"," if number else b"") + b'{"id":' + to_json(item_id) + b","
+        for at in range(1, len(text), PIECE_BYTES):
+            yield text[at : at + PIECE_BYTES].encode()
+    ends = {"first_id": page[0][0], "last_id": page[-1][0]} if page else {}
+    tail = {"first_id": None, "last_id": None, **ends, "has_more": has_more}
+    yield b"]," + to_json(tail)[1:]
 
 
 def page_of(items: Items, job_id: str, query: Mapping[str, str]) -> tuple[Items, bool]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -35,15 +36,19 @@ class PackedMessages:
         """Bytes of the texts, of the calls' names and of their arguments."""
         return self.num_text_bytes + self.num_tool_bytes
 
-    def split_at(self, index: int) -> tuple[bytes, bytes]:
-        """Return the packed messages before the one at `index`, and those after it."""
+    def split_at(self, indexes: Sequence[int]) -> list[bytes]:
+        """Return the packed messages before, between and after those at `indexes`, which must ascend."""
         unpacker = msgpack.Unpacker(max_buffer_size=max(len(self.data), 1), max_ext_len=0)
         unpacker.feed(self.data)
-        for _ in range(index):
+        parts: list[bytes] = []
+        start = next_index = 0
+        for index in indexes:
+            for _ in range(next_index, index):
+                unpacker.skip()
+            parts.append(self.data[start : unpacker.tell()])
             unpacker.skip()
-        start = unpacker.tell()
-        unpacker.skip()
-        return self.data[:start], self.data[unpacker.tell() :]
+            start, next_index = unpacker.tell(), index + 1
+        return [*parts, self.data[start:]]
 
 
 def _header_of(data: bytes) -> tuple[int, int]:
@@ -76,6 +81,14 @@ class StoredResponse:
         """Return the record as bytes."""
         fields = {name: getattr(self, name) for name in ("created_s", "background", "echo", "items", "previous")}
         return pack({"v": RECORD_VERSION, **fields, "form": astuple(self.form), "messages": asdict(self.messages)})
+
+    def without_input(self) -> StoredResponse:
+        """Return what the events and the state of the response need."""
+        return replace(self, items=[], messages=PackedMessages())
+
+    def without_request(self) -> StoredResponse:
+        """Return what a conversation that continues the response needs."""
+        return replace(self, items=[], echo=b"")
 
 
 def decode_stored_response(data: bytes) -> StoredResponse:

@@ -15,11 +15,12 @@ from penstock.contract.errors import JobFailedError, NotFoundError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gateway.authentication import caller_of
 from penstock.gateway.request.parsing import MAX_NUMBER_DIGITS
-from penstock.gateway.responses.answers import ResponseState, ResponseStream, leave, record_of
+from penstock.gateway.responses.answers import ResponseState, ResponseStream, leave
 from penstock.gateway.responses.body import INCLUDABLE
 from penstock.gateway.responses.create import CreateResponse
 from penstock.gateway.responses.ids import job_id_of, no_response
-from penstock.gateway.responses.input_items import InputItemList, page_of
+from penstock.gateway.responses.input_items import InputItemList
+from penstock.gateway.responses.stored import stored_record
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, StreamPosition
 from penstock.producer.client import AsyncClient
 
@@ -49,7 +50,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     if starting_after != "-1" and not (starting_after.isdecimal() and len(starting_after) <= MAX_NUMBER_DIGITS):
         raise RequestError("starting_after must be the sequence number of an event", param="starting_after")
     job_id, client, tenant = _named(request, response_id)
-    record = await record_of(client, job_id, tenant)
+    record = stored_record(client, job_id, tenant)
     if is_stream:
         reading = replace(_reading(job_id, tenant), return_progress=with_progress)
         return ResponseStream(request, reading, record, starting_after=int(starting_after))
@@ -61,13 +62,15 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancel a background response and return it. A response that has ended stays as it is."""
     _query_of(request)
     job_id, client, tenant = _named(request, response_id)
-    record = await record_of(client, job_id, tenant)
-    if not record.background:
+    stored, budget = stored_record(client, job_id, tenant), request.app.state.result_budget
+    async with budget.taken(tenant) as claim:
+        is_background = (await stored(claim)).background
+    if not is_background:
         message = "Only responses created with background=true can be cancelled; close the connection of this one."
         raise RequestError(message, code="not_a_background_response", param="response_id")
     if await client.cancel(job_id, tenant=tenant) == "running":
         await _wait_for_end(client, job_id, tenant)
-    return ResponseState(request, _reading(job_id, tenant), record)
+    return ResponseState(request, _reading(job_id, tenant), stored)
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -86,10 +89,7 @@ async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
 async def list_input_items(request: Request, response_id: str) -> Response:
     """Return a page of the input items that the response was created with, without those of earlier responses."""
     query = _query_of(request, "after", "limit", "order", *_INCLUDE)
-    job_id, client, tenant = _named(request, response_id)
-    record = await record_of(client, job_id, tenant)
-    page, has_more = page_of(record.items, job_id, query)
-    return InputItemList(request, page, has_more=has_more)
+    return InputItemList(request, job_id_of(response_id), query)
 
 
 def _named(request: Request, response_id: str) -> tuple[str, AsyncClient, str]:
@@ -126,5 +126,5 @@ async def _wait_for_end(client: AsyncClient, job_id: str, tenant: str) -> None:
     job = await client.attach(job_id, tenant=tenant)
     with suppress(TimeoutError, JobFailedError):
         async with asyncio.timeout(CANCEL_WAIT_S):
-            await job.packed_result()
+            await job.packed_result(lambda _: False)
     await leave(job)

@@ -29,7 +29,7 @@ from penstock.gateway.stream.event_sink import EventSink
 from penstock.gateway.stream.event_stream import EventStream, JobResponse
 from penstock.gateway.stream.flow import Ended, Waiting, batches_of, ends_of
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, naming_prompt, open_jobs
-from penstock.gateway.stream.limits import check_logprobs
+from penstock.gateway.stream.limits import check_logprobs, check_num_jobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, EventWriter
 from penstock.producer.client import AsyncJob
 from penstock.producer.client.request import choose_pool
@@ -44,6 +44,8 @@ MAX_JOBS_SHOWN = 64
 """Most job ids in JOB_HEADER. A longer line is too long for common HTTP clients."""
 IGNORED_HEADER = "X-Penstock-Ignored-Fields"
 """Response header with the unknown fields that the gateway ignored. Names are percent-encoded like parts of a URL."""
+MAX_IGNORED_CHARS = 2048
+"""Most characters of that header; further names are left out. Many proxies refuse a head of more than 8 KiB."""
 
 
 class Answer(JobResponse):
@@ -67,15 +69,17 @@ class Answer(JobResponse):
         """The records of the pools by name, or empty if `_check` did not need them."""
 
     async def _check(self) -> None:
-        """Refuse too many log-probabilities, and tools that the model cannot call, before any job is queued."""
+        """Refuse too many jobs or log-probabilities, and tools that the model cannot call, before any job is queued."""
         content = self._generation.content
         has_tools = content.tool_use.tools is not None and content.task is None
-        if self._generation.cut_at is not None or not (has_tools or content.needs_token_details):
+        needs_pool = has_tools or content.needs_token_details or len(content.prompts) > 1
+        if self._generation.cut_at is not None or not needs_pool:
             return
         self._pools = await self._client.pools()
         # If the model is unknown here, the submission looks it up again and raises the error.
         with contextlib.suppress(NotFoundError, UnavailableError):
-            record = choose_pool(self._pools.values(), content.model)
+            record = choose_pool(self._pools.values(), content.model or None)
+            check_num_jobs(content, self._generation.terms, record)
             check_logprobs(content, record, self._settings.max_logprobs)
             if has_tools:
                 _require_tool_parser(record)
@@ -108,7 +112,7 @@ class Answer(JobResponse):
 
     def _response_headers(self, jobs: Sequence[AsyncJob]) -> dict[str, str]:
         headers = {JOB_HEADER: ", ".join(job.id for job in jobs[:MAX_JOBS_SHOWN])}
-        return headers | {IGNORED_HEADER: ", ".join(map(quote, self._ignored))} if self._ignored else headers
+        return headers | {IGNORED_HEADER: _shown_names(self._ignored)} if self._ignored else headers
 
 
 class WholeAnswer(Answer):
@@ -217,6 +221,16 @@ class StreamAnswer(EventStream, Answer):
         num_choices = len(jobs) * self._generation.content.params.n
         self._meter.ended(sum(usage.completion_tokens for usage in usages) / num_choices)
         await writer.write(encoder.end(usages))
+
+
+def _shown_names(names: Sequence[str]) -> str:
+    """Return as many of the names as IGNORED_HEADER may have."""
+    shown = ""
+    for name in map(quote, names):
+        if len(shown) + len(name) + 2 > MAX_IGNORED_CHARS:
+            break
+        shown += f", {name}" if shown else name
+    return shown
 
 
 def answer_format(content: RequestContent, record: ServedPool | None) -> AnswerFormat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from abc import abstractmethod
 from functools import partial
@@ -18,7 +19,7 @@ from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.dialect import StreamEncoder
 from penstock.gateway.stream.flow import Batch, is_large
-from penstock.gateway.stream.framing import framing_of
+from penstock.gateway.stream.framing import framing_of, note_broken_event
 from penstock.gateway.stream.keep_alive import waiting_comment
 from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -65,7 +66,12 @@ class EventStream(JobResponse):
             send_timeout_s=settings.send_timeout_s,
         )
         with contextlib.suppress(CallerGoneError), self._metrics.stream(is_measured=self._is_new) as self._meter:
-            await while_there(self._answer(writer), hang_up(receive), watch)
+            try:
+                await while_there(self._answer(writer), hang_up(receive), watch)
+            except asyncio.CancelledError:
+                if writer.is_within_event:
+                    note_broken_event(scope)
+                raise
 
     async def _answer(self, writer: EventWriter) -> None:
         try:
@@ -74,6 +80,9 @@ class EventStream(JobResponse):
             if not writer.started:
                 raise
             self._metrics.refused(error)
+            if writer.is_within_event:
+                # No reader can tell an error from the rest of that event. The server closes the connection instead.
+                raise CallerGoneError from error
             await writer.fail(error, self._error_event(error))
         await writer.end()
 

@@ -11,6 +11,7 @@ from penstock.contract.output import Chunk
 from penstock.contract.waiting import WaitUpdate
 from penstock.producer.client import AsyncJob
 from penstock.producer.client.stream import ChunkSink
+from penstock.queue.broker.producer import LARGE_RESULT_BYTES
 from penstock.queue.packed_result import PackedResult
 from penstock.runtime.gather import CALLS_AT_ONCE
 
@@ -92,18 +93,23 @@ async def ends_of(
     """Wait until all jobs have ended and return their results. The first job that fails raises its error at once.
 
     `naming` is entered with a job's index; it may name the job in the error. At most MAX_KEPT_BYTES of results are kept
-    in memory. The others are fetched again when they are rendered.
+    in memory. The others are fetched when they are rendered; a large one of them is not fetched before.
     """
     num_kept = 0
 
-    async def end_of(index: int, job: AsyncJob) -> Ended:
+    def keeps(num_bytes: int) -> bool:
         nonlocal num_kept
+        if num_kept + num_bytes > MAX_KEPT_BYTES:
+            return False
+        num_kept += num_bytes
+        return True
+
+    async def end_of(index: int, job: AsyncJob) -> Ended:
         with naming(index):
-            result = await job.packed_result()
-        if num_kept + result.num_bytes > MAX_KEPT_BYTES:
-            return Ended(result.num_bytes, None)
-        num_kept += result.num_bytes
-        return Ended(result.num_bytes, result)
+            result = await job.packed_result(keeps)
+        is_small = result.num_bytes <= LARGE_RESULT_BYTES
+        is_kept = keeps(result.num_bytes) if is_small else result.is_fetched
+        return Ended(result.num_bytes, result if is_kept else None)
 
     waiting: list[asyncio.Task[Ended]] = []
     try:

@@ -5,6 +5,7 @@ Encoders write server-sent events. Every other framing is made from these events
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 
 from starlette.datastructures import Headers
@@ -12,6 +13,8 @@ from starlette.types import Scope
 
 from penstock.contract.errors import PenstockError
 
+END_OF_EVENT = b"\n\n"
+"""Encoders never cut this in two."""
 EVENT_STREAM = "text/event-stream"
 NDJSON = "application/x-ndjson"
 DONE_LINE = b'{"done":true}\n'
@@ -19,18 +22,17 @@ DONE_LINE = b'{"done":true}\n'
 MAX_ACCEPT_CHARS = 1024
 """Characters of the header `Accept` that are read."""
 _EXTENSION = "penstock.framing"
+_BROKEN = "penstock.broken_event"
 
 
 class Framing:
-    """Server-sent events, as the encoders write them. Subclasses change the bytes."""
+    """Server-sent events, as the encoders write them. Subclasses change the bytes, for one stream each."""
 
     media_type = EVENT_STREAM
     content_type = "text/event-stream; charset=utf-8"
-    needs_whole_events = False
-    """Whether `events` takes only whole events. Encoders cut large events into parts."""
 
     def events(self, events: bytes) -> bytes:
-        """Return the bytes for events."""
+        """Return the bytes for events, or for the next part of them: encoders cut large events into parts."""
         return events
 
     def keep_alive(self, comment: bytes) -> bytes:
@@ -46,18 +48,57 @@ class Framing:
         return b""
 
 
-class NdjsonFraming(Framing):
-    """One JSON object per line. The id of an event is the member `event_id` of its object."""
+class LineFraming(Framing):
+    """One line for each event, made from the JSON of its data. A part of a large event becomes a part of its line."""
 
     media_type = content_type = NDJSON
-    needs_whole_events = True
+
+    def __init__(self) -> None:
+        self._head = b""
+        """The lines before the data of an event whose data has not begun."""
+        self._is_within = False
+        """Whether a line has begun."""
+
+    @abstractmethod
+    def _begin(self, event_id: bytes, data: bytes) -> bytes:
+        """Return the beginning of a line. `data` is the beginning of an event's data, one byte at least."""
+
+    @property
+    @abstractmethod
+    def _line_end(self) -> bytes:
+        """The end of a line after the data."""
 
     def events(self, events: bytes) -> bytes:
-        """Return one line for each event."""
-        return b"".join(
-            b'{"event_id":"%b",%b\n' % (event_id, data[1:]) if event_id else data + b"\n"
-            for event_id, data in events_in(events)
-        )
+        """Return one line for each event, or the next part of a line."""
+        if not self._is_within and not self._head and events.endswith(END_OF_EVENT):
+            return b"".join([self._begin(*event) + self._line_end for event in events_in(events)])
+        return b"".join(self._parts_of(events))
+
+    def _parts_of(self, events: bytes) -> Iterator[bytes]:
+        *ended, last = (self._head + events).split(END_OF_EVENT)
+        self._head = b""
+        for block in ended:
+            if self._is_within:
+                self._is_within = False
+                yield block + self._line_end
+            else:
+                yield from (self._begin(*event) + self._line_end for event in events_in(block))
+        if self._is_within:
+            yield last
+        elif (begun := next(events_in(last), None)) is None:
+            self._head = last
+        else:
+            self._is_within = True
+            yield self._begin(*begun)
+
+
+class NdjsonFraming(LineFraming):
+    """One JSON object per line. The id of an event is the member `event_id` of its object."""
+
+    _line_end = b"\n"
+
+    def _begin(self, event_id: bytes, data: bytes) -> bytes:
+        return b'{"event_id":"%b",%b' % (event_id, data[1:]) if event_id else data
 
     def keep_alive(self, comment: bytes) -> bytes:
         """Return white space before the next object. An empty line would end the parsers that expect an object."""
@@ -69,12 +110,11 @@ class NdjsonFraming(Framing):
 
 
 SSE = Framing()
-_NDJSON_LINES = NdjsonFraming()
 
 
 def events_in(events: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield the id, which may be empty, and the JSON object of each event. Comments and `[DONE]` are left out."""
-    for block in events.split(b"\n\n"):
+    for block in events.split(END_OF_EVENT):
         event_id = data = b""
         for line in block.split(b"\n"):
             name, _, value = line.partition(b": ")
@@ -91,7 +131,17 @@ def framing_of(scope: Scope) -> Framing:
     framing: Framing | None = scope.get("extensions", {}).get(_EXTENSION)
     if framing is not None:
         return framing
-    return _NDJSON_LINES if _prefers_ndjson(Headers(scope=scope).get("accept", "")) else SSE
+    return NdjsonFraming() if _prefers_ndjson(Headers(scope=scope).get("accept", "")) else SSE
+
+
+def note_broken_event(scope: Scope) -> None:
+    """Note that the answer to this request stopped within an event. Nothing may follow it."""
+    scope.setdefault("extensions", {})[_BROKEN] = True
+
+
+def has_broken_event(scope: Scope) -> bool:
+    """Return whether the answer to this request stopped within an event."""
+    return _BROKEN in scope.get("extensions", {})
 
 
 def framing_extension(framing: Framing) -> dict[str, Framing]:

@@ -7,10 +7,26 @@ import math
 from penstock.contract.errors import RequestError
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.problems import rename
+from penstock.contract.terms import NO_LIMIT, Terms
 from penstock.gateway.stream.generation_request import RequestContent
 from penstock.producer.client.request import Prompt
 from penstock.queue.admission import REQUEST_BYTES_PER_TOKEN
+from penstock.queue.broker.producer import ServedPool
 from penstock.queue.wire import PoolRecord
+
+
+def check_num_jobs(content: RequestContent, terms: Terms, record: ServedPool) -> None:
+    """Raise RequestError if a request has more prompts than jobs may be open at once. A retry could not help it."""
+    num_jobs = len(content.prompts)
+    for limit, owner in ((terms.max_open_jobs, "this tenant"), (record.max_open_jobs, "this model's pool")):
+        if NO_LIMIT < limit < num_jobs:
+            message = (
+                f"prompt: {num_jobs} prompts become as many jobs, and {owner} may have at most {limit} open jobs "
+                "(max_open_jobs); send fewer prompts in one request"
+            )
+            error = RequestError(message, code="too_many_jobs", param="prompt")
+            rename(error, content.names)
+            raise error
 
 
 def check_logprobs(content: RequestContent, record: PoolRecord, limit: int) -> None:

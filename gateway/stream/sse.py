@@ -13,11 +13,9 @@ from starlette.types import Send
 
 from penstock.contract.errors import InvariantError, PenstockError
 from penstock.gateway.http.direct_body import DirectBody
-from penstock.gateway.stream.framing import SSE, Framing
+from penstock.gateway.stream.framing import END_OF_EVENT, SSE, Framing
 from penstock.runtime import crash_points
 
-END_OF_EVENT = b"\n\n"
-"""Encoders never cut this in two."""
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"
 """A comment, with the blank line that readers expect which take one block for one event."""
@@ -54,6 +52,8 @@ class EventWriter:
         Events take the short way `body`, if given, while the client keeps up.
         """
         self.started = False
+        self.is_within_event = False
+        """Whether a part of an event was sent, and not its end. Then no other event may follow."""
         self.headers = MutableHeaders(headers={"content-type": framing.content_type, **_HEADERS})
         self.keep_alive_source: Callable[[], Awaitable[bytes]] | None = None
         """Makes each keep-alive in place of the constant one."""
@@ -62,8 +62,6 @@ class EventWriter:
         self._keep_alive = framing.keep_alive(keep_alive)
         self._has_failed = False
         self._body = body
-        self._unfinished: list[bytes] = []
-        """Parts of an event whose end has not come yet, if the framing needs whole events."""
         self._silent = True
         self._sending_since_s: float | None = None
         self._clock = clock
@@ -75,32 +73,25 @@ class EventWriter:
         return self.started and self._body is not None and self._body.is_ready
 
     def write_now(self, events: bytes) -> None:
-        """Send events, or parts of them, without waiting. Only while `is_ready`."""
+        """Send events without waiting. Only while `is_ready`."""
         if self._body is None:
             raise InvariantError("this response has no direct body")
         self._silent = False
         # An empty part would end a chunked body. Some framings have no bytes for some events.
-        if data := self._framed(events):
+        if data := self._framing.events(events):
             self._body.write(data)
         crash_points.point("after", "event")
 
     async def write(self, events: bytes) -> None:
-        """Send events, or parts of them. Waits while the client reads too slowly."""
+        """Send events, or a part of them. Waits while the client reads too slowly."""
+        is_within = not events.endswith(END_OF_EVENT) if events else self.is_within_event
+        self.is_within_event |= is_within
         if self.is_ready:
             self.write_now(events)
         else:
-            await self._write(self._framed(events))
-
-    def _framed(self, events: bytes) -> bytes:
-        """Return the bytes for the events that end here. Parts of an event wait for its end if the framing needs it."""
-        if not self._framing.needs_whole_events:
-            return self._framing.events(events)
-        end = events.rfind(END_OF_EVENT) + len(END_OF_EVENT)
-        if end < len(END_OF_EVENT):
-            self._unfinished.append(events)
-            return b""
-        whole, self._unfinished = b"".join((*self._unfinished, events[:end])), [events[end:]]
-        return self._framing.events(whole)
+            await self._write(self._framing.events(events))
+        # Until here, this part may not have been sent.
+        self.is_within_event = is_within
 
     async def fail(self, error: PenstockError, event: bytes) -> None:
         """Send the end of a stream that fails. `event` is the error in the API's shape."""
@@ -133,7 +124,7 @@ class EventWriter:
             keep_alive = self._keep_alive
             if self._silent and self.keep_alive_source is not None:
                 keep_alive = self._framing.keep_alive(await self.keep_alive_source())
-            if self._silent:
+            if self._silent and not self.is_within_event:
                 async with asyncio.timeout(send_timeout_s):
                     await self._write(keep_alive)
             self._silent = self._sending_since_s is None

@@ -9,7 +9,7 @@ from pydantic_core import to_json
 
 from penstock.contract.errors import PenstockError
 from penstock.gateway.openai.errors import error_body
-from penstock.gateway.stream.framing import NDJSON, Framing, events_in
+from penstock.gateway.stream.framing import LineFraming
 
 
 def message(kind: str, tag: str | None, members: Mapping[str, Any]) -> bytes:
@@ -23,24 +23,20 @@ def error_message(kind: str, tag: str | None, error: PenstockError) -> bytes:
     return message(kind, tag, {"status": error.status, **error_body(error)})
 
 
-class SocketFraming(Framing):
+class SocketFraming(LineFraming):
     """The events of one stream as messages, one per line."""
 
-    media_type = content_type = NDJSON
-    needs_whole_events = True
+    _line_end = b"}\n"
 
     def __init__(self, tag: str) -> None:
+        super().__init__()
         self._tag = tag
-        self._head = message("event", tag, {})[:-1]
+        self._message_head = message("event", tag, {})[:-1]
 
-    def events(self, events: bytes) -> bytes:
-        """Return one line for each event."""
-        return b"".join(
-            b'%b,"event_id":"%b","data":%b}\n' % (self._head, event_id, data)
-            if event_id
-            else b'%b,"data":%b}\n' % (self._head, data)
-            for event_id, data in events_in(events)
-        )
+    def _begin(self, event_id: bytes, data: bytes) -> bytes:
+        if event_id:
+            return b'%b,"event_id":"%b","data":%b' % (self._message_head, event_id, data)
+        return b'%b,"data":%b' % (self._message_head, data)
 
     def keep_alive(self, comment: bytes) -> bytes:
         """Return nothing: the pings of the WebSocket keep it alive."""
@@ -56,4 +52,4 @@ class SocketFraming(Framing):
 
     def is_last(self, line: bytes) -> bool:
         """Return whether no message about the stream follows this one."""
-        return not line.startswith(self._head)
+        return not line.startswith(self._message_head)

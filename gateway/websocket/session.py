@@ -22,7 +22,7 @@ from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.request.body_parser import Parser
 from penstock.gateway.request.socket_message import Attach, Cancel, SocketMessage, Submit
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.shared_budget import SharedBudget
+from penstock.gateway.shared_budget import Claim, SharedBudget
 from penstock.gateway.websocket.channel import Pace, SocketChannel
 from penstock.gateway.websocket.server_messages import error_message
 from penstock.gateway.websocket.stream import SocketStream
@@ -81,8 +81,8 @@ class SocketSession:
     async def _wait_for_streams(self) -> None:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _memory_of_message(self) -> AbstractAsyncContextManager[None]:
-        return self._body_budget.taken(self._tenant, self._settings.max_body_bytes)
+    def _memory_of_message(self) -> AbstractAsyncContextManager[Claim]:
+        return self._body_budget.taken(self._tenant)
 
     async def _next(self) -> bytes | None:
         """Return the next message, or None at the end of the connection."""

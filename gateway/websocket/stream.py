@@ -67,6 +67,8 @@ class SocketStream:
         self._is_stream = False
         self._body = b""
         self._num_sent = 0
+        self._is_within_message = False
+        """Whether a message has begun whose last part was not sent."""
 
     async def submit(self, request: Submit, body: ParsedBody | PenstockError | None) -> None:
         """Submit the jobs of a request and send their events, then the end."""
@@ -75,9 +77,12 @@ class SocketStream:
             headers.append((KEY_HEADER.encode(), request.idempotency_key.encode()))
         self._is_background = isinstance(body, ParsedBody) and bool(body.options.get("background"))
         query = _position(request.after)
-        await self._ask("POST", request.path, query, headers, body)
+        returns_progress = isinstance(body, ParsedBody) and bool(body.options.get(RETURN_PROGRESS))
+        extensions = {PARSED_BODY: body}
+        del body  # The request takes it out of the extensions, and keeps what it needs.
+        await self._ask("POST", request.path, query, headers, extensions)
         if request.path == JOBS_PATH and self._status == HTTPStatus.ACCEPTED:
-            if isinstance(body, ParsedBody) and body.options.get(RETURN_PROGRESS):
+            if returns_progress:
                 query[RETURN_PROGRESS] = "true"
             await self._ask("GET", _stream_path(self._job_ids[0]), query)
         await self._end()
@@ -114,8 +119,10 @@ class SocketStream:
         path: str,
         query: Mapping[str, str],
         headers: RawHeaders = (),
-        body: ParsedBody | PenstockError | None = None,
+        extensions: dict[str, Any] | None = None,
     ) -> None:
+        extensions = {} if extensions is None else extensions
+        extensions |= framing_extension(self._framing)
         socket = self._socket_scope
         scope = {
             "type": "http",
@@ -131,7 +138,7 @@ class SocketStream:
             "client": socket["client"],
             "server": socket["server"],
             "state": {},
-            "extensions": {**framing_extension(self._framing), PARSED_BODY: body},
+            "extensions": extensions,
         }
         self._has_read = False
         try:
@@ -151,12 +158,26 @@ class SocketStream:
         if part["type"] == "http.response.start":
             await self._note_start(part["status"], Headers(raw=part["headers"]))
         elif self._is_stream:
-            for line in part["body"].splitlines():
-                await self._write(line)
+            await self._send_lines(part["body"])
         else:
             self._body = (self._body + part["body"])[:MAX_ERROR_BYTES]
             if not part.get("more_body", False):
                 await self._note_body()
+
+    async def _send_lines(self, body: bytes) -> None:
+        """Send a message for each line. A line that does not end here becomes the beginning of one."""
+        *ends, rest = body.split(b"\n")
+        for line in ends:
+            if self._is_within_message:
+                await self._channel.write_part(line, is_last=True)
+                self._is_within_message = False
+            else:
+                await self._write(line)
+        if rest:
+            if not self._is_within_message:
+                await self._channel.begin_message()
+                self._is_within_message = True
+            await self._channel.write_part(rest, is_last=False)
 
     async def _note_start(self, status: int, headers: Headers) -> None:
         self._status, self._body = status, b""
@@ -191,6 +212,9 @@ class SocketStream:
 
     async def _end(self) -> None:
         """Send the end of a stream whose requests ended without one."""
+        if self._is_within_message:
+            await self._channel.break_off()
+            return
         if self.has_ended:
             return
         error: PenstockError

@@ -77,10 +77,12 @@ class PackedChoice:
 class PackedResult:
     """A packed result with the positions of its parts. Raises WireError for malformed bytes."""
 
-    def __init__(self, data: bytes | None, job_id: str, outcome: Outcome) -> None:
+    def __init__(self, data: bytes | None, job_id: str, outcome: Outcome, *, num_left_bytes: int = 0) -> None:
+        """num_left_bytes: the size of a result that was left in Redis, so that this is only the end of its job."""
         self.job_id = job_id
         self.outcome = outcome
-        self.num_bytes = len(data or b"")
+        self.is_fetched = not num_left_bytes
+        self.num_bytes = num_left_bytes or len(data or b"")
         self.usage: Usage | None = None
         self.choices: tuple[PackedChoice, ...] = ()
         self._data = b""

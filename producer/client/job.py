@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import TypeVar
 
 from penstock.contract.errors import RequestError, ResultTimeoutError, error_of
@@ -17,7 +18,7 @@ from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job_source import JobSource
 from penstock.producer.client.mailbox import Mailbox
 from penstock.producer.client.stream import ChunkSink, StreamReader
-from penstock.queue.broker.producer import JobStatus
+from penstock.queue.broker.producer import Fetches, JobStatus
 from penstock.queue.packed_result import PackedResult
 
 AnyResult = TypeVar("AnyResult", Result, PackedResult)
@@ -108,9 +109,12 @@ class AsyncJob:
                 raise
             raise _still_open(self.id, timeout, self._source.is_background) from None
 
-    async def packed_result(self) -> PackedResult:
-        """Wait for the job's end and return its result, with parts that are decoded on access."""
-        return await self._once_ended(self._source.packed_result, check=True)
+    async def packed_result(self, fetches: Fetches | None = None) -> PackedResult:
+        """Wait for the job's end and return its result, with parts that are decoded on access.
+
+        If `fetches` leaves a large result in Redis, the returned one has only its size and the outcome.
+        """
+        return await self._once_ended(partial(self._source.packed_result, fetches), check=True)
 
     async def _once_ended(self, read: Callable[[], Awaitable[AnyResult | None]], *, check: bool) -> AnyResult:
         feed = self._source.feed

@@ -10,7 +10,7 @@ from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.output import Chunk, Result
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.waiting import QueueWatch, WaitWatcher
-from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission
+from penstock.queue.broker.producer import Attached, Fetches, JobStatus, ProducerBroker, Submission
 from penstock.queue.broker.retry import Retries
 from penstock.queue.packed_result import PackedResult
 from penstock.runtime import crash_points
@@ -78,9 +78,9 @@ class JobSource:
         """Return the job's result, or None before its end."""
         return await self._retries.call(lambda: self._broker.result(self.job_id, self.tenant))
 
-    async def packed_result(self) -> PackedResult | None:
+    async def packed_result(self, fetches: Fetches | None = None) -> PackedResult | None:
         """Return the job's result, with parts that are decoded on access, or None before its end."""
-        return await self._retries.call(lambda: self._broker.packed_result(self.job_id, self.tenant))
+        return await self._retries.call(lambda: self._broker.packed_result(self.job_id, self.tenant, fetches))
 
     async def status(self) -> JobStatus:
         """Return the job's state, for people."""

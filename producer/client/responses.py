@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.queue.broker.producer import ProducerBroker
-from penstock.queue.broker.responses import ResponseBroker
+from penstock.queue.broker.responses import ResponseBroker, StoredBytes
 from penstock.queue.broker.retry import Retries
 from penstock.queue.packed_result import PackedResult
 
@@ -15,6 +15,10 @@ class StoredResponses:
         self._retries = retries
         self._broker = broker
         self._jobs = jobs
+
+    async def num_bytes(self, job_id: str, tenant: str) -> StoredBytes:
+        """Return the sizes of a stored response's record and result. Raises NotFoundError."""
+        return await self._retries.call(lambda: self._broker.num_bytes(job_id, tenant))
 
     async def read(self, job_id: str, tenant: str) -> bytes:
         """Return the record of a stored response. Raises NotFoundError."""

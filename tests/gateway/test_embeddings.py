@@ -17,10 +17,14 @@ from fakes.processes.reference_engine import FAKE_DIMENSIONS, fake_embedding
 from penstock import AsyncClient, Client, RequestError, UnsupportedKindError
 from penstock.contract.job import SamplingParams
 from penstock.contract.tasks import Embed, Embedding
+from penstock.contract.terms import Terms
 from penstock.gateway.embeddings.schemas import MAX_INPUTS
 from penstock.gateway.stream.answer import MAX_JOBS_SHOWN
+from penstock.gateway.stream.generation_request import RequestContent
+from penstock.gateway.stream.limits import check_num_jobs
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
+from penstock.queue.broker.producer import ServedPool
 from penstock.queue.wire import PoolRecord, encode_record
 from tests.gateway.conftest import MAX_MODEL_LEN, MODEL, EchoEngine, Stack
 
@@ -314,3 +318,27 @@ def test_nodes_of_an_older_release_are_named(stack: Stack, engine: EchoEngine) -
     stack.call(announce())
     with Client(stack.redis_url) as client, pytest.raises(UnsupportedKindError, match="kind 'embed'; upgrade them"):
         client.embed(["x"], model="acme/elder")
+
+
+def test_more_texts_than_jobs_may_be_open_are_refused_by_name(stack: Stack, redis_url: str) -> None:
+    model = "acme/few"
+    stack.start_node(EchoEngine(), model=model, pool="few", max_open_jobs=3)
+    with httpx.Client(base_url=stack.start_gateway(), timeout=30) as http:
+        assert http.post("/v1/embeddings", json={"model": model, "input": ["a"] * 3}).status_code == 200
+        for path, body, param in (
+            ("/v1/embeddings", {"input": ["a"] * 4}, "input"),
+            ("/rerank", {"query": "a", "documents": ["b"] * 3}, "documents"),
+            ("/v1/completions", {"prompt": ["a"] * 4}, "prompt"),
+        ):
+            status, named, message = refusal(http.post(path, json={"model": model, **body}))
+            assert (status, named) == (400, param)
+            assert "at most 3 open jobs (max_open_jobs)" in message
+
+
+def test_more_texts_than_a_key_may_have_jobs_are_refused_by_name() -> None:
+    content = RequestContent(MODEL, ["a"] * 4, SamplingParams(), {"prompt": "input"})
+    check_num_jobs(content, Terms(max_open_jobs=4), ServedPool("echo", MODEL))
+    with pytest.raises(RequestError) as caught:
+        check_num_jobs(content, Terms(max_open_jobs=3), ServedPool("echo", MODEL))
+    assert caught.value.param == "input"
+    assert caught.value.message.startswith("input: 4 prompts become as many jobs, and this tenant may have at most 3")

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from penstock.contract.errors import UnavailableError
 from penstock.gateway.shared_budget import SharedBudget
 
 MOMENT_S = 0.01
@@ -76,3 +77,46 @@ async def test_a_large_claim_is_not_passed_for_ever():
     release.set()
     await asyncio.gather(*tasks)
     assert order == ["small", "large", "other"]
+
+
+async def test_claims_that_grow_leave_enough_for_one_to_become_whole():
+    budget = SharedBudget(100, per_owner=12, step=1, most=8)
+    async with AsyncExitStack() as stack:
+        claims = [await stack.enter_async_context(budget.taken("a")) for _ in range(3)]
+        for claim in claims:
+            await claim.grow_to(2)
+        await claims[0].grow_to(3)
+        # Of 12 units 5 are free, and the first claim may need all of them.
+        waiting = asyncio.create_task(claims[1].grow_to(3))
+        await asyncio.sleep(MOMENT_S)
+        assert not waiting.done()
+        await claims[0].grow_to(100)
+        assert (claims[0].amount, budget.num_used) == (8, 12)
+        claims[0].shrink_to(0)
+        await asyncio.wait_for(waiting, 1)
+        assert claims[1].amount == 3
+
+
+async def test_claims_that_grow_all_become_whole():
+    budget = SharedBudget(20, per_owner=12, step=2, most=8)
+
+    async def grow(owner: str) -> None:
+        async with budget.taken(owner) as claim:
+            for amount in range(1, 9):
+                await claim.grow_to(amount)
+                await asyncio.sleep(0)
+
+    await asyncio.wait_for(asyncio.gather(*map(grow, "aaaabbbbccc")), 5)
+    assert budget.num_used == 0
+
+
+async def test_a_claim_that_waits_too_long_is_refused_with_a_time_to_retry():
+    budget = SharedBudget(10, per_owner=10, max_wait_s=MOMENT_S)
+    async with budget.taken("a", 10):
+        with pytest.raises(UnavailableError) as caught:
+            async with budget.taken("b", 1):
+                pass
+    assert (caught.value.status, caught.value.code, budget.num_used) == (503, "answer_memory_full", 0)
+    assert caught.value.retry_after_ms > 0
+    async with budget.taken("b", 10):
+        assert budget.num_used == 10

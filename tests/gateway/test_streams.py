@@ -83,16 +83,19 @@ def test_a_full_pool_is_a_429_with_retry_after_and_nothing_of_a_list_stays(stack
     engine.step_s = 0.1
     stack.start_node(engine, model="acme/tiny", pool="tiny", max_open_jobs=2, reattach_grace_ms=60_000)
     wait_until(lambda: "acme/tiny" in http.get("/v1/models").text)
-    body = {**text_body(["a" * 250] * 3), "model": "acme/tiny"}
+    job = {"model": "acme/tiny", "prompt": "a" * 120, "params": {"max_tokens": 120}}
+    other = http.post("/v1/jobs", json=job).json()["id"]
+    body = {**text_body(["a" * 250] * 2), "model": "acme/tiny"}
     for stream in (False, True):
         response = http.post("/v1/completions", json={**body, "stream": stream})
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
         assert response.json()["error"]["type"] == "rate_limit_error"
-        wait_until(lambda: not open_jobs(stack, "tiny"))
+        wait_until(lambda: open_jobs(stack, "tiny") == {other.encode()})
     api = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
     with api, pytest.raises(openai.RateLimitError):
-        api.completions.create(model="acme/tiny", prompt=["a"] * 3)
+        api.completions.create(model="acme/tiny", prompt=["a"] * 2)
+    http.delete(f"/v1/jobs/{other}")
 
 
 def test_a_refusal_by_the_node_is_a_real_400_although_a_stream_was_asked_for(http):

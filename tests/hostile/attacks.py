@@ -131,4 +131,5 @@ async def short_then_long(a: Attacker) -> None:
     a.figures["tokens used ÷ allowed (rate, burst and one job)"] = used / allowed
 
 
-import hostile.other_attacks  # noqa: E402, F401  it enters the rest of the catalogue behind these
+import hostile.memory_attacks  # noqa: E402
+import hostile.other_attacks  # noqa: E402, F401  both enter the rest of the catalogue behind these

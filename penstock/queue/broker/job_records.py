@@ -53,7 +53,6 @@ def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, num_a
     `num_chunks`: the length of its log, while the record does not say it. `num_ahead`: the jobs queued before it.
     """
     ledger = ledger_of(fields)
-    stored = fields["stored"].split()
     return JobStatus(
         *(job_id, fields["state"], Priority(int(fields["priority"])), int(fields["chunks"] or num_chunks)),
         outcome_of(fields),
@@ -61,8 +60,14 @@ def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, num_a
         *(ledger.preemptions, ledger.losses, num_ahead),
         ledger,
         tenant=fields["tenant"],
-        large_result_bytes=int(stored[1]) if len(stored) > 1 else 0,
+        large_result_bytes=large_result_bytes_of(fields),
     )
+
+
+def large_result_bytes_of(fields: Mapping[str, str]) -> int:
+    """Return the size of a job's result if it is large, else 0."""
+    stored = fields["stored"].split()
+    return int(stored[1]) if len(stored) > 1 else 0
 
 
 def ledger_of(fields: Mapping[str, str]) -> JobLedger:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -16,13 +17,13 @@ from penstock.contract.job import Job, pool_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
-from penstock.contract.terms import UNLIMITED, Terms
+from penstock.contract.terms import NO_LIMIT, UNLIMITED, Terms
 from penstock.queue import keys, wire
 from penstock.queue.admission import estimate_bytes
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.decoding import decoded, packed_result_of, result_of
-from penstock.queue.broker.job_records import STATUS_FIELDS, outcome_of, status_of, times_ms_of
+from penstock.queue.broker.job_records import STATUS_FIELDS, large_result_bytes_of, outcome_of, status_of, times_ms_of
 from penstock.queue.broker.job_records import JobStatus as JobStatus
 from penstock.queue.broker.submit_errors import submit_error
 from penstock.queue.broker.sweep import sweep
@@ -36,6 +37,8 @@ from penstock.runtime.tracing.context import Carried, carried_by, start_enqueue_
 _LOG = logging.getLogger(__name__)
 LARGE_RESULT_BYTES = 65_536
 """A larger result expires log_ttl_ms after it was delivered. prelude.lua has the same value."""
+Fetches = Callable[[int], bool]
+"""Decides by the size of a large result whether to fetch it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class ServedPool(PoolRecord):
 
     is_alive: bool = True
     protocol_version: int = PROTOCOL_VERSION
+    max_open_jobs: int = NO_LIMIT
+    """Most jobs that wait or run in the pool. Jobs that exceed it are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,26 +178,34 @@ class ProducerBroker:
         This counts as delivery: a large result expires log_ttl_ms later. Raises NotFoundError for an unknown job or an
         expired result.
         """
-        ended = await self._ended(job_id, tenant)
-        return ended and await result_of(ended[2], job_id, ended[1], times_ms_of(ended[0]))
-
-    async def packed_result(self, job_id: str, tenant: str) -> PackedResult | None:
-        """Return a job's result as `result` does, with its parts decoded on access."""
-        ended = await self._ended(job_id, tenant)
-        return ended and await packed_result_of(ended[2], job_id, ended[1], self._yielder)
-
-    async def _ended(self, job_id: str, tenant: str) -> tuple[dict[str, str], Outcome, bytes | None] | None:
-        """Return a job's record, outcome and packed result, and mark it as delivered; None while the job is open."""
         fields = await self._record(job_id, tenant)
         if (outcome := outcome_of(fields)) is None:
             return None
+        data = await self._result_data(job_id, tenant, outcome)
+        return await result_of(data, job_id, outcome, times_ms_of(fields))
+
+    async def packed_result(self, job_id: str, tenant: str, fetches: Fetches | None = None) -> PackedResult | None:
+        """Return a job's result as `result` does, with its parts decoded on access.
+
+        If `fetches` leaves a large result in Redis, the returned one has only its size and the outcome.
+        """
+        fields = await self._record(job_id, tenant)
+        if (outcome := outcome_of(fields)) is None:
+            return None
+        if fetches is not None and (num_bytes := large_result_bytes_of(fields)) and not fetches(num_bytes):
+            return PackedResult(None, job_id, outcome, num_left_bytes=num_bytes)
+        data = await self._result_data(job_id, tenant, outcome)
+        return await packed_result_of(data, job_id, outcome, self._yielder)
+
+    async def _result_data(self, job_id: str, tenant: str, outcome: Outcome) -> bytes | None:
+        """Return the packed result of an ended job, and mark it as delivered."""
         with translated():
             data = cast("bytes | None", await self._redis.get(keys.result(job_id)))
         if data is None and outcome.state == "done":
             raise NotFoundError(f"the result of job {job_id} is no longer kept", code="result_expired")
         if data is not None and len(data) > LARGE_RESULT_BYTES:
             await scripts.call(self._redis, "deliver", pool_of(job_id), job_id, tenant)
-        return fields, outcome, data
+        return data
 
     async def reader_heartbeat(self, pool: str, inbox: str) -> None:
         """Send the heartbeat of a reading process, and sweep, so that jobs progress while any process is alive."""
@@ -237,8 +250,8 @@ class ProducerBroker:
         if version != PROTOCOL_VERSION:
             return ServedPool(**asdict(record), is_alive=False, protocol_version=version)
         redis = cast(Any, self._redis)
-        lease_ms, heartbeats, adapters = await asyncio.gather(
-            redis.hget(keys.config(pool), "lease_ms"),
+        (lease_ms, max_open_jobs), heartbeats, adapters = await asyncio.gather(
+            redis.hmget(keys.config(pool), ["lease_ms", "max_open_jobs"]),
             redis.zrevrange(keys.nodes(pool), 0, 0, withscores=True),
             redis.hgetall(keys.adapters(pool)),
         )
@@ -248,7 +261,8 @@ class ProducerBroker:
                 digests |= wire.decode_pool(data).adapters
         is_alive = bool(heartbeats) and heartbeats[0][1] >= _alive_since_ms(time, lease_ms)
         # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
-        return ServedPool(**asdict(replace(record, adapters=digests) if is_alive else record), is_alive=is_alive)
+        announced = asdict(replace(record, adapters=digests) if is_alive else record)
+        return ServedPool(**announced, is_alive=is_alive, max_open_jobs=int(max_open_jobs or NO_LIMIT))
 
     def _readable(self, announced: dict[bytes, bytes]) -> dict[str, tuple[PoolRecord, int]]:
         """Decode pool records and their protocol versions. An unreadable record is logged and skipped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
 
@@ -11,6 +11,15 @@ from penstock.contract.job import pool_of
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
+from penstock.queue.broker.job_records import large_result_bytes_of
+
+
+class StoredBytes(NamedTuple):
+    """How many bytes are stored of a response."""
+
+    record: int
+    result: int
+    """The size of its job's result if it is large, else 0."""
 
 
 class ResponseBroker:
@@ -18,6 +27,15 @@ class ResponseBroker:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+
+    async def num_bytes(self, job_id: str, tenant: str) -> StoredBytes:
+        """Return how much `read` and the job's result would bring. Raises NotFoundError as `read` does."""
+        with translated():
+            values = await cast(Any, self._redis.hmget(keys.job(job_id), ["tenant", "response_bytes", "stored"]))
+        owner, record, stored = ((value or b"").decode() for value in values)
+        if owner != tenant or not record:
+            raise _no_response(job_id)
+        return StoredBytes(int(record), large_result_bytes_of({"stored": stored}))
 
     async def read(self, job_id: str, tenant: str) -> bytes:
         """Return the record of a stored response. Raises NotFoundError, also for the response of another tenant."""

@@ -408,6 +408,13 @@ def test_a_list_of_ignored_names_is_bounded(lenient_url: str) -> None:
     assert len(response.headers["x-penstock-ignored-fields"].split(", ")) == 32
 
 
+def test_header_of_ignored_names_is_short_enough_for_proxies(lenient_url: str) -> None:
+    body = text_body("hi", **{chr(0x1F600 + number) * 128: 1 for number in range(32)})
+    header = httpx.post(lenient_url + TEXT, json=body).headers["x-penstock-ignored-fields"]
+    assert 1024 < len(header) <= 2048
+    assert header.startswith("%F0%9F%98%80")
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import threading
@@ -308,19 +309,27 @@ def test_flood_of_messages_is_slowed_down_and_all_are_answered(stack: Stack, raw
 # Memory of large messages. -----------------------------------------------------------------------
 
 
-def test_large_messages_wait_for_memory_and_a_slow_one_is_closed(stack: Stack, shared_engine: EchoEngine) -> None:
-    url = stack.start_gateway(body_timeout_s=1.0)
+def large_message() -> bytes:
     body = {"model": MODEL, "prompt": "hello", "user": "u" * (3 << 20)}
-    message = frame(TEXT, json.dumps({"type": "submit", "id": "a", "path": "/v1/completions", "body": body}).encode())
-    with RawSocket(url) as one, RawSocket(url) as two, RawSocket(url) as three:
-        # The tenant's share is two messages of the largest size.
-        for slow in (one, two):
-            slow.send(message[: 1 << 20])
-        time.sleep(0.3)
-        sent = threading.Thread(target=three.send, args=(message,))
-        started_s = time.monotonic()
-        sent.start()
-        assert text_of(three.messages()) == "hello"
-        assert time.monotonic() - started_s > 0.4
-        sent.join()
-        assert (one.close_code(), two.close_code()) == (1008, 1008)
+    message: bytes = frame(
+        TEXT, json.dumps({"type": "submit", "id": "a", "path": "/v1/completions", "body": body}).encode()
+    )
+    return message
+
+
+def test_slow_large_messages_delay_no_other(stack: Stack, shared_engine: EchoEngine) -> None:
+    url = stack.start_gateway(body_timeout_s=120)
+    with contextlib.ExitStack() as sockets:
+        *slow_ones, one, other = (sockets.enter_context(RawSocket(url)) for _ in range(5))
+        for slow in slow_ones:
+            slow.send(large_message()[: 1 << 20])
+        time.sleep(0.1)
+        for quick in (one, other):
+            quick.send(large_message())
+        assert [text_of(quick.messages()) for quick in (one, other)] == ["hello"] * 2
+
+
+def test_slow_large_message_is_closed(stack: Stack, shared_engine: EchoEngine) -> None:
+    with RawSocket(stack.start_gateway(body_timeout_s=0.3)) as slow:
+        slow.send(large_message()[: 1 << 20])
+        assert slow.close_code() == 1008

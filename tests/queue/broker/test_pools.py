@@ -17,7 +17,8 @@ from penstock.queue.msgpack_codec import MAX_BYTES
 async def test_a_pool_is_alive_while_one_of_its_nodes_gives_signs_of_life(queue: Queue) -> None:
     await queue.node("n1")
     await queue.node("n2")
-    assert await queue.producer.pools() == {POOL: ServedPool(**asdict(RECORD), is_alive=True)}
+    served = ServedPool(**asdict(RECORD), is_alive=True, max_open_jobs=CONFIG["max_open_jobs"])
+    assert await queue.producer.pools() == {POOL: served}
     await queue.age("nodes", "n1", LEASE_MS + 1)
     assert (await queue.producer.pools())[POOL].is_alive
     await queue.age("nodes", "n2", LEASE_MS + 1)

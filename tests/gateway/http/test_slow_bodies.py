@@ -1,0 +1,48 @@
+"""Bodies that arrive slowly, beside others of the same tenant."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from penstock.gateway.request.body import BODY_STEP_BYTES
+from tests.gateway.conftest import MODEL, EchoEngine
+
+BODY = json.dumps({"model": MODEL, "prompt": "hello"}).encode()
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+NUM_SLOW = 5
+
+
+def in_chunks() -> Iterator[bytes]:
+    yield BODY
+
+
+def held_bytes(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("penstock_gateway_body_bytes "))
+
+
+@pytest.mark.parametrize("length", ["Transfer-Encoding: chunked", f"Content-Length: {8 << 20}"])
+def test_slow_bodies_hold_what_has_arrived_and_delay_no_other(url: str, engine: EchoEngine, length: str) -> None:
+    address, part = urlsplit(url), b" " * (BODY_STEP_BYTES + 1)
+    framed = b"%x\r\n%b\r\n" % (len(part), part) if "chunked" in length else part
+    with ExitStack() as connections:
+        for _ in range(NUM_SLOW):
+            slow = connections.enter_context(socket.create_connection((address.hostname, address.port)))
+            slow.sendall(f"{HEAD}{length}\r\n\r\n".encode() + framed)
+        until_s = time.monotonic() + 10
+        while held_bytes(url) < NUM_SLOW * 2 * BODY_STEP_BYTES:
+            assert time.monotonic() < until_s
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{url}/v1/completions", content=in_chunks(), headers=headers, timeout=20)
+        assert answer.json()["choices"][0]["text"] == "hello"
+        assert held_bytes(url) == NUM_SLOW * 2 * BODY_STEP_BYTES
+    while held_bytes(url):
+        assert time.monotonic() < until_s
