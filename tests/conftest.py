@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import ssl
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import _pytest.logging
 import pytest
 import redis as sync_redis
+from _pytest.logging import catching_logs
 from fakes.cover import examples
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.forked_process import ForkServer
@@ -49,6 +52,27 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 SERVICES = pytest.StashKey[ForkServer]()
 """The server of services that xdist's workers share."""
+
+
+class RootHandler(catching_logs[Any]):
+    """Collect what reaches the root logger, which is all that tests look at.
+
+    Pytest also looks for loggers that do not pass their events on, six times for each test. It looks through all
+    loggers of the process, of which torch and transformers have hundreds.
+    """
+
+    def __enter__(self) -> Any:
+        root = logging.getLogger()
+        if self.level is not None:
+            self.handler.setLevel(self.level)
+            self.orig_level = root.level
+            root.setLevel(min(self.orig_level, self.level))
+        root.addHandler(self.handler)
+        self.attached_loggers.append(root)
+        return self.handler
+
+
+_pytest.logging.catching_logs = RootHandler  # type: ignore[misc]
 
 # A machine with other work may hold up any example.
 settings.register_profile("penstock", settings(deadline=None, max_examples=examples(100)))
@@ -94,6 +118,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if kinds.is_quick(item)]
     if hasattr(config, "workerinput"):
         items[:] = _waiting_beside_computing(items, config.workerinput["workercount"])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Leave out of a report what is not shown of a step that passed. Workers send three reports of each test."""
+    report = yield
+    if report.passed and not {"A", "P"} & set(item.config.option.reportchars):
+        report.keywords = {}
+        report.sections = [section for section in report.sections if section[0].endswith("teardown")]
+    return report
 
 
 def pytest_collection_finish() -> None:

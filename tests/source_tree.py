@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,21 +34,19 @@ class Module:
 @cache
 def modules() -> dict[str, Module]:
     """Every module of the package, read where it really lies (the links inside `penstock/` are skipped)."""
-    found = {}
+    # Python 3.11 refuses a source while whose reading the garbage collector has run finalizers of other tests.
+    gc.disable()
+    try:
+        return {module.name: module for module in _modules()}
+    finally:
+        gc.enable()
+
+
+def _modules() -> Iterator[Module]:
     for package, folder in ROOMS.items():
         for path in sorted(folder.rglob("*.py")):
             if any(parent.is_symlink() for parent in path.parents if parent.is_relative_to(ROOT)):
                 continue
             parts = [package, *path.relative_to(folder).with_suffix("").parts]
             name = ".".join(parts).removesuffix(".__init__")
-            found[name] = Module(name, path, _parsed(path))
-    return found
-
-
-def _parsed(path: Path) -> ast.Module:
-    """Python 3.11 refuses a source while whose reading the garbage collector has run finalizers of other tests."""
-    gc.disable()
-    try:
-        return ast.parse(path.read_text(), str(path))
-    finally:
-        gc.enable()
+            yield Module(name, path, ast.parse(path.read_text(), str(path)))

@@ -23,7 +23,10 @@ from tests.conftest import HAS_GPU  # noqa: F401  the condition below reads it
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    server = ForkServer("services")
+    """The session's server of services, for another client: a server of its own would import them all anew."""
+    session_server = ChildProcess.session_server()
+    session_server.open()
+    server = ForkServer(address=session_server.address)
     yield server
     server.close()
 

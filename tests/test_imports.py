@@ -69,21 +69,24 @@ def imports_of(module: Module) -> tuple[Import, ...]:
 
 
 def _imports_in(module: Module) -> Iterator[Import]:
-    late = {
-        id(node)
-        for function in ast.walk(module.tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(module.tree):
+    for node, late in _statements(module.tree, late=False):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, id(node) in late, node.lineno)
+                yield Import(alias.name, late, node.lineno)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module.path}:{node.lineno}: relative import"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield Import(inner if inner in modules() else str(node.module), id(node) in late, node.lineno)
+                yield Import(inner if inner in modules() else str(node.module), late, node.lineno)
+
+
+def _statements(node: ast.AST, *, late: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """Yield all statements below a node, and whether each stands inside a function. Expressions hold none."""
+    late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield child, late
+            yield from _statements(child, late=late)
 
 
 def room_of(name: str) -> str:

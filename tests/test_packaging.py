@@ -34,6 +34,8 @@ PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="?").save_pretrained(sys
 from transformers import AutoTokenizer
 print(AutoTokenizer.from_pretrained(sys.argv[1]).encode("hello"))
 """
+BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+"""What pip does of a wheel, without the two processes around it."""
 
 
 def run(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -83,8 +85,9 @@ def test_wheel_holds_all_rooms_and_scripts(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "tests", "__pycache__")
     shutil.copytree(ROOT, clone, symlinks=True, ignore=ignored)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
-    subprocess.run([*pip, str(tmp_path), str(clone)], check=True, capture_output=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", BUILD, str(tmp_path)], cwd=clone, check=True, capture_output=True, timeout=100
+    )
     names = set(zipfile.ZipFile(next(tmp_path.glob("penstock-*.whl"))).namelist())
 
     page = (path.relative_to(ROOT) for path in (ROOT / "gateway/web/static").iterdir())

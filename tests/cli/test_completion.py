@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fakes.processes.child_process import ChildProcess
+from fakes.processes.fork_server import FORK_CLIENT
+from fakes.processes.python_process import run_python
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 BASH = """
@@ -19,9 +23,14 @@ for line in "$@"; do
     COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 ))
     _penstock_completion penstock
     printf '%s\\n' "${COMPREPLY[*]}"
+    PATH="$FORKS:$PATH"
 done
 """
-"""Its arguments are lines of words, each with a bar behind it. For each it prints what is offered for the last word."""
+"""Its arguments are lines of words, each with a bar behind it. For each it prints what is offered for the last word.
+
+The first line is completed by the installed command, the others by forks: each command takes 0.3 s of CPU time.
+"""
+COMPLETE = "from penstock.cli.main import app; app(prog_name='penstock')"
 OFFERED = {
     ("penstock", "j"): ["jobs"],
     ("penstock", "--ver"): ["--version"],
@@ -46,11 +55,16 @@ def loaded_by(*words: str, **env: str) -> set[str]:
 @pytest.mark.skipif(
     shutil.which("bash") is None or not PENSTOCK.exists(), reason="needs bash and an installed penstock"
 )
-def test_bash_completes_commands_options_and_their_values() -> None:
+def test_bash_completes_commands_options_and_their_values(tmp_path: Path) -> None:
+    forked = tmp_path / "penstock"
+    fork = [sys.executable, "-I", "-S", FORK_CLIENT, ChildProcess.session_server().address, "-c", COMPLETE]
+    forked.write_text(f'#!/bin/sh\nexec {shlex.join(fork)} "$@"\n')
+    forked.chmod(0o700)
     path = f"{PENSTOCK.parent}{os.pathsep}{os.environ['PATH']}"
     lines = ["".join(f"{word}|" for word in words) for words in OFFERED]
     command = ["bash", "-c", BASH, "bash", *lines]
-    done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=60)
+    env = os.environ | {"PATH": path, "FORKS": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     offered = [line.split() for line in done.stdout.splitlines()]
     assert dict(zip(OFFERED, offered, strict=True)) == OFFERED
@@ -58,12 +72,10 @@ def test_bash_completes_commands_options_and_their_values() -> None:
 
 def test_zsh_and_fish_get_completions_with_descriptions() -> None:
     env = {"_PENSTOCK_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "penstock do"}
-    code = "from penstock.cli.main import app; app(prog_name='penstock')"
-    command = [sys.executable, "-c", code]
-    zsh = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60).stdout
+    zsh = run_python("-c", COMPLETE, env=os.environ | env).stdout
     assert '"doctor":"Check this machine, its Redis and its nodes, with advice"' in zsh
     env |= {"_PENSTOCK_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    fish = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60).stdout
+    fish = run_python("-c", COMPLETE, env=os.environ | env).stdout
     assert fish == "doctor\tCheck this machine, its Redis and its nodes, with advice\n"
 
 

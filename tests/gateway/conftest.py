@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import pytest
+import redis as sync_redis
 import uvicorn
 from fakes.processes.reference_engine import packed_fake_embedding
 
@@ -29,7 +30,6 @@ from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOut
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
-from penstock.runtime.embedded_redis import EmbeddedRedis
 
 T = TypeVar("T")
 MODEL = "acme/echo"
@@ -279,11 +279,12 @@ def port_of(server: uvicorn.Server) -> int:
 
 
 @pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    server = EmbeddedRedis()
-    server.start()
-    yield server.url
-    server.stop()
+def redis_url(redis_server: str) -> str:
+    """URL of the session's Redis, which is empty for a file."""
+    with sync_redis.Redis.from_url(redis_server) as client:
+        client.flushall()
+        client.config_set("maxmemory", "512mb")
+    return redis_server
 
 
 @pytest.fixture(scope="module")

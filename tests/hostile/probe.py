@@ -92,6 +92,7 @@ class LoopWatch:
 
 def watch_loops(path: str) -> None:
     """Watches each loop that runs in this process from now on."""
+    assert "uvloop" not in sys.modules, "its loops would not be watched"
     file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  open for the process's life
     begin = asyncio._set_running_loop
     watched: set[int] = set()

@@ -34,13 +34,13 @@ STALL_AFTER_S = 30.0
 class ProbedNode(NodeProcess):
     """A node whose loops are watched."""
 
-    runner = PROBE
+    wrapper = (PROBE,)
 
 
 class ProbedGateway(GatewayProcess):
     """A gateway whose loops are watched."""
 
-    runner = PROBE
+    wrapper = (PROBE,)
 
 
 @dataclass(frozen=True)

@@ -136,8 +136,9 @@ class Node:
                 virtual_times.leave(job.tenant)
 
     def _fits(self, job: SimulatedJob, urgency: int) -> bool:
-        victims = victims_of(urgency, self.running, self._order_of_victims)
-        if not self._has_room(job, [one for one in self.running if one not in victims]):
+        less_urgent = [one for one in self.running if one.urgency > urgency]
+        victims = victims_of(urgency, less_urgent, self._order_of_victims)
+        if not self._has_room(job, [one for one in self.running if one.urgency <= urgency]):
             return False
         while not self._has_room(job, self.running):
             self._preempt(victims.pop(0))
@@ -146,8 +147,9 @@ class Node:
         return True
 
     def _has_room(self, job: SimulatedJob, running: list[SimulatedJob]) -> bool:
-        claimed = sum(one.cost for one in running)
-        return len(running) < MAX_RUNNING and (claimed + job.cost <= KV_TOKENS or not running)
+        if len(running) >= MAX_RUNNING:
+            return False
+        return not running or sum(one.cost for one in running) + job.cost <= KV_TOKENS
 
     def _preempt(self, job: SimulatedJob) -> None:
         self.running.remove(job)
@@ -157,14 +159,16 @@ class Node:
         self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms, job.started_ms)
 
     def _grants(self) -> dict[SimulatedJob, int]:
-        budget, grants = STEP_TOKENS, {}
+        budget, grants = STEP_TOKENS, dict[SimulatedJob, int]()
+        num_kv_tokens = sum(job.num_stored for job in self.running)
         for job in list(self.running):
             if budget and job in self.running:
                 grants[job] = min(budget, max(1, job.num_missing))
                 budget -= grants[job]
-                while sum(one.num_stored + grants.get(one, 0) for one in self.running) > KV_TOKENS:
+                num_kv_tokens += grants[job]
+                while num_kv_tokens > KV_TOKENS:
                     victim = preemption_order(self.running, self._order_of_victims)[0]
-                    grants.pop(victim, None)
+                    num_kv_tokens -= victim.num_stored + grants.pop(victim, 0)
                     self._preempt(victim)
         return grants
 

@@ -21,8 +21,8 @@ ARMED = str(Path(__file__).parent / "armed.py")
 class ChildProcess:
     """`python <command>`, which says on stdout in JSON lines what happens. `dies`: see armed.py."""
 
-    runner = ARMED
-    """The script that runs the command."""
+    wrapper: Sequence[str] = ()
+    """A script that armed.py runs, and that runs the command itself; empty if armed.py runs the command."""
     imports: Sequence[str] = ()
     """What the command imports beyond what all services import; a fork server imports it once."""
     fork_server: ForkServer | None = None
@@ -39,9 +39,10 @@ class ChildProcess:
         self._process = self._start(command, os.environ | env | {"FAULT_AT": dies})
 
     def _start(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes] | ForkedProcess:
-        if self.fork_server is not None and self.runner == ARMED:
+        command = [*self.wrapper, *command]
+        if self.fork_server is not None:
             return self.fork_server.start(command, env, self._log.fileno(), self.imports)
-        words = [sys.executable, self.runner, *command]
+        words = [sys.executable, ARMED, *command]
         return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=self._log)
 
     def next_event(self) -> dict[str, Any] | None:

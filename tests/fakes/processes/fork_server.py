@@ -194,9 +194,12 @@ def import_tests(arguments: list[str]) -> None:
         for name, module in list(sys.modules.items()):
             if Path(getattr(module, "__file__", None) or "").name.startswith(("test_", "conftest.")):
                 del sys.modules[name]
-    elif "transformers" in sys.modules:
+        return
+    if "transformers" in sys.modules:
         # It loads its parts when they are asked for. This one takes two seconds, which each worker would take anew.
         import_module("transformers.modeling_utils")
+    # Hypothesis draws numbers and texts that stand in our sources. Each worker would parse all of these for a second.
+    import_module("hypothesis.internal.conjecture.providers")._get_local_constants()
 
 
 def run_worker(request: Request) -> None:

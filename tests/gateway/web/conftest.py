@@ -16,9 +16,9 @@ BLANK = "about:blank"
 expect.set_options(timeout=PATIENCE_MS)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """One browser for the tests of a file. While it is open, this thread can run no other event loop."""
+    """One browser for the tests of this folder. While it is open, this thread can run no other event loop."""
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
     with sync_playwright() as playwright:
@@ -28,9 +28,9 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def tab(browser: Browser) -> Iterator[Page]:
-    """A tab that the tests of a file use in turn. Another context would take another process and 0.7 s of CPU time."""
+    """A tab that the tests use in turn. Another context would take another process and 0.7 s of CPU time."""
     context = browser.new_context()
     context.set_default_timeout(PATIENCE_MS)
     yield context.new_page()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
-from fakes.cover import examples
+from fakes.cover import examples, pairwise
+from fakes.native import ISAS
 from fakes.single_kernels import Floats, Single
 from fixtures.matrices import (
     OWN_SOURCES,
@@ -19,6 +22,7 @@ from fixtures.matrices import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from penstock.kernels.cpu.formats import Format, Run, Source
 from penstock.kernels.reference.quantized import GROUP, multiply_quantized, quantize_activations, to_bf16
@@ -122,21 +126,34 @@ def test_what_is_not_finite_stays_in_its_row(kernels: Single, weights: Format, o
     np.testing.assert_array_equal(got[others], clean[others])
 
 
+@cache
+def _blocks(source: Source, outputs: int, columns: int, seed: int) -> NDArray[np.uint8]:
+    return random_blocks(outputs, columns, source, seed=seed)
+
+
+@cache
+def _values(source: Source, outputs: int, columns: int, seed: int) -> NDArray[np.float64]:
+    """What these blocks say. Reading them takes longer than a product, and tests multiply each matrix 32 times."""
+    return values_of(source, _blocks(source, outputs, columns, seed)).astype(np.float64)
+
+
 def _stored_product(
     kernels: Single, weights: Format, x: Floats, outputs: int, seed: int, num_threads: int = 1
 ) -> Floats:
-    data = random_blocks(outputs, x.shape[1], OWN_SOURCES[weights], seed=seed)
+    data = _blocks(OWN_SOURCES[weights], outputs, x.shape[1], seed)
     return kernels.multiply(weights, OWN_SOURCES[weights], data, x, num_threads=num_threads)
 
 
-@pytest.mark.parametrize("rows", NUM_ROWS)
-@pytest.mark.parametrize("weights", OWN_SOURCES)
+@pytest.mark.parametrize(
+    ("kernels", "weights", "rows"), pairwise(ISAS, OWN_SOURCES, NUM_ROWS), indirect=["kernels"], scope="session"
+)
 def test_products_with_stored_formats_are_those_of_what_gguf_says(kernels: Single, weights: Format, rows: int) -> None:
+    """Every format with every number of rows on one instruction set in each run: a row's bits do not depend on it."""
     source = OWN_SOURCES[weights]
     for outputs, num_blocks in ((1, 1), (33, 2), (70, 5)):
         columns = num_blocks * block_columns(source)
         x = random_floats(rows, columns, seed=rows)
-        matrix = values_of(source, random_blocks(outputs, columns, source, seed=columns)).astype(np.float64)
+        matrix = _values(source, outputs, columns, columns)
         left = quantize_activations(x, GROUP).values().astype(np.float64)
         got = _stored_product(kernels, weights, x, outputs, columns)
         # A kernel adds the parts of a group's scale and minimum separately.

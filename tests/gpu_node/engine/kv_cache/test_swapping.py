@@ -61,12 +61,17 @@ def _run(engine: Engine, params: SamplingParams) -> list[tuple[tuple[int, ...], 
 
 @pytest.fixture(scope="module")
 def tokens_alone(make: MakeEngine) -> dict[tuple[bool, int], list[tuple[tuple[int, ...], ...]]]:
-    """By (drawn, n): each prompt's tokens when it runs alone."""
+    """By (drawn, n): each prompt's tokens when it runs alone.
+
+    All greedy choices are the same, and a single choice is the first of several.
+    """
     engine = make(max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False)
+    greedy, drawn = _run(engine, GREEDY), _run(engine, DRAWN.model_copy(update={"n": 3}))
     return {
-        (drawn, n): _run(engine, params.model_copy(update={"n": n}))
-        for drawn, params in enumerate((GREEDY, DRAWN))
-        for n in (1, 3)
+        (False, 1): greedy,
+        (False, 3): [choices * 3 for choices in greedy],
+        (True, 1): [choices[:1] for choices in drawn],
+        (True, 3): drawn,
     }
 
 

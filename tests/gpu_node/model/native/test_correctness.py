@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.cover import pairwise
+from fakes.cover import each_value, pairwise
 from fakes.native import ISAS
 from fakes.prompts import TEXT, mixed_prompts
 from fakes.ties import num_departures
@@ -199,8 +199,7 @@ def test_quantized_weights_of_every_family_mean_what_the_references_say(
     assert error_of(got, logits_of(model, token_ids)) < 0.035
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("quantization", ["none", *QUANTIZED])
+@pytest.mark.parametrize(("quantization", "kv_cache_dtype"), each_value(["none", *QUANTIZED], ["bfloat16", "int8"]))
 def test_choices_survive_preemption_and_prefix_hits_to_the_token(
     tiny_model: Path, best_library: Path, quantization: str, kv_cache_dtype: str
 ) -> None:
