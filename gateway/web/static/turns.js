@@ -4,7 +4,8 @@ import { button, duration, el, number } from "./dom.js";
 import { GrowingMarkdown } from "./markdown.js";
 
 const RENDER_MS = 60;
-const PAUSE_FACTOR = 5; // the pause after a rendering is at least so many times its duration
+const MAX_RENDER_MS = 1_000;
+const PAUSE_FACTOR = 5; // how many times the duration of a rendering the page pauses after it
 
 /** A message of the user, with a button that edits it. */
 export class UserTurn {
@@ -83,7 +84,8 @@ export class AnswerTurn {
     this.figures.textContent = this.figureWords();
     this.element.dispatchEvent(new CustomEvent("grown", { bubbles: true }));
     this.text.getBoundingClientRect(); // ends the layout, so that its time counts
-    this.pauseMs = Math.max(RENDER_MS, PAUSE_FACTOR * (performance.now() - startedAt));
+    const pauseMs = PAUSE_FACTOR * (performance.now() - startedAt);
+    this.pauseMs = Math.min(MAX_RENDER_MS, Math.max(RENDER_MS, pauseMs));
   }
 
   figureWords() {
