@@ -24,6 +24,7 @@ from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.embeddings import routes as embedding_routes
 from penstock.gateway.errors import install_error_handlers
 from penstock.gateway.http.access_log import AccessLog
+from penstock.gateway.http.allowed_hosts import AllowedHosts
 from penstock.gateway.http.head_requests import HeadRequests
 from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.http.request_head import BoundedHead
@@ -141,6 +142,7 @@ def _add_middleware(app: FastAPI, settings: GatewaySettings) -> None:
         Entry,
         pepper=KeySettings.load().key_pepper,
         is_closed=settings.require_keys,
+        hosts=AllowedHosts(settings.host, settings.allowed_hosts),
         open_highest_class=settings.open_highest_class,
     )
     app.add_middleware(SubprotocolKey)

@@ -15,6 +15,7 @@ from penstock.contract.api_keys import Scope as KeyScope
 from penstock.contract.errors import PenstockError, UnauthorizedError
 from penstock.contract.priority import ClassName
 from penstock.gateway.errors import error_response
+from penstock.gateway.http.allowed_hosts import AllowedHosts
 from penstock.gateway.web.assets import ASSET_PATHS
 from penstock.producer.client import AsyncClient
 
@@ -48,13 +49,21 @@ def scopes_for(method: str, path: str) -> tuple[KeyScope, ...]:
 class Entry:
     """ASGI middleware that attaches the caller to a request or a WebSocket, or answers 401 or 403.
 
-    Once this process has seen any API key, it requires one from then on, even if all keys are removed.
+    Once this process has seen any API key, it requires one from then on, even if all keys are removed. Until then it
+    checks the Host header.
     """
 
     def __init__(
-        self, app: ASGIApp, *, pepper: str, is_closed: bool, open_highest_class: ClassName = "standard"
+        self,
+        app: ASGIApp,
+        *,
+        pepper: str,
+        is_closed: bool,
+        hosts: AllowedHosts,
+        open_highest_class: ClassName = "standard",
     ) -> None:
         self._app = app
+        self._hosts = hosts
         # The caller of every request while no API keys exist.
         self._open_caller = ApiKey(
             key_id="",
@@ -88,6 +97,7 @@ class Entry:
     def _identify(self, known: Mapping[str, ApiKey], headers: Headers) -> ApiKey:
         self._is_closed = self._is_closed or bool(known)
         if not self._is_closed:
+            self._hosts.check(headers)
             return self._open_caller
         authorization = headers.get("authorization", "")
         if authorization.lower().startswith(_SCHEME):

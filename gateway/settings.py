@@ -48,6 +48,9 @@ class GatewaySettings(Settings):
     """Seconds that open answers may continue after SIGTERM."""
     require_keys: bool = False
     """Require an API key for every request, even while no keys exist."""
+    allowed_hosts: tuple[str, ...] = ()
+    """A host name that callers may use while no API keys exist, beside IP addresses and local names. Repeat the flag
+    for several; `*` allows all. Default: none on a loopback address, all on others."""
     open_highest_class: ClassName = "standard"
     """The most urgent priority class that callers may use while no API keys exist."""
     unknown_fields: UnknownFields = "refuse"

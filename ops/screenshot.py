@@ -100,7 +100,7 @@ async def photograph(url: str, victim: subprocess.Popen[bytes]) -> None:
         await ask(chat, url)
         victim.kill()
         await board.get_by_text("moved from").first.wait_for()
-        await chat.wait_for_selector(".answer[aria-busy=false]", timeout=90_000)
+        await chat.wait_for_selector(".answer .said[aria-busy=false]", timeout=90_000)
         image = await combined(browser, [await chat.screenshot(), await board.screenshot()])
         Image.open(BytesIO(image)).quantize(NUM_COLORS).save(OUTPUT, optimize=True)
         await browser.close()

@@ -10,8 +10,10 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.runtime.logging import LogSettings, configure_logging
 from penstock.runtime.settings import redis_url_of
 
+_FLAGS = {"cors_origins": ("--cors-origin",), "allowed_hosts": ("--allowed-host",)}
 
-@takes(*options_of(GatewaySettings, flags={"cors_origins": ("--cors-origin",)}), *options_of(LogSettings))
+
+@takes(*options_of(GatewaySettings, flags=_FLAGS), *options_of(LogSettings))
 def gateway(**given: Any) -> None:
     """Serve the OpenAI API for the pools of one Redis.
 

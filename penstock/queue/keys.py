@@ -127,6 +127,11 @@ def response(job_id: str) -> str:
     return f"{prefix(pool_of(job_id))}:response:{job_id}"
 
 
+def idempotency(pool: str, tenant: str, key_hash: str) -> str:
+    """String: the id of the job that was submitted with an idempotency key."""
+    return f"{prefix(pool)}:idem:{tenant}:{key_hash}"
+
+
 def waiting(pool: str, priority: int) -> str:
     """Zset: queued job ids of one class, by submission time."""
     return f"{prefix(pool)}:waiting:{priority}"

@@ -9,8 +9,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack, cast
 
-from penstock.contract.errors import NotFoundError, ProtocolVersionError, RequestError, UnavailableError
-from penstock.contract.job import is_job_id
+from penstock.contract.errors import BusyError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
+from penstock.contract.job import Job, is_job_id
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.response_record import NO_RESPONSE
@@ -182,12 +182,21 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         await self._retries.call(lambda: self._inbox.ensure_heartbeat(record.pool))
         wish = options.get("queue_without_node")
         needs_node = not (self._queues_without_node if wish is None else wish)
-        if job.num_sequences:
-            await admission.admit(cost, job.priority, needs_node=needs_node)
-        elif needs_node:
-            await admission.admit_task()
+        try:
+            if job.num_sequences:
+                await admission.admit(cost, job.priority, needs_node=needs_node)
+            elif needs_node:
+                await admission.admit_task()
+        except (BusyError, UnavailableError) as refusal:
+            # A repeated submission adds no job, so the pool's limits do not concern it.
+            if refusal.code == "redis_away" or not await self._is_repeated(job, options):
+                raise
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
         return Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE)
+
+    async def _is_repeated(self, job: Job, options: SubmitOptions) -> bool:
+        has_name = job.idempotency_key or options.get("job_id")
+        return bool(has_name) and await self._retries.call(lambda: self._broker.knows(job))
 
     @with_options(background=False)
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:

@@ -16,13 +16,15 @@ const RESUMABLE_CODES = new Set(["gateway_stopped", "gateway_ends"]);
 export async function* answerTo(body, signal) {
   const text = JSON.stringify(body);
   const headers = { "Content-Type": "application/json", "Idempotency-Key": randomId() };
+  let job = "";
   let lostSince = 0;
   let pauseMs = FIRST_PAUSE_MS;
   for (;;) {
     try {
       const options = { method: "POST", headers, body: text, signal };
       const response = await request("v1/chat/completions", options);
-      yield { job: response.headers.get("X-Penstock-Job") };
+      job = response.headers.get("X-Penstock-Job") || job;
+      yield { job };
       let isComplete = false;
       for await (const { id, data } of eventsOf(response, signal)) {
         lostSince = 0;
@@ -39,7 +41,8 @@ export async function* answerTo(body, signal) {
     } catch (error) {
       lostSince ||= performance.now();
       const isOver = performance.now() - lostSince > MAX_LOST_MS;
-      const isOutage = error.status === 503 && "Last-Event-ID" in headers;
+      // The gateway has accepted the job, so a refusal means that this gateway cannot look for it now.
+      const isOutage = job && (error.status === 429 || error.status === 503);
       if (signal.aborted || isOver || !(isOutage || isLoss(error))) throw error;
     }
     yield { lost: true };

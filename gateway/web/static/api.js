@@ -1,11 +1,16 @@
 // Requests to the gateway: the API key, errors, and server-sent events.
 
+import { ofTab } from "./storage.js";
+
 const KEY = "penstock-key";
-const SILENCE_MS = 30_000; // A gateway sends a keep-alive every 10 s by default.
+const MAX_SILENCE_MS = 600_000;
+let silenceMs = 30_000; // A gateway sends a keep-alive every 10 s by default.
 
 export const apiKey = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY)),
+  get: () => ofTab.get(KEY) ?? "",
+  set: (key) => (key ? ofTab.set(KEY, key) : ofTab.remove(KEY)),
+  /** Return whether an HTTP header can carry a key. */
+  isSendable: (key) => /^[!-~]*$/.test(key),
 };
 
 /** An error that the gateway reported. */
@@ -45,7 +50,7 @@ export async function* eventsOf(response, signal) {
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await readWithin(reader, SILENCE_MS);
+      const { done, value } = await readWithin(reader, silenceMs);
       if (done) return;
       const blocks = (rest + value).split("\n\n");
       rest = blocks.pop();
@@ -73,7 +78,11 @@ function eventOf(block) {
 async function readWithin(reader, ms) {
   let timer;
   const silence = new Promise((_, reject) => {
-    timer = setTimeout(() => reject(new LostError("the connection is silent")), ms);
+    timer = setTimeout(() => {
+      // The connection may be lost, or this gateway sends its keep-alives less often.
+      silenceMs = Math.min(2 * ms, MAX_SILENCE_MS);
+      reject(new LostError("the connection is silent"));
+    }, ms);
   });
   try {
     return await Promise.race([reader.read(), silence]);
@@ -85,12 +94,17 @@ async function readWithin(reader, ms) {
 /** Wait, or throw as soon as the signal aborts. */
 export function sleep(ms, signal) {
   return new Promise((resolve, reject) => {
-    const timer = setTimeout(resolve, ms);
+    if (signal?.aborted) return reject(signal.reason);
     const onAbort = () => {
       clearTimeout(timer);
       reject(signal.reason);
     };
+    const timer = setTimeout(() => {
+      signal?.removeEventListener("abort", onAbort);
+      resolve();
+    }, ms);
     signal?.addEventListener("abort", onAbort, { once: true });
+    return undefined;
   });
 }
 
@@ -100,6 +114,7 @@ export function wordsOf(error) {
   if (error instanceof LostError) return "The gateway cannot be reached. Is it running?";
   if (!(error instanceof ApiError)) return `The page failed: ${error.message}`;
   if (error.status === 401) return `This gateway needs a valid API key. (${error.message})`;
+  if (error.code === "host_not_allowed") return `The gateway refuses the name in this page's address. (${error.message})`;
   if (error.status === 403) return `This API key does not permit the request. (${error.message})`;
   if (error.status === 429) return `The server is busy.${after} (${error.message})`;
   if (error.status === 503) return `The service is not available.${after} (${error.message})`;

@@ -3,6 +3,7 @@
 import { answerTo, cancelJob } from "./answer.js";
 import { request, wordsOf } from "./api.js";
 import { byId, el } from "./dom.js";
+import { lasting } from "./storage.js";
 import { AnswerTurn, UserTurn } from "./turns.js";
 
 const PARAMETERS = "penstock-parameters";
@@ -123,10 +124,16 @@ function cutAt(turn) {
   for (const cut of turns.splice(turns.indexOf(turn))) cut.element.remove();
 }
 
+/** Return the conversation. A message without an answer becomes one with the next: some models need alternate roles. */
 function messages() {
   const system = view["parameter-form"].elements.system.value.trim();
-  const said = turns.map((turn) => turn.message).filter(({ content }) => content);
-  return system ? [{ role: "system", content: system }, ...said] : said;
+  const said = system ? [{ role: "system", content: system }] : [];
+  for (const { role, content } of turns.map((turn) => turn.message)) {
+    const last = said.at(-1);
+    if (content && last?.role === role) last.content += `\n\n${content}`;
+    else if (content) said.push({ role, content });
+  }
+  return said;
 }
 
 /** Return the parameters that the user set. The model's own defaults apply to the others. */
@@ -141,21 +148,35 @@ function bodyOf() {
 
 function keepParameters() {
   const form = view["parameter-form"];
-  const kept = JSON.parse(localStorage.getItem(PARAMETERS) ?? "{}");
-  for (const [name, value] of Object.entries(kept)) if (form.elements[name]) form.elements[name].value = value;
+  for (const [name, value] of Object.entries(keptParameters())) {
+    const field = form.elements.namedItem(name);
+    if (field) field.value = value;
+  }
   form.addEventListener("input", () => {
-    localStorage.setItem(PARAMETERS, JSON.stringify(Object.fromEntries(new FormData(form))));
+    lasting.set(PARAMETERS, JSON.stringify(Object.fromEntries(new FormData(form))));
   });
-  form.addEventListener("reset", () => localStorage.removeItem(PARAMETERS));
+  form.addEventListener("reset", () => lasting.remove(PARAMETERS));
   form.addEventListener("submit", (event) => event.preventDefault());
   // On a phone the conversation comes first.
   if (matchMedia("(max-width: 760px)").matches) byId("parameters").open = false;
 }
 
+function keptParameters() {
+  try {
+    return JSON.parse(lasting.get(PARAMETERS)) ?? {};
+  } catch {
+    return {}; // damaged
+  }
+}
+
+/** Show Stop or Send. A focused button that disappears passes the focus on; a field that has it keeps it. */
 function showRunning() {
-  view.stop.hidden = !running;
-  view.send.hidden = Boolean(running);
-  if (!running) view.prompt.focus({ preventScroll: true });
+  const [shown, hidden] = running ? [view.stop, view.send] : [view.send, view.stop];
+  const focused = document.activeElement;
+  shown.hidden = false;
+  if (running && focused === hidden) shown.focus({ preventScroll: true });
+  if (!running && (focused === hidden || focused === document.body)) view.prompt.focus({ preventScroll: true });
+  hidden.hidden = true;
 }
 
 function noteScroll() {

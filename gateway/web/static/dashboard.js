@@ -26,7 +26,7 @@ export async function startDashboard() {
   for await (const { state, problem } of states(signal)) {
     if (signal.aborted) return;
     if (problem) say(problem, "bad");
-    else show(state);
+    else tryShow(state);
   }
 }
 
@@ -42,6 +42,14 @@ function say(text, kind = "") {
   status.className = `feed ${kind}`;
 }
 
+function tryShow(state) {
+  try {
+    show(state);
+  } catch (error) {
+    say(`This page cannot show the gateway's state. Reload it. (${error.message})`, "bad");
+  }
+}
+
 function show(state) {
   if (!state.redis_up) say("Redis does not answer: what is shown is the last known state.", "bad");
   else if (!state.pools.length) say("No model is served yet. Start a node.", "bad");
@@ -50,11 +58,11 @@ function show(state) {
   if (!state.redis_up) return;
   removeOthers(pools, state.pools.map(({ pool }) => pool));
   for (const pool of state.pools) {
-    if (!pools.has(pool.pool)) {
-      pools.set(pool.pool, new PoolView(pool));
-      byId("pools").append(pools.get(pool.pool).element);
-    }
-    pools.get(pool.pool).show(pool, state.at_ms);
+    const view = pools.get(pool.pool) ?? new PoolView(pool);
+    view.show(pool, state.at_ms);
+    // A new view is filled before it is added, so that a screen reader does not read its old events as new ones.
+    if (!pools.has(pool.pool)) byId("pools").append(view.element);
+    pools.set(pool.pool, view);
   }
 }
 
@@ -98,9 +106,7 @@ class PoolView {
     this.more = el("p", { className: "hint" });
     this.classes = el("div");
     this.tenants = el("div");
-    this.events = el("ol", { className: "events" });
-    this.events.setAttribute("role", "log");
-    this.events.setAttribute("aria-label", "Events");
+    this.events = new EventList();
     this.element = el("section", { className: "pool" },
       el("h2", {}, model, " ", el("span", { className: "hint" }, pool === model ? "" : `pool ${pool}`)), this.tiles,
       el("div", { className: "charts" }, ...Object.values(this.charts).map((chart) => chart.element)),
@@ -108,7 +114,7 @@ class PoolView {
       el("div", { className: "columns" },
         el("div", { className: "panel" }, el("h3", {}, "Jobs by class"), this.classes),
         el("div", { className: "panel" }, el("h3", {}, "Jobs by tenant"), this.tenants),
-        el("div", { className: "panel" }, el("h3", {}, "Events"), this.events)));
+        el("div", { className: "panel" }, el("h3", {}, "Events"), this.events.element)));
   }
 
   show(pool, at) {
@@ -120,7 +126,7 @@ class PoolView {
     this.showTiles(pool);
     this.showNodes(pool);
     this.showTables(pool);
-    this.showEvents(pool);
+    this.events.show([...pool.events, ...this.history.preemptions]);
   }
 
   showTiles({ totals, num_nodes: numNodes, counts }) {
@@ -151,16 +157,37 @@ class PoolView {
     const rows = tenants.map((one) => [one.tenant ?? "all others", number(one.running), number(one.queued)]);
     this.tenants.replaceChildren(rows.length ? table(["Tenant", "Running", "Waiting"], rows) : "No jobs now.");
   }
+}
 
-  showEvents({ events }) {
-    const all = [...events, ...this.history.preemptions].sort((one, other) => other.at_ms - one.at_ms).slice(0, MAX_EVENTS);
-    const key = JSON.stringify(all);
-    if (key === this.shownEvents) return;
-    this.shownEvents = key;
-    this.events.replaceChildren(...all.map((event) => el("li", { className: event.kind },
-      el("time", {}, new Date(event.at_ms).toLocaleTimeString()), " ", wordsOfEvent(event))));
-    if (!all.length) this.events.append(el("li", {}, "None yet."));
+/** The newest events of a pool. An event that is shown stays where it is: a screen reader reads what is added. */
+class EventList {
+  constructor() {
+    this.entries = new Map(); // event as JSON → its entry
+    this.list = el("ol");
+    this.none = el("p", { className: "hint" }, "None yet.");
+    this.element = el("div", { className: "events" }, this.none, this.list);
+    this.element.setAttribute("role", "log");
+    this.element.setAttribute("aria-label", "Events");
   }
+
+  show(events) {
+    const newest = events.sort((one, other) => other.at_ms - one.at_ms).slice(0, MAX_EVENTS);
+    const before = this.entries;
+    this.entries = new Map(newest.map((event) => [JSON.stringify(event), event]));
+    for (const [key, event] of this.entries) this.entries.set(key, before.get(key) ?? entryOf(event));
+    for (const [key, entry] of before) if (!this.entries.has(key)) entry.remove();
+    let next = this.list.firstChild;
+    for (const entry of this.entries.values()) {
+      if (entry === next) next = next.nextSibling;
+      else this.list.insertBefore(entry, next);
+    }
+    this.none.hidden = this.entries.size > 0;
+  }
+}
+
+function entryOf(event) {
+  return el("li", { className: event.kind },
+    el("time", {}, new Date(event.at_ms).toLocaleTimeString()), " ", wordsOfEvent(event));
 }
 
 /** One node: its KV blocks as a map, and its load. */

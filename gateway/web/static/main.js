@@ -4,10 +4,12 @@ import { apiKey } from "./api.js";
 import { loadModels, startChat } from "./chat.js";
 import { startDashboard, stopDashboard } from "./dashboard.js";
 import { byId } from "./dom.js";
+import { lasting } from "./storage.js";
 
 const VIEWS = ["playground", "dashboard"];
 const THEMES = ["auto", "light", "dark"];
 const THEME = "penstock-theme";
+const NO_KEY = "This is no API key: it has a character that no key has, such as “…”, a space or an invisible one.";
 
 function showView() {
   const hash = location.hash.slice(1);
@@ -28,29 +30,37 @@ function watchDashboard() {
   else startDashboard();
 }
 
+function chosenTheme() {
+  const theme = lasting.get(THEME);
+  return THEMES.includes(theme) ? theme : THEMES[0];
+}
+
 function showTheme() {
-  const theme = localStorage.getItem(THEME) ?? "auto";
+  const theme = chosenTheme();
   document.documentElement.dataset.theme = theme;
   byId("theme-button").textContent = `Theme: ${theme}`;
 }
 
 function nextTheme() {
-  const theme = localStorage.getItem(THEME) ?? "auto";
-  localStorage.setItem(THEME, THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]);
+  lasting.set(THEME, THEMES[(THEMES.indexOf(chosenTheme()) + 1) % THEMES.length]);
   showTheme();
 }
 
 function startKeyDialog() {
   const dialog = byId("key-dialog");
+  const input = byId("key-input");
+  const check = () => input.setCustomValidity(apiKey.isSendable(input.value.trim()) ? "" : NO_KEY);
+  input.addEventListener("input", check);
   byId("key-button").addEventListener("click", () => {
-    byId("key-input").value = apiKey.get();
+    input.value = apiKey.get();
+    check();
     dialog.returnValue = "cancel";
     dialog.showModal();
   });
   dialog.addEventListener("close", () => {
     if (dialog.returnValue === "cancel") return;
-    apiKey.set(dialog.returnValue === "clear" ? "" : byId("key-input").value.trim());
-    byId("key-input").value = "";
+    apiKey.set(dialog.returnValue === "clear" ? "" : input.value.trim());
+    input.value = "";
     loadModels();
     stopDashboard();
     watchDashboard();

@@ -1,9 +1,11 @@
 // What the conversation looks like: one element for each message of the user and each answer.
 
 import { button, duration, el, number } from "./dom.js";
-import { nodesOf } from "./markdown.js";
+import { GrowingMarkdown } from "./markdown.js";
 
 const RENDER_MS = 60;
+const MAX_RENDER_MS = 1_000;
+const PAUSE_FACTOR = 5; // how many times the duration of a rendering the page pauses after it
 
 /** A message of the user, with a button that edits it. */
 export class UserTurn {
@@ -24,16 +26,19 @@ export class AnswerTurn {
     this.firstAt = 0;
     this.lastAt = 0;
     this.numTokens = 0;
+    this.pauseMs = RENDER_MS;
     this.finishReason = "";
-    this.text = el("div", { className: "said" });
-    this.thoughts = el("p");
-    this.thinking = el("details", { hidden: true, className: "thinking" }, el("summary", {}, "Reasoning"), this.thoughts);
+    this.text = el("div", { className: "said", ariaBusy: "true" });
+    this.shown = new GrowingMarkdown(this.text);
+    this.thoughts = document.createTextNode("");
+    this.thinking = el("details", { hidden: true, className: "thinking", ariaBusy: "true" },
+      el("summary", {}, "Reasoning"), el("p", {}, this.thoughts));
     this.status = el("p", { className: "status" }, "Waiting for the first token…");
     this.status.setAttribute("role", "status");
     this.figures = el("span", { className: "figures" });
     this.retry = button("Retry", () => onRetry(this));
     this.retry.hidden = true;
-    this.element = el("article", { className: "turn answer", ariaBusy: "true" },
+    this.element = el("article", { className: "turn answer" },
       el("h2", { className: "who" }, model), this.thinking, this.text, this.status,
       el("footer", {}, this.figures, this.retry));
   }
@@ -64,19 +69,23 @@ export class AnswerTurn {
     return undefined;
   }
 
-  /** Render soon, so that many small events cost one rendering. */
+  /** Render soon, so that many small events cost one rendering. A very long text is rendered less often. */
   render() {
-    this.timer ??= setTimeout(() => this.renderNow(), RENDER_MS);
+    this.timer ??= setTimeout(() => this.renderNow(), this.pauseMs);
   }
 
   renderNow() {
+    const startedAt = performance.now();
     clearTimeout(this.timer);
     this.timer = undefined;
-    this.text.replaceChildren(...nodesOf(this.message.content));
+    this.shown.show(this.message.content);
     this.thinking.hidden = !this.reasoning;
-    this.thoughts.textContent = this.reasoning;
+    this.thoughts.appendData(this.reasoning.slice(this.thoughts.length));
     this.figures.textContent = this.figureWords();
     this.element.dispatchEvent(new CustomEvent("grown", { bubbles: true }));
+    this.text.getBoundingClientRect(); // ends the layout, so that its time counts
+    const pauseMs = PAUSE_FACTOR * (performance.now() - startedAt);
+    this.pauseMs = Math.min(MAX_RENDER_MS, Math.max(RENDER_MS, pauseMs));
   }
 
   figureWords() {
@@ -95,7 +104,7 @@ export class AnswerTurn {
     this.say(words, kind);
     this.renderNow();
     this.retry.hidden = false;
-    this.element.ariaBusy = "false";
+    this.text.ariaBusy = this.thinking.ariaBusy = "false";
   }
 }
 

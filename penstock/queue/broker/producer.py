@@ -115,14 +115,13 @@ class ProducerBroker:
         if trace:
             # Added after the hash, since the same request of another trace is still the same request.
             request = with_members(request, [("trace", [pack(trace)])])
-        idem = job.idempotency_key or ""
         answer = await scripts.call(
             self._redis,
             "submit",
             job.pool,
             *(job.id, job.tenant, int(job.priority), job.num_sequences, submission.cost, body, request),
             *(job.deadline_ms or 0, inbox, int(submission.channel), int(job.background)),
-            hashlib.blake2b(idem.encode(), digest_size=16).hexdigest() if idem else "",
+            _key_hash(job),
             estimate_bytes(job, len(request)) + len(record.data),
             *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
             *(terms.burst_s, terms.weight, job.not_before_ms or 0, terms.memory_percent, terms.account),
@@ -133,6 +132,14 @@ class ProducerBroker:
             known_id, state, num_chunks, pushed = answer[1:]
             return Submitted(state.decode(), num_chunks, bool(pushed), known_id.decode(), kind == "EXISTS")
         raise submit_error(kind, answer, job)
+
+    async def knows(self, job: Job) -> bool:
+        """Return whether a job of this id or with this idempotency key was submitted before."""
+        names = [keys.job(job.id)]
+        if job.idempotency_key:
+            names.append(keys.idempotency(job.pool, job.tenant, _key_hash(job)))
+        with translated():
+            return bool(await self._redis.exists(*names))
 
     async def attach(self, job_id: str, tenant: str, *, inbox: str = "", channel: bool = False) -> Attached:
         """Add a reader to a job. Raises NotFoundError for an unknown id or a job of another tenant."""
@@ -291,6 +298,12 @@ def _alive_since_ms(time: tuple[int, int], lease_ms: bytes | None) -> int:
     """Return the oldest heartbeat, in Redis ms, with which a node counts as alive: one lease ago."""
     seconds, micros = time
     return seconds * 1000 + micros // 1000 - int(lease_ms or 0)
+
+
+def _key_hash(job: Job) -> str:
+    """Return the hash of a job's idempotency key, or an empty text if it has none."""
+    key = job.idempotency_key or ""
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() if key else ""
 
 
 def _no_job(job_id: str) -> NotFoundError:

@@ -12,6 +12,8 @@ from playwright.sync_api import Browser, ConsoleMessage, Error, Locator, Page, e
 CHROMIUM = os.environ.get("PENSTOCK_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 PATIENCE_MS = 10_000
 BLANK = "about:blank"
+REBOUND = "rebound.example"
+"""A name of a web site that, in the browser, leads to this machine."""
 
 expect.set_options(timeout=PATIENCE_MS)
 
@@ -23,7 +25,8 @@ def browser() -> Iterator[Browser]:
         pytest.skip("Chromium is not installed: apt-get install chromium")
     with sync_playwright() as playwright:
         # Chromium's sandbox refuses to run as root, and containers lack what it needs.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        args = ["--no-sandbox", "--disable-gpu", f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=args)
         yield browser
         browser.close()
 
@@ -99,8 +102,9 @@ class Playground:
 
     def wait_end(self) -> str:
         """The last answer's text, once it is complete."""
-        expect(self.answer).to_have_attribute("aria-busy", "false")
-        return self.answer.locator(".said").inner_text()
+        said = self.answer.locator(".said")
+        expect(said).to_have_attribute("aria-busy", "false")
+        return said.inner_text()
 
     @property
     def status(self) -> Locator:

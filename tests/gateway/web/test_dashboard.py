@@ -1,4 +1,4 @@
-"""The dashboard: the feed of its states, and what a browser shows of them."""
+"""The dashboard: the feed of its states, and what a browser shows of them. Also the frame of both views."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from playwright.sync_api import Page, expect
 from penstock.contract.job import SamplingParams
 from penstock.gateway.web import dashboard
 from penstock.queue import keys
-from tests.gateway.conftest import EchoEngine, Stack
+from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.test_streams import wait_until
-from tests.gateway.web.conftest import Playground
+from tests.gateway.web.conftest import REBOUND, Playground, scroll_width
 
 EVENTS = {"accept": "text/event-stream"}
 POOL = "pair"
@@ -171,3 +171,130 @@ def test_dashboard_draws_throughput_and_waits_for_a_lost_gateway(page: Page, sta
     expect(page.get_by_text("The gateway cannot be reached. Trying again")).to_be_visible()
     page.unroute("**/dashboard")
     expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
+
+
+def test_state_that_the_page_cannot_show_does_not_end_the_feed(page: Page, url: str, engine: EchoEngine) -> None:
+    body = 'data: {"redis_up": true, "pools": [{"pool": "newer"}], "gateway": {"name": "g"}}\n\n'
+    page.route("**/dashboard", lambda route: route.fulfill(content_type="text/event-stream", body=body), times=1)
+    page.goto(f"{url}/#dashboard")
+    expect(page.get_by_text("This page cannot show the gateway's state. Reload it.")).to_be_visible()
+    expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
+
+
+def test_page_of_a_rebound_name_reads_nothing(page: Page, url: str, engine: EchoEngine) -> None:
+    """DNS rebinding: a web site points its name at this machine, and the browser takes the gateway for the site."""
+    page.goto(f"{url.replace('127.0.0.1', REBOUND)}/#dashboard")
+    expect(page.locator("#feed-status")).to_contain_text("The gateway refuses the name in this page's address.")
+    for method in ("GET", "POST"):
+        assert page.evaluate("async (method) => (await fetch('/v1/jobs', { method })).status", method) == 403
+
+
+def test_key_that_no_header_can_carry_is_refused_in_words(page: Page, url: str, engine: EchoEngine) -> None:
+    page.goto(url)
+    page.get_by_role("button", name="API key").click()
+    field = page.get_by_label("Key", exact=True)
+    for key, words in (
+        ("pk-abc\u2026def", "This is no API key"),
+        ("pk-abc\u200b", "This is no API key"),
+        (" pk-abc ", ""),
+    ):
+        field.fill(key)
+        page.get_by_role("button", name="Save").click()
+        assert words in field.evaluate("field => field.validationMessage")
+        expect(field).to_be_visible(visible=bool(words))
+    assert page.evaluate("sessionStorage.getItem('penstock-key')") == "pk-abc"
+
+
+def test_page_works_without_what_it_kept(page: Page, url: str, engine: EchoEngine) -> None:
+    page.goto(url)
+    temperature = page.get_by_label("Temperature")
+    for kept in ("{", "null", "[7]", '{"length": 1, "temperature": "0.5"}'):
+        page.evaluate("kept => localStorage.setItem('penstock-parameters', kept)", kept)
+        page.reload()
+        expect(temperature).to_be_visible()
+    expect(temperature).to_have_value("0.5")
+
+
+def test_page_works_without_storage(page: Page, url: str, engine: EchoEngine) -> None:
+    other = page.context.new_page()
+    for name in ("localStorage", "sessionStorage"):
+        other.add_init_script(f"Object.defineProperty(window, '{name}', {{ get() {{ throw new Error('denied'); }} }})")
+    chat = Playground(other, url)
+    chat.choose(MODEL)
+    chat.ask("hello")
+    assert chat.wait_end() == "hello"
+    other.get_by_role("button", name="Theme").click()
+    expect(other.get_by_role("button", name="Theme")).to_have_text("Theme: light")
+
+
+def test_theme_follows_the_system_until_the_button_chooses(page: Page, url: str, engine: EchoEngine) -> None:
+    page.goto(url)
+
+    def is_dark() -> bool:
+        color = str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        return sum(map(int, re.findall(r"\d+", color))) < 3 * 128
+
+    button = page.get_by_role("button", name="Theme")
+    page.emulate_media(color_scheme="dark")
+    assert is_dark()
+    page.emulate_media(color_scheme="light")
+    assert not is_dark()
+    for theme, dark in (("light", False), ("dark", True)):
+        button.click()
+        expect(button).to_have_text(f"Theme: {theme}")
+        assert is_dark() is dark
+    page.reload()
+    assert is_dark()
+
+
+def test_phone_shows_all_without_horizontal_scrolling(page: Page, url: str, engine: EchoEngine) -> None:
+    page.set_viewport_size({"width": 360, "height": 740})
+    chat = Playground(page, url)
+    chat.choose(MODEL)
+    chat.ask("x" * 90 + "\n```\n" + "y" * 120 + "\n```")
+    chat.wait_end()
+    assert scroll_width(page) == 360
+    expect(chat.prompt).to_be_in_viewport()
+    page.get_by_role("link", name="Dashboard").click()
+    expect(page.get_by_role("heading", name="Nodes and their KV blocks").first).to_be_visible()
+    assert scroll_width(page) == 360
+
+
+WAITS = """async () => {
+    const { eventsOf, sleep } = await import("/web/api.js");
+    const [set, waits, listeners] = [window.setTimeout, [], new Set()];
+    window.setTimeout = (call, ms) => (waits.push(ms), set(call, 0));
+    const silent = () => new Response(new ReadableStream());
+    for (let i = 0; i < 2; i++) await eventsOf(silent()).next().catch(() => {});
+    const signal = { addEventListener: (_, f) => listeners.add(f), removeEventListener: (_, f) => listeners.delete(f) };
+    await sleep(7, signal);
+    const aborted = await sleep(9, AbortSignal.abort("over")).catch((reason) => reason);
+    window.setTimeout = set;
+    return [waits, listeners.size, aborted];
+}"""
+
+
+def test_waits_grow_with_silent_streams_and_leave_no_listener(page: Page, url: str, engine: EchoEngine) -> None:
+    page.goto(url)
+    assert page.evaluate(WAITS) == [[30_000, 60_000, 7], 0, "over"]
+
+
+ADDED = """() => {
+    window.added = [];
+    const note = (changes) => changes.forEach((one) => window.added.push(...one.addedNodes));
+    const list = { childList: true };
+    document.querySelectorAll("[role=log] ol").forEach((log) => new MutationObserver(note).observe(log, list));
+}"""
+
+
+def test_new_event_is_added_before_those_that_stay(page: Page, stack: Stack, url: str, engine: EchoEngine) -> None:
+    page.goto(f"{url}/#dashboard")
+    events = (
+        page.locator("section.pool", has_text="pool echo").get_by_role("log", name="Events").get_by_role("listitem")
+    )
+    expect(events).to_have_count(1)
+    page.evaluate(ADDED)
+    stack.start_node(EchoEngine(), model=MODEL, pool="echo", name="later", reattach_grace_ms=500)
+    expect(events).to_have_count(2)
+    expect(events.first).to_contain_text("later")
+    assert page.evaluate("window.added.length") == 1

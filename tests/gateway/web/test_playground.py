@@ -18,9 +18,10 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.test_streams import wait_until
-from tests.gateway.web.conftest import Playground, scroll_width
+from tests.gateway.web.conftest import Playground
 
 LONG = "a long prompt that the model says back " * 4
+COMPLETIONS = "**/v1/chat/completions"
 STEP_S = 0.03
 LONG_STEP_S = 0.1
 """On a busy machine, a browser needs seconds for what a test does during an answer."""
@@ -205,39 +206,6 @@ def _focused(page: Page) -> str:
     return str(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim().slice(0, 20)"))
 
 
-def test_theme_follows_the_system_until_the_button_chooses(chat: Playground) -> None:
-    page = chat.page
-
-    def is_dark() -> bool:
-        color = str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-        return sum(map(int, re.findall(r"\d+", color))) < 3 * 128
-
-    button = page.get_by_role("button", name="Theme")
-    page.emulate_media(color_scheme="dark")
-    assert is_dark()
-    page.emulate_media(color_scheme="light")
-    assert not is_dark()
-    for theme, dark in (("light", False), ("dark", True)):
-        button.click()
-        expect(button).to_have_text(f"Theme: {theme}")
-        assert is_dark() is dark
-    page.reload()
-    assert is_dark()
-
-
-def test_phone_shows_all_without_horizontal_scrolling(page: Page, url: str, engine: EchoEngine) -> None:
-    page.set_viewport_size({"width": 360, "height": 740})
-    chat = Playground(page, url)
-    chat.choose(MODEL)
-    chat.ask("x" * 90 + "\n```\n" + "y" * 120 + "\n```")
-    chat.wait_end()
-    assert scroll_width(page) == 360
-    expect(chat.prompt).to_be_in_viewport()
-    page.get_by_role("link", name="Dashboard").click()
-    expect(page.get_by_role("heading", name="Nodes and their KV blocks").first).to_be_visible()
-    assert scroll_width(page) == 360
-
-
 def test_motion_stops_where_the_reader_prefers_that(chat: Playground, engine: EchoEngine) -> None:
     engine.step_s = LONG_STEP_S
     chat.page.emulate_media(reduced_motion="no-preference")
@@ -250,9 +218,74 @@ def test_motion_stops_where_the_reader_prefers_that(chat: Playground, engine: Ec
 
 
 def test_unset_parameters_are_not_sent(chat: Playground) -> None:
-    with chat.page.expect_request("**/v1/chat/completions") as request:
+    with chat.page.expect_request(COMPLETIONS) as request:
         chat.ask("hello")
     assert sorted(request.value.post_data_json) == [
         *("messages", "model", "return_progress", "stream", "stream_options")
     ]
     assert chat.wait_end() == "hello"
+
+
+def test_stream_outlives_a_refusal_of_its_known_job(chat: Playground, engine: EchoEngine) -> None:
+    chat.page.route(COMPLETIONS, lambda route: route.fulfill(status=200, headers={"X-Penstock-Job": "j"}), times=1)
+    chat.ask("hello")
+    expect(chat.status).to_contain_text("The connection was lost.")
+    chat.page.route(COMPLETIONS, lambda route: route.fulfill(status=429, json={"error": {}}), times=1)
+    with chat.page.expect_response(COMPLETIONS) as refusal:
+        assert chat.wait_end() == "hello"
+    assert refusal.value.status == 429
+
+
+def test_end_of_an_answer_leaves_the_focus_in_another_field(chat: Playground, engine: EchoEngine) -> None:
+    engine.step_s = STEP_S
+    chat.ask(LONG)
+    system = chat.page.get_by_label("System prompt")
+    system.press_sequentially("You are ")
+    engine.step_s = 0.0
+    chat.wait_end()
+    chat.page.keyboard.type("brief.")
+    expect(system).to_have_value("You are brief.")
+    chat.prompt.fill("hi")
+    chat.page.get_by_role("button", name="Send").focus()
+    chat.page.keyboard.press("Enter")
+    chat.wait_end()
+    expect(chat.prompt).to_be_focused()
+
+
+def test_next_message_is_one_with_the_message_that_got_no_answer(chat: Playground, engine: EchoEngine) -> None:
+    """Some chat templates refuse two messages of the user in a row."""
+    chat.page.route(COMPLETIONS, lambda route: route.fulfill(status=400, json={"error": {}}), times=1)
+    chat.ask("first")
+    expect(chat.status).to_contain_text("The request failed.")
+    chat.ask("second")
+    assert chat.wait_end() == "first\n\nsecond"
+    assert engine.tokenizer.last_chat is not None
+    assert [turn["role"] for turn in engine.tokenizer.last_chat[0]] == ["user"]
+
+
+GROW = """async (text) => {
+    const { GrowingMarkdown } = await import("/web/markdown.js");
+    const [whole, grown] = [document.createElement("div"), document.createElement("div")];
+    new GrowingMarkdown(whole).show(text);
+    const growing = new GrowingMarkdown(grown);
+    const firstBlocks = new Set();
+    for (let end = 0; end <= text.length; end++) {
+        growing.show(text.slice(0, end));
+        if (grown.children.length > 1) firstBlocks.add(grown.firstChild);
+    }
+    return [whole.innerHTML, grown.innerHTML, firstBlocks.size];
+}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("1 **a\nb** 2\n\n\n`c`, **d**\n", "<p>1 **a\nb** 2</p><p><code>c</code>, <strong>d</strong></p>"),
+        ("```py\n\n  x\n```\na\n```\n```\n \n``` \nb\n\nc", "{\n  x}<p>a</p>{}{b\n\nc}"),
+        ("a\r\n\r\nb\n``\n``` no more", "<p>a\r</p><p>b\n``</p>"),
+    ],
+)
+def test_finished_blocks_stay_while_a_text_grows(chat: Playground, text: str, html: str) -> None:
+    whole, grown, num_first_blocks = chat.page.evaluate(GROW, text)
+    html = html.replace("{", '<pre tabindex="0"><code>').replace("}", "</code></pre>")
+    assert (whole, grown, num_first_blocks) == (html, html, 1)

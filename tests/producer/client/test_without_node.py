@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from fakes.fake_node import FakeNode, fake_tokens
 
-from penstock.contract.errors import JobExpiredError, UnavailableError
+from penstock.contract.errors import BusyError, ConflictError, JobExpiredError, UnavailableError
 from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.queue.wire import NodePressure
 
 
 async def test_a_job_may_wait_for_the_first_node(client: AsyncClient, told_node: FakeNode, redis_url: str) -> None:
@@ -29,3 +30,33 @@ async def test_a_client_may_queue_all_its_jobs_without_a_node(redis_url: str, to
         assert (await (await client.submit("hello")).status()).state == "queued"
         with pytest.raises(UnavailableError):
             await client.submit("hello", queue_without_node=False)
+
+
+async def test_repeated_submission_is_the_known_job_after_the_node_has_left(
+    client: AsyncClient, told_node: FakeNode, redis_url: str
+) -> None:
+    job = await client.submit("hello", max_tokens=3, idempotency_key="k")
+    await told_node.broker.leave()
+    async with AsyncClient(redis_url) as other:
+        for key in (None, "another key"):
+            with pytest.raises(UnavailableError) as caught:
+                await other.submit("hello", max_tokens=3, idempotency_key=key)
+            assert caught.value.code == "no_node"
+        assert (await other.submit("hello", max_tokens=3, idempotency_key="k")).id == job.id
+        with pytest.raises(ConflictError):
+            await other.submit("something else", idempotency_key="k")
+
+
+async def test_repeated_submission_is_the_known_job_while_the_pool_is_full(
+    client: AsyncClient, told_node: FakeNode, redis_url: str
+) -> None:
+    job = await client.submit("hello", max_tokens=3)
+    same = await client.submit("hello", max_tokens=3, idempotency_key="k")
+    told_node.pressure = NodePressure(told_node.node_id, kv_tokens_available=0, drain_cost_per_s=0.1)
+    await told_node.heartbeat()
+    async with AsyncClient(redis_url) as other:
+        for options in ({"idempotency_key": "another key"}, {"idempotency_key": "k", "tenant": "other"}):
+            with pytest.raises(BusyError):
+                await other.submit("hello", max_tokens=3, **options)  # type: ignore[arg-type]
+        assert (await other.submit("hello", max_tokens=3, idempotency_key="k")).id == same.id
+        assert (await other.submit("hello", max_tokens=3, job_id=job.id)).id == job.id
