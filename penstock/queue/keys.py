@@ -86,6 +86,8 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
 
 from __future__ import annotations
 
+import hashlib
+
 from penstock.contract.job import pool_of
 
 POOLS = "penstock:pools"
@@ -125,6 +127,11 @@ def result(job_id: str) -> str:
 def response(job_id: str) -> str:
     """String: the record of a stored response."""
     return f"{prefix(pool_of(job_id))}:response:{job_id}"
+
+
+def key_hash(idempotency_key: str | None) -> str:
+    """Return what a Redis key contains of an idempotency key; an empty text without one."""
+    return hashlib.blake2b(idempotency_key.encode(), digest_size=16).hexdigest() if idempotency_key else ""
 
 
 def idempotency(pool: str, tenant: str, key_hash: str) -> str:

@@ -17,6 +17,8 @@ from penstock.queue.msgpack_codec import MAX_BYTES, WireError, unpack_all
 from penstock.queue.protocol_version import PROTOCOL_VERSION
 from penstock.queue.task_output import PackedOutput
 
+Fetches = Callable[[int], bool]
+"""Decides by the size of a large result whether to fetch it now."""
 _BIN_HEADERS = {0xC4: 2, 0xC5: 3, 0xC6: 5}
 """The first byte of a byte string in msgpack → the bytes of its header."""
 _WINDOW_BYTES = 64 << 10

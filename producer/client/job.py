@@ -18,8 +18,8 @@ from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job_source import JobSource
 from penstock.producer.client.mailbox import Mailbox
 from penstock.producer.client.stream import ChunkSink, StreamReader
-from penstock.queue.broker.producer import Fetches, JobStatus
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.broker.producer import JobStatus
+from penstock.queue.packed_result import Fetches, PackedResult
 
 AnyResult = TypeVar("AnyResult", Result, PackedResult)
 

@@ -10,9 +10,9 @@ from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.output import Chunk, Result
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.waiting import QueueWatch, WaitWatcher
-from penstock.queue.broker.producer import Attached, Fetches, JobStatus, ProducerBroker, Submission
+from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission
 from penstock.queue.broker.retry import Retries
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.packed_result import Fetches, PackedResult
 from penstock.runtime import crash_points
 
 

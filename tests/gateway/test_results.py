@@ -7,8 +7,8 @@ from typing import cast
 from penstock.contract.output import Outcome, Usage
 from penstock.gateway.stream.flow import MAX_KEPT_BYTES, ends_of
 from penstock.producer.client import AsyncJob
-from penstock.queue.broker.producer import LARGE_RESULT_BYTES, Fetches
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.broker.producer import LARGE_RESULT_BYTES
+from penstock.queue.packed_result import Fetches, PackedResult
 from penstock.queue.results import encode_result
 
 DONE = Outcome("done")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -28,7 +27,7 @@ from penstock.queue.broker.job_records import JobStatus as JobStatus
 from penstock.queue.broker.submit_errors import submit_error
 from penstock.queue.broker.sweep import sweep
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError, pack, with_members
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.packed_result import Fetches, PackedResult
 from penstock.queue.protocol_version import PROTOCOL_VERSION, other_version
 from penstock.queue.wire import PoolPressure, PoolRecord
 from penstock.runtime.cooperative import LoopYielder
@@ -37,8 +36,6 @@ from penstock.runtime.tracing.context import Carried, carried_by, start_enqueue_
 _LOG = logging.getLogger(__name__)
 LARGE_RESULT_BYTES = 65_536
 """A larger result expires log_ttl_ms after it was delivered. prelude.lua has the same value."""
-Fetches = Callable[[int], bool]
-"""Decides by the size of a large result whether to fetch it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class ProducerBroker:
             job.pool,
             *(job.id, job.tenant, int(job.priority), job.num_sequences, submission.cost, body, request),
             *(job.deadline_ms or 0, inbox, int(submission.channel), int(job.background)),
-            _key_hash(job),
+            keys.key_hash(job.idempotency_key),
             estimate_bytes(job, len(request)) + len(record.data),
             *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
             *(terms.burst_s, terms.weight, job.not_before_ms or 0, terms.memory_percent, terms.account),
@@ -137,7 +134,7 @@ class ProducerBroker:
         """Return whether a job of this id or with this idempotency key was submitted before."""
         names = [keys.job(job.id)]
         if job.idempotency_key:
-            names.append(keys.idempotency(job.pool, job.tenant, _key_hash(job)))
+            names.append(keys.idempotency(job.pool, job.tenant, keys.key_hash(job.idempotency_key)))
         with translated():
             return bool(await self._redis.exists(*names))
 
@@ -188,8 +185,7 @@ class ProducerBroker:
         fields = await self._record(job_id, tenant)
         if (outcome := outcome_of(fields)) is None:
             return None
-        data = await self._result_data(job_id, tenant, outcome)
-        return await result_of(data, job_id, outcome, times_ms_of(fields))
+        return await result_of(await self._result_data(job_id, tenant, outcome), job_id, outcome, times_ms_of(fields))
 
     async def packed_result(self, job_id: str, tenant: str, fetches: Fetches | None = None) -> PackedResult | None:
         """Return a job's result as `result` does, with its parts decoded on access.
@@ -298,12 +294,6 @@ def _alive_since_ms(time: tuple[int, int], lease_ms: bytes | None) -> int:
     """Return the oldest heartbeat, in Redis ms, with which a node counts as alive: one lease ago."""
     seconds, micros = time
     return seconds * 1000 + micros // 1000 - int(lease_ms or 0)
-
-
-def _key_hash(job: Job) -> str:
-    """Return the hash of a job's idempotency key, or an empty text if it has none."""
-    key = job.idempotency_key or ""
-    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() if key else ""
 
 
 def _no_job(job_id: str) -> NotFoundError:
