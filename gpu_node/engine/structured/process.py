@@ -39,11 +39,11 @@ class Worker:
         """When it last replied or was idle, on the monotonic clock."""
         self._page = page
         self._reader = FrameReader()
-        self._unsent: deque[bytes] = deque()
+        self._unsent: deque[memoryview] = deque()
 
     def send(self, tasks: Sequence[Any]) -> None:
         """Send as much as the socket takes now; `flush` sends the rest."""
-        self._unsent.append(frame(tasks))
+        self._unsent.append(memoryview(frame(tasks)))
         self.flush()
 
     def flush(self) -> bool:
@@ -56,7 +56,7 @@ class Worker:
             except OSError:
                 self._unsent.clear()
                 return True
-            rest = self._unsent.popleft()[sent:]
+            rest = self._unsent.popleft()[sent:]  # A view: a large message is not copied again at each partial send.
             if rest:
                 self._unsent.appendleft(rest)
         return True
