@@ -96,16 +96,11 @@ class Template:
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Start the process and send it the tokenizer. Raises OSError."""
         self.socket, child_end = socket.socketpair()
-        with child_end:
-            # The child must find the same modules, and must not import from the current folder.
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(child_end.fileno())],
-                env=environment,
-                pass_fds=[child_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+        try:
+            self._process = self._started(child_end)
+        except OSError:
+            self.socket.close()
+            raise
         self.started_s = time.monotonic()
         self.special_tokens: frozenset[int] | None = None
         """Token ids; None until the process is ready."""
@@ -164,6 +159,18 @@ class Template:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _started(self, child_end: socket.socket) -> subprocess.Popen[bytes]:
+        with child_end:
+            # The child must find the same modules, and must not import from the current folder.
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", _MODULE, str(child_end.fileno())],
+                env=environment,
+                pass_fds=[child_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
 
     def _ask(self, action: str, worker: Worker) -> None:
         with suppress(OSError):
