@@ -91,7 +91,10 @@ class GrammarCompiler:
         return pending.result() if pending is not None else self._try_out(key, wanted, tenant, mine)
 
     def new_guide(self, grammar: Grammar) -> Guide:
-        """Return a guide at the start of a text. Raises TooCostlyError for a grammar that was refused since its trial."""
+        """Return a guide at the start of a text.
+
+        Raises TooCostlyError for a grammar that was refused after its trial.
+        """
         if grammar.refusal is not None:
             raise copy(grammar.refusal)
         return self._host.new_guide(grammar)

@@ -56,9 +56,7 @@ def _params(wanted: dict[str, Any] | StructuredOutputs, **options: Any) -> Sampl
 def _calls(num_functions: int, last: str = "{}") -> StructuredOutputs:
     functions = [WantedFunction(name=f"f{i}", parameters="{}") for i in range(num_functions - 1)]
     functions.append(WantedFunction(name="last", parameters=last))
-    return StructuredOutputs(
-        calls=WantedCalls(form="hermes", functions=tuple(functions), required=False, answer=LARGE)
-    )
+    return StructuredOutputs(calls=WantedCalls(form="hermes", functions=tuple(functions), required=False, answer=LARGE))
 
 
 def _peak_bytes(guides: GrammarCompiler, wanted: StructuredOutputs) -> tuple[int, RequestError | None]:
