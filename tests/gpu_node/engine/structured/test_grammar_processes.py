@@ -146,7 +146,7 @@ def test_failed_starts_disable_structured_output_only_until_a_start_succeeds(
         patch.setattr(subprocess, "Popen", refused)
         with pytest.raises(UnavailableError, match="did not start"):
             engine.prepare(params)
-    assert num_failed > 4
+    assert num_failed > 3
     assert engine.generate([PROMPT], params)[0].choices[0].text == "ab"
     engine._guides.close()
 
