@@ -108,7 +108,7 @@ class LiveRequest:
             self.completion_tokens += len(resumed.token_ids)
             if resumed.finish_reason is None:
                 opened = self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer)
-                opened.guide = _guide_of(self.asked, resumed, guides)
+                opened.guide = _guide_of(self.prepared, resumed, guides)
         self.first = next((choice.seq for choice in self.live.values()), None)
 
     def take_prompt_logprobs(self, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:
@@ -129,14 +129,14 @@ class LiveRequest:
         return Usage(len(self.asked.prompt_token_ids), self.completion_tokens, cached_tokens or 0)
 
 
-def _guide_of(asked: EngineRequest, resumed: ResumedChoice, guides: GrammarCompiler) -> Guide | None:
+def _guide_of(prepared: Prepared, resumed: ResumedChoice, guides: GrammarCompiler) -> Guide | None:
     """Return the grammar guide of a choice, advanced by its logged tokens.
 
     If these tokens do not match the grammar, the choice ends with an error at its first mask.
     """
-    if asked.params.structured_outputs is None:
+    if prepared.grammar is None:
         return None
-    guide = guides.new_guide(asked.params.structured_outputs, asked.tenant)
+    guide = guides.new_guide(prepared.grammar)
     guide.take(guide.new_tokens_of(np.array(resumed.token_ids, dtype=np.int32)))
     return guide
 

@@ -37,6 +37,10 @@ _COUNTERS = {
     "grammar_restarts": ("grammar_restarts", "Grammar processes started to replace one that ended."),
     "late_masks": ("late_masks", "Times that a sequence sat out a step because its mask was not ready."),
     "failed_guides": ("failed_guides", "Choices that ended because of their grammar."),
+    "grammar_host_failures": (
+        "grammar_host_failures",
+        "1 once the grammar processes cannot be served; requests with structured output fail from then on.",
+    ),
 }
 """Counters: the name of the metric, the field of EngineStats, and the help text."""
 _GAUGES = {

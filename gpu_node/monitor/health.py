@@ -70,6 +70,8 @@ class Health:
         stats, last = sample.stats, before.stats
         if sample.engine_stalled_s > _STALLED_ENGINE_S:
             yield "engine", f"has made no step for {sample.engine_stalled_s:.0f} s"
+        if stats.grammar_host_failures:
+            yield "grammars", "requests with structured output fail until the node is restarted"
         num_without_memory = stats.num_memory_failures - last.num_memory_failures
         num_failed = stats.num_failed_steps - last.num_failed_steps - num_without_memory
         if num_failed > 0:

@@ -23,7 +23,7 @@ from penstock.gpu_node.engine.structured.call_grammar import CallGrammar
 from penstock.gpu_node.engine.structured.grammar import Grammar, Kind, TrialResult
 from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.structured.host import MaskHost
-from penstock.gpu_node.engine.structured.limits import TRIAL_CPU_S, TRIAL_MEMORY_MIB
+from penstock.gpu_node.engine.structured.limits import MAX_CALLS_MIB, TRIAL_CPU_S, TRIAL_MEMORY_MIB
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
 from penstock.gpu_node.engine.structured.reasons import reason_of
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
@@ -90,9 +90,11 @@ class GrammarCompiler:
         # Concurrent callers with the same grammar wait for one trial.
         return pending.result() if pending is not None else self._try_out(key, wanted, tenant, mine)
 
-    def new_guide(self, wanted: StructuredOutputs, tenant: str = _DEFAULT_TENANT) -> Guide:
-        """Return a guide at the start of a text. For a grammar that is not prepared, it acts as `prepare` first."""
-        grammar = self.prepare(wanted, tenant)
+    def new_guide(self, grammar: Grammar) -> Guide:
+        """Return a guide at the start of a text.
+
+        Raises TooCostlyError for a grammar that was refused after its trial.
+        """
         if grammar.refusal is not None:
             raise copy(grammar.refusal)
         return self._host.new_guide(grammar)
@@ -148,13 +150,22 @@ class GrammarCompiler:
             token_id = self._tokenizer.id_of(mark)
             return token_id if token_id is not None and token_id in special else None
 
-        parts = [calls, *(calls.model_copy(update={"functions": (function,)}) for function in calls.functions)]
-        texts = [CallGrammar(part, token_of).lark() for part in parts]
-        result = self._host.try_out("calls", texts, tenant)
+        grammar = Grammar("calls", CallGrammar(calls, token_of).lark(), "tools", is_costly=False)
+        if grammar.size > MAX_CALLS_MIB << 20:
+            problem = f"the grammar of the calls has {grammar.size} bytes; the limit is {MAX_CALLS_MIB} MiB"
+            raise _refusal("tools: they", "tools", "calls", TrialResult(problem, is_too_costly=True))
+        result = self._host.try_out("calls", [grammar.text], tenant)
+        name = "they"
+        if result.problem:
+            # Each function is tried alone to name the first faulty one. The schema of an answer passed its own trial.
+            alone = [calls.model_copy(update={"functions": (one,), "answer": None}) for one in calls.functions]
+            of_parts = self._host.try_out("calls", [CallGrammar(one, token_of).lark() for one in alone], tenant)
+            if of_parts.problem:
+                result, name = of_parts, f"the parameters of {calls.functions[of_parts.part].name!r}"
         if result.is_too_costly or result.problem:
-            name = f"the parameters of {calls.functions[result.part - 1].name!r}" if result.part else "they"
             raise _refusal(f"tools: {name}", "tools", "calls", result)
-        return Grammar("calls", texts[0], "tools", result.is_costly)
+        grammar.is_costly = result.is_costly
+        return grammar
 
 
 def _refusal(what: str, param: str, kind: Kind, result: TrialResult) -> RequestError:

@@ -80,19 +80,15 @@ class Trial:
         self._worst_s = 0.0
 
     def run(self, kind: str, texts: list[str]) -> tuple[str, int, bool, float]:
-        """Return (error, index of the faulty text, whether a limit caused it, costliest mask's processor time).
+        """Try texts until one fails.
 
-        Only the first text is tried. If it fails, the other texts are its parts, and the first faulty part is named.
+        Return (error, index of the faulty text, whether a limit caused it, costliest mask's processor time).
         """
-        try:
-            self._try(kind, texts[0])
-        except ValueError as error:
-            for i, part in enumerate(texts[1:], 1):
-                try:
-                    self._try(kind, part)
-                except ValueError as own:
-                    return str(own), i, isinstance(own, LimitError), self._worst_s
-            return str(error), 0, isinstance(error, LimitError), self._worst_s
+        for i, text in enumerate(texts):
+            try:
+                self._try(kind, text)
+            except ValueError as error:
+                return str(error), i, isinstance(error, LimitError), self._worst_s
         return "", 0, False, self._worst_s
 
     def _try(self, kind: str, text: str) -> None:

@@ -29,6 +29,8 @@ class Grammar:
     """Number of choices that use it now."""
     memory: int = 0
     """Bytes that its worker grew by during its tasks."""
+    num_slow_masks: int = 0
+    """Masks that took longer than a cheap grammar's may."""
     num_masks: int = 0
     """Masks computed since `memory` was 0."""
     num_kills: int = 0

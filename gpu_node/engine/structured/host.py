@@ -82,7 +82,7 @@ class MaskHost:
             raise UnavailableError("the grammar processes did not start", code="internal_error") from None
 
     def try_out(self, kind: Kind, texts: list[str], tenant: str) -> TrialResult:
-        """Try the first text as a grammar, within the limits. If it fails, find the faulty one of the other texts."""
+        """Try grammars within the limits, until one fails."""
         self.special_tokens()
         trial = Trial(kind, texts)
         with self._lock:
@@ -153,6 +153,7 @@ class MaskHost:
             while not self._is_closed:
                 self._run_once()
         except Exception:
+            self.counts.grammar_host_failures += 1
             log.exception("the grammar processes cannot be served")
         with self._lock:
             self._is_closed = True

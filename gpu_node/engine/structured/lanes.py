@@ -27,6 +27,8 @@ _NICENESS: dict[LaneName, int] = {"cheap": 0, "costly": limits.SLOW_NICENESS}
 _SLOW_MASK_S = 0.01
 _MIB = 1 << 20
 _MASKS_OF_LONG_USE = 2_000
+_MAX_SLOW_MASKS = 1
+"""A cheap grammar with more of them moves to the worker for costly grammars."""
 
 
 class Forks(Protocol):
@@ -41,6 +43,8 @@ class _Task:
     grammar: Grammar
     guide: Guide | None = None
     num_tokens: int = 0
+    is_rebuilt: bool = False
+    """Whether the matcher consumes all tokens of the choice again."""
 
 
 class Lanes:
@@ -86,6 +90,8 @@ class Lanes:
                 if answer and task.grammar.refusal is None:
                     task.grammar.refusal = refusal_of(task.grammar, answer)
                 continue
+            if not task.is_rebuilt:
+                self._move_if_slow(worker, task.grammar, cpu_s)
             self._handle_mask(task.guide, task.num_tokens, answer, cpu_s)
             answered.append(task.guide)
         return answered
@@ -143,8 +149,10 @@ class Lanes:
             tasks.append([number, "compile", grammar.number, grammar.kind, grammar.text])
         is_new = guide.worker is not worker
         tokens = guide.tokens if is_new else guide.tokens[guide.asked_at :]
+        if is_new and guide.worker is not None and guide.worker in self.workers.values():
+            guide.worker.send([[0, "close", guide.number]])  # Its grammar has moved to the other worker.
         guide.worker, guide.asked_at = worker, len(guide.tokens)
-        number = self._note(worker, _Task(grammar, guide, guide.asked_at))
+        number = self._note(worker, _Task(grammar, guide, guide.asked_at, is_new and guide.asked_at > 0))
         tasks.append([number, "mask", guide.number, grammar.number, is_new, tokens.tobytes()])
         return tasks
 
@@ -170,6 +178,19 @@ class Lanes:
             self.fail(guide, guide.grammar.refusal)
         if guide.cpu_s > limits.GUIDE_CPU_S + limits.GUIDE_CPU_PER_TOKEN_S * num_tokens:
             self.fail(guide, refusal_of(guide.grammar, f"its masks took {guide.cpu_s:.1f} s for {num_tokens} tokens"))
+
+    def _move_if_slow(self, worker: Worker, grammar: Grammar, cpu_s: float) -> None:
+        """Serve a grammar among costly ones if its masks have become slow, so that no other choice waits for them.
+
+        Its choices move with their next masks. Masks that are already requested still come from the old worker.
+        """
+        if cpu_s <= limits.CHEAP_MASK_CPU_S or grammar.is_costly or self._lane_of.get(worker) != "cheap":
+            return
+        grammar.num_slow_masks += 1
+        if grammar.num_slow_masks > _MAX_SLOW_MASKS:
+            grammar.is_costly = True
+            grammar.memory = 0  # Its matchers are built anew in the other worker.
+            log.info("a grammar's masks became slow", extra={"field": grammar.field_name, "mask_ms": cpu_s * 1e3})
 
     def _rebuild(self, guide: Guide, num_tokens: int) -> None:
         """Rebuild a choice's matcher from its tokens before a limit may end the choice.

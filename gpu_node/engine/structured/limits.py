@@ -26,6 +26,8 @@ SLOW_TASK_CPU_S = 1.0
 GUIDE_CPU_S = 5.0
 """Processor time that the masks of one choice may take, besides GUIDE_CPU_PER_TOKEN_S for each of its tokens."""
 GUIDE_CPU_PER_TOKEN_S = 0.02
+MAX_CALLS_MIB = 2
+"""Text of the grammar of a request's calls: the schemas of all functions, and of an answer without calls."""
 MAX_GRAMMAR_MIB = 64
 """Memory that a grammar and its choices may take in a worker."""
 WORKER_MEMORY_MIB = 384

@@ -32,6 +32,8 @@ class GrammarCounts:
     """Rows that sat out a step because their mask was not ready."""
     failed_guides: int = 0
     """Choices that ended because of their grammar."""
+    grammar_host_failures: int = 0
+    """Times that the node's side of the grammar processes ended with an error. Structured output fails from then on."""
 
 
 def refusal_of(grammar: Grammar, reason: str) -> TooCostlyError:

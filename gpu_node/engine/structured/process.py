@@ -39,11 +39,11 @@ class Worker:
         """When it last replied or was idle, on the monotonic clock."""
         self._page = page
         self._reader = FrameReader()
-        self._unsent: deque[bytes] = deque()
+        self._unsent: deque[memoryview] = deque()
 
     def send(self, tasks: Sequence[Any]) -> None:
         """Send as much as the socket takes now; `flush` sends the rest."""
-        self._unsent.append(frame(tasks))
+        self._unsent.append(memoryview(frame(tasks)))
         self.flush()
 
     def flush(self) -> bool:
@@ -56,7 +56,7 @@ class Worker:
             except OSError:
                 self._unsent.clear()
                 return True
-            rest = self._unsent.popleft()[sent:]
+            rest = self._unsent.popleft()[sent:]  # A view: a large message is not copied again at each partial send.
             if rest:
                 self._unsent.appendleft(rest)
         return True
@@ -96,16 +96,11 @@ class Template:
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Start the process and send it the tokenizer. Raises OSError."""
         self.socket, child_end = socket.socketpair()
-        with child_end:
-            # The child must find the same modules, and must not import from the current folder.
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(child_end.fileno())],
-                env=environment,
-                pass_fds=[child_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+        try:
+            self._process = self._started(child_end)
+        except OSError:
+            self.socket.close()
+            raise
         self.started_s = time.monotonic()
         self.special_tokens: frozenset[int] | None = None
         """Token ids; None until the process is ready."""
@@ -164,6 +159,18 @@ class Template:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _started(self, child_end: socket.socket) -> subprocess.Popen[bytes]:
+        with child_end:
+            # The child must find the same modules, and must not import from the current folder.
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", _MODULE, str(child_end.fileno())],
+                env=environment,
+                pass_fds=[child_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
 
     def _ask(self, action: str, worker: Worker) -> None:
         with suppress(OSError):

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 _RESTART_AFTER_S = 0.2
 _FORK_AGAIN_AFTER_S = 0.05
 _MAX_DOUBLINGS = 6
-_MAX_FAILED_STARTS = 3
+_MAX_FAILED_STARTS = 5
+"""With more failed starts in a row, about five seconds, requests no longer wait for the next one."""
 _TRIAL_TASK = 1
 
 
@@ -46,7 +47,7 @@ class GrammarProcesses:
     ) -> None:
         """`selector` watches the sockets of all processes."""
         self.special_tokens: Future[frozenset[int]] = Future()
-        """Completes when the first template is ready."""
+        """Completes when the first template is ready. After too many failed starts it fails, and a new one follows."""
         self._selector = selector
         self.template: Template | None = None
         self._lanes = lanes
@@ -176,7 +177,8 @@ class GrammarProcesses:
             self._start_failed()
             log.warning("the grammar processes ended and start anew", extra={"pid": template.pid})
         # The kernel kills the workers with the template, and no process is left to report their exit status.
-        affected = [guide for worker in self.workers for guide in self._lost(worker)]
+        running = [worker for worker in self.workers if worker.number not in self._dying]
+        affected = [guide for worker in running for guide in self._lost(worker)]
         for worker, current in [*self._dying.values()]:
             affected += self._on_ended(worker, current, None)
         self._dying.clear()
@@ -188,6 +190,7 @@ class GrammarProcesses:
         if self._num_failed_starts > _MAX_FAILED_STARTS and not self.special_tokens.done():
             problem = UnavailableError("the grammar processes did not start", code="internal_error")
             self.special_tokens.set_exception(problem)
+            self.special_tokens = Future()  # Later requests wait for the next start.
 
     def _lost(self, worker: Worker) -> list[Guide]:
         self._selector.unregister(worker.socket)

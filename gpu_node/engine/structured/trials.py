@@ -15,7 +15,7 @@ MAX_LOSSES = 3
 
 @dataclass(slots=True, eq=False)
 class Trial:
-    """A grammar to try out: its text, followed by the texts of its parts."""
+    """A grammar to try out, or the parts of one: the trial ends at the first text that fails."""
 
     kind: Kind
     texts: list[str]

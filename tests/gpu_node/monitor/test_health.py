@@ -37,6 +37,7 @@ def later(signs: HealthSample, by_s: float = 2.0, **changes: Any) -> HealthSampl
     [
         ({"engine_stalled_s": 12.0}, "engine", "has made no step for 12 s"),
         ({"num_failed_steps": 3}, "runner", "3 steps failed"),
+        ({"grammar_host_failures": 1}, "grammars", "requests with structured output fail until the node is restarted"),
         ({"num_failed_steps": 3, "num_memory_failures": 3}, "memory", "3 steps ran out of memory"),
         ({"max_step_tokens": 64}, "memory", "steps are limited to 64 of 512 tokens"),
         ({"steps": 200, "num_preemptions": 50}, "memory", "50 preemptions in 100 steps"),

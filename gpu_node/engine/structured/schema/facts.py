@@ -64,7 +64,9 @@ def types_of(value: Any) -> frozenset[str]:
 
 def declared_types(schema: dict[str, Any]) -> frozenset[str]:
     """Return the types that a schema's own `type` allows."""
-    given = schema.get("type", ALL_TYPES)
+    given = schema.get("type")
+    if not isinstance(given, str | list):
+        return ALL_TYPES  # llguidance refuses any other value.
     names = frozenset(name for name in ([given] if isinstance(given, str) else given) if isinstance(name, str))
     return names | {"integer"} if "number" in names else names
 

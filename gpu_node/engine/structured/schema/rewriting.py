@@ -59,7 +59,12 @@ def rewritten(text: str) -> str:
         return text
     if OPTIONS_KEYWORD in root:
         raise UnenforceableError(OPTIONS_KEYWORD, "#", "it is not supported; remove it")
-    return json.dumps(_Rewriter(SchemaDocument(root)).schema(root, "#", 0))
+    try:
+        return json.dumps(_Rewriter(SchemaDocument(root)).schema(root, "#", 0))
+    except (TypeError, AttributeError):
+        raise ValueError("it is not a JSON schema: the value of a keyword has the wrong type") from None
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
 
 
 class _Rewriter:

@@ -95,7 +95,7 @@ def allowed(guides: GrammarCompiler, guide: Guide) -> list[int]:
 
 def draw(guides: GrammarCompiler, tokenizer: Tokenizer, wanted: StructuredOutputs, rng: random.Random) -> str | None:
     """A text of tokens drawn among those that may come, those of marks more often; None for one that does not end."""
-    guide, token_ids = guides.new_guide(wanted), []
+    guide, token_ids = guides.new_guide(guides.prepare(wanted)), []
     marks = {tokenizer.id_of(mark) for mark in MARKS} | {EOS}
     for _ in range(200):
         may = allowed(guides, guide)
@@ -142,7 +142,7 @@ def test_among_other_text_what_reads_as_a_call_is_one(
 
 
 def derives(guides: GrammarCompiler, tokenizer: Tokenizer, wanted: StructuredOutputs, text: str) -> bool:
-    guide = guides.new_guide(wanted)
+    guide = guides.new_guide(guides.prepare(wanted))
     guide.take(tokenizer.encode(text))
     return EOS in allowed(guides, guide)
 
@@ -231,7 +231,7 @@ def test_reasoning_stands_before_calls(
 @pytest.mark.parametrize("mark", ["</think>", "<tool_call>"])
 def test_a_mark_that_is_a_token_is_never_spelled(guides: GrammarCompiler, tokenizer: Tokenizer, mark: str) -> None:
     spelled = [token_id for char in mark for token_id in tokenizer.encode(char)]
-    guide = guides.new_guide(calls("hermes", reasoning="think_open", required=False))
+    guide = guides.new_guide(guides.prepare(calls("hermes", reasoning="think_open", required=False)))
     guide.take(tokenizer.encode("so " if mark == "</think>" else "so</think>well ") + spelled[:-1])
     assert allowed(guides, guide)
     guide.take(spelled[-1:])

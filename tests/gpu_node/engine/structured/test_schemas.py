@@ -153,6 +153,21 @@ ENFORCED: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
         {"type": "string", "pattern": "^[[a&&b]{2}$"},
         lambda value: bool(re.fullmatch(r"[\[ab&]{2}", value)),
     ),
+    "a class of nothing": ({"type": "string", "pattern": "^(b|[]a])$"}, lambda value: value == "b"),
+    "a class of everything": ({"type": "string", "pattern": "^[^]{2}$"}, lambda value: len(value) == 2),
+    "any character but line ends": (
+        {"type": "string", "pattern": "^x.$", "enum": ["x\r", "x\u2028", "x\u2029", "xa"]},
+        lambda value: value == "xa",
+    ),
+    "patterns that are equal once translated": (
+        {
+            "type": "object",
+            "patternProperties": {"^[[]$": {"enum": ["a", "b"]}, "^[\\[]$": {"enum": ["b", "c"]}},
+            "additionalProperties": False,
+            "minProperties": 1,
+        },
+        lambda value: value == {"[": "b"},
+    ),
 }
 
 
@@ -181,6 +196,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no type": ({"type": "text"}, "'text' is not a JSON type"),
     "no number": ({"type": "string", "minLength": "a"}, "minLength must be a non-negative integer"),
     "no value": (closed({}, required=["a"]), "no value can satisfy it"),
+    "a flag": ({"type": "string", "pattern": "^(?is:a.)$"}, "the flag s in the pattern '^(?is:a.)$'"),
+    "a type that is no text": ({"properties": {"a": {"type": None}}}, "type must be a string or array of strings"),
+    "an enum that is no list": ({"enum": ["a"], "not": {"enum": 5}}, "not a JSON schema"),
+    "a name that is no text": ({"not": {"required": [["a"]]}}, "not a JSON schema"),
+    "an allOf that is no list": ({"allOf": 5, "if": {"required": ["a"]}, "then": {}}, "not a JSON schema"),
     "a wrong pattern": ({"type": "string", "pattern": "(a"}, "invalid regular expression: unclosed group"),
 }
 
@@ -188,7 +208,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(engine: Engine, name: str) -> None:
     schema, reason = REFUSED[name]
+    num_costly = engine.stats().grammar_costly_refusals
     assert reason in refusal_of(engine, schema)
+    assert engine.stats().grammar_costly_refusals == num_costly
 
 
 def test_many_optional_properties_are_enforced(engine: Engine) -> None:

@@ -1,0 +1,201 @@
+"""Grammar processes that fail at a bad moment, and large messages to them, delay and end nothing else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import time
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.engine_runs import check_idle, drain
+from fakes.guided import mask_of
+
+from penstock.contract.errors import RequestError, TooCostlyError, UnavailableError
+from penstock.contract.job import SamplingParams
+from penstock.contract.structured import StructuredOutputs
+from penstock.contract.tools import WantedCalls, WantedFunction
+from penstock.gpu_node.engine import Engine, EngineConfig
+from penstock.gpu_node.engine.records import EngineRequest
+from penstock.gpu_node.engine.structured import limits, processes
+from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
+from penstock.gpu_node.engine.structured.grammar import Grammar
+from penstock.gpu_node.engine.structured.process import Template, Worker
+
+PROMPT = [3, 4, 5]
+MIB = 1 << 20
+LARGE = json.dumps({"type": "object", "description": "d" * 200_000})
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    made = _engine(tiny_model)
+    yield made
+    made._guides.close()
+
+
+def _engine(model: Path) -> Engine:
+    return Engine(
+        EngineConfig(model=str(model), runner="native", dtype="bfloat16", num_kv_blocks=400, weight_cache=False)
+    )
+
+
+def _params(wanted: dict[str, Any] | StructuredOutputs, **options: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": 64, "structured_outputs": wanted, **options})
+
+
+def _calls(num_functions: int, last: str = "{}") -> StructuredOutputs:
+    functions = [WantedFunction(name=f"f{i}", parameters="{}") for i in range(num_functions - 1)]
+    functions.append(WantedFunction(name="last", parameters=last))
+    return StructuredOutputs(calls=WantedCalls(form="hermes", functions=tuple(functions), required=False, answer=LARGE))
+
+
+def _peak_bytes(guides: GrammarCompiler, wanted: StructuredOutputs) -> tuple[int, RequestError | None]:
+    """The memory that a trial takes for a while in this process, and its refusal."""
+    refusal = None
+    tracemalloc.start()
+    try:
+        guides.prepare(wanted)
+    except RequestError as error:
+        refusal = error
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return peak, refusal
+
+
+def test_the_schema_of_an_answer_is_not_repeated_for_each_function(engine: Engine) -> None:
+    engine.prepare(_params({"json": LARGE}))
+    peak, refusal = _peak_bytes(engine._guides, _calls(64))
+    assert refusal is None and peak < 4 * MIB
+    peak, refusal = _peak_bytes(engine._guides, _calls(64, last='{"properties": {"a": {"contains": {}}}}'))
+    assert refusal is not None and refusal.param == "tools" and "'last'" in refusal.message
+    assert peak < 4 * MIB
+
+
+def test_a_grammar_of_calls_that_is_too_large_is_refused_by_name(engine: Engine) -> None:
+    large = [WantedFunction(name=f"f{i}", parameters=LARGE) for i in range(12)]
+    with pytest.raises(TooCostlyError, match="the limit is 2 MiB") as caught:
+        engine.prepare(_params(StructuredOutputs(calls=WantedCalls(form="hermes", functions=tuple(large)))))
+    assert caught.value.param == "tools"
+
+
+def test_a_large_message_is_not_copied_at_each_partial_send() -> None:
+    node, other = socket.socketpair()
+    worker = Worker(node, mmap.mmap(-1, mmap.PAGESIZE))
+    worker.send([b"x" * (8 * MIB)])
+    tracemalloc.start()
+    try:
+        other.recv(1 << 16)
+        assert worker.flush() is False
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        worker.close()
+        other.close()
+    assert peak < MIB
+
+
+def test_the_choices_of_a_prepared_request_do_not_look_up_its_grammar(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = _params({"regex": "[a-c]{3}"}, n=4)
+    prepared = engine.prepare(params)
+
+    def read(*_: Any, **__: Any) -> str:
+        raise AssertionError("the request's grammar was read again")
+
+    monkeypatch.setattr(StructuredOutputs, "model_dump_json", read)
+    engine.add(EngineRequest("x", PROMPT, params, seed=1, prepared=prepared))
+    assert len({output.choice for output in drain(engine)}) == 4
+    check_idle(engine)
+
+
+def test_a_grammar_whose_masks_become_slow_moves_between_two_tokens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = _params({"regex": "[a-e]{40,50}"}, n=3)
+    (whole,) = engine.generate([PROMPT], params)
+    grammar = engine.prepare(params).grammar
+    assert isinstance(grammar, Grammar)
+    was_costly = grammar.is_costly
+    monkeypatch.setattr(limits, "CHEAP_MASK_CPU_S", -1.0)
+    (answer,) = engine.generate([PROMPT], params)
+    assert (was_costly, grammar.is_costly, engine.stats().grammar_kills) == (False, True, 0)
+    assert [choice.token_ids for choice in answer.choices] == [choice.token_ids for choice in whole.choices]
+    check_idle(engine)
+
+
+def test_failed_starts_disable_structured_output_only_until_a_start_succeeds(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, num_failed = _engine(tiny_model), 0
+
+    def refused(*wanted: Any, **options: Any) -> subprocess.Popen[bytes]:
+        nonlocal num_failed
+        num_failed += 1
+        raise OSError(errno.EAGAIN, "no process is left")
+
+    monkeypatch.setattr(processes, "_RESTART_AFTER_S", 0.0001)
+    params = _params({"regex": "ab"})
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refused)
+        with pytest.raises(UnavailableError, match="did not start"):
+            engine.prepare(params)
+    assert num_failed > 3
+    assert engine.generate([PROMPT], params)[0].choices[0].text == "ab"
+    engine._guides.close()
+
+
+def test_a_template_that_ends_right_after_a_trials_process_starts_anew(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, fork = _engine(tiny_model), Template.fork
+    stopped: list[int] = []
+
+    def fork_and_stop(template: Template, *wanted: Any) -> Worker:
+        worker = fork(template, *wanted)
+        if not stopped:
+            stopped.append(template.pid)
+            while not (children := Path(f"/proc/{template.pid}/task/{template.pid}/children").read_text().split()):
+                time.sleep(0.001)
+            os.kill(template.pid, signal.SIGSTOP)  # It does not report how the trial's process ended.
+            os.kill(int(children[0]), signal.SIGKILL)
+        return worker
+
+    monkeypatch.setattr(Template, "fork", fork_and_stop)
+    with ThreadPoolExecutor(1) as pool:
+        prepared = pool.submit(engine.prepare, _params({"regex": "ab"}))
+        until_s = time.monotonic() + 10
+        while not engine._guides._host._processes._dying and time.monotonic() < until_s:
+            time.sleep(0.001)
+        os.kill(stopped[0], signal.SIGKILL)
+        grammar = prepared.result(20).grammar
+    assert isinstance(grammar, Grammar)
+    assert not mask_of(engine._guides, engine._guides.new_guide(grammar)).late
+    assert engine.generate([PROMPT], _params({"regex": "ab"}))[0].choices[0].text == "ab"
+    assert engine.stats().grammar_host_failures == 0
+    engine._guides.close()
+
+
+def test_a_mask_host_that_failed_is_counted_and_ends_its_requests(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _engine(tiny_model)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(processes.GrammarProcesses, "maintain", fail)
+    with pytest.raises(UnavailableError):
+        engine.prepare(_params({"regex": "ab"}))
+    assert engine.stats().grammar_host_failures == 1
