@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 import triton
@@ -12,9 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
 from penstock.kernels.triton.launches import Launch, attention_launch, num_multiprocessors, padded
 
-LOG2_E = tl.constexpr(math.log2(math.e))
+LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 64
 MIN_SPAN = 64
 """Shortest split, in tokens: a shorter one is not worth a program."""
@@ -108,8 +107,10 @@ def _decode(
     NARROW: tl.constexpr,
     BIASED: tl.constexpr,
     CAP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [sequences, key heads, splits]. Query heads that share a key head are the rows of one product."""
+    wait_for_kernel_ahead(DEPENDENT)
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = tl.load(seqs + row)
     # A padding row has no context, so it ends below.
@@ -186,8 +187,10 @@ def _merge(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     MIN_SPAN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [sequences, heads]: merge the results of the splits by their weights."""
+    wait_for_kernel_ahead(DEPENDENT)
     row, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
     seq = tl.load(seqs + row)
@@ -250,7 +253,7 @@ def decode_attention(
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(shape, dtype=torch.float32, device=q.device)
     cut = {"TILE": launch.tile, "SPLITS": splits, "WINDOW": window, "MIN_SPAN": max(MIN_SPAN, launch.tile)}
-    head = {"HEAD": head_dim, "HEAD_PAD": padded(head_dim, 16)}
+    cut |= {"HEAD": head_dim, "HEAD_PAD": padded(head_dim, 16), **dependent_launch(q.device)}
     _decode[(num_rows, num_kv_heads, splits)](
         *(out, partial, weight, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
         *(block_tables, context_lens, query_starts, seqs),
@@ -258,12 +261,11 @@ def decode_attention(
         GROUP_PAD=padded(group, 16),
         **kinds_of(cache, group, biases, cap, q.dtype),
         **cut,
-        **head,
         **launch.options,
     )
     if splits > 1:
         _merge[(num_rows, num_heads)](
-            out, partial, weight, context_lens, query_starts, seqs, **cut, **head, num_warps=max(2, splits // 8)
+            out, partial, weight, context_lens, query_starts, seqs, **cut, num_warps=max(2, splits // 8)
         )
 
 

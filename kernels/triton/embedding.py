@@ -7,12 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
+
 _COLUMNS = 1024
 
 
 @triton.jit
-def _embed(out, ids, sampled, table, scale, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr):
+def _embed(out, ids, sampled, table, scale, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
     """Grid [tokens, runs of columns]."""
+    wait_for_kernel_ahead(DEPENDENT)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.load(ids + row)
     earlier = tl.load(sampled - 1 - token, mask=token < 0, other=0)
@@ -27,5 +30,6 @@ def embed(ids: Tensor, sampled: Tensor, table: Tensor, scale: float) -> Tensor:
     hidden = table.shape[1]
     out = torch.empty(len(ids), hidden, dtype=torch.float32, device=table.device)
     grid = (len(ids), triton.cdiv(hidden, _COLUMNS))
-    _embed[grid](out, ids, sampled, table, float(scale), HIDDEN=hidden, COLUMNS=_COLUMNS)
+    sizes = {"HIDDEN": hidden, "COLUMNS": _COLUMNS}
+    _embed[grid](out, ids, sampled, table, float(scale), **sizes, **dependent_launch(table.device))
     return out

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
+
 _ROWS, _OUTPUTS = 64, 64
 _SPAN = 1024
 """Columns of a part."""
@@ -33,8 +35,10 @@ def _multiply_part(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [tiles of rows, tiles of outputs, parts]."""
+    wait_for_kernel_ahead(DEPENDENT)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     part, c = tl.program_id(2), tl.arange(0, COLUMNS)
@@ -54,8 +58,12 @@ def _multiply_part(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _add_parts(out, parts, bias, num_rows, num_outputs, PARTS: tl.constexpr, RUN: tl.constexpr, BIASED: tl.constexpr):
+def _add_parts(
+    out, parts, bias, num_rows, num_outputs,
+    PARTS: tl.constexpr, RUN: tl.constexpr, BIASED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Grid [rows, runs of outputs]."""
+    wait_for_kernel_ahead(DEPENDENT)
     row, o = tl.program_id(0).to(tl.int64), tl.program_id(1) * RUN + tl.arange(0, RUN)
     inside = o < num_outputs
     total = tl.zeros([RUN], tl.float32)
@@ -83,13 +91,15 @@ def multiply_invariant(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 def _multiply_piece(out: Tensor, parts: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, span: int) -> None:
     """parts: memory for the sums of at least as many rows."""
     (num_rows, num_columns), num_outputs, num_parts = x.shape, len(weight), len(parts)
+    dependent = dependent_launch(x.device)
     _multiply_part[(triton.cdiv(num_rows, _ROWS), triton.cdiv(num_outputs, _OUTPUTS), num_parts)](
         *(parts, x, weight, num_rows, num_outputs, num_columns, span),
         ROWS=_ROWS,
         OUTPUTS=_OUTPUTS,
         COLUMNS=64 if x.dtype.itemsize <= 2 else 32,
         num_stages=3,
+        **dependent,
     )
     _add_parts[(num_rows, triton.cdiv(num_outputs, _RUN))](
-        out, parts, bias, num_rows, num_outputs, PARTS=num_parts, RUN=_RUN, BIASED=bias is not None
+        *(out, parts, bias, num_rows, num_outputs), PARTS=num_parts, RUN=_RUN, BIASED=bias is not None, **dependent
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.paged_cache import QUANTIZED_MAX, PagedCache
 from penstock.kernels.triton.decode_attention import cache_strides
+from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
 from penstock.kernels.triton.launches import padded
 from penstock.kernels.triton.quantizing import QuantizedRows, store_quantized, warps_for
 from penstock.kernels.triton.rope import rotate_and_store_kernel
@@ -38,11 +39,13 @@ def _activate(
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     MOST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [tokens, runs of columns], of one run where MOST is not 0.
 
     MOST: the largest number of the format that `out` is quantized to, or 0.
     """
+    wait_for_kernel_ahead(DEPENDENT)
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row, width = tl.program_id(0).to(tl.int64), 2 * INNER if GATED else INNER
     y = _activated(tl.load(x + row * width + i, mask=i < INNER, other=0.0).to(tl.float32), KIND)
@@ -89,6 +92,7 @@ def rotate_and_store(
         MOST=0.0 if cache.k_scales is None else QUANTIZED_MAX[cache.k.dtype],
         # A head's numbers and their partners stay in registers, also where 71 queries share a key.
         num_warps=min(8, max(2, padded(group) * padded(head_dim) // 1024)),
+        **dependent_launch(qkv.device),
     )
     return out
 
@@ -116,6 +120,7 @@ def activate_quantized(x: Tensor, activation: str, dtype: torch.dtype, *, gated:
         GATED=gated,
         MOST=QUANTIZED_MAX[dtype],
         num_warps=warps_for(columns),
+        **dependent_launch(x.device),
     )
     return rows
 
@@ -123,13 +128,15 @@ def activate_quantized(x: Tensor, activation: str, dtype: torch.dtype, *, gated:
 def _activated_rows(x: Tensor, inner: int, activation: str) -> Tensor:
     out, gated = torch.empty(len(x), inner, dtype=x.dtype, device=x.device), x.shape[1] > inner
     grid = (len(x), triton.cdiv(inner, _COLUMNS))
-    _activate[grid](out, out, x, INNER=inner, COLUMNS=_COLUMNS, KIND=activation, GATED=gated, MOST=0.0)
+    kinds = {"KIND": activation, "GATED": gated, "MOST": 0.0, **dependent_launch(x.device)}
+    _activate[grid](out, out, x, INNER=inner, COLUMNS=_COLUMNS, **kinds)
     return out
 
 
 @triton.jit
-def _bound_logits(logits, count, scale, CAP: tl.constexpr, COLUMNS: tl.constexpr):
+def _bound_logits(logits, count, scale, CAP: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
     """Grid [runs of logits]."""
+    wait_for_kernel_ahead(DEPENDENT)
     i = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     x = tl.load(logits + i, mask=i < count, other=0.0).to(tl.float32) * scale
     if CAP > 0:
@@ -141,4 +148,5 @@ def _bound_logits(logits, count, scale, CAP: tl.constexpr, COLUMNS: tl.constexpr
 def bound_logits(logits: Tensor, scale: float, cap: float | None) -> None:
     """As `kernels.reference.layers.bound_logits`; logits must be contiguous."""
     grid = (triton.cdiv(logits.numel(), _COLUMNS),)
-    _bound_logits[grid](logits, logits.numel(), scale, CAP=cap or 0.0, COLUMNS=_COLUMNS)
+    constants = {"CAP": cap or 0.0, "COLUMNS": _COLUMNS, **dependent_launch(logits.device)}
+    _bound_logits[grid](logits, logits.numel(), scale, **constants)

@@ -11,6 +11,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
 from penstock.kernels.triton.launches import padded
 
 LORA_ROWS = 16
@@ -34,8 +35,10 @@ def _shrink(
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [tiles, runs of ranks]: multiply rows by their adapter's first matrix. A tile without rows is padding."""
+    wait_for_kernel_ahead(DEPENDENT)
     tile = tl.program_id(0)
     adapter, first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     if count == 0:
@@ -65,8 +68,10 @@ def _expand(
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [tiles, runs of outputs]: add the product with the second matrix."""
+    wait_for_kernel_ahead(DEPENDENT)
     tile = tl.program_id(0)
     adapter, first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     if count == 0:
@@ -106,6 +111,7 @@ def add_lora(out: Tensor, x: Tensor, down: Tensor, up: Tensor, tiles: Tensor) ->
         return
     inner = torch.empty(len(x), rank, dtype=torch.float32, device=x.device)
     ranks = {"RANK": rank, "RANKS": min(_RANKS, padded(rank, 16)), "ROWS": LORA_ROWS}
+    ranks |= dependent_launch(x.device)
     by_rank = len(tiles), triton.cdiv(rank, ranks["RANKS"])
     _shrink[by_rank](inner, x, down, tiles, num_columns, COLUMNS=_COLUMNS, **ranks)
     grid = (len(tiles), triton.cdiv(num_outputs, _OUTPUTS))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.norm_weights import Addend, NormWeights
 from penstock.kernels.paged_cache import QUANTIZED_MAX
+from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
 from penstock.kernels.triton.launches import padded
 from penstock.kernels.triton.quantizing import QuantizedRows, store_quantized
 
@@ -44,8 +45,10 @@ def _add_norm(
     CENTRED: tl.constexpr,
     BIASED: tl.constexpr,
     MOST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [tokens]. MOST: the largest number of the format that `out` is quantized to, or 0."""
+    wait_for_kernel_ahead(DEPENDENT)
     i = tl.arange(0, HIDDEN_PAD)
     inside = i < HIDDEN
     row = tl.program_id(0).to(tl.int64)
@@ -84,8 +87,10 @@ def _norm_all_heads(
     KEYS: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     OFFSET: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [tokens, 2]: norm all queries of a token as one vector, or all its keys, in place."""
+    wait_for_kernel_ahead(DEPENDENT)
     i = tl.arange(0, SIZE_PAD)
     at = qkv + tl.program_id(0).to(tl.int64) * stride + i
     if tl.program_id(1) == 0:
@@ -125,6 +130,7 @@ def norm_all_heads(qkv: Tensor, q_norm: NormWeights, k_norm: NormWeights) -> Non
         SIZE_PAD=padded(max(queries, keys)),
         OFFSET=q_norm.offset,
         num_warps=8 if queries > 2048 else 4,
+        **dependent_launch(qkv.device),
     )
 
 
@@ -146,4 +152,5 @@ def _launch(rows: QuantizedRows, residual: Tensor, delta: Addend | None, norm: N
         BIASED=norm.bias is not None,
         MOST=most,
         num_warps=8 if hidden > 2048 else 4,
+        **dependent_launch(residual.device),
     )

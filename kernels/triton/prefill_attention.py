@@ -18,6 +18,7 @@ from penstock.kernels.triton.decode_attention import (
     scales_and_strides,
     weigh_values,
 )
+from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
 from penstock.kernels.triton.launches import Launch, attention_launch, padded
 
 QUERY_TILE = 64
@@ -128,8 +129,10 @@ def _prefill(
     NARROW: tl.constexpr,
     BIASED: tl.constexpr,
     CAP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [tiles of queries, heads]. `tiles` holds the sequence, -1 for padding, and the first query of each tile."""
+    wait_for_kernel_ahead(DEPENDENT)
     tile, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
     seq, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -221,4 +224,5 @@ def prefill_attention(
         WINDOW=window,
         **kinds_of(cache, group, biases, cap, q.dtype),
         **launch.options,
+        **dependent_launch(q.device),
     )

@@ -10,12 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.paged_cache import QUANTIZED_MAX
+from penstock.kernels.triton.dependent import dependent_launch, wait_for_kernel_ahead
 from penstock.kernels.triton.launches import architecture, padded
 from penstock.kernels.triton.quantizing import QuantizedRows, store_quantized, warps_for
-
-GROUP = 32
-"""Columns that share a scale in int4."""
-
 
 FEW_ROWS = 16
 """Products with up to this many rows are limited by the bytes of the weights."""
@@ -59,8 +56,9 @@ _OFFSETS = {torch.bfloat16: 128.0, torch.float16: 1024.0}
 
 
 @triton.jit
-def _quantize(q, scales, x, size, SIZE_PAD: tl.constexpr, MOST: tl.constexpr):
+def _quantize(q, scales, x, size, SIZE_PAD: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr):
     """Grid [rows]."""
+    wait_for_kernel_ahead(DEPENDENT)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE_PAD)
     values = tl.load(x + row * size + i, mask=i < size, other=0.0).to(tl.float32)
     store_quantized(q, scales, values, row, i, size, MOST)
@@ -80,8 +78,10 @@ def _multiply_scaled(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [tiles of rows, tiles of outputs]."""
+    wait_for_kernel_ahead(DEPENDENT)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     c = tl.arange(0, COLUMNS)
@@ -126,8 +126,10 @@ def _multiply_int4(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [tiles of rows, tiles of outputs]. The halves of bytes are two products, so nothing is interleaved."""
+    wait_for_kernel_ahead(DEPENDENT)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     byte, of_tile = tl.arange(0, COLUMNS // 2), tl.arange(0, COLUMNS // 32)
@@ -177,12 +179,14 @@ def _multiply_few_int4(
     OUTPUTS: tl.constexpr,
     GROUPS: tl.constexpr,
     OFFSET: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [tiles of rows, tiles of outputs]. Scale the product of each group of columns, not each weight.
 
     x @ (scale * q + minimum) = scale * (x @ (OFFSET + q)) + (minimum - OFFSET * scale) * sum(x). The sum is a product
     with ones, so that it lies where the other product does. GROUPS: groups of columns per iteration.
     """
+    wait_for_kernel_ahead(DEPENDENT)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     byte = tl.arange(0, 16)
@@ -214,7 +218,7 @@ def quantize_vectors(x: Tensor, dtype: torch.dtype) -> QuantizedRows:
     rows = QuantizedRows.empty(x.shape[0], x.shape[1], dtype, x.device)
     size_pad = padded(x.shape[1])
     options = {"SIZE_PAD": size_pad, "MOST": QUANTIZED_MAX[dtype], "num_warps": warps_for(size_pad)}
-    _quantize[(len(x),)](*rows, x, x.shape[1], **options)
+    _quantize[(len(x),)](*rows, x, x.shape[1], **options, **dependent_launch(x.device))
     return rows
 
 
@@ -227,6 +231,7 @@ def multiply_scaled(q: Tensor, q_scales: Tensor, weight: Tensor, weight_scales: 
         *(out, q, q_scales, weight, weight_scales, num_rows, num_outputs, num_columns),
         SUM=tl.int32 if q.dtype == torch.int8 else tl.float32,
         **tiles._asdict(),
+        **dependent_launch(q.device),
     )
     return out
 
@@ -254,45 +259,19 @@ def multiply_int4(x: Tensor, packed: Tensor, pairs: Tensor) -> Tensor:
     (num_rows, num_columns), num_outputs = x.shape, len(packed)
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     given = out, x, packed, pairs, num_rows, num_outputs, num_columns
+    dependent = dependent_launch(x.device)
     # Larger tiles of float32 do not fit into registers.
     if num_rows <= FEW_ROWS or x.dtype == torch.float32:
         tiles = _FewTiles(8 if num_rows <= 8 else 16, _OFFSETS.get(x.dtype, 0.0))
         if x.dtype == torch.float32:
             tiles = tiles._replace(num_stages=3)  # six stages exceed Ada's shared memory
         grid = triton.cdiv(num_rows, tiles.ROWS), triton.cdiv(num_outputs, tiles.OUTPUTS)
-        _multiply_few_int4[grid](*given, **tiles._asdict())
+        _multiply_few_int4[grid](*given, **tiles._asdict(), **dependent)
         return out
     large = _tiles(num_rows)
-    _multiply_int4[_grid(large, num_rows, num_outputs)](*given, **large._asdict())
+    _multiply_int4[_grid(large, num_rows, num_outputs)](*given, **large._asdict(), **dependent)
     return out
-
-
-def pair_scales(scales: Tensor, minima: Tensor) -> Tensor:
-    """Return the words [groups, outputs] in int32 that hold scales [outputs, groups] and minima, both in float16.
-
-    The scale is in the lower half. Programs read one word per group and output, and outputs follow one another.
-    """
-    return torch.stack((scales, minima), dim=-1).contiguous().view(torch.int32)[..., 0].t().contiguous()
 
 
 def _grid(tiles: _Tiles, num_rows: int, num_outputs: int) -> tuple[int, int]:
     return triton.cdiv(num_rows, tiles.ROWS), triton.cdiv(num_outputs, tiles.OUTPUTS)
-
-
-def pack_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a matrix, [outputs, columns in whole groups]: return packed, scales and minima as the reference does."""
-    groups = weight.float().view(len(weight), -1, GROUP)
-    minima = groups.amin(-1).half()
-    spans = (groups.amax(-1) - minima.float()).clamp(min=0)
-    scales = (spans / 15).half()
-    # With a scale that was rounded down, q could not reach the largest number of its group.
-    scales = torch.where(scales.float() < spans / 15, _next_half(scales), scales)
-    divisors = torch.where(scales > 0, scales.float(), 1.0).unsqueeze(-1)
-    q = ((groups - minima.float().unsqueeze(-1)) / divisors).round().clamp(0, 15).to(torch.uint8)
-    packed = q[..., :16] | (q[..., 16:] << 4)
-    return packed.flatten(1).contiguous(), scales, minima
-
-
-def _next_half(x: Tensor) -> Tensor:
-    """Return the next larger float16. x: positive."""
-    return (x.view(torch.int16) + 1).view(torch.float16)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.decode_attention import block_offset
+from penstock.kernels.triton.dependent import wait_for_kernel_ahead
 from penstock.kernels.triton.quantizing import rounded
 
 
@@ -90,8 +91,10 @@ def rotate_and_store_kernel(
     NORMED: tl.constexpr,
     OFFSET: tl.constexpr,
     MOST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid [tokens, key heads]: one key head, its value head, and the query heads that share them."""
+    wait_for_kernel_ahead(DEPENDENT)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
     num_heads = num_kv_heads * GROUP

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.triton import sampling_passes as passes
 from penstock.kernels.triton import sampling_rows
+from penstock.kernels.triton.dependent import dependent_launch
 from penstock.kernels.triton.launches import padded
 from penstock.kernels.triton.sampling_draw import draw_tokens
 from penstock.kernels.triton.sampling_rows import BANNED, PROMPT
@@ -142,7 +143,7 @@ def sample(logits: Tensor, rules: Tensor, marks: Marks) -> Tensor:
     given = logits, rules, marks.marks, marks.biases, vocab, logits.stride(0)
     bests, sums = (scratch.bests, scratch.tokens), (scratch.counts, scratch.masses)
     # The reference rounds after each penalty. Fused steps round once, so another token could win by the last bit.
-    options = {"num_warps": 4, "enable_fp_fusion": False}
+    options = {"num_warps": 4, "enable_fp_fusion": False, **dependent_launch(logits.device)}
     sizes = {"COLUMNS": columns, "TILES": tiles}
     best_of, buckets = {"TILES_PAD": padded(tiles)}, {"BUCKETS": passes.BUCKETS}
     collected = {"CAPACITY": passes.MAX_CANDIDATES, "FIELDS": passes.BOUND_FIELDS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.dependent import wait_for_kernel_ahead
 from penstock.kernels.triton.sampling_rows import (
     FAILED,
     INFINITY_BITS,
@@ -141,9 +142,10 @@ def _token_of(row, best, temperature, max_bits, shares, uniform, vocab, COLUMNS:
 def draw_tokens(
     chosen, candidates, found, weights, bounds, bests, tokens, logits, rules, marks, biases, vocab, stride,
     COLUMNS: tl.constexpr, BUCKETS: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr,
-    CAPACITY: tl.constexpr, FIELDS: tl.constexpr,
+    CAPACITY: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows]. Choose a tile by its weight, then a token of it."""
+    wait_for_kernel_ahead(DEPENDENT)
     index = tl.program_id(0)
     rule, row = row_of(logits, rules, marks, biases, vocab, stride)
     temperature = real(rule, 0)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.dependent import wait_for_kernel_ahead
 from penstock.kernels.triton.sampling_rows import (
     FAILED,
     INFINITY_BITS,
@@ -46,12 +47,13 @@ the latter."""
 @triton.jit
 def scan_tiles(
     bests, tokens, weights, counts, masses, found, logits, rules, marks, biases, vocab, stride,
-    CLEARED: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr, TILES: tl.constexpr,
+    CLEARED: tl.constexpr, COLUMNS: tl.constexpr, BUCKETS: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows, tiles]. Pass 1: best score and token, weight relative to this tile's best; clears the buckets.
 
     The token is -1 if a logit or score of the tile is NaN or a logit is infinite.
     """
+    wait_for_kernel_ahead(DEPENDENT)
     index, tile = tl.program_id(0), tl.program_id(1)
     rule, row = row_of(logits, rules, marks, biases, vocab, stride)
     ids = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -79,8 +81,10 @@ def scan_tiles(
 def count_buckets(
     counts, masses, bests, tokens, logits, rules, marks, biases, vocab, stride,
     COLUMNS: tl.constexpr, BUCKETS: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows, tiles]. Pass 2: the tokens of each bucket for top_k, their weight for top_p."""
+    wait_for_kernel_ahead(DEPENDENT)
     index = tl.program_id(0)
     rule, row = row_of(logits, rules, marks, biases, vocab, stride)
     temperature = real(rule, 0)
@@ -102,8 +106,11 @@ def count_buckets(
 
 
 @triton.jit
-def bound_limits(bounds, counts, masses, rules, vocab, BUCKETS: tl.constexpr, FIELDS: tl.constexpr):
+def bound_limits(
+    bounds, counts, masses, rules, vocab, BUCKETS: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr
+):
     """Grid [rows]. Find the buckets in which the limits lie; BUCKETS where there is no limit."""
+    wait_for_kernel_ahead(DEPENDENT)
     index = tl.program_id(0)
     rule = rules + index * NUM_RULE_COLUMNS
     is_k, is_p, _ = limits_of(rule, vocab)
@@ -139,9 +146,10 @@ def bound_limits(bounds, counts, masses, rules, vocab, BUCKETS: tl.constexpr, FI
 def collect_candidates(
     candidates, found, weights, bounds, bests, tokens, logits, rules, marks, biases, vocab, stride,
     COLUMNS: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr,
-    CAPACITY: tl.constexpr, FIELDS: tl.constexpr,
+    CAPACITY: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows, tiles]. Pass 3: a tile's weight that limits surely keep; distances and ids of doubtful tokens."""
+    wait_for_kernel_ahead(DEPENDENT)
     index, tile = tl.program_id(0), tl.program_id(1)
     rule, row = row_of(logits, rules, marks, biases, vocab, stride)
     temperature = real(rule, 0)

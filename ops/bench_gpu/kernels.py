@@ -18,6 +18,7 @@ from penstock.kernels.norm_weights import Addend
 from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import decode_attention, num_splits
+from penstock.kernels.triton.int4_packing import pack_int4, pair_scales
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.launches import Launch, prefill_rows, shape_name
 from penstock.kernels.triton.norms import add_norm
@@ -135,8 +136,8 @@ def _product_cases(sizes: Sizes, rows: int, device: torch.device, *, has_float8:
 
     def int4() -> Work:
         x, weight = (normal(n, columns, sizes=sizes, device=device) for n in (rows, outputs))
-        packed, *scales = products.pack_int4(weight)
-        pairs = products.pair_scales(*scales)
+        packed, *scales = pack_int4(weight)
+        pairs = pair_scales(*scales)
         return lambda: products.multiply_int4(x, packed, pairs)
 
     whole, short_moved = outputs * columns, rows * (columns + outputs * sizes.dtype.itemsize)

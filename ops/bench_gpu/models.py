@@ -82,6 +82,8 @@ class Options:
     deterministic: bool = False
     by_layer: bool = False
     """Whether the KV cache has the blocks of each layer one after another."""
+    dependent_launches: bool = False
+    """Whether the kernels of graphs start while the kernel ahead of them runs."""
     num_offloaded: int = 0
     """Layers whose matrices are in host memory; 0, or at least 3."""
 
@@ -98,7 +100,13 @@ def make_model(name: str, spec: ModelSpec, device: Device, options: Options) -> 
     sizes = CacheSizes(num_blocks, 0, layout.block_bytes)
     pool = KvPool(layout, num_blocks, 0, device)
     adapters = GpuAdapters(spec, options.num_adapters, options.max_lora_rank, options.dtype, device)
-    limits = Limits(options.max_num_seqs, options.max_model_len, BLOCK_SIZE, options.deterministic)
+    limits = Limits(
+        options.max_num_seqs,
+        options.max_model_len,
+        BLOCK_SIZE,
+        options.deterministic,
+        dependent_launches=options.dependent_launches,
+    )
     return Model(
         name=name,
         spec=spec,

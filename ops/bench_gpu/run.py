@@ -103,6 +103,7 @@ class Run:
         name, rows = ("tiny", 2) if self._dry else ("qwen3-0.6b", 64)
         self._check_steps(name, rows)
         self._check_steps(name, rows, " deterministic", deterministic=True)
+        self._check_steps(name, min(rows, 8), " dependent launches", dependent_launches=True)
         self._check_steps("tiny", 2, " offloaded", num_layers=4, num_offloaded=3)
         self._check("sanitizer", lambda: tools.sanitized(self._clock, dry=self._dry))
 
@@ -148,7 +149,7 @@ class Run:
 
     def _steps_and_profile(self) -> None:
         self._steps()
-        self._decode_by_layer()
+        self._decode_otherwise()
         # The profiled kernels need the memory that the model's cache has.
         self._free()
         self._rows("profiler", tools.profiled(Path(self._further.name), self._clock, dry=self._dry))
@@ -168,15 +169,15 @@ class Run:
         table = self._part(f"{name} trace", lambda: steps.trace(model, further / "trace.json", batch, context))
         (further / "trace.txt").write_text(str(table))
 
-    def _decode_by_layer(self) -> None:
-        """Measure the same decode steps with the other layout of the KV cache."""
+    def _decode_otherwise(self) -> None:
+        """Measure the same decode steps with each option that a measurement decides about."""
         name, rows, grid = self._decode_grid()
-        model = self._part(
-            f"{name} by layer made", partial(self._make, name, by_layer=True, max_num_seqs=rows), keep=False
-        )
-        if model is not None:
-            found = steps.decode(model, self._clock, self._ceilings, grid)
-            self._rows(f"{name} decode, cache by layer", found)
+        for title, option in (("cache by layer", "by_layer"), ("dependent launches", "dependent_launches")):
+            make = partial(self._make, name, max_num_seqs=rows, **{option: True})
+            model = self._part(f"{name}, {title}: made", make, keep=False)
+            if model is not None:
+                self._rows(f"{name} decode, {title}", steps.decode(model, self._clock, self._ceilings, grid))
+            del model
 
     def _decode_grid(self) -> tuple[str, int, list[tuple[int, int]]]:
         """Return a model, the sequences that it takes, and the batches and contexts that are measured."""

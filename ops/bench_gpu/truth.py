@@ -23,6 +23,7 @@ from penstock.kernels.reference import attention as reference_attention
 from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import num_splits
+from penstock.kernels.triton.int4_packing import pack_int4, pair_scales
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.launches import prefill_rows
 from penstock.kernels.triton.lora import add_lora, lora_tiles
@@ -165,8 +166,8 @@ def _attended(
 
 def _plain_products(sizes: Sizes, device: torch.device) -> Iterator[Row]:
     weight = normal(sizes.inter, sizes.hidden, sizes=sizes, device=device)
-    bytes_of, scales, minima = products.pack_int4(weight)
-    pairs = products.pair_scales(scales, minima)
+    bytes_of, scales, minima = pack_int4(weight)
+    pairs = pair_scales(scales, minima)
     nibbles = torch.stack((bytes_of & 15, bytes_of >> 4)).view(2, len(weight), -1, 16).permute(1, 2, 0, 3)
     meant = nibbles.flatten(2).double() * scales.double().unsqueeze(-1) + minima.double().unsqueeze(-1)
     for rows in (1, 17, sizes.prompt):

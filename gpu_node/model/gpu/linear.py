@@ -11,17 +11,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.norm_weights import Addend, NormWeights
+from penstock.kernels.triton.int4_packing import GROUP, pack_int4, pair_scales
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.layers import activate_quantized
 from penstock.kernels.triton.norms import add_norm_quantized
 from penstock.kernels.triton.products import (
-    GROUP,
     library_multiplies,
     multiply_by_library,
     multiply_int4,
     multiply_scaled,
-    pack_int4,
-    pair_scales,
     quantize_vectors,
 )
 from penstock.kernels.triton.quantizing import QuantizedRows

@@ -27,6 +27,7 @@ from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.triton.decode_attention import num_splits
+from penstock.kernels.triton.dependent import dependent_launches
 from penstock.kernels.triton.products import MEDIUM_ROWS
 from penstock.kernels.triton.sampler import Marks, sample
 from penstock.kernels.triton.sending import to_device_async
@@ -45,6 +46,9 @@ class Limits:
     block_size: int
     deterministic: bool = False
     max_num_batched_tokens: int = 8192
+    dependent_launches: bool = False
+    """Whether the kernels of graphs start while the kernel ahead of them runs, on GPUs that support it. Which one is
+    faster was not measured; `bench_gpu` does that."""
 
 
 class GpuRunner:
@@ -82,7 +86,7 @@ class GpuRunner:
             shapes = GraphShapes(rows, limits.max_num_batched_tokens, has_adapters=adapters.num_slots > 0)
             # Padding rows of a graph's batch sample too.
             self._tokens = torch.zeros(shapes.max_rows, dtype=torch.int32, device=device.torch)
-            self._graphs = StepGraphs(device, self._compute, shapes, max_blocks, (vocab, decoder.dtype))
+            self._graphs = StepGraphs(device, self._compute_for_graph, shapes, max_blocks, (vocab, decoder.dtype))
         self.replays = True
         """Whether graphs are replayed. If not, their steps are computed with the same padding, for comparisons."""
         self._unfinished = InFlightStep(device.record_event(), device.record_event())
@@ -207,6 +211,10 @@ class GpuRunner:
             return self._sampled(on_device, hidden), None
         num_logits = len(hidden) - len(pooled.tokens)
         return self._sampled(on_device, hidden[:num_logits]), hidden[num_logits:]
+
+    def _compute_for_graph(self, step: StepInputs[Tensor]) -> Tensor:
+        with dependent_launches(enabled=self._limits.dependent_launches):
+            return self._compute(step)
 
     def _compute(self, step: StepInputs[Tensor]) -> Tensor:
         return self._sampled(step, self._hidden(step))

@@ -15,7 +15,7 @@ from penstock.gpu_node.model.checkpoint.tensors import StoredLinear
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.linear import SCALED, Int4Linear, KeptLinear, ScaledLinear, linear_of
 from penstock.gpu_node.model.torch_common.tensors import Convert
-from penstock.kernels.triton.products import pair_scales
+from penstock.kernels.triton.int4_packing import pair_scales
 
 _HALF_BLOCK = BLOCK // 2
 

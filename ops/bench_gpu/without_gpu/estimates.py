@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from bench_gpu.models import spec_of
-from bench_gpu.without_gpu.launch_counts import StepLaunches, record
+from bench_gpu.without_gpu.launch_counts import MAX_NUM_SEQS, StepLaunches, record
 from bench_gpu.without_gpu.recorder import H100, recording
 from bench_gpu.without_gpu.setups import Setup
 from penstock.gpu_node.model.architecture.spec import ModelSpec
@@ -24,6 +24,8 @@ from penstock.kernels.triton.decode_attention import num_splits
 
 LAUNCH_US = 1.0
 """From one kernel's end to the next one's start within a graph; an estimate until a GPU was measured."""
+OVERLAPPED_US = 0.5
+"""The same for a dependent launch behind another one, whose programs wait on their multiprocessors; an estimate too."""
 EAGER_LAUNCH_US = 2.0
 """The same outside of graphs, where the host is ahead."""
 HOST_US = 190.0
@@ -101,6 +103,13 @@ class Estimate(NamedTuple):
     kernels: list[Cost]
     num_launches: int
     launch_us: float
+    num_overlapped: int = 0
+    """Launches whose programs start before the kernel ahead has ended."""
+
+    @property
+    def gaps_us(self) -> float:
+        """Microseconds between kernels."""
+        return self.num_launches * self.launch_us - self.num_overlapped * (LAUNCH_US - OVERLAPPED_US)
 
     def floor_ms(self, ceiling: Ceiling) -> float:
         """Return what bytes or operations take at least."""
@@ -109,12 +118,12 @@ class Estimate(NamedTuple):
     def step_ms(self, ceiling: Ceiling) -> float:
         """Return the sum of all kernels and launches, or the host's time if that is longer."""
         kernels = sum(cost.floor_ms(ceiling.gb_s, ceiling.tflop_s) for cost in self.kernels)
-        return max(kernels + self.num_launches * self.launch_us / 1e3, HOST_US / 1e3)
+        return max(kernels + self.gaps_us / 1e3, HOST_US / 1e3)
 
 
-def estimate(step: Step) -> Estimate:
-    """Return the kernels and launches of a step."""
-    spec, graph = spec_of(step.shape), _graph(step)
+def estimate(step: Step, *, dependent: bool = False) -> Estimate:
+    """Return the kernels and launches of a step. dependent: with dependent launches."""
+    spec, graph = spec_of(step.shape), graph_of(step, dependent=dependent)
     layer, outside = [*_products(spec, step), *_attention(spec, step)], _head(spec, step)
     # Inputs and outputs of products are not needed: a single kernel could keep them. Without rows, weights remain.
     nothing = step._replace(decoding=0, prompts=())
@@ -123,8 +132,9 @@ def estimate(step: Step) -> Estimate:
     return Estimate(
         needed=Cost(weights + cached, 0, costs.total([*layer * spec.num_layers, outside]).flops),
         kernels=[*_layer(spec, step) * spec.num_layers, *_outside(spec, step)],
-        num_launches=spec.num_layers * graph.per_layer.total() + graph.outside.total(),
+        num_launches=graph.num_launches(spec.num_layers),
         launch_us=LAUNCH_US if step.num_tokens <= MIXED_TOKENS[-1] else EAGER_LAUNCH_US,
+        num_overlapped=graph.num_launches(spec.num_layers, "overlapped:"),
     )
 
 
@@ -180,17 +190,18 @@ def _outside(spec: ModelSpec, step: Step) -> list[Cost]:
     ]
 
 
-def _graph(step: Step) -> StepLaunches:
+def graph_of(step: Step, *, dependent: bool = False) -> StepLaunches:
     """Return the launches of the smallest graph that holds a step, or of the largest one."""
-    recorded, has_prompts = _graphs(step.shape, step.quantization), bool(step.prompts)
+    most = MAX_NUM_SEQS if step.num_tokens > 1 else 1
+    recorded, has_prompts = _graphs(step.shape, step.quantization, most, dependent), bool(step.prompts)
     graphs = [graph for graph in recorded if bool(graph.shape.num_tiles) == has_prompts]
     graphs.sort(key=lambda graph: graph.shape.num_tokens)
     return next((graph for graph in graphs if graph.shape.num_tokens >= step.num_tokens), graphs[-1])
 
 
 @cache
-def _graphs(shape: str, quantization: str) -> list[StepLaunches]:
-    return record(Setup(shape, quantization)).steps
+def _graphs(shape: str, quantization: str, max_num_seqs: int, dependent: bool) -> list[StepLaunches]:
+    return record(Setup(shape, quantization, dependent=dependent), max_num_seqs=max_num_seqs).steps
 
 
 def main() -> None:

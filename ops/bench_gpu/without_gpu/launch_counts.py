@@ -34,6 +34,11 @@ class StepLaunches:
         """`decode` or `mixed`, ` few` rows of at most 16 or ` many`: products choose their kernel by that."""
         return f"{'mixed' if self.shape.num_tiles else 'decode'} {'few' if self.shape.num_tokens <= 16 else 'many'}"
 
+    def num_launches(self, num_layers: int, kind: str = "") -> int:
+        """Return the launches of a step with so many layers, or of those whose names begin with `kind`."""
+        counts = ((name, num_layers * count) for name, count in self.per_layer.items())
+        return sum(count for name, count in (*counts, *self.outside.items()) if name.startswith(kind))
+
 
 class Recorded(NamedTuple):
     """All graphs of a setup, and the different launches of Triton kernels in them."""
@@ -54,7 +59,8 @@ def record(setup: Setup, gpu: Gpu = H100, *, max_num_seqs: int = MAX_NUM_SEQS) -
     steps = []
     for shape, fewer, more in zip(shapes, two, three, strict=True):
         layer = Counter({name: count - fewer[name] for name, count in more.items() if count > fewer[name]})
-        outside = Counter({name: count - 2 * layer[name] for name, count in fewer.items() if count > 2 * layer[name]})
+        # Negative where the first or last layer launches a kernel in another way than those between them.
+        outside = Counter({name: fewer[name] - 2 * layer[name] for name in fewer.keys() | layer.keys()})
         steps.append(StepLaunches(shape, layer, outside))
     return Recorded(steps, triton)
 
@@ -81,6 +87,7 @@ def _captured(
         max_lora_rank=setup.max_lora_rank,
         dtype=setup.dtype,
         deterministic=setup.deterministic,
+        dependent_launches=setup.dependent,
     )
     with recording(gpu) as recorder:
         device = RecordingDevice(recorder)
@@ -118,7 +125,8 @@ def main() -> None:
             kinds = dict(sorted(by_kind(record(setup).steps).items()))
             if given.json:
                 counts = {kind: (step.per_layer.total(), step.outside.total()) for kind, step in kinds.items()}
-                print(json.dumps({"setup": str(setup), "counts": counts}), flush=True)
+                plain = sum(step.num_launches(1, "triton:") for step in kinds.values())
+                print(json.dumps({"setup": str(setup), "counts": counts, "plain": plain}), flush=True)
                 continue
             for kind, step in kinds.items():
                 totals = f"{step.per_layer.total()} | {step.outside.total()}"
@@ -128,7 +136,7 @@ def main() -> None:
 
 
 def _names(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()) if count)
 
 
 if __name__ == "__main__":

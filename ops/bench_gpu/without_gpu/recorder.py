@@ -46,13 +46,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
-        """Launches since the last `take`: `triton:NAME`, `library:NAME` or `torch:NAME`."""
+        """Launches since the last `take`: `triton:NAME`, `library:NAME` or `torch:NAME`.
+
+        A dependent launch of Triton is `dependent:NAME`, or `overlapped:NAME` behind another one: only then do its
+        programs start before the kernel ahead has ended.
+        """
+        self._is_dependent_last = False
         self.triton_launches: set[TritonLaunch] = set()
         """All different launches so far. Grids are left out."""
 
     def take(self) -> Counter[str]:
         """Return the counts, and count anew."""
-        taken, self.counts = self.counts, Counter()
+        taken, self.counts, self._is_dependent_last = self.counts, Counter(), False
         return taken
 
     def __torch_dispatch__(
@@ -69,6 +74,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if name == "_local_scalar_dense":
             raise RuntimeError("a step reads a tensor on the host, which waits for the GPU")
+        self._is_dependent_last = False
         self.counts[f"{'library' if name in LIBRARY_PRODUCTS else 'torch'}:{name}"] += 1
         if func._schema.is_mutable:
             return kwargs.get("out", args[0])
@@ -81,7 +87,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del grid, warmup
         given = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
         launch = TritonLaunch(function, given, tuple(sorted(options.items())))
-        self.counts[f"triton:{launch.name}"] += 1
+        kind = "triton"
+        if options.get("launch_pdl"):
+            kind = "overlapped" if self._is_dependent_last else "dependent"
+        self._is_dependent_last = kind != "triton"
+        self.counts[f"{kind}:{launch.name}"] += 1
         self.triton_launches.add(launch)
 
 

@@ -23,6 +23,8 @@ class Setup(NamedTuple):
     max_lora_rank: int = 8
     dtype: torch.dtype = torch.bfloat16
     deterministic: bool = False
+    dependent: bool = False
+    """Whether kernels of graphs start while the kernel ahead of them runs."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -39,7 +41,8 @@ class Setup(NamedTuple):
         """Return a key for tables and JSON."""
         adapters = " adapters" if self.num_adapters else ""
         kept = _SHORT[self.dtype] if self.quantization == "none" else self.quantization
-        return f"{self.shape} {kept} kv-{_SHORT[self.kv_dtype]}{adapters}{' deterministic' * self.deterministic}"
+        further = adapters + " deterministic" * self.deterministic + " dependent" * self.dependent
+        return f"{self.shape} {kept} kv-{_SHORT[self.kv_dtype]}{further}"
 
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
@@ -88,12 +91,15 @@ COUNTED = [
     for shape in ("llama-8b", "qwen3-0.6b")
     for quantization in ("none", "int8", "fp8", "int4")
     for kv_dtype in (torch.bfloat16, _FLOAT8)
-] + [Setup("llama-8b", num_adapters=2)]
+] + [Setup("llama-8b", num_adapters=2, dependent=dependent) for dependent in (False, True)]
 """Whose launches per layer and step are counted."""
 _FORMATS = ("none", torch.bfloat16), ("int8", torch.int8), ("fp8", _FLOAT8), ("int4", torch.bfloat16)
 COMPILED = [
     *(Setup(family, quantization, kv_dtype) for family in FAMILIES for quantization, kv_dtype in _FORMATS),
     *(Setup("llama-8b", kv_dtype=kv_dtype, deterministic=True) for kv_dtype in (torch.bfloat16, torch.int8)),
+    Setup("llama-8b", deterministic=True, dependent=True),
+    *(Setup("llama-8b", *formats, dependent=True) for formats in _FORMATS[1:]),
+    *(Setup(family, dependent=True) for family in ("gemma2-9b", "olmo2-7b")),
     Setup("llama-1b"),
     Setup("llama-8b", kv_dtype=torch.int8),
     Setup("llama-8b", dtype=torch.float16, kv_dtype=torch.float16),

@@ -1,7 +1,7 @@
 """Compile every kernel for a generation of GPUs, without a GPU: call the public functions, and launch nothing.
 
 A process of its own: the interpreter and the compiler exclude each other. `compile_all.py 90` prints one line a kernel.
-With `--binaries`, the line also says what the machine code takes and uses.
+With `--binaries`, the line also says what the machine code takes and uses. `--dependent`: as dependent launches.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton import launches, layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import MAX_SPLITS, decode_attention
+from penstock.kernels.triton.dependent import dependent_launches
 from penstock.kernels.triton.embedding import embed
 from penstock.kernels.triton.invariant import multiply_invariant
 from penstock.kernels.triton.lora import add_lora
@@ -182,8 +183,27 @@ def binary_facts(cubin: bytes) -> dict[str, Any]:
     operations = Counter(
         re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+(?:\.[A-Z0-9]+)*)", code, re.M)
     )
+    waits = _comes_first("ACQBULK", code) and _comes_first("PREEXIT", code)
     wanted = {name: count for name, count in operations.items() if name.split(".")[0] in OPERATIONS}
-    return {"registers": int(usage[1]), "stack_bytes": int(usage[2]), "operations": wanted}
+    return {"registers": int(usage[1]), "stack_bytes": int(usage[2]), "operations": wanted, "code_waits": waits}
+
+
+def waits_first(ptx: str) -> bool | None:
+    """Whether a program waits for the kernel ahead, and signals, before it touches global memory or branches.
+
+    None: it never waits or signals.
+    """
+    if "griddepcontrol" not in ptx:
+        return None
+    wait, signal = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
+    other = re.search(r"\b(?:ld|st|atom|red|cp)\.[\w.:]*global|\bbra\b|\bret\b", ptx)
+    return other is not None and 0 <= wait < signal < other.start()
+
+
+def _comes_first(operation: str, code: str) -> bool:
+    """Whether machine code has an operation before all accesses of global memory, branches and ends."""
+    other = re.search(r"\b(?:LDG|STG|LDGSTS|ATOMG|ATOM|RED|REDG|UBLKCP|UTMALDG|BRA|EXIT)\b", code)
+    return other is not None and 0 <= code.find(operation) < other.start()
 
 
 OPERATIONS = ("HGMMA", "QGMMA", "HMMA", "LDGSTS", "LDL", "STL", "F2F")
@@ -207,6 +227,8 @@ class Recorder:
             "kernel": function.fn.__name__,
             "sm": capability,
             "is_ptx": f".target sm_{capability}" in kernel.asm["ptx"],
+            "is_dependent": kernel.metadata.launch_pdl,
+            "waits_first": waits_first(kernel.asm["ptx"]),
             "shared": kernel.metadata.shared,
             "warps": kernel.metadata.num_warps,
             "constants": {
@@ -221,6 +243,13 @@ class Recorder:
         return kernel
 
 
+def compile_dependents() -> None:
+    """A few kernels with dependent launches; `--dependent` compiles all of them."""
+    add_norm(_empty(4, 4096, dtype=torch.float32), Addend(_empty(4, 4096)), Norm(_empty(4096), None, 1e-5))
+    layers.gate_mul(_empty(4, 4096), "silu")
+    _attend(decode_attention, _cache(), _ints(4), 8)
+
+
 def main() -> None:
     recorder = Recorder(reads_binaries="--binaries" in sys.argv)
 
@@ -231,11 +260,15 @@ def main() -> None:
     capability = int(sys.argv[1])
     triton.runtime.driver.set_active(NoCard(capability))
     launches.architecture = lambda device: capability
-    compile_doors(capability)
+    with dependent_launches(enabled="--dependent" in sys.argv):
+        compile_doors(capability)
     if recorder.reads_binaries:
         return
     recorder.stage = "steps"
     compile_steps()
+    recorder.stage = "dependents"
+    with dependent_launches():
+        compile_dependents()
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ def compiled(request: pytest.FixtureRequest) -> Facts:
     return _compiled(request.param)
 
 
-@pytest.fixture(scope="module", params=[80, 89, 90])
+@pytest.fixture(scope="module", params=[(80,), (89,), (90,), (90, "--dependent")], ids=str)
 def binaries(request: pytest.FixtureRequest) -> Facts:
     """What `compile_all.py` says of each kernel and of its machine code."""
-    return _compiled(request.param, "--binaries")
+    return _compiled(*request.param, "--binaries")
 
 
 def _compiled(capability: int, *options: str) -> Facts:
@@ -64,6 +64,17 @@ def test_steps_of_other_sizes_compile_nothing_anew(compiled: Facts) -> None:
     assert {kernel: len(found) for kernel, found in hashes.items() if len(found) > 1} == {}
 
 
+@pytest.mark.timeout(600)
+def test_kernels_wait_for_the_kernel_ahead_only_if_they_are_launched_as_dependents(compiled: Facts) -> None:
+    """Which GPUs before Hopper do not support."""
+    dependents = [facts for facts in compiled if facts["stage"] == "dependents"]
+    assert {facts["kernel"] for facts in dependents} == {"_add_norm", "_activate", "_decode", "_merge"}
+    for facts in compiled:
+        is_dependent = facts["sm"] >= 90 and facts["stage"] == "dependents"
+        assert facts["is_dependent"] == is_dependent, facts
+        assert facts["waits_first"] is (True if is_dependent else None), facts
+
+
 def _count(facts: dict[str, Any], prefix: str) -> int:
     return sum(count for name, count in facts["operations"].items() if name.startswith(prefix))
 
@@ -97,3 +108,13 @@ def test_attention_multiplies_and_loads_as_the_gpu_does_it_fastest(binaries: Fac
             assert _count(facts, "HGMMA" if facts["sm"] == 90 else "HMMA") > 0, facts
     plain = [facts for facts in found if not facts["constants"]["QUANTIZED"]]
     assert all(_count(facts, "LDGSTS.E.BYPASS.128") > 0 for facts in plain if facts["dtype"] == "torch.bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_programs_of_a_step_wait_first_also_in_machine_code(binaries: Facts) -> None:
+    dependents = {facts["kernel"] for facts in binaries if facts["is_dependent"]}
+    assert dependents in (set(), launched_kernels() - {"_copy", "_mark", "_mask"})
+    for facts in binaries:
+        assert facts["waits_first"] is (True if facts["is_dependent"] else None), facts
+        assert facts["code_waits"] == facts["is_dependent"], facts

@@ -18,7 +18,7 @@ from bench_gpu.without_gpu.recorder import A100, H100, TritonLaunch
 from bench_gpu.without_gpu.setups import COMPILED, COUNTED
 from triton.runtime.jit import JITFunction, MockTensor
 
-from tests.kernels.triton.compile_all import NoCard, binary_facts
+from tests.kernels.triton.compile_all import NoCard, binary_facts, waits_first
 
 
 def _recorded(capability: int) -> list[TritonLaunch]:
@@ -61,6 +61,8 @@ def _compile(launches: list[TritonLaunch], capability: int, printed: set[str]) -
             "module": Path(launch.function.fn.__code__.co_filename).stem,
             "dtype": str(launch.args[0]),
             "sm": capability,
+            "is_dependent": kernel.metadata.launch_pdl,
+            "waits_first": waits_first(kernel.asm["ptx"]),
             "shared": kernel.metadata.shared,
             "warps": kernel.metadata.num_warps,
             "constants": {name: value for name, value in options.items() if name.isupper() and type(value) is int},

@@ -130,6 +130,9 @@ def test_recorded_programs_use_registers_memory_and_tensor_cores_as_they_should(
         assert program["stack_bytes"] <= _allowed_stack_bytes(program), program
         assert program["shared"] <= 1024 * shared_memory_kib(program["sm"]), program
         assert _programs_at_once(program) >= _wanted_at_once(program), program
+        # Also in machine code, as loads may not move ahead of the wait.
+        assert program["waits_first"] is (True if program["is_dependent"] else None), program
+        assert program["code_waits"] == program["is_dependent"], program
         if program["kernel"] == "prefill":
             assert _count(program, "HGMMA" if program["sm"] == 90 else "HMMA") > 0, program
             assert program["warps"] * 16 == program["constants"]["ROWS"], program
