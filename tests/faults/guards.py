@@ -185,6 +185,13 @@ MUTANTS = (
         "tests/queue/broker/test_dead_letters.py",
     ),
     Mutant(
+        "a purge of open jobs",
+        "queue",
+        "if redis.call('ZREM', P .. ':dead_letters', id) == 0 then return 0 end",
+        "redis.call('ZREM', P .. ':dead_letters', id)",
+        "tests/queue/broker/test_dead_letters.py",
+    ),
+    Mutant(
         "requests of dead letters",
         "queue",
         "if is_dead then dead_letter(job, now) else",

@@ -149,6 +149,20 @@ async def test_a_dead_letters_request_counts_until_it_is_purged(queue: Queue) ->
     assert await queue.ids("dead_letters") == set()
 
 
+async def test_a_dead_letter_whose_request_has_expired_is_purged_without_its_bytes(queue: Queue) -> None:
+    for number in range(3):
+        node = await queue.node(f"n{number}")
+        taken = await (queue.running(node, prompt="x" * 5000) if number == 0 else node.take_one())
+        await queue.kill(node)
+    await pass_time(queue, LOG_TTL_MS)
+    (member,) = [one for one in await queue.redis.zrange(f"{P}:expiry", 0, -1) if b" request:" in one]
+    await queue.redis.zadd(f"{P}:expiry", {member: 1})
+    await pass_time(queue, 0)
+    assert await kept(queue) == {"default": MOVED_RECORD_BYTES}
+    assert await DeadLetters(queue.redis).purge([taken.job_id]) == 1
+    assert await kept(queue) == {"default": MOVED_RECORD_BYTES}
+
+
 async def attack(queue: Queue, node: FakeNode, terms: Terms = UNLIMITED) -> tuple[int, BusyError]:
     """Results of 3 MB, none of them read, until the attacker is refused."""
     result = b"x" * (3 << 20)
