@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -235,11 +235,12 @@ def report(content: dict[str, Any]) -> str:
         ratios = " | ".join(compared(run, *pair) for pair in COMPARED)
         lines.append(f"| {run['model']} | {run['file']} | {matrices} | {sizes} | {figures} | {ratios} |\n")
     lines.append("\n")
-    for reference in (LLAMA, FLOAT):
-        measured = {name: run for name, run in runs.items() if reference in run}
-        off = [name for name, run in measured.items() if abs(ratio_of(run[OURS], run[reference])[0] - 1) > BOUND]
+    for shape, reference in product(dict.fromkeys(shape for shape, _ in FILES), (LLAMA, FLOAT)):
+        measured = [run for run in runs.values() if run["model"] == shape and reference in run]
+        off = [run["file"] for run in measured if abs(ratio_of(run[OURS], run[reference])[0] - 1) > BOUND]
         verdict = f"{len(measured) - len(off)} of {len(measured)} files are within {BOUND:.1%}"
-        lines.append(f"Penstock: {verdict} of {reference}{'; not: ' + ', '.join(off) if off else ''}.\n")
+        if measured:
+            lines.append(f"Penstock, {shape}: {verdict} of {reference}{'; not: ' + ', '.join(off) if off else ''}.\n")
     for engine in (OURS, LLAMA, FLOAT):
         gaps = [abs(ratio_of(run[engine], run[WIDENED])[0] - 1) for run in runs.values() if engine in run]
         lines.append(f"From the widened weights, {engine} is off by {max(gaps):.2%} at most.\n" if gaps else "")
