@@ -155,7 +155,8 @@ async def test_a_dead_letter_whose_request_has_expired_is_purged_without_its_byt
         taken = await (queue.running(node, prompt="x" * 5000) if number == 0 else node.take_one())
         await queue.kill(node)
     await pass_time(queue, LOG_TTL_MS)
-    (member,) = [one for one in await queue.redis.zrange(f"{P}:expiry", 0, -1) if b" request:" in one]
+    members = [member.decode() for member in cast("list[bytes]", await queue.redis.zrange(f"{P}:expiry", 0, -1))]
+    (member,) = [one for one in members if " request:" in one]
     await queue.redis.zadd(f"{P}:expiry", {member: 1})
     await pass_time(queue, 0)
     assert await kept(queue) == {"default": MOVED_RECORD_BYTES}
