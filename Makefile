@@ -51,6 +51,7 @@ demo: $(STAMP)
 	$(BIN)/penstock demo
 
 test: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m fakes.native
 	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal $(or $(T),$(CHECKED:%=--ignore %))
 
 quick: $(STAMP)

@@ -6,6 +6,7 @@ They hold functions that call single kernels, which the product's library does n
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.kernels.cpu.build import BuildError, library_path
-from penstock.kernels.cpu.probe import REQUIRED_FLAGS, Isa, cpu_flags
+from penstock.kernels.cpu.probe import REQUIRED_FLAGS, Isa, best_isa, cpu_flags
 
 ISAS: tuple[Isa, ...] = tuple(REQUIRED_FLAGS)
 SINGLE_KERNELS = Path(__file__).with_name("single_kernels.cpp")
@@ -32,8 +33,30 @@ def built(isa: Isa) -> Path:
     missing = REQUIRED_FLAGS[isa] - cpu_flags()
     if missing:
         pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
-    extras: Any = {"extra_flags": sanitizer_flags(), "extra_sources": (SINGLE_KERNELS,)}
     try:
-        return library_path(isa, cache_folder() / "native", lambda fraction: None, **extras)
+        return _library(isa)
     except BuildError as error:
         pytest.skip(f"no kernels here: {error}")
+
+
+def _library(isa: Isa) -> Path:
+    extras: Any = {"extra_flags": sanitizer_flags(), "extra_sources": (SINGLE_KERNELS,)}
+    return library_path(isa, cache_folder() / "native", lambda fraction: None, **extras)
+
+
+def main() -> None:
+    """`python -m fakes.native`: build what tests load, so that no test's time limit includes it.
+
+    Beside other tests, a build can take longer than a test may take. Without a compiler, nothing is built.
+    """
+    flags = cpu_flags()
+    with suppress(BuildError):
+        for isa in ISAS:
+            if flags >= REQUIRED_FLAGS[isa]:
+                _library(isa)
+        if (best := best_isa(flags)) is not None:
+            library_path(best, cache_folder() / "native", lambda fraction: None)
+
+
+if __name__ == "__main__":
+    main()
