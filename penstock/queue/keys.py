@@ -134,9 +134,9 @@ def key_hash(idempotency_key: str | None) -> str:
     return hashlib.blake2b(idempotency_key.encode(), digest_size=16).hexdigest() if idempotency_key else ""
 
 
-def idempotency(pool: str, tenant: str, key_hash: str) -> str:
+def idempotency(pool: str, tenant: str, hashed_key: str) -> str:
     """String: the id of the job that was submitted with an idempotency key."""
-    return f"{prefix(pool)}:idem:{tenant}:{key_hash}"
+    return f"{prefix(pool)}:idem:{tenant}:{hashed_key}"
 
 
 def waiting(pool: str, priority: int) -> str:

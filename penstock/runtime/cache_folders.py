@@ -34,11 +34,16 @@ def flush(path: Path) -> None:
     A file that is renamed before its content is on disk may be empty after a power failure.
     """
     for each in [path, *path.rglob("*")] if path.is_dir() else [path]:
-        descriptor = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush_entry(each)
+
+
+def flush_entry(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def private_folder(instead_of: Path, error: OSError) -> Path:

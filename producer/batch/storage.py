@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError, RequestError
+from penstock.runtime.cache_folders import flush_entry
 
 
 @contextmanager
@@ -88,19 +89,11 @@ def publish(partial: Path, output: str) -> None:
     with readable("output"):
         if not is_remote(output):
             os.replace(partial, output)
-            _sync_folder(Path(output).parent)
+            flush_entry(Path(output).parent)
             return
         with partial.open("rb") as source, _fsspec_open(output, "wb", "output") as target:
             shutil.copyfileobj(source, target)
         partial.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _open(name: str, param: str) -> Any:

@@ -137,30 +137,32 @@ async def test_a_stranger_s_delivery_shortens_no_life(queue: Queue) -> None:
     assert await queue.redis.pttl(keys.result(job_id)) > RESULT_TTL_MS - 5000
 
 
-async def test_a_dead_letters_request_counts_until_it_is_purged(queue: Queue) -> None:
+async def dead_letter(queue: Queue) -> str:
+    """A job with a request of 5,000 bytes that three nodes died of, after its log's life."""
     for number in range(3):
         node = await queue.node(f"n{number}")
         taken = await (queue.running(node, prompt="x" * 5000) if number == 0 else node.take_one())
         await queue.kill(node)
     await pass_time(queue, LOG_TTL_MS)
+    return taken.job_id
+
+
+async def test_a_dead_letters_request_counts_until_it_is_purged(queue: Queue) -> None:
+    job_id = await dead_letter(queue)
     assert (await kept(queue))["default"] > MOVED_RECORD_BYTES + 5000
-    assert await DeadLetters(queue.redis).purge([taken.job_id, taken.job_id]) == 1
+    assert await DeadLetters(queue.redis).purge([job_id, job_id]) == 1
     assert await kept(queue) == {"default": MOVED_RECORD_BYTES}
     assert await queue.ids("dead_letters") == set()
 
 
 async def test_a_dead_letter_whose_request_has_expired_is_purged_without_its_bytes(queue: Queue) -> None:
-    for number in range(3):
-        node = await queue.node(f"n{number}")
-        taken = await (queue.running(node, prompt="x" * 5000) if number == 0 else node.take_one())
-        await queue.kill(node)
-    await pass_time(queue, LOG_TTL_MS)
+    job_id = await dead_letter(queue)
     members = [member.decode() for member in cast("list[bytes]", await queue.redis.zrange(f"{P}:expiry", 0, -1))]
     (member,) = [one for one in members if " request:" in one]
     await queue.redis.zadd(f"{P}:expiry", {member: 1})
     await pass_time(queue, 0)
     assert await kept(queue) == {"default": MOVED_RECORD_BYTES}
-    assert await DeadLetters(queue.redis).purge([taken.job_id]) == 1
+    assert await DeadLetters(queue.redis).purge([job_id]) == 1
     assert await kept(queue) == {"default": MOVED_RECORD_BYTES}
 
 
