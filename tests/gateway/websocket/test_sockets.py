@@ -120,7 +120,7 @@ def test_cancel_right_behind_its_submit_ends_the_job(
 def test_stream_is_accepted_although_its_early_cancel_fails(
     socket: SocketClient, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, cancel, cancels = AsyncClient.submit, SocketStream.cancel, list[SocketStream]()
+    submit, cancel, cancels = AsyncClient.submit_unread, SocketStream.cancel, list[SocketStream]()
 
     async def submit_after_cancel(*args: Any, **options: Any) -> Any:
         while not cancels:
@@ -134,7 +134,7 @@ def test_stream_is_accepted_although_its_early_cancel_fails(
     async def no_cancel(*_: object, **__: object) -> None:
         raise UnavailableError("Redis is away")
 
-    monkeypatch.setattr(AsyncClient, "submit", submit_after_cancel)
+    monkeypatch.setattr(AsyncClient, "submit_unread", submit_after_cancel)
     monkeypatch.setattr(SocketStream, "cancel", noted_cancel)
     monkeypatch.setattr(AsyncClient, "cancel", no_cancel)
     engine.step_s = 0.02
