@@ -195,7 +195,7 @@ def _of_client(client: AsyncClient) -> Iterator[Metric]:
 def _of_budgets(state: State) -> Iterator[Metric]:
     text = "Bytes of large request bodies that are held in memory until they are parsed."
     yield GaugeMetricFamily("penstock_gateway_body_bytes", text, value=state.body_budget.num_used)
-    text = "Bytes of large results that are held in memory while they are sent."
+    text = "Bytes of large results and records of responses that are held in memory while they are sent."
     yield GaugeMetricFamily("penstock_gateway_result_bytes", text, value=state.result_budget.num_used)
 
 

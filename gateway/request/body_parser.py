@@ -87,7 +87,7 @@ class Parser:
         except (OSError, EOFError) as error:
             await self._end_child()
             if self._is_closed:
-                raise UnavailableError("this gateway is stopping", code="gateway_ends") from error
+                raise UnavailableError("this gateway is stopping", code="gateway_stopped") from error
             log.warning("the parser process ended", extra={"reason": repr(error), "body_bytes": len(raw)})
             raise RequestError("the body takes too much memory to parse", code="body_too_complex") from None
         except asyncio.CancelledError:
