@@ -68,7 +68,7 @@ def api(gateway_url: str) -> Iterator[openai.OpenAI]:
 
 
 def ask(api: openai.OpenAI, form: str, **options: Any) -> Any:
-    asked = {"messages": [{"role": "user", "content": "the gate"}], "tools": TOOLS, "max_tokens": 900, "temperature": 1}
+    asked = {"messages": [{"role": "user", "content": "the gate"}], "tools": TOOLS, "max_tokens": 900, "temperature": 2}
     return api.chat.completions.create(model=form, **asked | options)
 
 
