@@ -39,7 +39,7 @@ async def cancel_all(redis_url: str) -> None:
     await redis.aclose()
 
 
-def test_a_pool_is_told_of_and_forgotten_when_nobody_needs_it(redis_url: str) -> None:
+def test_unused_pool_is_listed_and_can_be_forgotten(redis_url: str) -> None:
     assert pools(redis_url, "list").stdout == ""
     asyncio.run(serve_two_jobs(redis_url))
     (line,) = pools(redis_url, "list").stdout.splitlines()

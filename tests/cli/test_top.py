@@ -163,7 +163,7 @@ async def test_rates_are_those_between_two_heartbeats(redis: Redis) -> None:
     assert num_out == pytest.approx(50, rel=0.2)
 
 
-async def test_a_view_asks_redis_for_little(redis: Redis, redis_url: str) -> None:
+async def test_one_view_needs_few_redis_commands(redis: Redis, redis_url: str) -> None:
     queue = Queue(redis)
     node = await queue.node("n1")
     await node.broker.heartbeat(NodePressure("n1"), free=10, answered_call=0, held=None)

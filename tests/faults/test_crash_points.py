@@ -152,7 +152,7 @@ async def test_a_client_may_die_at_any_moment(redis: Redis, redis_url: str, poin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", RETURNED_CLIENT_POINTS)
-async def test_a_client_that_has_come_back_may_die_too(redis: Redis, redis_url: str, point: str) -> None:
+async def test_a_reattached_client_may_die_at_any_moment(redis: Redis, redis_url: str, point: str) -> None:
     await kill_a_client(redis, redis_url, point, has_returned=True)
 
 

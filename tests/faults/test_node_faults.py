@@ -45,7 +45,9 @@ async def pressure_of(redis: Redis, name: str, reached: Callable[[NodePressure],
 # Zombies -----------------------------------------------------------------------------------------
 
 
-async def test_a_node_that_wakes_up_behind_its_lease_writes_nothing_and_stops(redis: Redis, redis_url: str) -> None:
+async def test_a_node_that_resumes_after_its_lease_expired_writes_nothing_and_stops(
+    redis: Redis, redis_url: str
+) -> None:
     works = [new_work(POOL, 100, **kind) for kind in KINDS]
     with NodeProcess(redis_url, step_s=SLOW_STEP_S, name="zombie", **SETTINGS) as zombie:
         async with AsyncClient(redis_url) as client:
@@ -75,7 +77,7 @@ async def test_a_node_that_wakes_up_behind_its_lease_writes_nothing_and_stops(re
 
 
 @pytest.mark.slow
-async def test_a_node_that_was_cut_off_comes_back_and_serves(redis_server: str, redis: Redis, redis_url: str) -> None:
+async def test_a_partitioned_node_rejoins_and_serves(redis_server: str, redis: Redis, redis_url: str) -> None:
     async with FaultProxy(redis_server.removeprefix("unix://")) as proxy:
         cut_off, living = ReferenceEngine(step_s=0.02), ReferenceEngine(step_s=0.02)
         async with running_node(proxy.url, cut_off, pool=POOL) as first, AsyncClient(redis_url) as client:

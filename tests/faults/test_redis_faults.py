@@ -73,7 +73,7 @@ def slow(value: object) -> object:
 
 
 @pytest.mark.parametrize("fault", [*QUICK_FAULTS, *(slow(fault) for fault in FAULTS if fault not in QUICK_FAULTS)])
-async def test_what_happens_once_to_each_script_harms_nobody(server: RedisProcess, fault: str) -> None:
+async def test_one_fault_in_each_script_loses_no_job(server: RedisProcess, fault: str) -> None:
     async with proxied(server) as (proxy, direct):
         proxy.rule, met = once_each(FAULTS[fault])
         await walk(direct, proxy.url)
@@ -177,7 +177,7 @@ SLOW_TROUBLES: tuple[Trouble, ...] = (
 
 
 @pytest.mark.parametrize("trouble", [*QUICK_TROUBLES, *map(slow, SLOW_TROUBLES)], ids=lambda it: it.__name__)
-async def test_streams_stay_whole_while_redis(server: RedisProcess, trouble: Trouble) -> None:
+async def test_streams_stay_whole_during_an_outage_of_redis(server: RedisProcess, trouble: Trouble) -> None:
     async with proxied(server) as (proxy, direct):
         works = new_works(150)
         async with served(proxy.url), AsyncClient(proxy.url, settings=QUICK) as client:

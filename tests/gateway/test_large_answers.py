@@ -199,7 +199,7 @@ def front(node: str, keys: dict[str, str]) -> Iterator[Front]:
         yield front
 
 
-def test_large_bodies_of_any_shape_are_refused_beside_the_loop(front):
+def test_large_invalid_bodies_are_refused_outside_the_event_loop(front):
     with front.undisturbed():
         for name in BODIES if FULL else EACH_RUN:
             path, raw, code = BODIES[name]
@@ -209,7 +209,7 @@ def test_large_bodies_of_any_shape_are_refused_beside_the_loop(front):
     assert mib(parser, "VmHWM") < 50 + MAX_GROWTH_MIB
 
 
-def test_several_large_bodies_at_once_take_turns(front):
+def test_large_bodies_are_parsed_one_at_a_time(front):
     path, raw, code = BODIES["115,000 tool calls"]
     with front.undisturbed(), ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         answers = [*pool.map(lambda _: front.post(path, raw), range(NUM_AT_ONCE))]
@@ -311,7 +311,7 @@ def test_log_probabilities_of_prompts_come_once_and_in_pieces(node, keys, stream
 
 
 @pytest.mark.slow
-def test_readers_that_take_nothing_of_large_answers_leave_memory_bounded(node, keys):
+def test_memory_is_bounded_while_clients_read_nothing_of_large_answers(node, keys):
     body = {"model": MODEL, "prompt": [7] * PROMPT_TOKENS, "prompt_logprobs": 20, "max_tokens": 2}
     connections = []
     with front_of(node, keys) as front, front.undisturbed():

@@ -160,7 +160,7 @@ def test_job_streams_are_timed_and_replayed_streams_are_not(fresh, engine):
         assert num_timed() == 2
 
 
-def test_pools_figures_are_those_of_redis(fresh, redis_url, engine):
+def test_metrics_of_pools_are_those_of_redis(fresh, redis_url, engine):
     with httpx.Client(base_url=fresh, timeout=30) as http:
         before = scrape(fresh)
         http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"})
@@ -190,7 +190,7 @@ def test_pools_figures_are_those_of_redis(fresh, redis_url, engine):
     assert len(set(meanings)) == len(fields(ClientStats)) - 1, "each says what it counts"
 
 
-def test_what_a_gateway_knows_by_itself_is_told_while_redis_is_away(stack, monkeypatch):
+def test_own_metrics_are_served_while_redis_is_unreachable(stack, monkeypatch):
     # Or the copy of them would do for as long as the test takes.
     monkeypatch.setattr("penstock.producer.client.calls.reports.KEYS_TTL_S", 0.01)
     with EmbeddedRedis() as server:

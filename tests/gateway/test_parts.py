@@ -52,7 +52,7 @@ class Ticks:
         return EventWriter(send, clock=lambda: self.now_s, sleep=self.sleep)
 
 
-async def test_a_reader_that_takes_nothing_is_given_up():
+async def test_client_that_reads_nothing_is_disconnected():
     async def stuck(_: object) -> None:
         await ticks.asleep.acquire()
         while ticks.now_s < 1000:
@@ -66,7 +66,7 @@ async def test_a_reader_that_takes_nothing_is_given_up():
     assert ticks.now_s == 65
 
 
-async def test_a_reader_stuck_before_the_first_event_is_given_up():
+async def test_client_stuck_before_the_first_event_is_disconnected():
     async def stuck(_: object) -> None:
         await asyncio.sleep(60)
 
@@ -75,7 +75,7 @@ async def test_a_reader_stuck_before_the_first_event_is_given_up():
         await while_there(asyncio.sleep(60), watch)
 
 
-async def test_comments_go_out_in_silence_only():
+async def test_keep_alive_comments_are_sent_only_in_silence():
     sent: list[bytes] = []
 
     async def send(message: dict[str, object]) -> None:
@@ -96,7 +96,7 @@ async def test_comments_go_out_in_silence_only():
     assert sent == [b"", *[b"data: 1\n\n"] * 3, *[KEEP_ALIVE] * 2]
 
 
-async def test_work_is_cancelled_and_cleaned_up_when_the_caller_hangs_up():
+async def test_work_is_canceled_and_cleaned_up_when_the_caller_disconnects():
     ended = []
 
     async def receive() -> dict[str, str]:
@@ -126,7 +126,7 @@ class FakeJob:
             yield batch
 
 
-async def test_one_job_that_cannot_be_read_ends_the_whole_flow():
+async def test_one_job_that_cannot_be_read_ends_the_merged_flow():
     waits = FakeJob([Chunk("job:1", 0, text="a")], StreamDivergedError("rolled back"))
     with pytest.raises(StreamDivergedError):
         async for batch in batches_of([waits, FakeJob([Chunk("job:2", 0, text="b")])]):
@@ -212,7 +212,7 @@ def test_retry_after_is_whole_seconds_and_never_too_early(retry_after_ms, header
         (BusyError("full", retry_after_ms=1), None),
     ],
 )
-def test_clients_do_not_try_again_by_themselves_what_fails_again(error, header):
+def test_clients_do_not_retry_permanent_errors(error, header):
     assert error_response(error).headers.get("x-should-retry") == header
 
 
@@ -239,7 +239,7 @@ class FakeClient:
 
 @pytest.mark.parametrize("error", [BusyError("full", retry_after_ms=1), asyncio.CancelledError()])
 @pytest.mark.parametrize(("key", "call"), [(None, "cancel"), ("again", "detach")])
-async def test_jobs_with_an_idempotency_key_may_be_anothers_and_are_left_not_cancelled(error, key, call):
+async def test_jobs_with_an_idempotency_key_are_released_and_not_canceled(error, key, call):
     client = FakeClient(error)
     order = GenerationRequest(RequestContent("m", ["a", "b"], SamplingParams()), idempotency_key=key)
     with pytest.raises(type(error)):
@@ -248,7 +248,7 @@ async def test_jobs_with_an_idempotency_key_may_be_anothers_and_are_left_not_can
     assert client.calls == [call]
 
 
-async def test_a_bug_is_a_500_that_tells_nothing(caplog):
+async def test_a_bug_is_a_500_without_details(caplog):
     caplog.set_level(logging.INFO)
 
     class Broken:
@@ -271,7 +271,7 @@ async def test_a_bug_is_a_500_that_tells_nothing(caplog):
     assert response.headers["x-request-id"] == logged["request_id"]
 
 
-async def test_a_reader_is_not_given_up_for_what_held_the_gateway_up():
+async def test_client_is_not_disconnected_because_the_gateway_was_blocked():
     now_s, naps = 0.0, [5.0, 10.0, 500.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0]
 
     async def stuck(message):

@@ -95,7 +95,9 @@ def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/completions"])
-def test_stream_of_a_websocket_says_where_its_job_is(stack: Stack, url: str, jobs_ahead: list[Any], path: str) -> None:
+def test_stream_of_a_websocket_reports_the_position_of_its_job(
+    stack: Stack, url: str, jobs_ahead: list[Any], path: str
+) -> None:
     with socket_to(url) as socket:
         socket.submit("a", "abcdefgh", path=path, body={"model": "acme/queue", "return_progress": True})
         first = socket.until(lambda message: "queue_progress" in message.get("data", {}))
@@ -107,7 +109,7 @@ def test_stream_of_a_websocket_says_where_its_job_is(stack: Stack, url: str, job
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_position_goes_down_and_then_the_prompt_is_computed(
+def test_position_decreases_and_then_the_prompt_is_computed(
     stack: Stack, url: str, jobs_ahead: list[Any], path: str
 ) -> None:
     events, positions = list[dict[str, Any]](), list[int]()
@@ -160,7 +162,7 @@ def test_prompts_of_one_request_have_progress_of_their_own(url: str, queue_engin
     assert set(indices) == {0, 2}
 
 
-def test_a_stream_that_waited_and_did_not_ask_is_byte_for_byte_as_before(
+def test_stream_without_return_progress_is_byte_for_byte_the_same(
     stack: Stack, url: str, jobs_ahead: list[Any]
 ) -> None:
     timer = threading.Timer(0.8, lambda: [stack.call(job.cancel()) for job in jobs_ahead])

@@ -43,7 +43,7 @@ def test_every_setting_of_an_engine_is_one_of_a_node_and_means_the_same() -> Non
         ("gpu", False, (256, 8192, 2048)),
     ],
 )
-def test_defaults_fit_what_will_compute(
+def test_defaults_depend_on_the_runner(
     runner: str, has_driver: bool, want: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = tmp_path / "nvidiactl"

@@ -65,7 +65,7 @@ def check(found: Fuzzed, count: int, *, max_hold_s: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_thousands_of_bodies_hold_up_no_loop(tmp_path: Path) -> None:
+def test_thousands_of_bodies_block_no_event_loop(tmp_path: Path) -> None:
     with tiny_stack(tmp_path) as stack:
         check(asyncio.run(Fuzzer(stack, SEED).run(NUM_TINY)), NUM_TINY, max_hold_s=MAX_HOLD_S)
 
@@ -73,7 +73,7 @@ def test_thousands_of_bodies_hold_up_no_loop(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(1500)
-def test_thousands_of_bodies_hold_up_no_loop_of_a_real_model() -> None:
+def test_thousands_of_bodies_block_no_event_loop_of_a_real_model() -> None:
     with running_stack(model=demo_model()) as stack:
         found = asyncio.run(Fuzzer(stack, SEED).run(NUM_REAL, first=NUM_TINY))
     check(found, NUM_REAL, max_hold_s=MAX_HOLD_S)

@@ -93,7 +93,7 @@ def start_serve(folder: Path) -> tuple[subprocess.Popen[str], str, str]:
 
 
 @pytest.mark.slow  # CI runs `make demo` each time.
-def test_demo_streams_a_sensible_answer_and_says_how_fast(folder: Path) -> None:
+def test_demo_streams_a_sensible_answer_and_its_speed(folder: Path) -> None:
     demo = start(folder, "demo", "--prompt", "What is gravity?", "--max-tokens", "24")
     out, errors = demo.communicate(timeout=100)
     assert demo.returncode == 0, errors

@@ -134,7 +134,7 @@ def test_every_answer_is_a_call_of_the_function_that_is_named(api: openai.OpenAI
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_model_calls_by_itself_is_kept_to_strict_functions(api: openai.OpenAI, stream: bool) -> None:
+def test_voluntary_calls_match_the_schemas_of_strict_functions(api: openai.OpenAI, stream: bool) -> None:
     call = {"name": "weather", "arguments": '{"place": {"city": "Turin", "country": "Italy"}, "days": 2, "unit": null}'}
     messages = [
         {"role": "user", "content": "What will the weather be in Turin?"},

@@ -58,7 +58,7 @@ def _gaps(model: Any, generations: list[Generation]) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", ["gptq int4 groups of 32", "packed int4", "int8 by row"])
-def test_what_is_served_is_what_transformers_says_of_the_same_numbers(
+def test_served_tokens_equal_those_of_transformers_with_the_dequantized_weights(
     demo_folder: Path, tmp_path: Path, layout: str
 ) -> None:
     quantized, adapters = tmp_path / "quantized", tmp_path / "adapters"

@@ -151,7 +151,7 @@ async def test_a_plain_subscriber_gets_every_token_of_a_job_with_its_own_channel
 
 
 @pytest.mark.slow
-async def test_a_killed_node_s_streams_go_on_with_the_tokens_of_an_undisturbed_run(
+async def test_streams_of_a_killed_node_continue_with_the_tokens_of_an_undisturbed_run(
     redis_url: str, demo_folder: Path
 ) -> None:
     texts = prompts(12)
@@ -180,7 +180,7 @@ async def test_a_killed_node_s_streams_go_on_with_the_tokens_of_an_undisturbed_r
 
 
 @pytest.mark.slow
-async def test_a_killed_node_s_texts_keep_to_their_form_with_the_tokens_of_an_undisturbed_run(
+async def test_constrained_streams_of_a_killed_node_continue_with_the_tokens_of_an_undisturbed_run(
     redis_url: str, demo_folder: Path
 ) -> None:
     texts = prompts(12)

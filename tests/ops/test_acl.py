@@ -193,7 +193,7 @@ async def test_the_operator_audits_and_changes_keys_that_a_gateway_reads(clients
             await KeyStore(clients[role]).all()
 
 
-async def test_the_operator_deals_with_dead_letters(server: Path, clients: dict[str, Redis]) -> None:
+async def test_operator_lists_retries_and_purges_dead_letters(server: Path, clients: dict[str, Redis]) -> None:
     queue = Queue(clients["admin"])
     await queue.node("watcher")
     jobs = [new_job(), new_job()]
@@ -266,7 +266,7 @@ DANGEROUS = [
 
 @pytest.mark.parametrize("command", DANGEROUS, ids=" ".join)
 @pytest.mark.parametrize("role", ROLES)
-def test_nobody_may_end_reconfigure_or_spy_on_redis(server: Path, role: str, command: tuple[str, ...]) -> None:
+def test_no_role_may_end_reconfigure_or_monitor_redis(server: Path, role: str, command: tuple[str, ...]) -> None:
     assert not may(server, role, *command)
 
 
@@ -297,7 +297,7 @@ STRANGE = (("GET", f"{P}:config"), ("INFO",), ("PUBLISH", "x", "y"), ("ACL", "LI
 
 
 @pytest.mark.parametrize("password", [None, "default", ""])
-def test_a_stranger_is_asked_who_he_is(server: Path, password: str | None) -> None:
+def test_client_without_credentials_is_refused(server: Path, password: str | None) -> None:
     once = Retry(NoBackoff(), 0)
     with sync_redis.Redis(unix_socket_path=str(server), protocol=2, password=password, retry=once) as client:
         for command in (("PING",), *STRANGE):
@@ -330,7 +330,7 @@ async def test_only_the_operator_asks_for_a_profile_and_the_node_answers(clients
             await ProfileBroker(clients[role]).ask(POOL, "n1", 1.0)
 
 
-async def test_what_no_rule_stops(server: Path, clients: dict[str, Redis]) -> None:
+async def test_roles_may_still_do_what_no_acl_rule_can_prevent(server: Path, clients: dict[str, Redis]) -> None:
     """Rules see commands, keys and channels, not which script runs: processes with a role trust each other."""
     await FakeNode(clients["node"], "n1", "r1").join(**CONFIG)
     job_id = (await ProducerBroker(clients["gateway"]).submit(Submission(new_job(tenant="acme"), 1))).job_id

@@ -218,7 +218,7 @@ def test_redis_refused_no_role_anything(roles: Roles) -> None:
     assert roles.refused == []
 
 
-def test_a_batch_of_the_worker_is_whole(roles: Roles) -> None:
+def test_batch_of_the_worker_is_complete(roles: Roles) -> None:
     assert {row["custom_id"] for row in rows_in(roles.output)} == {f"row-{i}" for i in range(NUM_ROWS)}
     assert all(row["response"]["body"]["usage"]["completion_tokens"] == ROW_TOKENS for row in rows_in(roles.output))
 

@@ -75,7 +75,7 @@ attackers = st.lists(st.sampled_from(([0], [0, 1], [1])), min_size=1, max_size=4
 
 @settings(max_examples=examples(60))
 @given(attackers=attackers, arrivals=st.lists(st.integers(0, 4000), min_size=5, max_size=5), seed=st.integers(0, 99))
-def test_nobody_is_held_below_half_of_its_share_for_longer_than_the_bound(
+def test_no_tenant_is_below_half_of_its_share_for_longer_than_the_bound(
     attackers: list[list[int]], arrivals: list[int], seed: int
 ) -> None:
     classes = {f"attacker{number}": priorities for number, priorities in enumerate(attackers)} | {"victim": [1]}
@@ -108,7 +108,7 @@ def test_a_tenant_within_its_share_keeps_its_precedence() -> None:
     assert foremost(waiting[2:], policy, standing, 5) == (waiting[2], 1)
 
 
-def test_alone_nobody_is_above_its_share() -> None:
+def test_tenant_that_is_alone_is_not_above_its_share() -> None:
     standing = PolicyState(WINDOW_MS)
     standing.use.note("only", 1e6, 0)
     standing.virtual_times[0].enter("only")
@@ -116,7 +116,7 @@ def test_alone_nobody_is_above_its_share() -> None:
     assert standing.shares(0).goes_first("only") and standing.shares(0).may_displace("only")
 
 
-def test_who_used_more_than_others_goes_first_where_they_wait_for_nothing_and_displaces_nobody() -> None:
+def test_tenant_above_its_share_goes_first_if_no_other_waits_and_preempts_nothing() -> None:
     standing = PolicyState(WINDOW_MS)
     standing.use.note("flood", 90, 0)
     standing.use.note("running", 10, 0)

@@ -87,7 +87,7 @@ def test_truncated_data_is_refused_at_every_byte(kind: str) -> None:
         DECODERS[kind](whole + whole[:-1])
 
 
-def test_nothing_is_no_chunk_but_no_record_either() -> None:
+def test_empty_data_is_no_chunks_and_is_refused_as_a_record() -> None:
     assert wire.decode_chunks(b"") == []
     with pytest.raises(WireError, match="one msgpack map, found 0"):
         wire.decode_request(b"")

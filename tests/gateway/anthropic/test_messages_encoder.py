@@ -95,7 +95,7 @@ def test_stream_has_the_content_of_the_whole_answer(
     assert shows_thinking or not any(block["type"] == "thinking" for block in blocks)
 
 
-def test_text_behind_a_call_in_the_same_chunk_is_a_block_behind_it() -> None:
+def test_text_after_a_call_in_the_same_chunk_is_a_block_after_it() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     blocks, _ = streamed(head_of(AnswerFormat("hermes"), shows_thinking=False), [f"a{call}b{call}", "c"], "stop")
     assert [block.get("text", block["type"]) for block in blocks] == ["a", "tool_use", "b", "tool_use", "c"]

@@ -41,15 +41,13 @@ def as_json(value: object) -> object:
     return json.loads(json.dumps(value))
 
 
-def test_all_frameworks_are_there() -> None:
+def test_requests_of_all_frameworks_are_recorded() -> None:
     clients = {turn["client"].split()[0] for turn in RECORDED}
     assert clients == {"openai", "litellm", "langchain", "pydantic-ai", "openai-agents", "autogen", "instructor"}
 
 
 @pytest.mark.parametrize("turn", RECORDED, ids=[turn["client"] for turn in RECORDED])
-def test_the_model_is_given_the_whole_conversation(
-    agent_url: str, agent_engine: EchoEngine, turn: dict[str, Any]
-) -> None:
+def test_model_receives_the_whole_conversation(agent_url: str, agent_engine: EchoEngine, turn: dict[str, Any]) -> None:
     answer = httpx.post(f"{agent_url}/v1/chat/completions", json=turn["body"] | {"model": MODEL}, timeout=30)
     assert answer.status_code == 200, answer.text
     messages, tools = last_chat(agent_engine)

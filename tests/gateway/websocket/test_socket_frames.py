@@ -141,7 +141,7 @@ def test_messages_before_a_violation_are_answered_or_dropped_but_the_close_comes
     assert raw.close_code() == 1002
 
 
-def test_unfinished_message_of_a_lost_connection_harms_nobody_else(url: str, http: httpx.Client) -> None:
+def test_unfinished_message_of_a_lost_connection_affects_no_other(url: str, http: httpx.Client) -> None:
     with RawSocket(url) as connection:
         connection.send(frame(TEXT, SUBMIT)[:-1])
     assert http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}).status_code == 200
@@ -211,7 +211,7 @@ def test_origin_that_is_no_page_of_this_gateway_may_not(url: str, engine: EchoEn
         assert connection.ask({"Origin": origin})[0] == 403
 
 
-def test_frames_right_behind_the_handshake_are_handled_after_it(url: str, engine: EchoEngine) -> None:
+def test_frames_right_after_the_handshake_are_handled(url: str, engine: EchoEngine) -> None:
     with RawSocket(url, opens=False) as connection:
         head = "\r\n".join(f"{name}: {value}" for name, value in HANDSHAKE.items())
         early = f"GET /v1/stream HTTP/1.1\r\n{head}\r\n\r\n".encode() + frame(PING, b"early") + frame(TEXT, SUBMIT)

@@ -223,7 +223,7 @@ def test_streams_of_a_reader_that_takes_nothing_end_with_a_named_error(
         assert http.get("/health").status_code == 200
 
 
-def test_many_websockets_at_once_stay_apart(url: str, engine: EchoEngine) -> None:
+def test_concurrent_websockets_do_not_mix(url: str, engine: EchoEngine) -> None:
     failures: list[str] = []
 
     def talk(number: int) -> None:

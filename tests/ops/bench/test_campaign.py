@@ -147,7 +147,7 @@ def test_pins_are_exact() -> None:
         assert peers.versions(peer)
 
 
-def test_memory_counts_children_and_not_strangers() -> None:
+def test_memory_counts_children_and_no_other_processes() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert child.pid in memory.descendants(os.getpid())

@@ -108,7 +108,7 @@ def test_arrivals_in_any_order_give_the_log(cuts: list[tuple[int, int]], lag: in
 
 
 @given(sizes, sizes, lags, st.data())
-def test_a_log_cut_otherwise_is_walked_again_without_repeating(
+def test_log_with_other_chunk_borders_is_read_again_without_repetition(
     first: list[tuple[int, int]], second: list[tuple[int, int]], lag: int, data: st.DataObject
 ) -> None:
     """Redis lost the log, and the job was run again: same tokens, other chunks."""

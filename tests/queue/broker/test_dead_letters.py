@@ -27,7 +27,7 @@ async def die(queue: Queue, job: Job, first: int = 0) -> None:
         await queue.kill(node)
 
 
-async def test_a_dead_letter_tells_its_history_and_keeps_its_request(queue: Queue) -> None:
+async def test_dead_letter_has_its_history_and_its_request(queue: Queue) -> None:
     job = new_job(priority=Priority.BATCH, tenant="acme", params=SamplingParams(max_tokens=9))
     started_ms = await queue.now_ms()
     await die(queue, job)
@@ -57,7 +57,7 @@ async def test_the_newest_come_first_and_no_more_than_asked_for(queue: Queue) ->
     assert [letter.job_id for letter in letters] == [jobs[2].id, jobs[1].id]
 
 
-async def test_what_is_purged_is_gone(queue: Queue) -> None:
+async def test_purged_dead_letter_is_gone(queue: Queue) -> None:
     job = new_job()
     await die(queue, job)
     letters = DeadLetters(queue.redis)
@@ -89,7 +89,7 @@ async def test_a_job_that_ended_otherwise_is_no_dead_letter(queue: Queue) -> Non
             await DeadLetters(queue.redis).get(job_id)
 
 
-async def test_only_so_many_are_kept_and_only_for_a_week(queue: Queue) -> None:
+async def test_dead_letters_are_kept_for_a_week_and_up_to_a_limit(queue: Queue) -> None:
     now_ms = await queue.now_ms()
     fillers = {f"m.{number:05}": now_ms - 10_000_000 + number for number in range(10_000)}
     await queue.redis.zadd(f"{P}:dead_letters", fillers)

@@ -85,7 +85,7 @@ def _load(source: ModelSource, monkeypatch: pytest.MonkeyPatch, **options: Any) 
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_logits_are_those_of_what_the_file_means(made: Made, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_equal_those_of_the_models_float_weights(made: Made, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, want = made(kind)
     torch_runner = _load(source, monkeypatch).runner
     np.testing.assert_allclose(logits_alone(torch_runner, TOKEN_IDS), want, rtol=0, atol=1e-4)

@@ -48,7 +48,7 @@ def _said(runner: Any) -> tuple[np.ndarray, list[int]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon 7b"])
-def test_logits_and_tokens_are_the_torch_runners(name: str, tmp_path: Path) -> None:
+def test_logits_and_tokens_equal_those_of_the_torch_runner(name: str, tmp_path: Path) -> None:
     folder = make_family_model(tmp_path / "model", name)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     make_adapter(tmp_path / "adapters" / "all", base, rank=4, seed=1)

@@ -64,7 +64,7 @@ def _check(source: ModelSource, kept: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_products_are_those_of_the_numbers_that_are_meant(
+def test_products_equal_those_of_the_dequantized_weights(
     quantized: Callable[[str, str], tuple[Path, NDArray[Any]]], layout: str
 ) -> None:
     _check(ModelSource(quantized("llama", layout)[0]), AS_STORED.get(layout, "none"))
