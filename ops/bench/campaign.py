@@ -136,7 +136,7 @@ def _watch(argv: list[str], env: dict[str, str]) -> tuple[dict[str, float], floa
             _end(child)
             child.wait()
     if not result:
-        raise RunError(_last_words(child.returncode))
+        raise RunError(_log_tail(child.returncode))
     return result, share
 
 
@@ -165,7 +165,7 @@ def _end(child: subprocess.Popen[str]) -> None:
         os.killpg(child.pid, signal.SIGKILL)
 
 
-def _last_words(status: int) -> str:
+def _log_tail(status: int) -> str:
     lines = [line for line in LOG.read_text(errors="replace").splitlines() if line.strip()]
     return f"status {status}: {' / '.join(lines[-3:])[-LAST_WORDS:]}"
 

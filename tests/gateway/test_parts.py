@@ -21,7 +21,7 @@ from penstock.gateway.app import create_app
 from penstock.gateway.openai.errors import error_response
 from penstock.gateway.openai.sse_encoder import SseEncoder
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.caller import CallerGoneError, until_disconnected, while_connected
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.gateway.stream.flow import batches_of
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
@@ -62,7 +62,7 @@ async def test_client_that_reads_nothing_is_disconnected():
     writer = ticks.writer(stuck)
     watch = writer.watch(first_wait_s=5, interval_s=10, send_timeout_s=60)
     with pytest.raises(CallerGoneError):
-        await while_there(writer.write(b"data: 1\n\n"), watch)
+        await while_connected(writer.write(b"data: 1\n\n"), watch)
     assert ticks.now_s == 65
 
 
@@ -72,7 +72,7 @@ async def test_client_stuck_before_the_first_event_is_disconnected():
 
     watch = EventWriter(stuck).watch(first_wait_s=0, interval_s=0.01, send_timeout_s=0.05)
     with pytest.raises(CallerGoneError):
-        await while_there(asyncio.sleep(60), watch)
+        await while_connected(asyncio.sleep(60), watch)
 
 
 async def test_keep_alive_comments_are_sent_only_in_silence():
@@ -92,7 +92,7 @@ async def test_keep_alive_comments_are_sent_only_in_silence():
         for _ in range(2):
             await ticks.next()
 
-    await while_there(talk_then_rest(), writer.watch(first_wait_s=0.4, interval_s=0.4, send_timeout_s=60))
+    await while_connected(talk_then_rest(), writer.watch(first_wait_s=0.4, interval_s=0.4, send_timeout_s=60))
     assert sent == [b"", *[b"data: 1\n\n"] * 3, *[KEEP_ALIVE] * 2]
 
 
@@ -111,7 +111,7 @@ async def test_work_is_canceled_and_cleaned_up_when_the_caller_disconnects():
             ended.append(True)
 
     with pytest.raises(CallerGoneError):
-        await while_there(work(), hang_up(receive))
+        await while_connected(work(), until_disconnected(receive))
     assert ended == [True]
 
 
@@ -284,7 +284,9 @@ async def test_client_is_not_disconnected_because_the_gateway_was_blocked():
 
     writer = EventWriter(stuck, clock=lambda: now_s, sleep=sleep)
     with pytest.raises(CallerGoneError):
-        await while_there(writer.write(b"data: 1\n\n"), writer.watch(first_wait_s=5, interval_s=10, send_timeout_s=60))
+        await while_connected(
+            writer.write(b"data: 1\n\n"), writer.watch(first_wait_s=5, interval_s=10, send_timeout_s=60)
+        )
     # All but the 490 s for which this process did not come to look.
     assert now_s == pytest.approx(490 + 5 + 10 * (10 - len(naps) - 1))
     assert 60 <= now_s - 490 <= 80

@@ -16,10 +16,10 @@ from penstock.producer.client import Client
 LEAVING = """
 import ctypes, logging, sys, threading
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.process_exit import leaving_whatever_computes
+from penstock.gpu_node.process_exit import exiting_despite_threads
 
 logging.basicConfig(format="%(message)s")
-with leaving_whatever_computes(lambda error: 3):
+with exiting_despite_threads(lambda error: 3):
     if "{hangs}":
         # In a library, without Python's lock, as a step is.
         threading.Thread(target=ctypes.CDLL(None).sleep, args=(300,), daemon=True).start()

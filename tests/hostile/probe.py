@@ -61,7 +61,7 @@ class LoopWatch:
         self._frames = ""
 
     def start(self) -> None:
-        """Start to watch. Runs on the loop."""
+        """Start watching. Runs on the loop."""
         threading.Thread(target=self._look_at_stacks, daemon=True, name="loop probe").start()
         self._set_timer()
 

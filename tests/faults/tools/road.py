@@ -13,7 +13,7 @@ from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, ne
 from redis.asyncio import Redis
 
 from penstock.producer.client import AsyncClient, ClientSettings
-from penstock.queue.broker.retry import patiently
+from penstock.queue.broker.retry import with_retries
 
 POOL = "road"
 SETTINGS: dict[str, Any] = {"reattach_grace_ms": 100, "drain_s": 0.0}
@@ -78,7 +78,7 @@ async def served(url: str) -> AsyncIterator[AsyncExitStack]:
 async def connected(url: str) -> AsyncIterator[AsyncClient]:
     """A client that waits for Redis also when it starts."""
     client = AsyncClient(url, settings=QUICK)
-    await patiently(client.connect, PATIENCE_S)
+    await with_retries(client.connect, PATIENCE_S)
     try:
         yield client
     finally:

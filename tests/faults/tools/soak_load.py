@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.producer.client import AsyncClient
-from penstock.queue.broker.retry import patiently
+from penstock.queue.broker.retry import with_retries
 
 PATIENCE_S = 300.0
 RETRY_S = 0.5
@@ -76,7 +76,7 @@ class Load:
         await self._note_end(work)
         if work.end == "done":
             work.check()
-            await patiently(lambda: check_logs(self._redis, [work]), PATIENCE_S)
+            await with_retries(lambda: check_logs(self._redis, [work]), PATIENCE_S)
 
     async def _read_by_http(self, work: Work) -> None:
         """Asks with one key, of any gateway, until one has said it all."""
@@ -98,7 +98,7 @@ class Load:
         await self._note_end(work)
 
     async def _note_end(self, work: Work) -> None:
-        (status,) = await patiently(lambda: statuses(self._redis, [work]), PATIENCE_S)
+        (status,) = await with_retries(lambda: statuses(self._redis, [work]), PATIENCE_S)
         assert status.outcome is not None
         self.counts[f"{status.state} {status.outcome.code}".strip()] += 1
         self.counts["taken over"] += status.losses > 0

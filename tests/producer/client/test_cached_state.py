@@ -193,13 +193,13 @@ async def test_last_copy_is_returned_while_there_is_no_newer_one() -> None:
     fetch = Fetch()
     copy = CachedState(fetch, ttl_s=0.01)
     with pytest.raises(UnavailableError):
-        await copy.at_hand(0.01)
+        await copy.get_or_last(0.01)
     fetch.gate.set()
-    number = await copy.at_hand(30)
+    number = await copy.get_or_last(30)
     fetch.gate.clear()
     await asyncio.sleep(0.02)
-    assert await copy.at_hand(0.01) == number
+    assert await copy.get_or_last(0.01) == number
     assert fetch.num_calls > number, "it was asked for"
     fetch.error = UnavailableError("away")
     fetch.gate.set()
-    assert await copy.at_hand(30) == number
+    assert await copy.get_or_last(30) == number

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.engine.policy.length_predictor import MAX_GROUPS, MAX_TOLD, WINDOW, LengthPredictor
+from penstock.gpu_node.engine.policy.length_predictor import MAX_GROUPS, MAX_REPORTED, WINDOW, LengthPredictor
 
 NUM_JOBS = 1000
 LIMIT = 1 << 14
@@ -98,7 +98,7 @@ def test_reported_predictions_are_those_of_a_new_tenant() -> None:
         prompt, limit = 1 << number % 20, 100 << number % 3
         predictor.ended("ab"[number % 2], prompt, limit, 10 + number % 7, 50)
     told = predictor.of_all_tenants()
-    assert len(told) == MAX_TOLD
+    assert len(told) == MAX_REPORTED
     for prompt_bits, limit_bits, tokens in told:
         assert tokens == predictor.predict("new", (1 << prompt_bits) - 1, (1 << limit_bits) - 1) is not None
 
