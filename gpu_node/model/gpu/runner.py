@@ -47,7 +47,7 @@ class Limits:
     deterministic: bool = False
     max_num_batched_tokens: int = 8192
     dependent_launches: bool = False
-    """Whether the kernels of graphs may start while the kernel ahead of them runs, on GPUs that support it. Which one is
+    """Whether the kernels of graphs may start while the kernel ahead of them runs, on GPUs that support it. Which is
     faster is not measured on a GPU yet; `bench_gpu` compares both."""
 
 
