@@ -47,10 +47,8 @@ class Outbox:
         """Outputs that the event loop has not handled, each with the time of its step."""
         self._sleeping = False
         """Whether delivered outputs may wait for the alarm or the answers, unless a reader waits for one of them."""
-        self._alarm = Alarm(self._accept_and_send)
-        self._quick = QuickEmit(
-            broker, ledger.counts, pace.cost, on_answers=self._receive, on_idle=self._accept_and_send
-        )
+        self._alarm = Alarm(self._send_due)
+        self._quick = QuickEmit(broker, ledger.counts, pace.cost, on_answers=self._receive, on_idle=self._send_due)
         self._batch_sender = BatchSender(broker, ledger, self)
         self._needs_flush = asyncio.Event()
         self._is_flushing = self._has_failed = False
@@ -65,7 +63,7 @@ class Outbox:
         """Accept one step's outputs. Runs on the engine's thread. Raises RuntimeError if the loop is closed."""
         self._delivered.append((time.monotonic(), outputs))
         if not self._sleeping or any(output.is_first_or_last for output in outputs):
-            self._loop.call_soon_threadsafe(self._accept_and_send)
+            self._loop.call_soon_threadsafe(self._send_due)
 
     def _collect(self) -> None:
         while self._delivered:
@@ -73,7 +71,7 @@ class Outbox:
             self._step_s, self._last_step_s = at_s - self._last_step_s, at_s
             self._accept_step(at_s, outputs)
 
-    def _accept_and_send(self) -> None:
+    def _send_due(self) -> None:
         """Accept the delivered outputs, and send what is due."""
         self._sleeping = False
         self._collect()
@@ -84,7 +82,7 @@ class Outbox:
     def _send_or_wait(self) -> None:
         """Send what is due, or set the alarm for the time at which it is."""
         if self._quick.is_in_flight or self._is_flushing or self._needs_flush.is_set():
-            return  # When that is done, `_accept_and_send` follows.
+            return  # When that is done, `_send_due` follows.
         now_s = self._loop.time()
         delay_s = self._pace.until_next_s(len(self._dirty), now_s, reader_waits=self._reader_waits)
         if delay_s > 0:
@@ -243,13 +241,10 @@ class Outbox:
                 await asyncio.sleep(next(patience))
             self._pause_engine_if_full()
             self._is_flushing = False
-            self._accept_and_send()
+            self._send_due()
 
     async def flush(self, *, only_awaited: bool = False) -> None:
-        """Publish the unsent outputs now, with `only_awaited` only those for which a reader waits.
-
-        Raises UnavailableError; what Redis has not acknowledged stays unsent.
-        """
+        """Publish all unsent outputs, or the awaited ones. Raises UnavailableError; the unacknowledged stay unsent."""
         self._collect()
         if not (batch := self._take_batch(only_awaited=only_awaited)):
             return

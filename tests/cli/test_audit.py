@@ -1,4 +1,4 @@
-"""`penstock audit` says what is wrong, mends it on demand, and tells a script by its exit code."""
+"""`penstock audit` prints disagreements in Redis, repairs them with an option, and has exit codes for scripts."""
 
 from __future__ import annotations
 

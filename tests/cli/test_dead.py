@@ -1,4 +1,4 @@
-"""`penstock dead`: what an operator sees of dead letters, and does with them."""
+"""`penstock dead` lists, shows and retries dead letters."""
 
 from __future__ import annotations
 

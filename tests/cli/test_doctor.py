@@ -1,4 +1,4 @@
-"""`penstock doctor` finds what is wrong and says what to do."""
+"""`penstock doctor` reports each problem and its remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock keys` makes keys that gateways know, lists them without showing them, and takes them back."""
+"""`penstock keys` creates API keys that gateways accept, lists them without the secret, and revokes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command says what is wrong in one line, and with its exit code."""
+"""The command prints an error as one line, and ends with its exit code."""
 
 from __future__ import annotations
 

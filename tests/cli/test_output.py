@@ -1,4 +1,4 @@
-"""What a model says reaches a terminal without control characters."""
+"""A model's text is printed on a terminal without its control characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock pools`: the load at a glance, and pools that are no more."""
+"""`penstock pools` shows the load of pools, also of those without living nodes."""
 
 from __future__ import annotations
 

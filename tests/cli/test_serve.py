@@ -1,4 +1,4 @@
-"""What `penstock serve` shows, and what it hands on."""
+"""What `penstock serve` prints, and the settings that it passes to its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wrong use of a command is one line, which names the option or the command and says what to do."""
+"""A usage error prints one line, which names the option or command and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: only the whole key opens, and Redis holds nothing that does."""
+"""API keys: only the whole key is accepted, and Redis stores nothing that would be accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree of errors: drawn as it is, and an outcome becomes the error that a reader can act on."""
+"""The error hierarchy equals the documented one, and each outcome becomes the right error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLASSES: list[type[PenstockError]] = [cls for _, cls in sorted(vars(errors).item
 
 
 def drawn_tree() -> dict[str, tuple[str, int]]:
-    """Name → (name of its parent, status) as the module's docstring draws them."""
+    """Return name → (name of its parent, status) from the tree in the module's docstring."""
     tree: dict[str, tuple[str, int]] = {}
     path: list[str] = []
     for line in (errors.__doc__ or "").splitlines():

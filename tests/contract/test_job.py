@@ -1,4 +1,4 @@
-"""Parsing of jobs and sampling parameters: what is wrong is refused with the field's name and its limit."""
+"""Parsing of jobs and sampling parameters: an invalid field is refused with its name and its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One error for what pydantic finds wrong: it names the field as its caller wrote it, and does not repeat the input."""
+"""The error for pydantic's findings names the field as the caller wrote it, and does not repeat the input."""
 
 from __future__ import annotations
 

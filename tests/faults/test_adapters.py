@@ -1,4 +1,4 @@
-"""Jobs with adapters on real nodes: a takeover is token-exact, and a broken adapter ends no other job."""
+"""Jobs with adapters on real nodes: a takeover keeps every token, and a broken adapter ends no other job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guards that `make mutants` takes away are where it looks for them."""
+"""The guards that `make mutants` removes exist in the scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that hang, sleep past their lease, are cut off or restarted: jobs move on, and fenced nodes write nothing."""
+"""Nodes hang, sleep past their lease, lose Redis or restart: jobs are requeued, and fenced nodes write nothing."""
 
 from __future__ import annotations
 
@@ -160,13 +160,13 @@ async def test_nodes_restarted_one_after_the_other_under_load_lose_nothing(redis
 
 
 class Scribe:
-    """A node that writes the first steps of each job into its log, to the letter, and gives the job back."""
+    """A node that logs the exact first steps of each job, and then gives the job back."""
 
     def __init__(self, redis: Redis) -> None:
         self._broker = NodeBroker(redis, POOL, "scribe-1", ReferenceEngine().revision)
 
     async def begin(self, works: dict[str, int]) -> None:
-        """Takes all jobs; `works` says how many steps each gets."""
+        """Take all jobs. `works`: the number of steps for each."""
         config = NodeSettings(model="reference", redis_url="redis://", **SETTINGS).pool_config
         await self._broker.join(config | {"max_model_len": 4096}, PoolRecord(POOL, POOL, max_model_len=4096))
         pressure = NodePressure("scribe-1", kv_tokens_available=1 << 20)

@@ -1,4 +1,4 @@
-"""Nodes that are killed and start again on their host; a living node is never taken for dead."""
+"""Nodes are killed and start again on their host. A living node is never declared dead."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def node(url: str, **settings: Any) -> NodeProcess:
 
 @asynccontextmanager
 async def stream_of(url: str, num_tokens: int) -> AsyncIterator[tuple[Work, Any]]:
-    """A job and its chunks."""
+    """Return a job and its chunks."""
     work = new_work(POOL, num_tokens)
     async with AsyncClient(url) as client:
         job = await client.submit(PROMPT, **work.options)

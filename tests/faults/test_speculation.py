@@ -1,4 +1,4 @@
-"""Jobs on real nodes that draft: what another node goes on with is what one says that drafts nothing."""
+"""Jobs on real nodes with drafting: after a takeover, the tokens equal those of a node without drafting."""
 
 from __future__ import annotations
 

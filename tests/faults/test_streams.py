@@ -1,4 +1,4 @@
-"""HTTP streams: open through an absence of Redis, cut with their gateway, one job for many requests with one key."""
+"""HTTP streams stay open while Redis is down, end with their gateway, and share one job per idempotency key."""
 
 from __future__ import annotations
 

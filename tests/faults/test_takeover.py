@@ -1,4 +1,4 @@
-"""Whichever token a node is killed at, its jobs' streams are those of an undisturbed run; `make faults` kills more."""
+"""Whichever token a node is killed at, streams equal those of a run without faults; `make faults` kills more often."""
 
 from __future__ import annotations
 

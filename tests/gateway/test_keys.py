@@ -1,4 +1,4 @@
-"""API keys at the gateway: which are accepted, for which tenant, up to which limits; tenants never see others' jobs."""
+"""API keys at the gateway: which are accepted, for which tenant, with which limits; tenants never see others' jobs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def add(redis_url, tenant, scopes=("infer",), terms=UNLIMITED, **rights):
 
 @pytest.fixture(scope="module")
 def closed(redis_url, stack, shared_engine):
-    """A gateway that wants keys; those of two tenants, of an admin and of one with limits, and a revoked one."""
+    """A gateway that requires keys, and keys of two tenants, an admin, one with limits, and a revoked one."""
     made = {
         "acme": add(redis_url, "acme"),
         "rival": add(redis_url, "rival"),
@@ -263,7 +263,7 @@ def test_the_first_key_closes_an_open_gateway_for_good(closed, redis_url, stack,
 
 
 def until(holds):
-    """What gateways know of keys is a little old."""
+    """Wait until the condition holds: gateways cache keys for a while."""
     for _ in range(int(KEYS_TTL_S * 50)):
         if holds():
             return

@@ -1,6 +1,6 @@
-"""Large bodies and large answers at a gateway process, beside the stream of another tenant.
+"""Large bodies and large answers at a gateway process, during the stream of another tenant.
 
-Neither may hold the gateway's event loop, nor grow its memory, nor disturb that stream.
+They must not hold the gateway's event loop, increase its memory, or disturb that stream.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TIMEOUT_S = 60.0
 
 
 def filled(head: str, item: str, tail: str) -> bytes:
-    """A body of almost the largest size."""
+    """Return a body of almost the largest size."""
     count = (MAX_BODY_BYTES - len(head) - len(tail) - 1) // (len(item) + 1)
     return (head + ",".join([item] * count) + tail).encode()
 
@@ -92,7 +92,7 @@ NUM_AT_ONCE = 12 if FULL else 4
 
 @dataclass
 class Neighbor:
-    """A well-behaved tenant, who streams one answer after the other."""
+    """A well-behaved tenant that streams one answer after the other."""
 
     url: str
     key: str
@@ -100,7 +100,7 @@ class Neighbor:
     errors: list[str] = field(default_factory=list)
 
     def run(self, stop: threading.Event) -> None:
-        """Until told to stop."""
+        """Stream until canceled."""
         body = {"model": MODEL, "prompt": "b", "max_tokens": 200, "stream": True}
         with httpx.Client(base_url=self.url, timeout=TIMEOUT_S, headers=bearer(self.key)) as http:
             while not stop.is_set():
@@ -138,14 +138,14 @@ class Front:
         return httpx.post(f"{self.url}/v1/{path}completions", content=raw, headers=headers, timeout=TIMEOUT_S)
 
     def parsers(self) -> list[int]:
-        """The pids of its parser processes."""
+        """Return the process ids of its parser processes."""
         tasks = Path(f"/proc/{self.gateway.pid}/task").iterdir()
         children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
         return [pid for pid in children if b"parser_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     @contextmanager
     def undisturbed(self) -> Iterator[Neighbor]:
-        """Fails where the neighbor's stream, the loop or the memory suffers meanwhile."""
+        """Fail if the block delays the neighbor's stream, holds the loop or increases the memory."""
         stop, neighbor = threading.Event(), Neighbor(self.url, self.keys["kind"])
         Path(f"/proc/{self.gateway.pid}/clear_refs").write_text("5")  # the peak begins anew
         before_mib = mib(self.gateway.pid, "VmRSS")
@@ -183,7 +183,7 @@ def front_of(redis_url: str, keys: dict[str, str], **settings: object) -> Iterat
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[str]:
-    """Redis with a node of a known engine."""
+    """A Redis with a node of the reference engine."""
     with EmbeddedRedis() as server, NodeProcess(server.url, step_s=0.005):
         yield server.url
 

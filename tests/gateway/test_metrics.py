@@ -31,7 +31,7 @@ MODEL = "acme/echo"
 
 
 def scrape(url: str, *, timeout_s: float = 30) -> dict[tuple[str, ...], float]:
-    """Value by (name, label values in the order of the labels' names)."""
+    """Return values by (name, label values in the order of the labels' names)."""
     answer = httpx.get(f"{url}/metrics", timeout=timeout_s)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
@@ -43,7 +43,7 @@ def scrape(url: str, *, timeout_s: float = 30) -> dict[tuple[str, ...], float]:
 
 
 def scrape_until(url: str, reached: Callable[[dict[tuple[str, ...], float]], bool]) -> dict[tuple[str, ...], float]:
-    """A request is counted behind its answer."""
+    """Scrape until the condition holds: a request is counted after its answer."""
     deadline_s = time.monotonic() + 10
     while not reached(found := scrape(url)):
         assert time.monotonic() < deadline_s, found
@@ -52,7 +52,7 @@ def scrape_until(url: str, reached: Callable[[dict[tuple[str, ...], float]], boo
 
 @pytest.fixture
 def fresh(stack, engine):
-    """A gateway that has had no request yet."""
+    """A gateway without any request yet."""
     return stack.start_gateway()
 
 

@@ -1,4 +1,4 @@
-"""What requests from outside cannot show: a stuck reader, and a bug of ours."""
+"""Parts tested without HTTP: a blocked reader, and an exception in the gateway's own code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 
 class Ticks:
-    """A clock that moves when a test says so: by as long as the sleeper wants to sleep."""
+    """A clock that a test advances: by the duration of the next sleep."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -44,7 +44,7 @@ class Ticks:
         self.now_s += seconds
 
     async def next(self) -> None:
-        """Let a sleep end; back once the next one has begun."""
+        """End the current sleep. Return once the next one has begun."""
         self._over.release()
         await self.asleep.acquire()
 
@@ -217,7 +217,7 @@ def test_clients_do_not_retry_permanent_errors(error, header):
 
 
 class FakeClient:
-    """Takes one job; what the gateway does with that job is written down."""
+    """Accepts one job and records the gateway's calls for it."""
 
     def __init__(self, error: BaseException) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,4 @@
-"""Pools whose nodes are gone, and a gateway that hears nothing any more."""
+"""Pools whose nodes are gone, and a gateway that receives no messages any more."""
 
 from __future__ import annotations
 

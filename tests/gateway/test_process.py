@@ -1,4 +1,4 @@
-"""The gateway as a process, and what orchestrators ask of it."""
+"""The gateway as a process, and its endpoints for orchestrators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong requests: refused with a real status, in OpenAI's shape, naming the field; the gateway goes on."""
+"""Invalid requests: refused with the right status, in OpenAI's shape, with the field's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams on the wire: framing, waiting in the queue, late refusals, hang-ups."""
+"""Streams on the wire: framing, waiting in the queue, late refusals, disconnects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def text_body(prompt: str, **options: object) -> dict[str, object]:
 
 
 def events_of(raw: bytes) -> list[tuple[str | None, str]]:
-    """(id, data) of each event; fails on anything that is neither an event nor a comment."""
+    """Return (id, data) of each event. Fail on anything except events and comments."""
     assert raw.endswith(b"\n\n")
     events = []
     for block in raw.decode("ascii").removesuffix("\n\n").split("\n\n"):
@@ -116,7 +116,7 @@ def test_prompts_of_one_list_stream_side_by_side(http, engine):
 
 @pytest.fixture(scope="module")
 def narrow(stack, shared_engine):
-    """An engine of its own kind, behind a node with one slot."""
+    """An engine of its own behind a node with one slot."""
     engine = type(shared_engine)()
     stack.start_node(engine, model="acme/narrow", pool="narrow", max_num_seqs=1, reattach_grace_ms=60_000)
     return engine
@@ -124,13 +124,13 @@ def narrow(stack, shared_engine):
 
 @pytest.fixture(scope="module")
 def hasty_url(stack, narrow):
-    """A gateway that soon answers 200 to a stream that waits."""
+    """A gateway that soon sends status 200 to a stream whose job waits."""
     return stack.start_gateway(first_chunk_wait_s=0.3, keep_alive_s=0.1)
 
 
 @pytest.fixture
 def hold(stack, narrow):
-    """Holds the one slot until it is called."""
+    """Occupy the one slot until the returned function is called."""
     narrow.step_s = 0.02
 
     async def take_slot():
@@ -297,7 +297,7 @@ def text_of(events) -> str:
 
 
 def cut_stream(http, body: dict[str, object], num_events: int) -> tuple[str, str]:
-    """The text of the first events, and the last one's id."""
+    """Return the text of the first events, and the last one's id."""
     with http.stream("POST", "/v1/completions", json=body, headers=IDS) as response:
         lines, raw = response.iter_lines(), ""
         while raw.count("data: ") < num_events:
@@ -346,7 +346,7 @@ def test_a_stream_without_event_ids_is_cancelled_as_soon_as_its_caller_is_gone(s
 
 
 def cut_log_otherwise(stack, job_id: str, at: int) -> None:
-    """As if Redis had lost the log and another node had made it anew: two chunks of one choice are one."""
+    """Rewrite the log as another node would after Redis lost it: two chunks of one choice become one."""
     with redis.Redis.from_url(stack.redis_url) as client:
         key = f"penstock:{{echo}}:log:{job_id}"
         chunks = [msgpack.unpackb(entry) for entry in client.lrange(key, 0, -1)]

@@ -1,4 +1,4 @@
-"""`return_progress`: a stream says where its job is in the queue, and how far its prompt is computed."""
+"""`return_progress`: a stream reports its job's queue position, and then how much of its prompt is computed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def queue_engine(stack: Stack) -> EchoEngine:
 
 @pytest.fixture
 def jobs_ahead(stack: Stack, queue_engine: EchoEngine) -> Iterator[list[Any]]:
-    """Jobs that wait before the test's, each of which the test ends."""
+    """Jobs that wait before the test's job. The test ends each."""
     queue_engine.step_s = 0.02
 
     async def submit() -> tuple[AsyncClient, list[Any]]:
@@ -83,7 +83,7 @@ def body_of(path: str, prompt: str = "abcdefgh", **fields: Any) -> dict[str, Any
 
 
 def check_rising(processed: Sequence[int]) -> None:
-    """Progress that comes faster than it is published is left out, but the last one is not."""
+    """Assert that progress rises. Frequent updates may be omitted, except the last one."""
     assert len(processed) > 1 and [*processed] == sorted({*processed} & {2, 4, 6, 8})
     assert processed[-1] == PROMPT_TOKENS
 

@@ -1,6 +1,6 @@
-"""Bodies made of numbers: each gets a documented answer, and all that is accepted ends once.
+"""Generated bodies: each gets a documented answer, and every accepted job ends once.
 
-A few of them go to the stack of test_attacks.py in every run.
+Every run sends a few of them to the stack of test_attacks.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def tiny_stack(folder: Path) -> Iterator[Stack]:
 
 
 def check(found: Fuzzed, count: int, *, max_hold_s: float) -> None:
-    """Nothing to complain of; the longest holds are shown with what held."""
+    """Assert that no answer is bad. A failure prints the longest holds and their causes."""
     assert found.num_bodies == count
     assert found.complaints[:20] == []
     assert [hold for hold in found.holds if hold.held_s > max_hold_s] == []

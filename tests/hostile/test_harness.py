@@ -1,4 +1,4 @@
-"""The harness notices what it is there to notice."""
+"""The harness detects the effects that it measures."""
 
 from __future__ import annotations
 

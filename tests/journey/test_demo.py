@@ -1,4 +1,4 @@
-"""The whole system on one machine, as a newcomer runs it: real processes, the real small model."""
+"""The whole system on one machine, as in the first steps of the README: real processes, the real small model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A temp folder with a short name, as sockets want it; at the end nothing of ours may be left in it."""
+    """A temp folder with a short path, as sockets need it. Asserts at the end that no files of ours remain."""
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     yield folder
     left = list(folder.glob("penstock*"))

@@ -1,4 +1,4 @@
-"""The documents' Python examples, run as they stand there against running processes, but with the gateway's address."""
+"""The documents' Python examples, run unchanged against running processes, except for the gateway's address."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def http_url(demo_file: Path) -> Iterator[str]:
-    """Where the gateway of a `penstock serve` is reached. The examples find its Redis by themselves."""
+    """The URL of the gateway of a `penstock serve`. The examples find its Redis without a setting."""
     serve = PythonProcess("-m", "penstock", "serve", str(demo_file), "--port", "0", env=environment())
     assert serve.stdout is not None
     try:

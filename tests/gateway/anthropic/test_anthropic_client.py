@@ -1,4 +1,4 @@
-"""The official `anthropic` client: its stream helper, tool runner and typed errors; the node says the last message."""
+"""The official `anthropic` client: stream helper, tool runner and typed errors. The node echoes the last message."""
 
 from __future__ import annotations
 

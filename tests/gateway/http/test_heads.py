@@ -1,4 +1,4 @@
-"""What only shows in a request's bytes: heads as odd callers write them, and what may stand behind a body."""
+"""Request bytes that HTTP clients do not produce: unusual heads, and bytes after a body."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def connection(url, engine) -> Iterator[socket.socket]:
 
 
 def read_answers(connection: socket.socket, num_texts: int) -> bytes:
-    """Until so many answers have come, or one that refuses."""
+    """Read until this many answers have arrived, or one with an error."""
     answer = b""
     while answer.count(b'"text":"hi"') < num_texts and b'"error"' not in answer:
         part = connection.recv(1 << 16)
@@ -42,7 +42,7 @@ def read_answers(connection: socket.socket, num_texts: int) -> bytes:
 
 
 def answer_to_endless(connection: socket.socket, line: bytes) -> bytes:
-    """What comes while the same is sent on and on."""
+    """Return the answer while the same bytes are sent repeatedly."""
     num_sent, answer = 0, b""
     connection.settimeout(0.01)
     while not answer:
@@ -158,7 +158,7 @@ def test_invalid_http_is_refused_in_openais_shape(connection, said):
 
 @pytest.fixture
 def no_tracebacks(caplog) -> Iterator[None]:
-    """No request may log an exception."""
+    """Assert that no request logs an exception."""
     yield
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 

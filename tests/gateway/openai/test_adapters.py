@@ -1,4 +1,4 @@
-"""Adapters at the gateway: further models, whose parent is the model that they change."""
+"""Adapters are listed as models whose parent is the base model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields that clients and load tools send beside the prompt: each has its effect, or is refused by name."""
+"""Fields beside the prompt that clients and load tools send: each has its effect, or is refused by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def body_of(path: str, **options: Any) -> dict[str, Any]:
 
 
 def pieces_of(raw: str) -> list[dict[str, Any]]:
-    """Read a stream as load tools do: every block is one line of data, and the last one says [DONE]."""
+    """Read a stream as load tools do: every event is one line of data, and the last one is [DONE]."""
     assert raw.endswith("\n\n")
     *blocks, last = raw.removesuffix("\n\n").split("\n\n")
     assert last == "data: [DONE]"
@@ -40,7 +40,7 @@ def pieces_of(raw: str) -> list[dict[str, Any]]:
 
 
 def timeless(raw: str) -> str:
-    """A stream without the second in which its request came."""
+    """Return a stream without its `created` time."""
     return re.sub(r'"created":\d+,', "", raw)
 
 

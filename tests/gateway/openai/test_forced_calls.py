@@ -1,4 +1,4 @@
-"""Calls that the caller wants, over HTTP, of a real small model that draws at random: each is one of the tools'."""
+"""Required tool calls over HTTP, by a real small model with random sampling: each call is to one of the tools."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TOOLS = [tool(name) for name in FUNCTIONS]
 
 @pytest.fixture(scope="module")
 def gateway_url(stack, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """In front of one node for each form."""
+    """A gateway in front of one node for each form."""
     for form, mark in MARKS.items():
         folder = make_tiny_model(tmp_path_factory.mktemp("models") / form)
         (folder / "chat_template.jinja").write_text(TEMPLATE + f"{{# {mark} #}}")

@@ -1,4 +1,4 @@
-"""How likely tokens were, in OpenAI's two dialects: whole and streamed alike, through a cut as well."""
+"""Log-probabilities in OpenAI's two formats: equal in whole answers and streams, also after a reconnect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 def join(parts: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
-    """The lists of several objects, one behind the other."""
+    """Concatenate the lists of several objects."""
     joined: dict[str, list[Any]] = {}
     for part in filter(None, parts):
         for name, values in part.items():
@@ -27,7 +27,7 @@ def join(parts: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
 
 
 def completion(api, *, stream: bool, **options: Any) -> dict[int, tuple[str, dict[str, list[Any]]]]:
-    """Text and log-probabilities of each choice."""
+    """Return text and log-probabilities of each choice."""
     answer = api.completions.create(model=MODEL, max_tokens=64, stream=stream, **options)
     choices = [choice for piece in answer for choice in piece.choices] if stream else answer.choices
     said = {choice.index: [one for one in choices if one.index == choice.index] for choice in choices}

@@ -1,4 +1,4 @@
-"""The official client, unmodified: what it asks for is what it gets."""
+"""The official, unmodified OpenAI client: answers agree with its requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Second requests of agent frameworks, recorded as each version sent them: they are accepted, and lose nothing.
+"""Second requests of agent frameworks, recorded for each version: they are accepted without loss.
 
 `second_turns.json` has each body as the framework sent it to a server that had answered the first request, often with a
-call. Only the long system texts are shortened. `given` is what the model must be given of the messages.
+call. Only the long system texts are shortened. `given` is what the model must get of the messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def agent_url(stack: Stack, agent_engine: EchoEngine) -> str:
 
 
 def last_chat(engine: EchoEngine) -> tuple[Any, str | None]:
-    """The messages and tools that the model was given last."""
+    """Return the messages and tools that the model got last."""
     messages, tools = engine.tokenizer.last_chat or (None, None)
     return messages, tools
 

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning through the official client; the node says each chat's last turn as its answer."""
+"""Tool calls and reasoning through the official client. The node echoes each chat's last message as its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames that break the WebSocket protocol or flood it: close codes, and what other callers notice."""
+"""Frames that violate the WebSocket protocol or flood it: close codes, and the effect on other callers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def longest_round(stack: Stack) -> Iterator[list[float]]:
 
 
 def assert_no_long_round(stack: Stack, load: Callable[[], None]) -> None:
-    """A load that holds the loop holds it each time. A machine with other work may make any single round longer."""
+    """Assert that no load holds the loop each time. Other work on the machine may lengthen any single round."""
     found_s = []
     for _ in range(3):
         with longest_round(stack) as longest:
