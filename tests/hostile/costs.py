@@ -48,7 +48,7 @@ class MemoryWatch:
         self.look()
 
     def growth(self) -> dict[str, int]:
-        """Return each process's largest growth in bytes. Of several children of a process, the largest growth counts."""
+        """Return each process's largest growth in bytes. Of several children of one process, the largest counts."""
         grown: dict[str, int] = {}
         for (name, pid), most in self._most.items():
             cached = max(0, _kv_cache(pid) - self._cached.get(pid, 0)) if pid in self._cached else 0

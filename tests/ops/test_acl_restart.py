@@ -45,7 +45,7 @@ def redis_with_users(folder: Path) -> RedisProcess:
 
 
 class ParsedText(NamedTuple):
-    """How a command ended."""
+    """A command's exit status and output."""
 
     returncode: int
     stdout: str

@@ -1,4 +1,4 @@
-"""The audit: names each disagreement, mends it beside running processes, and is silent where all is well."""
+"""The audit names each disagreement, repairs it while processes run, and reports nothing if all keys agree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Scene:
 
 
 async def finish(node: FakeNode, job_id: str, lease: str, count: int) -> None:
-    """Ends a job with a result that says what its log does."""
+    """End a job with a result that agrees with its log."""
     chunks = chunks_of(job_id, 0, count)
     text, tokens = "".join(f"t{i} " for i in range(count)), tuple(100 + i for i in range(count))
     cuts = [(0, 1, len(f"t{i} ")) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Greedy tokens against transformers in float32, with everything on that could change them."""
+"""Greedy tokens equal transformers' in float32, with every feature enabled that could change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings are transformers' hidden states, pooled, whatever the batch goes through."""
+"""Embeddings equal transformers' pooled hidden states, in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family against transformers: the same logits and the same tokens, however the work is cut up."""
+"""Every family against transformers: the same logits and tokens, however the prompt is split into chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How likely tokens were, of outputs and of prompts: transformers' log-softmax, whatever the batch goes through."""
+"""Log-probabilities of outputs and prompts equal transformers' log-softmax, in any batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PARAMS = [
 
 
 def _log_softmax(model: Any, token_ids: Sequence[int]) -> NDArray[np.float32]:
-    """Of what follows each token, [tokens, vocab]."""
+    """Return the log-probabilities of the token after each position, [tokens, vocab]."""
     with torch.inference_mode():
         values: NDArray[np.float32] = model(torch.tensor([list(token_ids)])).logits[0].log_softmax(-1).numpy()
     return values

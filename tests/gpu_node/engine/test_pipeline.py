@@ -1,4 +1,4 @@
-"""The engine while a step runs: what may happen meanwhile, and that nothing of it is seen by a client."""
+"""Calls of the engine while a step is in flight have no effect that a client sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A choice that another node began goes on exactly where its log ends."""
+"""A choice that another node began continues exactly where its log ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _log(outputs: list[StepOutput], choice: int = 0) -> ResumedChoice:
 
 
 def _stop_in(text: str) -> str:
-    """A stop string of several characters, first found far into the text."""
+    """Return a stop string of several characters, which occurs first far into the text."""
     return next(text[at : at + 4] for at in range(len(text) // 2, len(text)) if text.index(text[at : at + 4]) == at)
 
 

@@ -1,4 +1,4 @@
-"""Sampling options in the engine: its tokens are the reference sampler's over transformers' logits."""
+"""Sampling options in the engine: its tokens equal the reference sampler's over transformers' logits."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tokens_equal_those_of_the_reference(engine: Engine, model: Any, options
 
 
 def _word(engine: Engine, said: list[int], num_tokens: int) -> str:
-    """A text of so many tokens that stands in what was said, and that the tokenizer takes apart in the same way."""
+    """Return a text of this many tokens from the output, which the tokenizer splits in the same way."""
     for at in range(len(said)):
         ids = tuple(said[at : at + num_tokens])
         word = engine.tokenizer.decode(ids)

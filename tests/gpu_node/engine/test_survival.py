@@ -1,4 +1,4 @@
-"""Faults at allocation, copy and forward: only a faulty sequence ends; the others give the same answers as without."""
+"""Faults at allocation, copy and forward: only a faulty sequence ends; the others' answers do not change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _add_all(engine: Engine) -> None:
 
 
 def _drain(engine: Engine) -> list[StepOutput]:
-    """Steps as a node does: whatever fails is taken again."""
+    """Step as a node does, again after each failure."""
     outputs, num_failures = [], 0
     while engine.has_work():
         try:
@@ -69,7 +69,7 @@ def _inject(engine: Engine, fault: Callable[[Place, StepPlan | None], Exception 
 
 @pytest.fixture(scope="module")
 def want(make_engine: MakeEngine) -> Answers:
-    """What is said where nothing fails."""
+    """The answers of an engine without faults."""
     engine = make_engine(**NATIVE)
     _add_all(engine)
     return _answers(_drain(engine))

@@ -26,9 +26,9 @@ CELERY_IMPORTS = ("celery.bin.celery", "celery.concurrency.prefork", "penstock.p
 
 @contextmanager
 def process(*argv: str, log: Path | None = None, forked: bool = True, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, killed with all its children at the end; what it says goes to `log`.
+    """A process in its own group, killed with all its children at the end. Its output goes to `log`.
 
-    A Python that is not `forked` is an interpreter of its own.
+    A Python that is not `forked` starts a new interpreter.
     """
     with log.open("wb") if log else nullcontext(subprocess.PIPE) as said:
         options: dict[str, Any] = {"env": {**os.environ, **env}, "stdout": said, "stderr": subprocess.STDOUT}

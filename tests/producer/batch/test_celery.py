@@ -86,7 +86,7 @@ def send_file(app: Celery, tmp_path: Path, rows: list[Row]) -> AsyncResult:
 
 
 def slow(case: tuple[object, ...]) -> Any:
-    """Left to `make check-full`."""
+    """Mark as slow: only `make check-full` runs it."""
     return pytest.param(*case, marks=pytest.mark.slow)
 
 

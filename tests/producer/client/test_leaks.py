@@ -1,4 +1,4 @@
-"""Nothing stays behind: no task, no subscription, no connection, no key."""
+"""Closed clients and jobs leave no task, subscription, connection or key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""submit's limits: of a pool, of a tenant, of Redis's memory; and what the refused are told."""
+"""submit's limits: of a pool, of a tenant, of Redis's memory; and the refusals' texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block pool under any order of use, and the order in which it forgets."""
+"""The block pool under any order of calls, and its order of eviction."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _take(pool: BlockPool, count: int) -> list[int]:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders take, share, name and free blocks; a model keeps count of them."""
+    """Holders allocate, share, name and free blocks. A model of the pool predicts the counts."""
 
     def __init__(self) -> None:
         super().__init__()

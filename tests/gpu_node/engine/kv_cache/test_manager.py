@@ -1,4 +1,4 @@
-"""Two tiers of blocks: what moves between them, and that a prefix is known in one place."""
+"""Two tiers of blocks: moves between them, and each prefix cached in one tier only."""
 
 from __future__ import annotations
 

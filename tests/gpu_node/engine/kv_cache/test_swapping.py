@@ -39,7 +39,7 @@ MOSTLY_NATIVE = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module", params=RUNNERS)
 def make(request: pytest.FixtureRequest, make_engine: MakeEngine) -> MakeEngine:
-    """Makes engines whose tokens are the same bits however they are batched: torch in float32 on this small a model."""
+    """Make an engine whose tokens are identical in any batch: the torch runner in float32 on this small model."""
 
     def make(**settings: Any) -> Engine:
         dtype = "bfloat16" if request.param == "native" else "float32"

@@ -1,4 +1,4 @@
-"""Policies inside the engine: the order of starts, the choice of victims, and an even share of KV per tenant."""
+"""Policies inside the engine: the order of starts, the choice of victims, and fair shares of KV per tenant."""
 
 from __future__ import annotations
 

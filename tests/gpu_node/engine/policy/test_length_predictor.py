@@ -1,4 +1,4 @@
-"""Predicted lengths: the promised share of outputs is not longer, whatever their distribution, also while it moves."""
+"""Predicted lengths cover the promised share of outputs, for any distribution, also one that changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters in the engine: chosen by request, more of them than places, never mixed up in the prefix cache."""
+"""Adapters in the engine: chosen by request, more adapters than slots, never mixed up in the prefix cache."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _Named:
 
 
 class _Table:
-    """A runner's places."""
+    """The slots of a runner."""
 
     def __init__(self) -> None:
         self.places: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""What a plan says of how each row samples, while rows come and go."""
+"""A plan's sampling options for each row, while rows come and go."""
 
 from __future__ import annotations
 

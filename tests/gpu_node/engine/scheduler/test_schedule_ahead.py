@@ -1,4 +1,4 @@
-"""Steps planned before the tokens of the step ahead are known give the same answers."""
+"""Steps planned before the previous step's tokens are known give the same answers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ MakeEngine = Callable[..., Engine]
 
 
 def _commit(scheduler: Scheduler, step: Step, *tokens: int) -> list[str]:
-    """The names of those that ended."""
+    """Commit a step. Return the names of the sequences that ended."""
     outcome = scheduler.commit(step, np.array(tokens, dtype=np.int32))
     scheduler.check_integrity()
     return sorted(seq.request_id for seq in outcome.ended)
 
 
 def _launched(scheduler: Scheduler, *, ahead: bool = False) -> tuple[Step, list[int]]:
-    """A step, and its token ids."""
+    """Launch a step. Return it and its token ids."""
     step = scheduler.schedule_ahead() if ahead else scheduler.schedule()
     assert step is not None
     return step, check_plan(scheduler, step, 64).token_ids.tolist()
@@ -137,7 +137,7 @@ def test_step_that_needs_blocks_or_known_tokens_is_not_planned_ahead() -> None:
 
 
 class _Urgent(FirstComeFirstServed):
-    """Every waiting sequence asks for preemption."""
+    """A policy in which every waiting sequence requests preemption."""
 
     def preemption_request(
         self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens
@@ -168,13 +168,13 @@ CONFIGS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def alone(make_engine: MakeEngine) -> Engine:
-    """Blocks for every sequence, and no step ahead of another."""
+    """An engine with blocks for every sequence that plans no step ahead."""
     return make_engine(**NATIVE, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="module")
 def engines(make_engine: MakeEngine) -> list[Engine]:
-    """Few blocks, and steps ahead."""
+    """Engines with few blocks that plan steps ahead."""
     made = [make_engine(**NATIVE, **config) for config in CONFIGS]
     for engine in made:
         engine._runner = AheadRunner(engine._runner)
@@ -183,7 +183,7 @@ def engines(make_engine: MakeEngine) -> list[Engine]:
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int, int | None, int]:
-    """A prompt, its parameters, its class, after which step it is dropped, and after which it comes."""
+    """A prompt, its parameters, its class, the step after which it is aborted, and the step after which it arrives."""
     params = {
         "temperature": draw(st.sampled_from((0.0, 1.0))),
         "max_tokens": draw(st.integers(1, 30)),

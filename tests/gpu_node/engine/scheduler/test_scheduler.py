@@ -22,7 +22,7 @@ def _scheduler(num_blocks: int, *, max_num_seqs: int = 8, budget: int = 16) -> t
 
 
 def _finish_step(scheduler: Scheduler, step: Step, token: int = 1000) -> list[str]:
-    """Give each sampling sequence a token; the names of those that are done."""
+    """Give each sampling sequence a token. Return the names of those that are done."""
     landed = scheduler.commit(step, np.full(len(step.sampled), token, dtype=np.int32))
     return [seq.request_id for seq in landed.seqs if seq.row < 0]
 

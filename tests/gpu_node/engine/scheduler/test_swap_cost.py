@@ -1,4 +1,4 @@
-"""Which way of preemption is cheaper, by what was measured."""
+"""The choice between the two ways of preemption, by measured costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts change how many steps an answer takes, and nothing else."""
+"""Drafts change how many steps an answer takes, and nothing else in it."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def plain(make_engine: MakeEngine) -> Engine:
 
 @pytest.fixture(scope="module")
 def oracle() -> Oracle:
-    """Says what the engine drafts."""
+    """A drafting policy that knows the coming tokens."""
     return Oracle()
 
 
 @pytest.fixture(scope="module")
 def drafting(make_engine: MakeEngine, oracle: Oracle) -> Engine:
-    """One that drafts as much as it can, in a KV cache far too small."""
+    """An engine that drafts as much as possible, with a KV cache far too small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.gpu_node.engine.engine.speculation_of", lambda *_: oracle)
         return make_engine(runner="native", dtype="bfloat16", **TIGHT)
@@ -248,7 +248,7 @@ def test_chosen_drafts_have_the_largest_expected_gain(chances: list[list[float]]
 
 
 def _step_ms(num_rows: int) -> float:
-    """A machine that computes rows by tiles of eight."""
+    """Return the time of a step on a machine that computes rows in tiles of eight."""
     return 8.0 + 2.0 * -(-num_rows // 8)
 
 
@@ -301,7 +301,7 @@ def test_unknown_numbers_of_rows_are_tried_once_plain_steps_are_known() -> None:
 
 @dataclass(frozen=True)
 class _Timed:
-    """A step on its way on the machine by tiles."""
+    """A step in flight on that machine."""
 
     handle: StepHandle
     num_rows: int

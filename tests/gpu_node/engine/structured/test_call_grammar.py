@@ -1,4 +1,4 @@
-"""A grammar of calls: whatever tokens are drawn, the parsers read them as calls of the offered tools."""
+"""Grammars of tool calls: whatever tokens are sampled, the parsers read them as calls of the offered tools."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def allowed(guides: GrammarCompiler, guide: Guide) -> list[int]:
 
 
 def draw(guides: GrammarCompiler, tokenizer: Tokenizer, wanted: StructuredOutputs, rng: random.Random) -> str | None:
-    """A text of tokens drawn among those that may come, those of marks more often; None for one that does not end."""
+    """Return a text of random allowed tokens, marker tokens more often. None if it does not end."""
     guide, token_ids = guides.new_guide(guides.prepare(wanted)), []
     marks = {tokenizer.id_of(mark) for mark in MARKS} | {EOS}
     for _ in range(200):
@@ -148,7 +148,7 @@ def derives(guides: GrammarCompiler, tokenizer: Tokenizer, wanted: StructuredOut
 
 
 def written(form: str, *arguments: object, name: str = "move") -> str:
-    """Calls as models of a family write them."""
+    """Return calls as models of a family write them."""
     key = "parameters" if form == "llama3_json" else "arguments"
     said = [json.dumps({"name": name, key: one}) for one in arguments]
     if form == "mistral":

@@ -1,4 +1,4 @@
-"""Grammars that cost too much are refused or end by name, and the streams beside them go on, token for token."""
+"""Grammars that cost too much are refused or ended with an error; streams in the same batch keep every token."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _signal(pids: list[int], number: int) -> None:
 
 
 def _run(engine: Engine, during: Callable[[int], None] = lambda step: None) -> list[StepOutput]:
-    """A guided stream and a free one, side by side."""
+    """Run a guided stream and one without a guide in the same batch."""
     for name, wanted in (("guided", REGEX), ("free", None)):
         params = _params(wanted, ignore_eos=wanted is None)
         engine.add(EngineRequest(name, PROMPT, params, seed=7))
@@ -174,7 +174,7 @@ def test_grammar_that_kills_the_cheap_worker_continues_in_the_costly_one(
 
 
 class _FailingForks:
-    """Lets the system refuse processes: those whose numbers, counted from 0, a test names."""
+    """Makes some forks fail: those whose numbers, from 0, the test names."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refused: Collection[int]) -> None:
         self.num_asked = 0

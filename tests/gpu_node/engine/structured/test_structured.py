@@ -1,4 +1,4 @@
-"""Answers of a given form: every one keeps to it, beside rows that are free, wherever a node takes over."""
+"""Structured answers: each has its form, in a batch with other rows, and after a takeover at any token."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ MOSTLY_NATIVE = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module", params=["torch", "native"])
 def make(request: pytest.FixtureRequest, tiny_model: Path) -> Callable[..., Engine]:
-    """Makes an engine on each runner."""
+    """Make an engine on each runner."""
     dtype = {"torch": "float32", "native": "bfloat16"}[request.param]
     plain = {
         "model": str(tiny_model),

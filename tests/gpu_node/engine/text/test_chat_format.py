@@ -1,4 +1,4 @@
-"""Tools and calls through chat templates, against transformers; and what a template shows of its model."""
+"""Tools and calls in chat templates, compared with transformers, and the properties found from a template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats piece by piece against whole texts."""
+"""Chats encoded in pieces give the same tokens as whole texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEPARATORS = ["<|im_start|>", "<|im_end|>", "<|im_end|>\n"]
 
 
 class Counting:
-    """A backend that notes how many characters it is asked for."""
+    """A backend that counts the characters that it encodes."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -1,4 +1,4 @@
-"""Tokens to text: whole characters only, stop strings held back, ends found."""
+"""Tokens to text: whole characters only, stop strings withheld, ends found."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _output(
 
 
 def _say(output: ChoiceOutput, text: str | bytes) -> list[str]:
-    """Push bytes one by one until the choice ends; what each released."""
+    """Push bytes one by one until the choice ends. Return the text that each released."""
     pieces = []
     for token_id in text.encode() if isinstance(text, str) else text:
         output.push(token_id)

@@ -1,4 +1,4 @@
-"""The cache of converted models: its files are whole after a power failure, and its errors name the right place."""
+"""The cache of converted models: its files are complete after a power failure, and errors name the right path."""
 
 from __future__ import annotations
 

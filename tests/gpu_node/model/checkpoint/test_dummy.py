@@ -1,4 +1,4 @@
-"""Random weights: which names and folders have a shape, and what the numbers are like."""
+"""Random weights: the names and folders that define a shape, and the distribution of the values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading weight files: what they keep, under which names, and what is said of broken ones."""
+"""Reading weight files: their tensors and names, and the errors for broken ones."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FORMATS = {"q4_0": 0.2, "q4_1": 0.2, "q8_0": 0.02, "f16": 1e-3, "bf16": 1e-2, "f
 
 
 def _interleave(weight: Any, num_heads: int) -> Any:
-    """What llama.cpp's converter does to queries and keys."""
+    """Reorder queries and keys as llama.cpp's converter does."""
     rows, columns = weight.shape
     return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def _write_gguf(path: Path, kind: str = "f32", *, architecture: str = "llama", **metadata: int) -> dict[str, Any]:
-    """A file of one layer; the values that went in, under Hugging Face's names."""
+    """Write a file of one layer. Return its values under Hugging Face's names."""
     rng = np.random.default_rng(0)
     values = {
         "model.embed_tokens.weight": rng.uniform(-1, 1, (VOCAB, HIDDEN)),

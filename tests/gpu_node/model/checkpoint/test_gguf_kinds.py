@@ -1,4 +1,4 @@
-"""Every format of GGUF files has the logits of what the package gguf says that it means, on every runner."""
+"""Every format of GGUF files has the logits of the values that the package gguf reads, on every runner."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHAPES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
-    """A Llama whose weights are in a GGUF file, and transformers' logits of what they mean."""
+    """A Llama with weights in a GGUF file, and transformers' logits for their values."""
     folder = make_family_model(tmp_path_factory.mktemp("plain"), "llama", "bfloat16", **SHAPES)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 

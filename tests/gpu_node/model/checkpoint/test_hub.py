@@ -1,4 +1,4 @@
-"""Models of the hub, through huggingface_hub, from a stand-in of its HTTP API."""
+"""Models of the hub, loaded through huggingface_hub from a substitute of its HTTP API."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 @pytest.fixture
 def change(model_copy: Path) -> Callable[..., Path]:
-    """The tiny model's folder with changes of its config, and some files more."""
+    """Return a copy of the tiny model's folder with changes of its config, and some additional files."""
 
     def change(*files: str, **config: Any) -> Path:
         path = model_copy / "config.json"

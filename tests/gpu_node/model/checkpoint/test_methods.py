@@ -1,4 +1,4 @@
-"""Quantized checkpoints have the logits of the numbers that they store, in every layout."""
+"""Quantized checkpoints have the logits of their dequantized values, in every layout."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _tracks() -> list[Track]:
 
 
 def _said(runner: Any) -> tuple[np.ndarray, list[int]]:
-    """Logits behind all tokens, and tokens behind the last one of prompts and of sequences that decode."""
+    """Return logits after all tokens, and after the last token of prompts and of decoding sequences."""
     tracks, again, greedy = _tracks(), _tracks(), rows_of(4, temperature=0.0)
     parts = logits_of_step(runner, [(track, 3 + i % 2) for i, track in enumerate(tracks)])
     parts += logits_of_step(runner, [(track, 1) for track in tracks])

@@ -69,7 +69,7 @@ class Adapter:
         )
 
     def added(self, layer: int, matrix: MatrixName) -> torch.Tensor:
-        """What the terms add to the matrix."""
+        """Return the sum that the terms add to the matrix."""
         parts = self.spec.parts_of(matrix)
         by_part = {term.part: term.up @ term.down for term in self.low_ranks(layer, matrix)}
         zeros = [np.zeros((rows, self.spec.columns_of(matrix)), np.float32) for _, rows in parts]

@@ -1,4 +1,4 @@
-"""What the GPU runner refuses, and how its cache is sized."""
+"""Models that the GPU runner refuses, and the size of its KV cache."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_size_in_gib_is_honored_or_refused_on_a_gpu(tiny_model: Path, monkeypatc
 
 
 def _on_small_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """Arguments of `_sizes`: the CPU as a GPU of 256 MiB, 64 of them taken, where every step takes 16 MiB."""
+    """Return arguments of `_sizes`: the CPU as a GPU of 256 MiB, 64 of them used, where every step takes 16 MiB."""
     mib = 1 << 20
     for name, value in {"mem_get_info": (192 * mib, 256 * mib), "memory_reserved": 0, "memory_allocated": 0}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)

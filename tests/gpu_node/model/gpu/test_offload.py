@@ -1,4 +1,4 @@
-"""Layers streamed from host memory compute what they do on the GPU, use no more of it than stated, and never race."""
+"""Layers streamed from host memory give the same results as on the GPU, within the stated memory, without races."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _tensors(layer: LayerWeights) -> list[Tensor]:
 
 
 def _resident_bytes(layers: Sequence[LayerWeights]) -> int:
-    """Of the device memory that the matrices lie in, whatever shares it counted once."""
+    """Return the bytes of device memory of the matrices, with shared memory counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor for layer in layers for tensor in _tensors(layer)}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
@@ -183,7 +183,7 @@ def test_offload_sizes_that_are_too_large_or_free_nothing_are_refused_by_name(of
 
 
 def _matrices_gib(folder: Path) -> float:
-    """Of the layers of a float32 checkpoint."""
+    """Return the size of the layers' matrices in a float32 checkpoint."""
     tensors = load_file(folder / "model.safetensors")
     return sum(tensor.nbytes for name, tensor in tensors.items() if "layers." in name and "norm" not in name) / GIB
 

@@ -43,7 +43,7 @@ def _runner(folder: Path, runner: str, **options: Any) -> Any:
 
 
 def _logits(runner: Any, length: int = 7) -> NDArray[np.float32]:
-    """Of a sequence that is computed in chunks, beside another one, and at last token by token."""
+    """Return the logits of a sequence computed in chunks, in a batch with another one, and at last token by token."""
     token_ids = random.Random(0).choices(range(300), k=length + 2)
     one, other = Track(token_ids, [3, 17, 5, 11, 8, 1]), Track(token_ids[::-1], [2, 4, 6, 7, 9, 10])
     parts = [logits_of_step(runner, [(one, length - 4)])[0], logits_of_step(runner, [(other, 2), (one, 4)])[1]]
@@ -89,7 +89,7 @@ RULES: dict[str, list[dict[str, Any]]] = {
 def _generations(
     folder: Path, runner: str, rules: list[dict[str, Any]]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Greedy, drawn and penalised ones together, in memory that is too little for all of them."""
+    """Return greedy, sampled and penalized outputs of one batch, with too few blocks for all of them."""
     engine = Engine(
         EngineConfig(
             model=str(folder),

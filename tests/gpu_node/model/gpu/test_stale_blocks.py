@@ -1,4 +1,4 @@
-"""Blocks are not cleared between sequences: what an earlier one left in them must not reach a later one."""
+"""Blocks are not cleared between sequences: old contents must not affect a later sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format on the torch runner: as good as merged into the weights, in batches of several."""
+"""Adapters in PEFT's format on the torch runner equal merged weights, in batches with several adapters."""
 
 from __future__ import annotations
 

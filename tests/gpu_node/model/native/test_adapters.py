@@ -1,4 +1,4 @@
-"""Adapters beside the native products: close to merged weights, and bit for bit the same in any company."""
+"""Adapters in native products: close to merged weights, and bit for bit the same in any batch."""
 
 from __future__ import annotations
 
