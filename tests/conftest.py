@@ -80,7 +80,7 @@ settings.load_profile("penstock")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--quick` is what `make quick` says."""
+    """Add `--quick`, which `make quick` uses."""
     parser.addoption("--quick", action="store_true", help="run only tests that need neither processes, Redis nor torch")
 
 
@@ -99,7 +99,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker the address of that server. An environment variable would reach the runs that tests start."""
+    """Pass that server's address to a worker. An environment variable would reach the runs that tests start."""
     node.workerinput["services"] = node.config.stash[SERVICES].address
 
 

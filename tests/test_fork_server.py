@@ -23,7 +23,7 @@ from tests.conftest import HAS_GPU  # noqa: F401  the condition below reads it
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    """The session's server of services, for another client: a server of its own would import them all anew."""
+    """The session's server of services, for a second client: a new server would import everything again."""
     session_server = ChildProcess.session_server()
     session_server.open()
     server = ForkServer(address=session_server.address)
@@ -158,7 +158,7 @@ def test_options_of_the_python_command_are_supported() -> None:
 
 @pytest.fixture
 def part(server: ForkServer) -> Iterator[subprocess.Popen[str]]:
-    """What stands for a part of `penstock serve`, which says its process id, and ends with status 7 on SIGTERM."""
+    """A stand-in for a part of `penstock serve`: it prints its process id, and ends with status 7 on SIGTERM."""
     server.open()
     code = (
         "import os, signal; signal.signal(15, lambda *_: os._exit(7)); print(os.getpid(), flush=True); signal.pause()"

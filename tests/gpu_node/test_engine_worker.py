@@ -90,7 +90,7 @@ def test_commands_that_arrive_during_a_step_run_before_the_next_one() -> None:
 
 
 class Failing(ReferenceEngine):
-    """Its first steps fail; as an engine does, it says so when it is stepped again."""
+    """An engine whose first steps fail. As in the real engine, the next step reports the failure."""
 
     num_failures = 0
     is_launched = False

@@ -1,4 +1,4 @@
-"""Rates in the pressure record, and what is said of an engine without one."""
+"""Rates in the pressure record, and the record of an engine without any."""
 
 from __future__ import annotations
 

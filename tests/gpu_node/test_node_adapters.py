@@ -1,4 +1,4 @@
-"""What a node says of its adapters, and how often it looks."""
+"""The adapters that a node announces, and how often it checks them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POOL = "m"
 
 
 class Adapted(ReferenceEngine):
-    """Says that it has what the test puts there."""
+    """An engine that lists the adapters that the test sets."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A node beside costly grammars, through the client: they fail by name, other tenants' streams go on."""
+"""Costly grammars at a node, through the client: their jobs fail with an error, other tenants' streams continue."""
 
 from __future__ import annotations
 

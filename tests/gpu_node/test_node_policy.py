@@ -218,7 +218,7 @@ def by_choice_alone(engine: Engine, job: Job) -> dict[int, list[int]]:
 
 
 class ThirstyEngine(ReferenceEngine):
-    """Each choice says that it held a million KV-token-milliseconds."""
+    """An engine that reports a million KV-token-milliseconds for each choice."""
 
     def step(self) -> list[StepOutput]:
         return [replace(output, kv_token_ms=1e6) for output in super().step()]

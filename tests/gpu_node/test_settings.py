@@ -1,4 +1,4 @@
-"""A node's settings reach its engine by their names, so both records must say the same of what they share."""
+"""A node's settings reach its engine by name, so both classes must agree on shared fields."""
 
 from __future__ import annotations
 

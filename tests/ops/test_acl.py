@@ -1,4 +1,4 @@
-"""The users of ops/acl, loaded as they stand: what each role can do, cannot do, and what no rule keeps it from."""
+"""The users of ops/acl, loaded unchanged: what each role can do, cannot do, and what no rule prevents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EVAL = ("EVAL", "return redis.call(ARGV[1], unpack(ARGV, 2))", "0")
 
 @contextmanager
 def serving(folder: Path, rules: str) -> Iterator[Path]:
-    """The socket of a Redis that knows these users and no other; each one's password is its name."""
+    """The socket of a Redis with only these users. Each one's password is its name."""
     rules += "user watcher on >watcher +acl\n"
     (folder / "users.acl").write_text(with_passwords(rules))
     socket = folder / "s"
@@ -68,7 +68,7 @@ ALL_RULES = all_rules()
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A Redis with the users as they stand, and a node that is kept to one pool."""
+    """A Redis with the unchanged users, and a node whose rules permit one pool."""
     narrow = (
         rules_of("node").replace("user node", "user narrow").replace("{*}", f"{{{POOL}}}").replace("NODE", "NARROW")
     )
@@ -114,7 +114,7 @@ def may(server: Path, role: str, *command: str | bytes | int) -> bool:
 
 @asynccontextmanager
 async def clients_of(server: Path) -> AsyncIterator[dict[str, Redis]]:
-    """A connection for each role, over no keys, and one that watches what they are refused."""
+    """Return a connection for each role, with no keys in Redis, and one that reads their refusals."""
     made = {role: connect(url_of(server, role)) for role in (*ROLES, "watcher")}
     for key in [key async for key in made["admin"].scan_iter("penstock:*")]:
         await made["admin"].delete(key)

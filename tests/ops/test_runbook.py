@@ -1,4 +1,4 @@
-"""The runbook names only what there is: metrics, log lines, settings and commands."""
+"""The metrics, log lines, settings and commands that the runbook names exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fairness across classes: interactive work of a tenant above its share goes behind the standard work of others."""
+"""Fairness across classes: interactive jobs of a tenant above its share run after the standard jobs of others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATED_BOUND_MS = 2 * WINDOW_MS + 2 * MAX_COST_MS
 
 @dataclass(frozen=True)
 class Work:
-    """A job that holds the only place for `cost` ms."""
+    """A job that occupies the only slot for `cost` ms."""
 
     job_id: str
     tenant: str
@@ -40,7 +40,7 @@ class Work:
 def serve(
     policy: PolicyConfig, classes: dict[str, list[int]], since_ms: dict[str, int], until_ms: int, seed: int
 ) -> list[tuple[float, str, int]]:
-    """(when, whose, how long) of each start on one place; a job of each tenant and class of it always waits."""
+    """Return (time, tenant, duration) of each start on one slot. Each tenant always has a waiting job of each class."""
     rng, standing = random.Random(seed), PolicyState(policy.share_window_ms)
     waiting: list[Work] = []
     served: list[tuple[float, str, int]] = []

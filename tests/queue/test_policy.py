@@ -1,4 +1,4 @@
-"""Each policy's order, its longest wait, which jobs may pass others, and its choice of victims."""
+"""Each policy's order, its longest wait, the jobs that may pass others, and its choice of victims."""
 
 from __future__ import annotations
 

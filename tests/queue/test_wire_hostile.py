@@ -1,4 +1,4 @@
-"""What is no wire data of ours is refused by one name, and costs neither the process nor its memory."""
+"""Bytes that are not our wire data are refused with one error, without a crash or a large allocation."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_declared_lengths_reserve_no_memory(bomb: bytes) -> None:
 
 @contextmanager
 def traced() -> Iterator[Callable[[], int]]:
-    """A function that tells the most bytes that were allocated at once since it was last asked."""
+    """A function that returns the peak of allocated bytes since its last call."""
     tracemalloc.start()
     try:
 

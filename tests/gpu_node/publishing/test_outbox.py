@@ -32,7 +32,7 @@ PATIENCE_S = 30.0
 
 
 class ScriptedBroker(NodeBroker):
-    """Says what the test says to each call that sends chunks."""
+    """Answers each call that sends chunks as the test sets."""
 
     def __init__(self) -> None:
         self.num_emitted = self.num_started = 0

@@ -133,7 +133,7 @@ def _blocks(source: Source, outputs: int, columns: int, seed: int) -> NDArray[np
 
 @cache
 def _values(source: Source, outputs: int, columns: int, seed: int) -> NDArray[np.float64]:
-    """What these blocks say. Reading them takes longer than a product, and tests multiply each matrix 32 times."""
+    """Return the values of these blocks, cached: reading takes longer than a product, and each is used 32 times."""
     return values_of(source, _blocks(source, outputs, columns, seed)).astype(np.float64)
 
 

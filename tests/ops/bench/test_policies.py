@@ -1,4 +1,4 @@
-"""What each policy is for shows on a simulated node: shorter completions, interactive work at once, even shares."""
+"""Each policy has its effect on a simulated node: shorter completions, interactive jobs at once, fair shares."""
 
 from __future__ import annotations
 

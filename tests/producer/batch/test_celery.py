@@ -1,4 +1,4 @@
-"""The same through real Celery workers: killed, stopped, and given a task twice."""
+"""Batches through real Celery workers: killed, stopped, and given a task twice."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PENSTOCK = (sys.executable, "-m", "penstock")
 def worker(
     url: str, *, visibility_timeout_s: int = 2, log: Path | None = None, **env: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A worker as compose starts it."""
+    """Start a worker as compose does."""
     settings = {
         "PENSTOCK_REDIS_URL": url,
         "PENSTOCK_CELERY_VISIBILITY_TIMEOUT_S": str(visibility_timeout_s),
@@ -73,7 +73,7 @@ def idle_log(served_url: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def app(served_url: str) -> Iterator[Celery]:
-    """What a program that sends tasks holds."""
+    """A Celery app as a program that sends tasks has it."""
     app = make_app(CelerySettings.load(), served_url)
     yield app
     app.close()

@@ -1,4 +1,4 @@
-"""A Redis that loses data, and results that expire, become no error rows: what is gone is asked again."""
+"""If Redis loses data or a result expires, there is no error row: the request is submitted again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of requests becomes a file of results, each row once, whatever happens on the way."""
+"""A file of requests becomes a file of results, each row once, whatever fails during the run."""
 
 from __future__ import annotations
 

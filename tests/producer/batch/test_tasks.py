@@ -1,4 +1,4 @@
-"""What a Celery task says on its way holds nothing up, and a retry that Celery's Redis cannot take loses no task."""
+"""Progress messages of a Celery task delay nothing, and a retry that Celery's Redis cannot store loses no task."""
 
 from __future__ import annotations
 

@@ -61,6 +61,6 @@ async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
 
 @pytest.fixture
 async def quick_client(redis_url: str) -> AsyncIterator[AsyncClient]:
-    """With clocks that notice trouble soon."""
+    """A client with short timeouts, which detects failures soon."""
     async with AsyncClient(redis_url, settings=QUICK) as client:
         yield client

@@ -1,4 +1,4 @@
-"""The client on a good day."""
+"""The client without failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dead letters through the client: tried again as new jobs, for the same tenant and on the same terms."""
+"""Dead letters through the client: retried as new jobs, for the same tenant and with the same options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS: list[dict[str, Any]] = [
 
 
 async def make_dead_letter(redis: Redis, **fields: Any) -> Job:
-    """A job that three nodes have died of, in a pool that has a node again."""
+    """Return a job whose three nodes died, in a pool that has a node again."""
     queue = Queue(redis)
     await queue.node("watcher")
     fields = {"params": SamplingParams(max_tokens=9, seed=5), **fields}

@@ -1,4 +1,4 @@
-"""Streams stay whole when messages, connections, logs or jobs are lost."""
+"""Streams stay complete when messages, connections, logs or jobs are lost."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ async def test_a_reader_beyond_the_jobs_sixteen_follows_the_log(
 
 
 async def forget(redis: Redis, job_id: str) -> None:
-    """As after a fail-over to a replica that never heard of the job."""
+    """Delete the job, as in a fail-over to a replica that never received it."""
     for key in await redis.keys(f"*{job_id}*"):
         await redis.delete(key)
     for key in await redis.keys(f"penstock:{{{POOL}}}:*"):
@@ -337,7 +337,7 @@ async def test_short_outage_of_redis_is_waited_out() -> None:
 
 
 async def pause(node: FakeNode, seconds: float) -> None:
-    """Redis runs, but answers no client."""
+    """Pause Redis: it runs, but answers no client."""
     await node.redis.client_pause(int(1000 * seconds))
     await asyncio.sleep(seconds)
 

@@ -1,4 +1,4 @@
-"""The synchronous client: the same, from any thread."""
+"""The synchronous client behaves as the asynchronous one does, from any thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a choice of tools makes of a job."""
+"""The effect of `tool_choice` on the submitted job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A body that is wrong in a hundred thousand places is refused for the first, before the others are listed."""
+"""A body with a hundred thousand errors is refused for the first one, without listing the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON in parts is the JSON of the whole."""
+"""JSON encoded in parts equals the JSON of the whole object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a text says, told apart: the same however it is cut into pieces, and unchanged where it says no more."""
+"""Parsing of reasoning, calls and content: equal however the text is split, and plain text stays unchanged."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read(form: AnswerFormat, pieces: list[str]) -> ParsedText:
 
 
 def read_in_order(form: AnswerFormat, pieces: list[str]) -> list[str | Call]:
-    """Return the texts and calls of an answer in their order; neighboring texts are joined."""
+    """Return the texts and calls of an answer in order. Adjacent texts are joined."""
     reader = AnswerReader(form)
     parts = [part for piece in pieces for part in reader.push_in_order(piece)] + reader.end_in_order()
     found: list[str | Call] = []

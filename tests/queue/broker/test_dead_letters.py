@@ -1,4 +1,4 @@
-"""A dead-lettered job keeps its request and its history, until an operator forgets it or a week has passed."""
+"""A dead letter keeps its request and its ledger until an operator deletes it or a week has passed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEEK_MS = 7 * 24 * 3600 * 1000
 
 
 async def die(queue: Queue, job: Job, first: int = 0) -> None:
-    """Three nodes die of a job, each after it has written a chunk."""
+    """Let three nodes die while they run a job, each after it has written a chunk."""
     await queue.node("watcher")
     await queue.submit(job, cost=30, weight=2.0)
     for number in range(first, first + 3):

@@ -18,7 +18,7 @@ from penstock.queue.broker.dead_letters import DeadLetters
 
 
 async def a_full_life(queue: Queue) -> str:
-    """Jobs of all classes that ended, one that nodes died of, a reader; the finished job's id."""
+    """Create ended jobs of all classes, a dead letter and a reader. Return the finished job's id."""
     node = await queue.node("n1")
     for priority in Priority:
         done = await queue.running(node, priority=priority)

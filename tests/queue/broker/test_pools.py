@@ -1,4 +1,4 @@
-"""What producers are told about pools, and what they may not submit to one."""
+"""The pool information that producers get, and the jobs that a pool refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connection that many calls share: order, loss, silence, and messages in between."""
+"""The connection that many calls share: order, connection loss, timeouts, and messages between replies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = "return {#ARGV[1], ARGV[2]}"
 
 
 class Recorder:
-    """A transport that notes the size of each write."""
+    """A transport that records the size of each write."""
 
     def __init__(self, transport: asyncio.Transport, sizes: list[int]) -> None:
         self._transport = transport
@@ -181,7 +181,7 @@ async def test_messages_arrive_in_order_and_readers_run_between_two(
 
 @asynccontextmanager
 async def line_to(folder: Path, serve: Serve) -> AsyncIterator[SharedConnection]:
-    """A connection to a server that only looks like Redis."""
+    """Return a connection to a server that imitates Redis."""
     serving: set[Any] = set()
 
     async def noted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""A job whose adapter a node lacks goes to one that may have it, each is asked once, and it ends where none is left."""
+"""A job whose adapter a node lacks goes to one that may have it, each node at most once, and then fails."""
 
 from __future__ import annotations
 

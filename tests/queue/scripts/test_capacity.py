@@ -1,4 +1,4 @@
-"""Jobs that wait for capacity: a node empties itself for a large job, isolated jobs run alone, none waits for ever."""
+"""Jobs that wait for capacity: a node drains for a large job, isolated jobs run alone, no job waits forever."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_another_node_reserves_capacity_when_the_first_stops_calling(queue
 
 
 async def _until(queue: Queue) -> int:
-    """When the first node's hold ends: a lease after it was last renewed."""
+    """Return the end of the first node's reservation: a lease after its last renewal."""
     until_ms = int((await queue.redis.hget(HOLDER, "n1") or b"").split()[1])
     assert LEASE_MS - 2000 < until_ms - await queue.now_ms() <= LEASE_MS
     return until_ms
@@ -102,7 +102,7 @@ async def test_large_job_starts_although_others_wait_and_occupies_one_node(queue
 
 
 async def lost_with(queue: Queue, name: str, expected: int) -> FakeNode:
-    """A node that takes so many jobs and dies of them."""
+    """Create a node that takes this many jobs and dies."""
     node = await queue.node(name)
     assert len((await node.take()).jobs) == expected
     await queue.kill(node)

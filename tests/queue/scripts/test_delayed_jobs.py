@@ -1,4 +1,4 @@
-"""Jobs that must not be taken before their time, and tenants that get more than others."""
+"""Jobs with a start time, and tenants with larger weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.contract.job import Priority, SamplingParams
 
 
 async def is_due(queue: Queue, job_id: str, ago_ms: int = 0) -> int:
-    """Lets a job's time come; answers when it came."""
+    """Let a job's start time pass. Return that time."""
     due_ms = await queue.now_ms() - ago_ms
     await queue.change(job_id, submitted=due_ms)
     await queue.redis.zadd(f"{P}:delayed", {job_id: due_ms}, xx=True)

@@ -1,4 +1,4 @@
-"""The ways to a terminal state, what each leaves behind, and for how long."""
+"""The ways to a terminal state, the keys that each leaves, and their expiry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Redis that is full, has forgotten its scripts, or is away."""
+"""A Redis that is full, has lost its scripts, or is unreachable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 
 @pytest.fixture
 async def full(redis: Redis) -> AsyncIterator[None]:
-    """The test calls `fill`; afterwards the server has memory again."""
+    """A function that fills the server. After the test, memory is free again."""
     yield
     await redis.config_set("maxmemory", "512mb")
 

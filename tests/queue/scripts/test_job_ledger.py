@@ -1,4 +1,4 @@
-"""A job's ledger says when and why each node lost it; its tenant's list has it as long as its record is kept."""
+"""A job's ledger has the time and reason of each lost lease. Its tenant's list has it until its record expires."""
 
 from __future__ import annotations
 

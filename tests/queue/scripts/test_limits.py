@@ -88,7 +88,7 @@ async def test_rate_allows_a_burst_and_then_says_when_to_retry(queue: Queue) -> 
 
 
 async def pass_time(queue: Queue, tenant: str, ms: int) -> None:
-    """Moves a tenant's rates into the past."""
+    """Move a tenant's rates into the past."""
     rates = await queue.redis.hgetall(f"{P}:rate:{tenant}")
     for name in (b"jobs", b"tokens"):
         if name in rates:

@@ -46,7 +46,7 @@ events = st.one_of(submits, submits, submits, takes, takes, ends, ends, waits)
 
 
 class Pool:
-    """A pool of one node, and the model of it."""
+    """A pool of one node, and its model."""
 
     def __init__(self, url: str, policy: PolicyConfig) -> None:
         self.runner = asyncio.Runner()
@@ -125,7 +125,7 @@ class Pool:
 
 @pytest.fixture
 def new_pool(redis_url: str) -> Iterator[Any]:
-    """Makes pools of a policy's name."""
+    """Create pools with a given policy."""
     pools: list[Pool] = []
 
     def make(name: PolicyName, bypass_ms: int = 0) -> Pool:
@@ -157,7 +157,7 @@ def test_take_orders_as_policy_does(redis_url: str, name: PolicyName) -> None:
 
 
 def started(pool: Pool) -> ModelJob:
-    """The one job that a node with one free place starts."""
+    """Return the one job that a node with one free slot starts."""
     before = len(pool.taken)
     pool.take([1000] * 3, [1] * 3, 1.0)
     assert len(pool.taken) == before + 1

@@ -1,4 +1,4 @@
-"""attach, detach, reader_heartbeat, messages, and the rules by which a job without readers is given up."""
+"""attach, detach, reader_heartbeat, messages, and the rules by which a job without readers is canceled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRACE_MS = 5_001
 
 
 async def unheard(queue: Queue, taken: Taken, *, swept_ms_ago: int | None = 0) -> bool:
-    """Whether emit says that the job has no reader, when the pool was last swept so long ago."""
+    """Whether emit reports that the job has no reader, if the last sweep was this long ago."""
     if swept_ms_ago is None:
         await queue.redis.delete(f"{P}:sweep")
     else:

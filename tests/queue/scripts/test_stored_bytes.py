@@ -1,4 +1,4 @@
-"""Stored bytes have owners: what each tenant keeps is counted exactly, follows expiry, and is refused to it alone."""
+"""Stored bytes count for a tenant: exactly, until they expire, and the limit refuses only that tenant's jobs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def ended(queue: Queue, num_bytes: int, **fields: Any) -> str:
 
 
 async def pass_time(queue: Queue, ms: int) -> None:
-    """What is to expire by then does so, and a sweep sees it."""
+    """Expire what is due by then, and sweep."""
     for member in await queue.ids("expiry"):
         await queue.age("expiry", member, ms)
     await queue.sweep()
@@ -167,7 +167,7 @@ async def test_a_dead_letter_whose_request_has_expired_is_purged_without_its_byt
 
 
 async def attack(queue: Queue, node: FakeNode, terms: Terms = UNLIMITED) -> tuple[int, BusyError]:
-    """Results of 3 MB, none of them read, until the attacker is refused."""
+    """Submit jobs with unread results of 3 MB until the attacker is refused."""
     result = b"x" * (3 << 20)
     for num_stored in range(100):
         try:

@@ -1,4 +1,4 @@
-"""submit: one job per id and per idempotency key, refusals that leave nothing behind."""
+"""submit: one job per id and per idempotency key. A refusal leaves no keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node that holds a seat of its host declares those dead that held it before, and no other node."""
+"""A node that holds a seat of its host declares its previous holders dead, and no other node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def queue(redis: Redis) -> Queue:
 
 
 async def be_silent_for(queue: Queue, node: FakeNode, silent_ms: float) -> None:
-    """As if its last heartbeat had been so long ago."""
+    """Make a node's last heartbeat that old."""
     await queue.redis.zincrby(f"{P}:nodes", -silent_ms, node.name)
 
 

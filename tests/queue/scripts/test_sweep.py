@@ -109,7 +109,7 @@ async def test_node_with_many_jobs_is_emptied_over_several_sweeps(queue: Queue) 
 
 
 async def lose(queue: Queue, name: str, *, chunks: int = 0, earlier: FakeNode | None = None) -> FakeNode:
-    """The only job is taken by a node of this name, which logs some chunks and dies."""
+    """Have a node with this name take the only job, log some chunks and die."""
     node = earlier or FakeNode(queue.redis, name, "r1")
     await node.join()
     taken = await node.take_one()

@@ -67,7 +67,7 @@ def _tokens(vocab: int, count: int) -> list[int]:
 
 
 def _round_turned(model: Any) -> None:
-    """Rounds each matrix where it reads turned channels or writes them, and turns it back."""
+    """Round each matrix in the Hadamard-rotated channels that it reads or writes, and rotate it back."""
     hidden, inner = (hadamard_rotation(size) for size in (model.config.hidden_size, model.config.intermediate_size))
     # A tied head has gains that the embedding has not.
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
@@ -255,7 +255,7 @@ def test_every_familys_tokens_survive_preemption_and_leave_transformers_path_at_
 
 
 def _greedy(folder: Path, count: int, **settings: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Prompts and what an engine goes on with, 16 tokens each."""
+    """Return prompts and an engine's next 16 tokens of each."""
     plain = {"dtype": "bfloat16", "kv_cache_tokens": 2048, "weight_cache": False}
     engine = Engine(EngineConfig(model=str(folder), **plain | settings))
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

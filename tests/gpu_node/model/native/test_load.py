@@ -1,4 +1,4 @@
-"""Which runner a model gets, and what is said where it is not the native one."""
+"""Which runner a model gets, and the log message if it is not the native one."""
 
 from __future__ import annotations
 
