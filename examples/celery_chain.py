@@ -13,7 +13,7 @@ ASK_AGAIN = "examples.ask_again"
 
 @app.task(name=ASK_AGAIN, bind=True)  # type: ignore[untyped-decorator]
 def ask_again(self: Any, answer: dict[str, Any]) -> Any:
-    """Replace itself by a task that goes on from the first answer, a response object of OpenAI's form."""
+    """Replace itself by a task that continues from the first answer, a response object in OpenAI's form."""
     story = answer["choices"][0]["text"]
     options = {"prompt": f"{story}\n\nThe end of this story:", "max_tokens": 16, "temperature": 0}
     return self.replace(app.signature(GENERATE, kwargs=options))

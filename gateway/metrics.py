@@ -156,13 +156,13 @@ async def metrics(request: Request) -> Response:
         *_of_budgets(state),
         *process_metrics(state.metrics.rate, state.metrics.usage),
     ]
-    text = generate_latest(state.metrics.registry) + generate_latest(_told_by(own))
+    text = generate_latest(state.metrics.registry) + generate_latest(_registry_of(own))
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
             pools, memory = await client.pool_stats()
-        text += generate_latest(_told_by([*_of_pools(pools), *pool_metrics(pools), *_of_redis(memory)]))
+        text += generate_latest(_registry_of([*_of_pools(pools), *pool_metrics(pools), *_of_redis(memory)]))
     except (TimeoutError, UnavailableError):
-        text += generate_latest(_told_by(_of_redis(None)))
+        text += generate_latest(_registry_of(_of_redis(None)))
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -176,7 +176,7 @@ class _FixedCollector(Collector):
         return self._families
 
 
-def _told_by(families: Iterable[Metric]) -> CollectorRegistry:
+def _registry_of(families: Iterable[Metric]) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_FixedCollector(list(families)))
     return registry

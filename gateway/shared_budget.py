@@ -33,8 +33,8 @@ class Claim:
 
 
 @dataclass(slots=True, eq=False)
-class _Wish:
-    """A claim that waits until it has `amount`."""
+class _WaitingClaim:
+    """A claim that waits until it may have `amount` units."""
 
     claim: Claim
     amount: int
@@ -67,7 +67,7 @@ class SharedBudget:
         self._num_used = 0
         self._claims: dict[str, set[Claim]] = {}
         """The claims by owner that hold something."""
-        self._wishes: dict[str, deque[_Wish]] = {}
+        self._wishes: dict[str, deque[_WaitingClaim]] = {}
         """Waiting wishes by owner. The first owner in the dictionary is served next."""
 
     @property
@@ -110,7 +110,7 @@ class SharedBudget:
         self._serve()
 
     async def _wait(self, claim: Claim, amount: int) -> None:
-        wish = _Wish(claim, amount, asyncio.get_running_loop().create_future())
+        wish = _WaitingClaim(claim, amount, asyncio.get_running_loop().create_future())
         self._wishes.setdefault(claim.owner, deque()).append(wish)
         self._serve()
         try:
@@ -168,7 +168,7 @@ class SharedBudget:
                 wish.granted.set_result(None)
                 progress = True
 
-    def _next_of(self, owner: str) -> _Wish | None:
+    def _next_of(self, owner: str) -> _WaitingClaim | None:
         """Return an owner's next wish if its share permits it; of several steps, the first that can be granted."""
         for wish in self._wishes[owner]:
             if wish.granted.done():  # canceled; its waiter has not removed it yet
@@ -179,7 +179,7 @@ class SharedBudget:
                 return wish
         return None
 
-    def _drop(self, wish: _Wish) -> None:
+    def _drop(self, wish: _WaitingClaim) -> None:
         wishes = self._wishes.get(wish.claim.owner, deque())
         if wish in wishes:
             wishes.remove(wish)

@@ -85,7 +85,7 @@ class UsageParams(Named):
 
 
 def _documented() -> dict[str, Any]:
-    """Return what the OpenAPI document says of the route beyond its docstring."""
+    """Return the part of the route's OpenAPI description that is not in its docstring."""
     properties: dict[str, dict[str, Any]] = UsageParams.model_json_schema()["properties"]
     parameters = []
     for name, schema in properties.items():

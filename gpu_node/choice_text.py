@@ -26,7 +26,7 @@ class ChoiceText:
     fresh_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def extend(self, new: Chunk | StepOutput, *, is_fresh: bool = False) -> None:
-        """Append what an earlier node logged or what a step produced. `is_fresh`: the output is in no chunk yet."""
+        """Append logged output of an earlier node or the output of a step. `is_fresh`: it is in no chunk yet."""
         self.token_ids += new.token_ids
         self.texts.append(new.text)
         self.finish_reason = new.finish_reason
@@ -36,7 +36,7 @@ class ChoiceText:
             self.fresh_logprobs += new.logprobs
 
     def take_fresh(self, job_id: str, index: int, choice: int, usage: Usage | None) -> Chunk:
-        """Return the next chunk, and clear what is fresh."""
+        """Return the next chunk, and clear the `fresh_` fields."""
         num_fresh = len(self.fresh_ids)
         chunk = Chunk(
             job_id,

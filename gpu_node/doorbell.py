@@ -20,13 +20,13 @@ _PING_S = 15.0
 
 
 class Bell:
-    """An event that there may be jobs to take. `depth`: jobs that waited when the queue was last read."""
+    """An event: there may be jobs to take. `depth`: jobs that waited when the queue was last read."""
 
     def __init__(self) -> None:
         self._rung = asyncio.Event()
         self.depth = 0
         self.is_heard = True
-        """Whether the doorbell channel is subscribed. Without it new jobs are found by polling, so later."""
+        """Whether the doorbell channel is subscribed. Otherwise new jobs are found later, by polling."""
 
     def ring(self) -> None:
         """Wake the inbox: there may be a new job."""
@@ -48,7 +48,7 @@ class Bell:
 async def listen(redis: Redis, channel: str, bell: Bell, on_message: Callable[[str], None]) -> None:
     """Listen to the doorbell channel until canceled. An empty message means a new job; `on_message` gets all others."""
 
-    def hear(message: bytes) -> None:
+    def receive(message: bytes) -> None:
         if message:
             on_message(message.decode(errors="replace"))
         else:
@@ -57,7 +57,7 @@ async def listen(redis: Redis, channel: str, bell: Bell, on_message: Callable[[s
     patience = pauses()
     while True:
         try:
-            line = await SharedConnection.open(redis, hear)
+            line = await SharedConnection.open(redis, receive)
             try:
                 await line.call("SUBSCRIBE", channel)
                 patience = pauses()

@@ -112,7 +112,7 @@ class Heartbeat:
         answer = await self._broker.heartbeat(pressure, free=free, answered_call=snapshot.answered_call, held=held)
         self._num_heartbeats += 1
         self._acknowledged_s = time.monotonic()
-        self._outbox.handle_beat(answer)
+        self._outbox.handle_heartbeat_answer(answer)
 
     def _pressure(self, snapshot: NodeSnapshot, now_s: float) -> NodePressure:
         stats = snapshot.stats

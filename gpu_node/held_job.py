@@ -221,7 +221,7 @@ class HeldJob:
                 break
             chunks.append(chunk)
         prefill, self.prefill = self.prefill, None
-        # If the call fails, this progress is lost; the next one says more.
+        # If the call fails, this progress report is lost; the next one supersedes it.
         progress = b"" if prefill is None else encode_progress(self.job_id, prefill)
         return Emission(self.taken.job_id, self.taken.lease, self.num_acknowledged, tuple(chunks), progress)
 

@@ -33,7 +33,7 @@ from penstock.gpu_node.packed_chunks import SealedChunk, seal
 from penstock.gpu_node.threads import Threads
 from penstock.queue import wire
 from penstock.queue.broker.node import NodeBroker
-from penstock.queue.broker.retry import patiently
+from penstock.queue.broker.retry import with_retries
 from penstock.queue.wire import Request
 from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
@@ -134,7 +134,7 @@ class JobIntake:
             return
         if isinstance(error, PenstockError) and error.param == "adapter":
             # The adapter is missing, has changed or is unreadable here. Another node may have it.
-            if await patiently(lambda: self._load_shedder.give_back([job], "lacking"), math.inf):
+            if await with_retries(lambda: self._load_shedder.give_back([job], "lacking"), math.inf):
                 self._fail(job, error)
             return
         self._fail(job, error)
@@ -143,7 +143,7 @@ class JobIntake:
         """Return a job's request, with the log of earlier nodes applied; None if the job was canceled."""
         data: bytes | None = job.taken.request
         if not data:
-            (data,) = await patiently(lambda: self._broker.requests([job.job_id]), math.inf)
+            (data,) = await with_retries(lambda: self._broker.requests([job.job_id]), math.inf)
         if data is None:
             return None
         if len(data) <= MAX_BYTES_ON_LOOP:
@@ -154,7 +154,7 @@ class JobIntake:
         await self._ledger.reports.taken(job, request)
         logged: list[Chunk] = []
         if job.taken.num_chunks:
-            logged = await patiently(lambda: self._broker.log(job.job_id, job.taken.num_chunks), math.inf)
+            logged = await with_retries(lambda: self._broker.log(job.job_id, job.taken.num_chunks), math.inf)
         job.open(request.params, logged, await self._sealed(logged))
         return request
 

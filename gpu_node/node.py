@@ -40,7 +40,7 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.broker.eviction import warn_of_eviction
 from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
-from penstock.queue.broker.retry import patiently
+from penstock.queue.broker.retry import with_retries
 from penstock.queue.wire import NodePressure, PoolRecord
 from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
@@ -105,10 +105,10 @@ class Node:
         await self._load_shedder.shed_load()
 
     async def run(self, ready: asyncio.Event | None = None) -> None:
-        """Serve until `stop`, then drain. Raises what killed the engine; other nodes take over its jobs."""
+        """Serve until `stop`, then drain. Raises the error that ended the engine; other nodes take over its jobs."""
         self._worker.start()
         try:
-            await patiently(self._join, JOIN_PATIENCE_S)
+            await with_retries(self._join, JOIN_PATIENCE_S)
             await warn_of_eviction(self._redis)
             if ready is not None:
                 ready.set()
@@ -148,7 +148,7 @@ class Node:
             max_token_bytes=engine.tokenizer.max_token_bytes,
             tool_parser=settings.tool_parser or engine.tokenizer.tool_parser,
             reasoning_parser=settings.reasoning_parser or detected,
-            # They say what differs from the detected parser.
+            # The switches tell how the reasoning parser differs with template variables.
             thinking_switches=engine.tokenizer.thinking_switches if is_detected else (),
             created_s=int(time.time()),
             revision=engine.revision,
@@ -168,7 +168,7 @@ class Node:
         log.error("this node was declared dead; it drops all its jobs", extra={"node_id": self.node_id})
         for job in self.ledger:
             self._outbox.drop(job)
-        await patiently(self._join, math.inf)
+        await with_retries(self._join, math.inf)
 
     async def _heartbeat_forever(self) -> None:
         while True:
@@ -195,7 +195,7 @@ class Node:
             try:
                 await self._inbox.run()
             except LeaseLostError:
-                # The heartbeat learns of it too, and rejoins.
+                # The heartbeat gets the same error and rejoins.
                 await asyncio.sleep(0.1)
 
     async def _announce_forever(self) -> None:
@@ -205,7 +205,7 @@ class Node:
             adapters = await self._threads.run(self._engine.adapters)
             if adapters != self._record.adapters:
                 self._record = replace(self._record, adapters=adapters)
-                await patiently(lambda: self._broker.announce(self._record), math.inf)
+                await with_retries(lambda: self._broker.announce(self._record), math.inf)
 
     async def _listen(self) -> None:
         channel = keys.doorbell(self._settings.pool_name, self.node_id)
@@ -235,18 +235,18 @@ class Node:
             await self._heartbeat.send()
         log.info("draining", extra={"num_jobs": len(self.ledger)})
         with suppress(UnavailableError, LeaseLostError):
-            await patiently(self._inbox.close, LEAVE_PATIENCE_S)
+            await with_retries(self._inbox.close, LEAVE_PATIENCE_S)
             await self._give_back([job for job in self.ledger if not job.is_in_engine])
         await _first_of(self._outbox.until_empty(), self._end_grace.wait(), timeout_s=self._settings.drain_s)
         self._worker.stop()
         await asyncio.wait((asyncio.wrap_future(self._worker.stopped),), timeout=LEAVE_PATIENCE_S)
         with suppress(UnavailableError):
-            await patiently(self._outbox.flush, LEAVE_PATIENCE_S)
+            await with_retries(self._outbox.flush, LEAVE_PATIENCE_S)
             await self._give_back(list(self.ledger))
 
     async def _leave(self) -> None:
         try:
-            num_kept = await patiently(self._broker.leave, LEAVE_PATIENCE_S)
+            num_kept = await with_retries(self._broker.leave, LEAVE_PATIENCE_S)
         except UnavailableError as error:
             why = {"node_id": self.node_id, "reason": error.message}
             log.warning("the node could not tell the pool that it stops", extra=why)
@@ -255,7 +255,7 @@ class Node:
             log.info("left", extra={"node_id": self.node_id, **facts})
 
     async def _give_back(self, jobs: list[HeldJob]) -> None:
-        await patiently(lambda: self._load_shedder.give_back(jobs), LEAVE_PATIENCE_S)
+        await with_retries(lambda: self._load_shedder.give_back(jobs), LEAVE_PATIENCE_S)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """Pass a step's outputs to the outbox. Runs on the engine's thread."""

@@ -47,8 +47,8 @@ class Outbox:
         """Outputs that the event loop has not handled, each with the time of its step."""
         self._sleeping = False
         """Whether delivered outputs may wait for the alarm or the answers, unless a reader waits for one of them."""
-        self._alarm = Alarm(self._go_on)
-        self._quick = QuickEmit(broker, ledger.counts, pace.cost, on_answers=self._receive, on_idle=self._go_on)
+        self._alarm = Alarm(self._send_due)
+        self._quick = QuickEmit(broker, ledger.counts, pace.cost, on_answers=self._receive, on_idle=self._send_due)
         self._batch_sender = BatchSender(broker, ledger, self)
         self._needs_flush = asyncio.Event()
         self._is_flushing = self._has_failed = False
@@ -63,7 +63,7 @@ class Outbox:
         """Accept one step's outputs. Runs on the engine's thread. Raises RuntimeError if the loop is closed."""
         self._delivered.append((time.monotonic(), outputs))
         if not self._sleeping or any(output.is_first_or_last for output in outputs):
-            self._loop.call_soon_threadsafe(self._go_on)
+            self._loop.call_soon_threadsafe(self._send_due)
 
     def _collect(self) -> None:
         while self._delivered:
@@ -71,8 +71,8 @@ class Outbox:
             self._step_s, self._last_step_s = at_s - self._last_step_s, at_s
             self._accept_step(at_s, outputs)
 
-    def _go_on(self) -> None:
-        """Accept what was delivered, and send it if it is due."""
+    def _send_due(self) -> None:
+        """Accept the delivered outputs, and send what is due."""
         self._sleeping = False
         self._collect()
         if self._worker.is_paused:
@@ -82,7 +82,7 @@ class Outbox:
     def _send_or_wait(self) -> None:
         """Send what is due, or set the alarm for the time at which it is."""
         if self._quick.is_in_flight or self._is_flushing or self._needs_flush.is_set():
-            return  # When that is done, `_go_on` follows.
+            return  # When that is done, `_send_due` follows.
         now_s = self._loop.time()
         delay_s = self._pace.until_next_s(len(self._dirty), now_s, reader_waits=self._reader_waits)
         if delay_s > 0:
@@ -206,7 +206,7 @@ class Outbox:
         for job_id in self._ledger.expired(now_s):
             self.end_as(job_id, "EXPIRED")
 
-    def handle_beat(self, answer: HeartbeatAnswer) -> None:
+    def handle_heartbeat_answer(self, answer: HeartbeatAnswer) -> None:
         """Drop and end the jobs that the answer to a heartbeat names."""
         for job_id in answer.fenced:
             if (job := self._ledger.get(job_id)) is not None and job.outcome is None:
@@ -223,7 +223,7 @@ class Outbox:
             await self._emptied.wait()
 
     async def run(self) -> None:
-        """Flush where a quick call does not do, until canceled; retries while Redis is unavailable."""
+        """Flush what a quick call cannot send, until canceled. Retries while Redis is unavailable."""
         patience = pauses()
         while True:
             await self._needs_flush.wait()
@@ -241,10 +241,10 @@ class Outbox:
                 await asyncio.sleep(next(patience))
             self._pause_engine_if_full()
             self._is_flushing = False
-            self._go_on()
+            self._send_due()
 
     async def flush(self, *, only_awaited: bool = False) -> None:
-        """Publish all unsent outputs now. Raises UnavailableError; what Redis has not acknowledged stays unsent."""
+        """Publish all unsent outputs, or the awaited ones. Raises UnavailableError; the unacknowledged stay unsent."""
         self._collect()
         if not (batch := self._take_batch(only_awaited=only_awaited)):
             return
@@ -257,7 +257,7 @@ class Outbox:
         self._ledger.counts.sending.note(len(batch), self._pace.cost.of(len(batch)))
 
     def handle_answer(self, emission: Emission, answer: str) -> None:
-        """Note what Redis said to an emission, unless its job was lost meanwhile."""
+        """Handle Redis's answer to an emission, unless its job was lost meanwhile."""
         if (job := self._ledger.of_lease(emission.lease)) is None or self.handle_loss(job, answer):
             return
         kind, _, rest = answer.partition(" ")
@@ -294,7 +294,7 @@ class Outbox:
         self._dirty.pop(job.taken.lease, None)
         if not len(self._ledger):
             self._emptied.set()
-            self._bell.capacity_freed()  # A suspect job may be waiting for a node that holds no other job.
+            self._bell.capacity_freed()  # An isolated job may wait for a node that holds no other job.
 
     def _pause_engine_if_full(self) -> None:
         self._worker.set_paused(self._ledger.unsent_bytes > self.max_unsent_bytes)

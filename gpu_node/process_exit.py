@@ -1,4 +1,4 @@
-"""The end of a node's process while threads still compute.
+"""The exit of a node's process while threads still compute.
 
 Python frees memory at its exit, but a thread inside a library may go on writing to it. The process then died with
 status 139 (SIGSEGV). So if a thread does not end, the process ends without Python's cleanup.
@@ -22,7 +22,7 @@ THREAD_PATIENCE_S = 1.0
 
 
 @contextmanager
-def leaving_whatever_computes(exit_code_of: Callable[[PenstockError], int]) -> Iterator[None]:
+def exiting_despite_threads(exit_code_of: Callable[[PenstockError], int]) -> Iterator[None]:
     """End the process after the block, without cleanup, if a thread that the block started is still running.
 
     If all threads have ended, the block ends normally. `exit_code_of`: exit status of an error reported in one line.
@@ -36,11 +36,11 @@ def leaving_whatever_computes(exit_code_of: Callable[[PenstockError], int]) -> I
         raise
     finally:
         # After an error, idle pool threads cannot be told from hung ones, so any living thread counts.
-        if _go_on(set(threading.enumerate()) - before, daemons_only=error is None):
-            _end(_say(error, exit_code_of))
+        if _are_running(set(threading.enumerate()) - before, daemons_only=error is None):
+            _end(_report(error, exit_code_of))
 
 
-def _go_on(threads: set[threading.Thread], *, daemons_only: bool) -> bool:
+def _are_running(threads: set[threading.Thread], *, daemons_only: bool) -> bool:
     deadline_s = time.monotonic() + THREAD_PATIENCE_S
     for thread in threads:
         if thread.daemon:
@@ -48,7 +48,7 @@ def _go_on(threads: set[threading.Thread], *, daemons_only: bool) -> bool:
     return any(thread.is_alive() for thread in threads if thread.daemon or not daemons_only)
 
 
-def _say(error: BaseException | None, exit_code_of: Callable[[PenstockError], int]) -> int:
+def _report(error: BaseException | None, exit_code_of: Callable[[PenstockError], int]) -> int:
     """Report an error as the command line would, and return the exit status."""
     if error is None:
         return 0

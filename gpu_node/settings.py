@@ -94,7 +94,7 @@ class NodeSettings(Settings, EngineOptions):
     result_ttl_ms: int = Field(default=86_400_000, ge=1_000)
     """Milliseconds for which the result of an ended job can be read."""
     idem_ttl_ms: int = Field(default=86_400_000, ge=1_000)
-    """Milliseconds for which an idempotency key is remembered."""
+    """Milliseconds after a job's end for which its idempotency key is remembered."""
     max_open_jobs: int = Field(default=200_000, ge=1)
     """Maximum jobs in the pool, queued and running; further jobs are refused."""
     max_queued_cost: int = Field(default=1 << 31, ge=1)

@@ -1,4 +1,4 @@
-"""What the norms of the residual stream take: a norm's weights, and rows that are still to be added."""
+"""The arguments of the norms of the residual stream: a norm's weights, and rows to add before it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class NormWeights(Protocol):
-    """An RMS norm, or a layer norm if it has a bias. A weight of no number only converts rows to the weight's dtype."""
+    """An RMS norm, or a layer norm if it has a bias. With an empty weight it only converts to its dtype."""
 
     @property
     def weight(self) -> Tensor:

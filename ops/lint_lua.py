@@ -21,7 +21,7 @@ CONFIG = Path(__file__).parents[1] / ".luacheckrc"
 
 
 def findings_of(name: str) -> set[tuple[str, int, str]]:
-    """File, line and text of what luacheck says of one script."""
+    """Return file, line and text of each warning of luacheck for one script."""
     scripts = resources.files("penstock.queue") / "scripts"
     command = ["luacheck", "--config", str(CONFIG), "--formatter", "plain", "--codes", "-"]
     said = subprocess.run(command, input=source(name), capture_output=True, text=True, check=False).stdout
@@ -39,7 +39,7 @@ def findings_of(name: str) -> set[tuple[str, int, str]]:
 
 
 def main() -> None:
-    """Print what is wrong; the status says whether anything is."""
+    """Print the findings. The exit status is 1 if there are any."""
     if shutil.which("luacheck") is None:
         sys.exit("luacheck is not installed; Debian and Ubuntu have it as `lua-check`")
     scripts = Path(str(resources.files("penstock.queue") / "scripts"))

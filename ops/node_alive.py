@@ -1,6 +1,6 @@
-"""Healthcheck of a node's container: exits with 0 when its node serves and answers. It asks the node alone, not Redis.
+"""Healthcheck of a node's container: exits with 0 when its node serves and answers. It asks only the node, not Redis.
 
-A Redis that is away is no reason to restart nodes: they keep their streams' tokens and go on when it is back.
+An unreachable Redis is no reason to restart nodes: they keep their streams' tokens and continue when it is back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_HEARTBEAT_AGE_S = 60.0
 
 
 def main() -> int:
-    """Prints what the nodes say, which Docker and Kubernetes keep with the check's result."""
+    """Print the nodes' answers, which Docker and Kubernetes store with the check's result."""
     name = NodeSettings.load(model="any", redis_url="any").name
     states = states_of(name)
     sys.stdout.write(json.dumps(states) if states else f"no node called {name} serves in this container, or it hangs\n")

@@ -55,10 +55,10 @@ SERVICES = pytest.StashKey[ForkServer]()
 
 
 class RootHandler(catching_logs[Any]):
-    """Collect what reaches the root logger, which is all that tests look at.
+    """Collects the root logger's records, which are all that tests look at.
 
-    Pytest also looks for loggers that do not pass their events on, six times for each test. It looks through all
-    loggers of the process, of which torch and transformers have hundreds.
+    Pytest also searches for loggers that do not propagate, six times for each test, through all loggers of the process.
+    torch and transformers have hundreds.
     """
 
     def __enter__(self) -> Any:
@@ -80,7 +80,7 @@ settings.load_profile("penstock")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--quick` is what `make quick` says."""
+    """Add `--quick`, which `make quick` uses."""
     parser.addoption("--quick", action="store_true", help="run only tests that need neither processes, Redis nor torch")
 
 
@@ -99,7 +99,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker the address of that server. An environment variable would reach the runs that tests start."""
+    """Pass that server's address to a worker. An environment variable would reach the runs that tests start."""
     node.workerinput["services"] = node.config.stash[SERVICES].address
 
 
@@ -139,7 +139,7 @@ def pytest_collection_finish() -> None:
 
 
 def _waiting_beside_computing(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
-    """Put tests of processes, which wait a lot, first in the shares of two workers. The others compute meanwhile.
+    """Put tests of processes, which wait a lot, first in the shares of two workers, while the others compute.
 
     Each worker begins with an equal share of the items, and later takes over the last of those that another one has not
     begun. Tests of the web page come first: otherwise each worker that takes some of them over starts a browser.
@@ -157,7 +157,7 @@ def _waiting_beside_computing(items: list[pytest.Item], num_workers: int) -> lis
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_weight_cache() -> Iterator[None]:
-    """Packed weights of tests' models go when the session ends; kernels and the demo model stay a machine's."""
+    """Delete the packed weights of tests' models after the session. Kernels and the demo model stay cached."""
     kept = cache_folder()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         for name in ("native", "models"):
@@ -169,7 +169,7 @@ def _own_weight_cache() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_runtime_folder() -> Iterator[None]:
-    """A `penstock serve` of a test is not found by this user's clients, and the other way round."""
+    """Use another runtime folder, so that tests and this user's clients do not find each other's `penstock serve`."""
     with tempfile.TemporaryDirectory(prefix="run") as folder, pytest.MonkeyPatch.context() as patched:
         patched.setenv("PENSTOCK_RUNTIME_DIR", folder)
         yield
@@ -177,7 +177,7 @@ def _own_runtime_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Processes of the product start as forks of one that has imported it. Its commands have tests of their own."""
+    """Start the product's processes as forks of one that has imported it. The command itself has other tests."""
     worker = getattr(request.config, "workerinput", {"services": ""})
     server = ForkServer("services", address=worker["services"])
     if any(item.get_closest_marker("process") for item in request.session.items):
@@ -190,7 +190,7 @@ def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_tls_context() -> Iterator[None]:
-    """HTTP clients of tests share a context: each would read a machine's certificates anew, for 20 ms of CPU time."""
+    """Share a TLS context between HTTP clients of tests: each would read the certificates again, in 20 ms of CPU."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield

@@ -98,7 +98,7 @@ def environment(redis_url: str) -> dict[str, str]:
 
 
 def run(redis_url: str, name: str, *arguments: str) -> str:
-    """What a program prints; it must end well and say nothing else."""
+    """Run a program. Assert that it succeeds without stderr. Return what it prints."""
     words = ("-W", "error", str(EXAMPLES / f"{name}.py"), *arguments)
     done = run_python(*words, env=environment(redis_url), imports=CELERY_IMPORTS)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

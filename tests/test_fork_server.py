@@ -23,7 +23,7 @@ from tests.conftest import HAS_GPU  # noqa: F401  the condition below reads it
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    """The session's server of services, for another client: a server of its own would import them all anew."""
+    """The session's server of services, for a second client: a new server would import everything again."""
     session_server = ChildProcess.session_server()
     session_server.open()
     server = ForkServer(address=session_server.address)
@@ -39,7 +39,7 @@ def start(server: ForkServer, folder: Path, code: str, **env: str) -> tuple[Fork
         return server.start([str(program), "first", "second"], os.environ | env, said.fileno()), log
 
 
-def test_a_command_has_its_own_words_environment_and_streams(server: ForkServer, tmp_path: Path) -> None:
+def test_command_has_its_own_arguments_environment_and_streams(server: ForkServer, tmp_path: Path) -> None:
     code = "import os, sys; print(sys.argv[1:], os.environ['HERE'], os.getpid()); print('oh', file=sys.stderr); exit(7)"
     process, log = start(server, tmp_path, code, HERE="there")
     assert process.stdout.read().decode() == f"['first', 'second'] there {process.pid}\n"
@@ -147,7 +147,7 @@ def test_a_server_has_imported_what_a_request_names(server: ForkServer, tmp_path
         process.wait(20)
 
 
-def test_words_of_python_are_understood() -> None:
+def test_options_of_the_python_command_are_supported() -> None:
     done = run_python("-c", "import sys; print(sys.argv); sys.exit('wrong')", "word")
     assert (done.returncode, done.stdout, done.stderr) == (1, "['-c', 'word']\n", "wrong\n")
     done = run_python("-W", "error", "-c", "import warnings; warnings.warn('oh')")
@@ -158,7 +158,7 @@ def test_words_of_python_are_understood() -> None:
 
 @pytest.fixture
 def part(server: ForkServer) -> Iterator[subprocess.Popen[str]]:
-    """What stands for a part of `penstock serve`, which says its process id, and ends with status 7 on SIGTERM."""
+    """A stand-in for a part of `penstock serve`: it prints its process id, and ends with status 7 on SIGTERM."""
     server.open()
     code = (
         "import os, signal; signal.signal(15, lambda *_: os._exit(7)); print(os.getpid(), flush=True); signal.pause()"
@@ -199,7 +199,7 @@ def test_a_process_group_gets_signals_together() -> None:
         assert process.stdout.read() == "", "both have ended"
 
 
-def test_this_session_starts_services_so() -> None:
+def test_this_session_starts_services_through_the_fork_server() -> None:
     process = ChildProcess(["penstock", "--version"], {})
     assert process.wait() == 0
     assert isinstance(process._process, ForkedProcess)

@@ -113,7 +113,7 @@ def test_imports_follow_the_arrows() -> None:
     assert [at(module, found) for module, room, found in ours if room_of(found.target) not in ARROWS[room]] == []
 
 
-def test_rooms_stay_clear_of_foreign_packages() -> None:
+def test_packages_import_only_allowed_third_party_packages() -> None:
     def is_banned(room: str, found: Import) -> bool:
         package = found.target.partition(".")[0]
         return package in BANNED[room]
@@ -128,7 +128,7 @@ def test_engine_imports_only_protocol_and_options_of_the_model() -> None:
     assert [at(module, found) for module, found in model if found.target not in RUNNER_INTERFACE] == []
 
 
-def test_engine_model_and_gateway_leave_the_broker_alone() -> None:
+def test_engine_model_and_gateway_do_not_import_the_broker() -> None:
     def is_banned(room: str, found: Import) -> bool:
         may = room == GATEWAY and found.target == f"{BROKER}.producer"
         return room in (ENGINE, MODEL, KERNELS, GATEWAY) and found.target.startswith(BROKER) and not may

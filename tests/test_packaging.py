@@ -46,7 +46,7 @@ def run(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize("room", ["producer", "gateway", "gpu_node"])
-def test_bare_room_name_is_refused_with_the_right_one(room: str) -> None:
+def test_bare_package_name_is_refused_with_the_right_one(room: str) -> None:
     done = run(f"import {room}")
     assert done.returncode != 0
     assert "ImportError" in done.stderr
@@ -54,12 +54,12 @@ def test_bare_room_name_is_refused_with_the_right_one(room: str) -> None:
     assert "sys.path" in done.stderr
 
 
-def test_rooms_import_under_the_package() -> None:
+def test_packages_are_imported_under_penstock() -> None:
     names = ", ".join(f"penstock.{room}" for room in ("producer", "gateway", "gpu_node", "kernels", "contract", "cli"))
     assert run(f"import {names}", PYTHONSAFEPATH="1").returncode == 0
 
 
-def test_the_package_kernels_of_the_registry_is_found_before_the_room(tmp_path: Path) -> None:
+def test_package_kernels_of_the_registry_is_found_before_our_folder(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels/__init__.py").touch()
     done = run("import penstock, kernels; print(kernels.__file__)", PYTHONSAFEPATH="1", PYTHONPATH=str(tmp_path))
@@ -81,7 +81,7 @@ def test_transformers_finds_the_real_kernels_package(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[0]", done.stderr
 
 
-def test_wheel_holds_all_rooms_and_scripts(tmp_path: Path) -> None:
+def test_wheel_has_all_packages_and_scripts(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "tests", "__pycache__")
     shutil.copytree(ROOT, clone, symlinks=True, ignore=ignored)

@@ -1,4 +1,4 @@
-"""What `from penstock import …` gives: every error, every class of settings, and types that say what they are."""
+"""What `from penstock import …` gives: every error, every settings class, and fully annotated types."""
 
 from __future__ import annotations
 

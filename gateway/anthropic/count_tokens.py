@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.prompt_counter import count_prompt_tokens
 from penstock.gateway.request.parsing import generation_request_of, read_body
-from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.caller import CallerGoneError, until_disconnected, while_connected
 
 
 class CountTokens:
@@ -28,4 +28,4 @@ class CountTokens:
             await JSONResponse({"input_tokens": num_tokens})(scope, receive, send)
 
         with contextlib.suppress(CallerGoneError):
-            await while_there(answer(), hang_up(receive))
+            await while_connected(answer(), until_disconnected(receive))

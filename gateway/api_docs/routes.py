@@ -1,6 +1,6 @@
 """`GET /`, `/version`, `/openapi.json` and `/docs`.
 
-They are public. They describe this release, and nothing of its models, tenants and settings.
+They are public: they describe the release, and reveal nothing about its models, tenants and settings.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ NUMBERS_PER_PART = 512
 
 
 class _Encoder(WholeEncoder):
-    """The base of encoders of embeddings, of which each job returns one."""
+    """The base of encoders for requests whose jobs return one embedding each."""
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
@@ -100,7 +100,7 @@ class ScoreEncoder(_Encoder):
 
 
 class RerankEncoder(_Encoder):
-    """The answer of `/rerank`, as Jina, Cohere and vLLM have it. It comes whole after the last embedding."""
+    """The answer of `/rerank` in the shape of Jina, Cohere and vLLM. It is rendered after the last embedding."""
 
     def __init__(self, head: AnswerHead) -> None:
         super().__init__(head)

@@ -2,7 +2,7 @@
 
 A web site can point its own name at this machine. Its pages then call the gateway as their own origin, and no check of
 `Origin` refuses them. But a browser always sends the name of the page's address as `Host`. So a gateway without keys
-accepts only names that a stranger cannot point elsewhere. https://en.wikipedia.org/wiki/DNS_rebinding
+accepts only names that an attacker cannot point to this machine. https://en.wikipedia.org/wiki/DNS_rebinding
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory of large messages of WebSockets: it grows while a message arrives, which must be in time."""
+"""The memory claimed for a large WebSocket message. It grows while the message arrives, within a time limit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Budget = Callable[[], AbstractAsyncContextManager[Claim]]
 class MessageMemory:
     """The memory of one connection's large message, from its first parts until the application has taken it."""
 
-    def __init__(self, go_on: Callable[[], None], fail: Callable[[str], None]) -> None:
-        """`go_on` is called when received bytes may be parsed again, and `fail` when a message does not arrive."""
-        self._go_on = go_on
+    def __init__(self, resume: Callable[[], None], fail: Callable[[str], None]) -> None:
+        """`resume` is called when received bytes may be parsed again, and `fail` when a message does not arrive."""
+        self._resume = resume
         self._fail = fail
         self._budget: Budget | None = None
         self._timeout_s = 0.0
@@ -38,7 +38,7 @@ class MessageMemory:
         return self._task is not None and (self._num_granted < self._num_needed or self._has_arrived)
 
     def claim(self, num_bytes: int) -> None:
-        """Begin to wait for memory if the parts of the message have more bytes than were granted."""
+        """Start waiting for memory if the parts of the message have more bytes than were granted."""
         if self._budget is None or self._has_arrived or num_bytes <= self._num_granted:
             return
         self._num_needed = num_bytes
@@ -72,7 +72,7 @@ class MessageMemory:
         self._task = None
         self._num_needed = self._num_granted = 0
         self._has_arrived = False
-        self._go_on()
+        self._resume()
 
     async def _arrive(self, claim: Claim) -> None:
         """Let the claim grow until the message has arrived. Raises TimeoutError."""
@@ -82,7 +82,7 @@ class MessageMemory:
             # A claim may have at most what one message may have, so the whole message then has its memory.
             self._num_granted = max(self._num_needed, claim.amount)
             self._changed.clear()
-            self._go_on()
+            self._resume()
             began_s = loop.time()
             async with asyncio.timeout(left_s):
                 await self._changed.wait()

@@ -66,7 +66,7 @@ class BoundedHead(HttpToolsProtocol):
         self._stop_waiting()
         self.resume_writing()
         if self._running is not None and not self._running.response_complete:
-            # uvicorn tells only the newest request. The answer to this one would be written to a closed connection.
+            # uvicorn notifies only the newest request. This one's answer would be written to a closed connection.
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
@@ -134,7 +134,7 @@ class BoundedHead(HttpToolsProtocol):
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Start to answer a request, and remember which one it is."""
+        """Start answering a request, and remember which one it is."""
         self._running = cycle
         offer_direct_body(cycle)
         super()._start_asgi_task(cycle, app)

@@ -73,7 +73,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         """The frames of an incomplete message."""
         self._later: asyncio.Handle | None = None
         self._late_pong = b""
-        self.memory = MessageMemory(self._go_on, lambda reason: self._fail(CloseCode.POLICY_VIOLATION, reason))
+        self.memory = MessageMemory(self._parse_more, lambda reason: self._fail(CloseCode.POLICY_VIOLATION, reason))
         """The memory of large messages. The application sets where it comes from."""
 
     # For the application ----------------------------------------------------------------------------
@@ -81,12 +81,12 @@ class BoundedSocket(WebSocketsSansIOProtocol):
     def release_message(self) -> None:
         """Give back the memory of the last received message."""
         self.memory.taken()
-        self._go_on()
+        self._parse_more()
 
     async def receive(self) -> Any:
         """Return the next event for the application. A text has the name `utf8` and is in bytes."""
         message = await super().receive()
-        self._go_on()
+        self._parse_more()
         return message
 
     async def send(self, message: Any) -> None:
@@ -98,7 +98,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
             return
         await super().send(message)
         if message["type"] == "websocket.accept":
-            self._go_on()
+            self._parse_more()
         elif message["type"] == "websocket.close":
             self._reader_watch.start()
         elif message["type"] == "websocket.http.response.body" and self.transport.is_closing():
@@ -134,7 +134,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         """Queue received bytes for parsing."""
         if not self.conn.eof_sent:
             self._unparsed += data
-            self._go_on()
+            self._parse_more()
 
     def pause_writing(self) -> None:
         """Handle a full send buffer: the client is watched."""
@@ -157,7 +157,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
 
     # Parsing ----------------------------------------------------------------------------------------
 
-    def _go_on(self) -> None:
+    def _parse_more(self) -> None:
         """Parse received bytes for PARSE_S, and the rest later. Read from the connection again once all are parsed."""
         if self._later is not None or self.transport.is_closing():
             return
@@ -165,7 +165,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         at = 0
         while at < len(self._unparsed) and not self._must_wait():
             if time.monotonic() > until_s:
-                self._later = self.loop.call_soon(self._go_on_later)
+                self._later = self.loop.call_soon(self._parse_more_later)
                 break
             self._parse(bytes(self._unparsed[at : at + SLICE_BYTES]))
             at += SLICE_BYTES
@@ -177,9 +177,9 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         else:
             self.transport.resume_reading()
 
-    def _go_on_later(self) -> None:
+    def _parse_more_later(self) -> None:
         self._later = None
-        self._go_on()
+        self._parse_more()
 
     def _must_wait(self) -> bool:
         """Return whether the next bytes may not be parsed yet."""

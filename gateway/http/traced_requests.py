@@ -66,7 +66,7 @@ class TracedRequests:
 
 
 def _noting(span: Span, send: Send) -> Send:
-    """Return a `send` that notes the answer's status, job and first bytes in its span, and tells the caller its ids."""
+    """Return a `send` that records the answer's status, job and first bytes in the span, and adds TRACE_HEADER."""
     has_body = False
 
     def noting(message: Message) -> Awaitable[None]:

@@ -16,7 +16,7 @@ from penstock.gateway.jobs.encoder import JobEncoder, StreamStart, result_object
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
-from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.caller import CallerGoneError, until_disconnected, while_connected
 from penstock.gateway.stream.event_sink import EventSink
 from penstock.gateway.stream.event_stream import EventStream, JobResponse
 from penstock.gateway.stream.flow import Waiting, batches_of
@@ -42,7 +42,7 @@ class JobAnswer(JobResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Fetch the result and send the answer."""
         with contextlib.suppress(CallerGoneError):
-            await while_there(self._answer(send), hang_up(receive))
+            await while_connected(self._answer(send), until_disconnected(receive))
 
     async def _answer(self, send: Send) -> None:
         status = self._status
@@ -79,7 +79,7 @@ class JobStream(EventStream):
     """The chunks of a job as events. A caller that leaves ends no background job."""
 
     def __init__(self, request: Request, job_id: str, start: StreamStart, *, with_waiting: bool) -> None:
-        """`with_waiting`: events before the first chunk say where the job is."""
+        """`with_waiting`: send events with the queue position and the prompt progress before the first chunk."""
         super().__init__(request)
         self._tenant = caller_of(request).tenant
         self._job_id = job_id
@@ -96,7 +96,7 @@ class JobStream(EventStream):
     async def _send_events(self, writer: EventWriter) -> None:
         job = await self._client.attach(self._job_id, after=self._start.read_after, tenant=self._tenant)
         writer.headers[JOB_HEADER] = job.id
-        self._say_position(job, writer)
+        self._show_position(job, writer)
         encoder = JobEncoder(self._start)
         # A resumed stream checks its first chunk.
         sink = EventSink(encoder, writer) if self._start.end is None else None

@@ -60,7 +60,7 @@ async def stream(request: Request, job_id: str) -> Response:
     """Stream a job's chunks from the beginning, or after the chunk that `?after=` or `Last-Event-ID` names.
 
     A browser's EventSource repeats its URL with a newer header, so the header counts. Status 204 tells it to stop.
-    With `?return_progress=true`, events without an id say where the job is before its first chunk.
+    With `?return_progress=true`, events without an id report queue position and prompt progress before that.
     """
     start = stream_start_of(request.headers.get(LAST_EVENT_HEADER) or request.query_params.get(AFTER))
     if start.index >= 0:

@@ -25,7 +25,7 @@ class _OpenAIDialect(Dialect):
         """Return the cheapest encoder that can encode this answer."""
         renderer = self._renderer(head)
         if head.cut_at is not None and not head.replays:
-            renderer.go_on()
+            renderer.mark_resumed()
         needs_details = head.echoes or head.params.needs_token_details
         if head.form == PLAIN and not needs_details and not head.replays:
             return SseEncoder(renderer, head)

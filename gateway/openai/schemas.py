@@ -56,7 +56,7 @@ class _HttpFields(GenerationBody):
     deadline_s: float | None = None
     not_before_s: float | None = None
     return_progress: bool | None = None
-    """Whether events say where the jobs are before their first tokens, as in llama.cpp's server."""
+    """Whether events report queue position and prompt progress before the first tokens, as llama.cpp's server does."""
 
     @field_validator("stream_options", "return_progress")
     @classmethod

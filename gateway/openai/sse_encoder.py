@@ -52,7 +52,7 @@ class _OpenAIEncoder(ChunkEncoder):
         """Job → tokens of its prompt, if each event has the usage."""
 
     def waiting(self, job_id: str, update: WaitUpdate) -> bytes:
-        """Return the event that says where a job is before its first chunk."""
+        """Return the event with a waiting job's queue position or prompt progress."""
         return event(self._renderer.waiting_piece(self._indices[job_id], update))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
@@ -220,7 +220,7 @@ class OpenAIWholeEncoder(WholeEncoder):
         return to_json(self._renderer.whole_head())[:-1]
 
     def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
-        """Yield the choices of one result, and before the first ones what the answer says of its prompt."""
+        """Yield the choices of one result. The first result also yields the answer's members about its prompt."""
         if index == 0:
             for name, value in self._renderer.whole_prompt_ids(result).items():
                 yield b"," + to_json(name) + b":"

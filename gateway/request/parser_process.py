@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def answer_to(form: str, raw: bytes, *, ignores_unknown: bool = False) -> bytes:
-    """Parse a body, or a message if `form` says so. Return the encoded result or the encoded refusal."""
+    """Parse a body or, if `form` is that of a message, a message. Return the encoded result or the encoded refusal."""
     try:
         check_structure(raw)
         encoded = _encoded(form, raw, ignores_unknown=ignores_unknown)

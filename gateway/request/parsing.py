@@ -47,7 +47,7 @@ async def read_body(request: Request, form: str) -> ParsedBody:
 @asynccontextmanager
 async def held_body(request: Request, form: str) -> AsyncIterator[ParsedBody]:
     """Read a body as `read_body` does, and keep the memory that was claimed for it in the block."""
-    # Nothing else may keep it for the time of the answer.
+    # Remove it from the scope, which would otherwise keep it in memory until the end of the answer.
     parsed: ParsedBody | PenstockError | None = request.scope.get("extensions", {}).pop(PARSED_BODY, None)
     if isinstance(parsed, PenstockError):
         raise parsed

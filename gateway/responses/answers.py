@@ -57,7 +57,7 @@ class _ResponseAnswer(Answer):
         self._starting_after = starting_after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Bring the record, and send the answer. Raises what the source of the record raises."""
+        """Get the record and send the answer. Raises what the source of the record raises."""
         async with self._result_budget.taken(self._generation.tenant) as self._claim:
             self._record = await self._source(self._claim)
             await super().__call__(scope, receive, send)
@@ -103,7 +103,7 @@ class ResponseStream(_ResponseAnswer, StreamAnswer):
             (job,) = jobs
             writer.headers.update(self._response_headers(jobs))
             await self._learn(job)
-            self._say_position(job, writer)
+            self._show_position(job, writer)
             self._encoder = encoder = DIALECT.stream(self._head_at(job))
             # The caller may need the id before the first token. Progress follows the events of the opening.
             generation = self._generation

@@ -77,9 +77,9 @@ class ResponseEncoder(StreamEncoder):
         yield DONE
 
     def waiting(self, job_id: str, update: WaitUpdate) -> bytes:
-        """Return the event that says where the job is before its first chunk. It does not belong to the stored stream.
+        """Return the event with a waiting job's queue position or prompt progress. The stored stream does not have it.
 
-        So it has the number of the event before it: the numbers of the others stay the same at every read.
+        So it repeats the number of the event before it, and the numbers of stored events are the same at every read.
         https://www.openresponses.org/specification#extending-streaming-events
         """
         ((name, members),) = members_of(update).items()

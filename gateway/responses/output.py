@@ -93,7 +93,7 @@ class OutputReader:
                 yield from self._close("completed")
 
     def end(self) -> Iterator[OutputStep]:
-        """Take in the end of the job, and yield what that changes: a job that was cut short leaves an open item."""
+        """Handle the end of the job, and yield the changes: if the job was cut short, its last item is still open."""
         if self.finish_reason is None:
             yield from self._finish("incomplete")
 
@@ -159,7 +159,7 @@ def reading_of(result: PackedResult, reader: OutputReader) -> Iterator[None]:
 
 
 def read_chunk(chunk: Chunk, reader: OutputReader) -> None:
-    """Read a chunk, without need for what it changes."""
+    """Read a chunk and ignore the changes that it makes."""
     for _ in reader.push(chunk.text, chunk.finish_reason):
         pass
 

@@ -37,7 +37,7 @@ router = APIRouter()
 async def retrieve_response(request: Request, response_id: str) -> Response:
     """Return a stored response, or with `?stream=true` its events, after the one that `starting_after` names.
 
-    With `?return_progress=true`, further events say where its job is before its first token.
+    With `?return_progress=true`, further events report queue position and prompt progress before the first token.
     """
     query = _query_of(request, "stream", "starting_after", RETURN_PROGRESS, "include_obfuscation", *_INCLUDE)
     is_stream, with_progress = _truth_of(query, "stream"), _truth_of(query, RETURN_PROGRESS)

@@ -51,7 +51,7 @@ async def decoded_record(data: bytes) -> StoredResponse:
 
 
 RecordSource = Callable[[Claim], Awaitable[StoredResponse]]
-"""Brings the record of an answer, without its input. The claim, or an earlier one, covers what is kept of it."""
+"""Returns the record of an answer without its input. The claim, or an earlier one, covers the memory that is kept."""
 
 
 async def new_record(record: StoredResponse, claim: Claim) -> RecordSource:

@@ -23,7 +23,7 @@ from penstock.contract.job import pool_of
 from penstock.contract.output import Usage
 from penstock.contract.template_kwargs import reasoning_parser_for
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
-from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.caller import CallerGoneError, until_disconnected, while_connected
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, WholeEncoder
 from penstock.gateway.stream.event_sink import EventSink
 from penstock.gateway.stream.event_stream import EventStream, JobResponse
@@ -121,7 +121,7 @@ class WholeAnswer(Answer):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the jobs and send the answer."""
         with contextlib.suppress(CallerGoneError):
-            await while_there(self._answer(send), hang_up(receive))
+            await while_connected(self._answer(send), until_disconnected(receive))
 
     async def _answer(self, send: Send) -> None:
         await self._check()
@@ -193,7 +193,7 @@ class StreamAnswer(EventStream, Answer):
         await self._check()
         async with open_jobs(self._client, generation, has_begun=lambda: writer.started) as jobs:
             writer.headers.update(self._response_headers(jobs))
-            self._say_position(jobs[0], writer)
+            self._show_position(jobs[0], writer)
             await self._relay(jobs, writer)
 
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:

@@ -12,8 +12,8 @@ class CallerGoneError(Exception):
     """The caller disconnected, or stopped reading its answer."""
 
 
-async def while_there(work: Coroutine[None, None, None], *watches: Coroutine[None, None, None]) -> None:
-    """Run `work` until it ends or the caller is gone.
+async def while_connected(work: Coroutine[None, None, None], *watches: Coroutine[None, None, None]) -> None:
+    """Run `work` until it ends or the caller disconnects.
 
     Each watch ends when the caller is gone. If a watch ends first, `work` is canceled and CallerGoneError raised.
     """
@@ -30,7 +30,7 @@ async def while_there(work: Coroutine[None, None, None], *watches: Coroutine[Non
         await asyncio.gather(working, *watching, return_exceptions=True)
 
 
-async def hang_up(receive: Receive) -> None:
+async def until_disconnected(receive: Receive) -> None:
     """Return when the caller disconnects. The request's body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -59,7 +59,7 @@ class StreamEncoder(ABC):
         """
 
     def waiting(self, job_id: str, update: WaitUpdate) -> bytes:
-        """Return the event that says where a job is before its first chunk. No stream resumes after it."""
+        """Return the event with a waiting job's queue position or prompt progress. No stream resumes after it."""
         return event(members_of(update))
 
     @abstractmethod

@@ -16,7 +16,7 @@ from penstock.gateway.http.direct_body import direct_body_of
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
-from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.caller import CallerGoneError, until_disconnected, while_connected
 from penstock.gateway.stream.dialect import StreamEncoder
 from penstock.gateway.stream.flow import Batch, is_large
 from penstock.gateway.stream.framing import framing_of, note_broken_event
@@ -67,7 +67,7 @@ class EventStream(JobResponse):
         )
         with contextlib.suppress(CallerGoneError), self._metrics.stream(is_measured=self._is_new) as self._meter:
             try:
-                await while_there(self._answer(writer), hang_up(receive), watch)
+                await while_connected(self._answer(writer), until_disconnected(receive), watch)
             except asyncio.CancelledError:
                 if writer.is_within_event:
                     note_broken_event(scope)
@@ -94,8 +94,8 @@ class EventStream(JobResponse):
     def _error_event(self, error: PenstockError) -> bytes:
         """Return the last event of a stream that fails after it has begun."""
 
-    def _say_position(self, job: AsyncJob, writer: EventWriter) -> None:
-        """Let the stream's comments say where the job is in the queue, until the first chunk."""
+    def _show_position(self, job: AsyncJob, writer: EventWriter) -> None:
+        """Add the job's queue position to the stream's comments until the first chunk."""
         if self._keep_alive is None:
             writer.keep_alive_source = partial(waiting_comment, job, self._comment)
 

@@ -1,4 +1,4 @@
-"""Merging of several jobs: their chunks, and where they wait, into one bounded flow; or their results into one list."""
+"""Merging of several jobs: their chunks and waiting updates into one bounded flow, or their results into one list."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def batches_of(
 ) -> AsyncGenerator[Batch | Waiting, None]:
     """Yield the batches of all jobs in order of arrival until all jobs have ended.
 
-    The batches of one job come in the order of its log; `with_waiting`, where the job is comes before them. Without
-    `with_waiting`, a job that is alone gives its plain chunks to the sink instead.
+    The batches of one job come in the order of its log. `with_waiting` adds its queue position and prompt progress
+    before them. Without it, the only job of a request passes its plain chunks to the sink instead.
     """
     return jobs[0].batches(sink) if len(jobs) == 1 and not with_waiting else _merged(jobs, with_waiting=with_waiting)
 

@@ -14,7 +14,7 @@ from starlette.types import Scope
 from penstock.contract.errors import PenstockError
 
 END_OF_EVENT = b"\n\n"
-"""Encoders never cut this in two."""
+"""Encoders never split this between two parts."""
 EVENT_STREAM = "text/event-stream"
 NDJSON = "application/x-ndjson"
 DONE_LINE = b'{"done":true}\n'

@@ -83,7 +83,7 @@ class GenerationRequest:
     not_before_s: float | None = None
     """Seconds that the jobs wait before they enter the queue."""
     return_progress: bool = False
-    """Whether a stream says where its jobs are before their first chunks."""
+    """Whether a stream reports queue position and prompt progress of its jobs before their first chunks."""
     cut_at: StreamPosition | None = None
     """The position after which to resume an earlier stream. If set, no job is submitted."""
     event_ids: bool = False
@@ -142,7 +142,7 @@ async def open_jobs(
 
 @contextlib.contextmanager
 def naming_prompt(content: RequestContent, index: int) -> Iterator[None]:
-    """Let an error of the block about the prompt say which of several prompts it is about."""
+    """Let an error of the block name the prompt that it is about, if there are several."""
     try:
         yield
     except PenstockError as error:

@@ -90,7 +90,7 @@ class EventWriter:
             self.write_now(events)
         else:
             await self._write(self._framing.events(events))
-        # Until here, this part may not have been sent.
+        # Cleared only after the write, because a failed one may have sent a part.
         self.is_within_event = is_within
 
     async def fail(self, error: PenstockError, event: bytes) -> None:

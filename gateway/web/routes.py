@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.health import PROBE_METHODS
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.caller import CallerGoneError, until_disconnected, while_connected
 from penstock.gateway.stream.framing import EVENT_STREAM
 from penstock.gateway.stream.sse import EventWriter
 from penstock.gateway.web.assets import asset_response
@@ -53,7 +53,7 @@ class _StateStream(Response):
             watch = writer.watch(
                 first_wait_s=silence_s, interval_s=silence_s, send_timeout_s=self._settings.send_timeout_s
             )
-            await while_there(self._send(writer), hang_up(receive), watch)
+            await while_connected(self._send(writer), until_disconnected(receive), watch)
 
     async def _send(self, writer: EventWriter) -> None:
         async for state in self._feed.states():

@@ -63,7 +63,7 @@ def pool_of(record: ServedPool, activity: PoolActivity) -> dict[str, Any]:
 
 
 def now_ms() -> int:
-    """Return the time of this machine."""
+    """Return the Unix time in ms by this machine's clock."""
     return time.time_ns() // 1_000_000
 
 

@@ -1,6 +1,6 @@
 """One stream of a WebSocket: requests to the routes of this gateway, whose answers become messages.
 
-A stream takes the way of an HTTP request through the whole app. So the API key is checked again, and rights, limits,
+A stream passes through the whole app like an HTTP request. So the API key is checked again, and scopes, limits,
 metering, the access log and the end of a drain are those of HTTP.
 """
 
@@ -44,7 +44,7 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 class SocketStream:
-    """The requests of one submit or attach, and their answers."""
+    """One stream: the requests that a submit or attach message causes, and their answers."""
 
     def __init__(self, tag: str, channel: SocketChannel, socket_scope: Scope) -> None:
         """`socket_scope` is the ASGI scope of the WebSocket."""

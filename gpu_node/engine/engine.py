@@ -120,7 +120,7 @@ class Engine(ServedModel, OfflineCalls):
         return bool(self._requests) or len(self._in_flight) > 0
 
     def wait(self) -> None:
-        """Block until `step` would not. Requests added or aborted meanwhile count for the step that it submits."""
+        """Block until `step` would not wait. The step that it then submits includes requests added meanwhile."""
         self._in_flight.wait()
 
     def step(self) -> list[StepOutput]:
@@ -220,7 +220,7 @@ class Engine(ServedModel, OfflineCalls):
         return outcome
 
     def _is_slow(self, step: Step, result: StepResult) -> bool:
-        """Return whether a step was slow; log it then."""
+        """Return whether a step was slow, and log it if so."""
         took_s = (result.forward_ms + result.sample_ms + result.copy_ms) / 1000
         is_strict = step.num_prefill_tokens == 0 or self._scheduler.has_suspects
         if not is_slow(took_s, self._stall_after_s, is_strict=is_strict):
@@ -239,7 +239,7 @@ class Engine(ServedModel, OfflineCalls):
 
     def _launch(self) -> None:
         """Schedule and submit the next step, and the steps that can be planned before it is done."""
-        while self._in_flight.may_have(self._runner):
+        while self._in_flight.can_launch(self._runner):
             with self._timings.schedule:
                 step = self._scheduler.schedule_ahead() if self._in_flight else self._scheduler.schedule()
             if step is None:

@@ -77,8 +77,8 @@ class InFlightSteps:
         """The steps, without their handles."""
         return [one.step for one in tuple(self._steps)]
 
-    def may_have(self, runner: ModelRunner) -> bool:
-        """Return whether the runner takes one more step now; no step follows a failed one."""
+    def can_launch(self, runner: ModelRunner) -> bool:
+        """Return whether one more step may be submitted now. No step follows a failed one."""
         steps = self._steps
         return not steps or (len(steps) < runner.max_in_flight and not steps[-1].has_failed)
 

@@ -1,4 +1,4 @@
-"""How far the prompts of requests are computed, for the requests that report it."""
+"""Progress reports of prompts, for the requests that ask for them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class ProfiledEngine(Protocol):
 
 
 class EngineProfiler:
-    """The recorder of an engine's steps, and of what the runner does in them, where the runner can tell."""
+    """Records an engine's steps, and the runner's operations in them if the runner supports that."""
 
     def __init__(self, timings: StepTimings, runner: ModelRunner) -> None:
         self._timings = timings
@@ -47,13 +47,13 @@ class EngineProfiler:
         return len(self._recorded) >= (MAX_STEPS if self._runner is None else MAX_STEPS_OF_RUNNER)
 
     def start(self) -> None:
-        """Start to record, on the engine's thread."""
+        """Start recording, on the engine's thread."""
         if self._runner is not None:
             self._runner.start_profile()
         self._timings.recorded = self._recorded = []
 
     def stop(self) -> EngineProfile:
-        """Stop to record, on the engine's thread."""
+        """Stop recording, on the engine's thread."""
         self._timings.recorded = None
         if self._runner is not None:
             self._runner.stop_profile()

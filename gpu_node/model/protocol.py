@@ -252,10 +252,10 @@ class ProfiledRunner(Protocol):
     """A runner that can record its operations."""
 
     def start_profile(self) -> None:
-        """Start to record."""
+        """Start recording."""
 
     def stop_profile(self) -> None:
-        """Stop to record."""
+        """Stop recording."""
 
     def write_profile(self, path: Path) -> None:
         """Write what was recorded as a compressed Chrome trace. It may take seconds; safe on any thread."""
@@ -274,7 +274,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     adapters: AdapterSource
     pooling: Pooling
-    """How the model's files say that prompts are embedded, or else `mean`."""
+    """The pooling of embeddings that the model's files name, or else `mean`."""
     arithmetic: str
     """Names the runner, its kernels and number formats: all that tokens depend on besides the model's files."""
     revision: str

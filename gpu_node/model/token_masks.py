@@ -1,4 +1,4 @@
-"""Bit masks that say which tokens a row of a step may choose."""
+"""Bit masks of the tokens that a row of a step may choose."""
 
 from __future__ import annotations
 

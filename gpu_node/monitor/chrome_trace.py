@@ -1,4 +1,4 @@
-"""A Chrome trace of a profile: the engine's steps with their parts, and what the threads ran meanwhile."""
+"""A Chrome trace of a profile: the engine's steps with their parts, and the call stacks of all threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.gpu_node.engine.in_flight import RecordedStep
 from penstock.gpu_node.monitor.stack_samples import StackSamples
 
 STEPS_TRACK = 1
-"""The id of the track of steps. Those of threads are addresses, so it belongs to none."""
+"""The id of the track of steps. Threads have addresses as ids, so no thread has this one."""
 _LEVEL = 6
 
 
@@ -33,7 +33,7 @@ def chrome_trace(steps: Sequence[RecordedStep], samples: StackSamples) -> bytes:
 
 
 def _events_of(step: RecordedStep) -> Iterator[dict[str, Any]]:
-    """Yield a step's event, and below it those of what the runner did, in its order."""
+    """Yield a step's event, and nested in it the events of the runner's parts in order."""
     start_us = step.ended_s * 1e6 - step.step_ms * 1e3
     facts = {
         "sequences": step.num_sequences,

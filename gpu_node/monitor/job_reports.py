@@ -27,13 +27,13 @@ class SpanRecorder(Protocol):
     """A recorder of spans, for jobs whose trace is recorded."""
 
     async def taken(self, job: HeldJob, request: Request) -> None:
-        """Set the job's trace, if what it carries names a recorded one."""
+        """Set the job's trace if its request carries the context of a recorded one."""
 
     def began(self, job: HeldJob) -> None:
-        """Record the spans before the first output, once Redis has stored that."""
+        """Record the spans up to the first output, unless that was done. Called once Redis has stored output."""
 
     def lost(self, job: HeldJob) -> None:
-        """Record the spans of a job that belongs to another node now, which records that lease."""
+        """Record the spans of a job that now belongs to another node. That node records the span of the lost lease."""
 
     def gave_back(self, job: HeldJob, why: str) -> None:
         """Record the spans of a job that this node has given back."""
@@ -54,13 +54,13 @@ class JobReports:
         self._spans = spans
 
     async def taken(self, job: HeldJob, request: Request) -> None:
-        """Note what a job carries of its trace."""
+        """Set the job's trace if its request carries the context of a recorded one."""
         if request.trace and self._spans is not None:
             with _harmless():
                 await self._spans.taken(job, request)
 
     def began(self, job: HeldJob) -> None:
-        """Report a job of whose output Redis has stored something."""
+        """Report that Redis has stored output of a job. Called after each emission."""
         if self._spans is not None and job.trace is not None:
             with _harmless():
                 self._spans.began(job)

@@ -48,7 +48,7 @@ class JobSpans:
         self._model = model
 
     async def taken(self, job: HeldJob, request: Request) -> None:
-        """Set the job's trace, if what it carries names a recorded one."""
+        """Set the job's trace if its request carries the context of a recorded one."""
         parent = context_carried(request.trace)
         if not (submitted := _context_of(parent)).trace_flags.sampled:
             return
@@ -78,12 +78,12 @@ class JobSpans:
         return Link(_sibling(_context_of(found.parent), span_id))
 
     def began(self, job: HeldJob) -> None:
-        """Record the spans before the first output, once Redis has stored that."""
+        """Record the spans up to the first output, unless that was done. Called once Redis has stored output."""
         if job.trace is not None and not job.trace.has_begun and job.times.first_output_s is not None:
             self._record_beginning(job, job.trace)
 
     def lost(self, job: HeldJob) -> None:
-        """Record the spans of a job that belongs to another node now, which records that lease."""
+        """Record the spans of a job that now belongs to another node. That node records the span of the lost lease."""
         if job.trace is not None:
             self._record_parts(job, job.trace)
 

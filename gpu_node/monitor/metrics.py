@@ -94,7 +94,7 @@ def _of_sending(sending: SendCounts, pace: Pace) -> Iterator[Metric]:
 def _always_text(app: Any) -> Any:
     """Return the app without content negotiation.
 
-    In OpenMetrics the client library writes `vllm:…` with an underscore for the colon. Dashboards would find nothing.
+    In OpenMetrics the client library replaces the colon of `vllm:…` by an underscore, and dashboards find nothing.
     """
 
     def answer(environ: dict[str, Any], start_response: Any) -> Any:

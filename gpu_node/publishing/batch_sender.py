@@ -1,4 +1,4 @@
-"""Sends whatever jobs have: tokens, backlogs, long prompts, and ends. Several calls may be in flight together."""
+"""Sends tokens, backlogs, long prompts and ends of jobs. Several calls may be in flight together."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MAX_CALLS_AT_ONCE = 16
 
 
 class AnswerHandler(Protocol):
-    """Handles what Redis says to emit and finish calls."""
+    """Handles Redis's answers to emit and finish calls."""
 
     def handle_answer(self, emission: Emission, answer: str) -> None:
-        """Note the answer to an emission, unless its job was lost meanwhile."""
+        """Handle the answer to an emission, unless its job was lost meanwhile."""
 
     def handle_loss(self, job: HeldJob, answer: str) -> bool:
         """Drop a lost job, or send again the chunks that Redis has lost. Return whether it did."""

@@ -1,4 +1,4 @@
-"""The cheap way of tokens from the engine to Redis: one emit call whose answers are handled without waking a task."""
+"""The fast path of tokens to Redis: one emit call whose answers are handled without waking a task."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class QuickEmit:
             self._counts.emits.note(time.monotonic() - began_s)
             self._on_answers(jobs, emissions, answers)
             if answers is not None:
-                # This includes what else the event loop did meanwhile, which is little beside a send.
+                # This includes other work of the event loop in that time, which is little compared with a send.
                 self._note(len(jobs), time.thread_time() - cpu_s)
             self.is_in_flight = False
             self._on_idle()

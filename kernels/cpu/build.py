@@ -68,7 +68,7 @@ def library_path(
 
 
 def origin_of(isa: Isa) -> str:
-    """Return where `library_path` takes the kernels from, in words. Raises BuildError if there is no compiler."""
+    """Describe where `library_path` takes the kernels from. Raises BuildError if there is no compiler."""
     if (PREBUILT / _prebuilt_name(isa)).is_file():
         return "prebuilt"
     return f"built by {_compiler()} at the first start"
@@ -95,7 +95,7 @@ def _digest(*more: str, sources: Sequence[Path]) -> str:
 
 
 def _stamp(file: Path) -> tuple[int, int, int]:
-    """Return what changes when a file is written or replaced."""
+    """Return values that change when a file is written or replaced."""
     status = file.stat()
     return status.st_mtime_ns, status.st_size, status.st_ino
 

@@ -62,7 +62,7 @@ def choose(logits: NDArray[np.float32], row: SamplingRow, uniform: float) -> int
         return FAILED_TOKEN
     scores = logits.copy()
     scores[row.biased] += row.biases
-    scores = _penalised(scores, row)
+    scores = _penalized(scores, row)
     scores[row.banned] = -np.inf
     if row.mask is not None:
         scores[np.unpackbits(row.mask.view(np.uint8), count=len(scores), bitorder="little") == 0] = -np.inf
@@ -78,7 +78,7 @@ def choose(logits: NDArray[np.float32], row: SamplingRow, uniform: float) -> int
     return int(np.argmax(cumulative > uniform * cumulative[-1]))
 
 
-def _penalised(logits: NDArray[np.float32], row: SamplingRow) -> NDArray[np.float32]:
+def _penalized(logits: NDArray[np.float32], row: SamplingRow) -> NDArray[np.float32]:
     scores, seen = logits.copy(), np.unique(row.seen)
     repeated = scores[seen]
     scores[seen] = np.where(repeated < 0, repeated * row.repetition_penalty, repeated / row.repetition_penalty)

@@ -161,7 +161,7 @@ def sample(logits: Tensor, rules: Tensor, marks: Marks) -> Tensor:
 
 
 class _Scratch(NamedTuple):
-    """What the passes hand on. Every pass writes what a later one reads, so nothing is cleared beforehand."""
+    """Buffers between the passes. Each pass writes all that a later one reads, so they need no clearing."""
 
     bests: Tensor
     """[rows, tiles] float32: the best score."""

@@ -38,7 +38,7 @@ COLUMNS = 2048
 BUCKETS = 2048
 """1,024 buckets of 1/64 temperature each, then 8 for each power of two up to infinity, and padding."""
 MAX_CANDIDATES = 8192
-"""Tokens of a row's bounding buckets. More than these are not collected: `_draw` then reads the logits repeatedly."""
+"""Tokens of a row's bounding buckets. If there are more, `draw_tokens` reads the logits repeatedly instead."""
 BOUND_FIELDS = 6
 """Per row: buckets of top_k, first and last of top_p; tokens and weight nearer than the former, weight nearer than
 the latter."""

@@ -1,4 +1,4 @@
-"""Benchmarks of penstock beside other engines; README.md in this folder says how to run and read them.
+"""Benchmarks of penstock and other engines. README.md in this folder describes how to run and read them.
 
-Never a test: nothing here passes or fails.
+They are not tests: nothing here passes or fails.
 """

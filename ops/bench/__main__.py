@@ -1,6 +1,6 @@
-"""`python -m bench`: penstock and its peers on the same workloads, side by side.
+"""`python -m bench`: penstock and other engines on the same workloads.
 
-Goes on where an earlier start was broken off: runs are kept in build/bench/<campaign>.jsonl.
+Resumes where an earlier start was aborted: runs are kept in build/bench/<campaign>.jsonl.
 """
 
 from __future__ import annotations

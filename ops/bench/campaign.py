@@ -101,7 +101,7 @@ class Campaign:
 
 
 class RunError(Exception):
-    """A run gave no result; says the last thing that it printed."""
+    """A run gave no result. The message is its last output."""
 
 
 def anywhere(text: str) -> str:
@@ -119,7 +119,7 @@ def summary(run: Run) -> str:
 
 
 def _watch(argv: list[str], env: dict[str, str]) -> tuple[dict[str, float], float]:
-    """The result that a child says, and the share of the CPU that others took while it measured."""
+    """Return the result that a child prints, and the share of the CPU that other processes used meanwhile."""
     inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     own = {"PYTHONPATH": str(OPS), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     LOG.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def _watch(argv: list[str], env: dict[str, str]) -> tuple[dict[str, float], floa
             _end(child)
             child.wait()
     if not result:
-        raise RunError(_last_words(child.returncode))
+        raise RunError(_log_tail(child.returncode))
     return result, share
 
 
@@ -165,7 +165,7 @@ def _end(child: subprocess.Popen[str]) -> None:
         os.killpg(child.pid, signal.SIGKILL)
 
 
-def _last_words(status: int) -> str:
+def _log_tail(status: int) -> str:
     lines = [line for line in LOG.read_text(errors="replace").splitlines() if line.strip()]
     return f"status {status}: {' / '.join(lines[-3:])[-LAST_WORDS:]}"
 

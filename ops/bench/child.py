@@ -25,7 +25,7 @@ EXIT_ABSENT = 3
 
 @dataclass(frozen=True)
 class Spec:
-    """What one run is told."""
+    """The parameters of one run."""
 
     workload: str
     weights: str
@@ -62,7 +62,7 @@ Open = Callable[[Spec], AbstractContextManager[Session]]
 
 
 def main(open_session: Open) -> None:
-    """Loads, warms up, measures, says what came out. A package that is missing here is said by name."""
+    """Load, warm up, measure, print the result. A missing package is reported by name."""
     spec = Spec(**json.loads(sys.argv[1]))
     try:
         with open_session(spec) as session:

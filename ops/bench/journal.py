@@ -1,4 +1,4 @@
-"""All runs of a campaign, one JSON line each, so that one that was broken off goes on where it was."""
+"""All runs of a campaign, one JSON line each, so that an aborted campaign can resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Run:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether other processes took so much of the CPU that the measurements say little."""
+        """Whether other processes used so much CPU that the measurements are unreliable."""
         return self.foreign_cpu >= MAX_FOREIGN_CPU
 
 

@@ -61,7 +61,7 @@ DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class Scene:
-    """What all reports say of where and how the runs were made."""
+    """The machine and settings of the runs, which all reports show."""
 
     machine: dict[str, Any]
     command: str

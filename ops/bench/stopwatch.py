@@ -61,7 +61,7 @@ class Stopwatch:
         self.num_open += 1
 
     def saw(self, i: int, num_tokens: int) -> None:
-        """Something of request `i` came; 0 where the engine says only at the end how many tokens there were."""
+        """Note an output of request `i`. Its number of tokens is 0 if the engine reports it only at the end."""
         self._arrivals_s.setdefault(i, []).append(self._clock())
         self.told(i, num_tokens)
 

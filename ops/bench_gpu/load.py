@@ -116,7 +116,7 @@ class Driver:
             self._launch()
 
     def _launch(self) -> None:
-        while self._flights.may_have(self._runner):
+        while self._flights.can_launch(self._runner):
             is_ahead = bool(self._flights)
             step = self._scheduler.schedule_ahead() if is_ahead else self._scheduler.schedule()
             if step is None:

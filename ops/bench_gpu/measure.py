@@ -23,7 +23,7 @@ _MAX_COPIES = 32
 
 
 class Clock:
-    """Times work on one device, and says how much of a stage's time is left."""
+    """Times work on one device, and tracks how much of a stage's time is left."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self.device = device

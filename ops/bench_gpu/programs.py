@@ -28,7 +28,7 @@ class Ended:
 def run_program(
     words: Sequence[str | Path], limit_s: float, env: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> Ended:
-    """Run a program. At the limit, kill it and its children: a tool's child would go on to use the GPU.
+    """Run a program. At the limit, kill it and its children: a tool's child would continue to use the GPU.
 
     env: added to the environment.
     """

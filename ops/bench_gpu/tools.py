@@ -25,7 +25,7 @@ _NCU_SECTIONS = ("SpeedOfLight", "Occupancy", "MemoryWorkloadAnalysis", "WarpSta
 
 
 def sanitized(clock: Clock, *, dry: bool, tool: str | None = None, python: str = sys.executable) -> Iterator[Row]:
-    """Yield what compute-sanitizer says of each kernel and of replayed graphs. Raises WrongResultError for an error.
+    """Yield compute-sanitizer's result for each kernel and for replayed graphs. Raises WrongResultError for an error.
 
     tool, python: their paths; None: where the tool is installed. Dry runs compute the same without it.
     """

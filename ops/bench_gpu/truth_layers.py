@@ -69,7 +69,7 @@ def check_quantized(sizes: Sizes, device: torch.device, kept: torch.dtype) -> It
 
 
 def widened(rows: QuantizedRows) -> Tensor:
-    """Return the numbers that quantized rows stand for, in float64."""
+    """Return the values of quantized rows, in float64."""
     return rows.q.double() * rows.scales.double().unsqueeze(-1)
 
 

@@ -67,7 +67,7 @@ def judge_equal(name: str, got: Tensor, want: Tensor) -> dict[str, float | str]:
 
 
 def _difference(got: Tensor, want: Tensor) -> str:
-    """Say where two results differ first, and by how much at most."""
+    """Return where two results first differ, and the largest difference."""
     if got.shape != want.shape:
         return f"the shapes {tuple(got.shape)} and {tuple(want.shape)} differ"
     # A NaN differs from all numbers.

@@ -37,7 +37,7 @@ NUM_LEASES = 2
 
 @contextmanager
 def process(command: list[str], env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Run a part of penstock, and give what it says once it is ready."""
+    """Run a part of penstock. Return its output once it is ready."""
     argv = [sys.executable, "-m", "penstock", *command]
     with subprocess.Popen(argv, env=os.environ | env, stdout=subprocess.PIPE, text=True) as started:
         try:

@@ -17,7 +17,7 @@ EXIT_TRY_AGAIN = 75
 
 
 def exit_code_of(error: PenstockError) -> int:
-    """Return 2 for wrong use, 75 if the same command may succeed later, and 1 for other errors."""
+    """Return 2 for a usage error, 75 if the same command may succeed later, and 1 for other errors."""
     if isinstance(error, RequestError | ConfigError):
         return EXIT_WRONG_USE
     if isinstance(error, BusyError | UnavailableError):

@@ -36,12 +36,12 @@ def node(model: Annotated[str | None, typer.Argument(help=help_of(_FIELDS["model
     """
     try:
         from penstock.gpu_node.process import run_node
-        from penstock.gpu_node.process_exit import leaving_whatever_computes
+        from penstock.gpu_node.process_exit import exiting_despite_threads
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock[node]'") from error
 
     logs = LogSettings.load(**taken_for(LogSettings, given))
     settings = NodeSettings.load(**given | {"model": model, "redis_url": redis_url_of(given["redis_url"])})
     configure_logging(logs)
-    with leaving_whatever_computes(exit_code_of):
+    with exiting_despite_threads(exit_code_of):
         event_loop.run(run_node(settings))

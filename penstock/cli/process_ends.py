@@ -1,4 +1,4 @@
-"""Why a process ended, in words: its exit status, and the reason in the last lines of its log."""
+"""Messages about the end of a process: its exit status, and the reason from the last lines of its log."""
 
 from __future__ import annotations
 

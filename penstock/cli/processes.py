@@ -90,12 +90,12 @@ class Child:
             return self._ready.result()
         if not done:
             why = f"{self.name} was not ready within {timeout_s:g} s"
-            raise ProcessDiedError(f"{why}{self._last_words()}", why)
+            raise ProcessDiedError(f"{why}{self._log_tail()}", why)
         raise self.death()
 
     def death(self) -> ProcessDiedError:
         """Return an error with the child's exit status and the last lines of its log."""
-        return ProcessDiedError(f"{self._status()}{self._last_words()}", self.why_it_ended())
+        return ProcessDiedError(f"{self._status()}{self._log_tail()}", self.why_it_ended())
 
     async def ended(self) -> None:
         """Wait until the child has ended."""
@@ -158,7 +158,7 @@ class Child:
         elif self._command.on_progress is not None:
             self._command.on_progress(event)
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         return "".join(f"\n  {line}" for line in self._tail)
 
 

@@ -68,7 +68,7 @@ async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
                 await asyncio.to_thread(server.end)
             await asyncio.sleep(_POLL_INTERVAL_S)
         pause_s = back_off.pause_s(time.monotonic() - started_s)
-        words = f"{status_in_words(server.status)}: {server.last_words()}"
+        words = f"{status_in_words(server.status)}: {server.last_log_line()}"
         say(f"redis ended with {words}; it starts again in {pause_s:g} s")
         if not server.keeps_jobs:
             say("redis kept its jobs only in memory: jobs without a waiting caller are lost (--data-dir keeps them)")
@@ -83,7 +83,7 @@ async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
 
 
 async def watch_joined_redis(joined: RunningRedis, say: Say) -> NoReturn:
-    """Say when the Redis of another `penstock serve` ends, and when a later `penstock serve` runs one there again.
+    """Report when the Redis of another `penstock serve` ends, and when a later `penstock serve` runs one there again.
 
     It starts no Redis itself: the other command may come back, and its jobs may be in a folder that only it knows.
     """

@@ -97,7 +97,7 @@ def serve(
     configure_logging(logs, prefix=_prefix("serve"))
     words = (words_of(of_node, NODE_FLAGS), words_of(of_gateway))
     with find_or_start_redis(redis_url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as (url, server):
-        _say_start(model, url, server)
+        _log_start(model, url, server)
         try:
             run_until_stopped(_serve(url, server, model, *words, logs))
         except ProcessDiedError as error:
@@ -141,7 +141,7 @@ async def _serve(
 ) -> None:
     async with Supervisor(_relay_of(logs), _log_variables(logs)) as supervisor:
         ready = await start_all(supervisor, redis_url, model, of_node, of_gateway)
-        _say_ready(*ready, redis_url, is_local=server is not None)
+        _print_ready(*ready, redis_url, is_local=server is not None)
         # A restarted gateway must use the same port, even if port 0 was requested, because callers know this one.
         port = str(urlsplit(ready[1]["url"]).port)
         commands = (
@@ -194,7 +194,7 @@ def _log_variables(logs: LogSettings) -> dict[str, str]:
     return variables | ({"FORCE_COLOR": "1"} if log_format == "console" and has_color(sys.stderr) else {})
 
 
-def _say_start(model: str, redis_url: str, server: EmbeddedRedis | RunningRedis | None) -> None:
+def _log_start(model: str, redis_url: str, server: EmbeddedRedis | RunningRedis | None) -> None:
     if isinstance(server, RunningRedis):
         log.warning("joins the Redis of another penstock serve", extra=asdict(server))
     if model == ON_HUB:
@@ -203,7 +203,7 @@ def _say_start(model: str, redis_url: str, server: EmbeddedRedis | RunningRedis 
     log.info("starting", extra={"model": model, "redis": without_password(redis_url)})
 
 
-def _say_ready(node: Event, gateway: Event, redis_url: str, *, is_local: bool) -> None:
+def _print_ready(node: Event, gateway: Event, redis_url: str, *, is_local: bool) -> None:
     body = {"model": node["pool"], "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
     data = shlex.quote(json.dumps(body))
     print(f"\nServing {node['pool']} at {gateway['url']}/v1   (Redis: {without_password(redis_url)})\n")

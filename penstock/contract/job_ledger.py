@@ -9,8 +9,8 @@ from typing import Literal
 from penstock.contract.output import Usage
 
 LeaseEnd = Literal["drain", "pressure", "lacking", "lost", "unlisted", "repaired"]
-"""Why a lease ended before its job did. The node left (`drain`), lacked KV capacity (`pressure`) or lacked the adapter
-(`lacking`). It died (`lost`), or did not know the job (`unlisted`). Or an audit queued the job again (`repaired`)."""
+"""Why a lease ended before its job did. `drain`: the node left. `pressure`: it lacked KV capacity. `lacking`: it lacked
+the adapter. `lost`: it died. `unlisted`: it did not know the job. `repaired`: an audit queued the job again."""
 EventName = Literal["queued", "taken", "moved", "first_token", "preempted", "given_back", "node_lost", "finished"]
 _EVENT_OF: dict[str, EventName] = {"pressure": "preempted", "lost": "node_lost"}
 

@@ -19,7 +19,7 @@ class QueuePosition:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """How many tokens of a job's prompt a node has computed. A prompt that is computed again begins anew."""
+    """How many tokens of a job's prompt a node has computed. If a prompt is computed again, its count restarts."""
 
     total: int
     """Tokens of the prompt."""

@@ -30,7 +30,7 @@ TASK_RESULT_BYTES = 4
 EMBEDDING_BYTES = 16 << 10
 """Assumed size of an embedding in bytes: a hidden state with 4096 numbers."""
 MAX_WAIT_MS = 60_000
-"""A job with a longer expected wait is refused, and its caller told when to retry."""
+"""A job with a longer expected wait is refused with a time to retry."""
 MIN_RETRY_AFTER_MS = 1_000
 
 

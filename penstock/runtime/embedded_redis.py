@@ -203,12 +203,14 @@ class EmbeddedRedis:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not _answers_ping(self._socket_path()):
             if guard.poll() is not None:
-                raise ConfigError(f"redis-server ended while starting: {self.last_words()}")
+                raise ConfigError(f"redis-server ended while starting: {self.last_log_line()}")
             if time.monotonic() > deadline:
-                raise ConfigError(f"redis-server did not answer within {_START_TIMEOUT_S:.0f} s: {self.last_words()}")
+                raise ConfigError(
+                    f"redis-server did not answer within {_START_TIMEOUT_S:.0f} s: {self.last_log_line()}"
+                )
             time.sleep(_POLL_S)
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         """Return the last line of the server's log."""
         if self._log is None:
             return ""

@@ -20,10 +20,11 @@ def freeze_gc() -> None:
 
 
 def make_full_collections_rare() -> None:
-    """Let full garbage collections wait until far more objects have come than a process usually holds.
+    """Delay full garbage collections until far more objects were created than a process usually holds.
 
     A gateway with 5,000 streams holds a million objects. A full collection visits all of them, for 0.3 s and more, and
-    by default comes whenever their number has grown by a quarter. But ended streams leave no circular garbage.
+    by default comes whenever their number has grown by a quarter. It would find nothing, because ended streams leave no
+    circular garbage.
     """
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, MIDDLE_PER_FULL)

@@ -174,7 +174,7 @@ class _BatchRun:
     async def _work(self, lines: Iterator[InputLine]) -> None:
         for line in lines:
             if line.custom_id in self._results.custom_ids:
-                # Yield to other tasks: millions of rows may be skipped in a row.
+                # Yield to other tasks: millions of consecutive rows may be skipped.
                 await asyncio.sleep(0)
             else:
                 await self._rows.put(await self._row_of(line))

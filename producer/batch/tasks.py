@@ -1,4 +1,4 @@
-"""Celery tasks: thin wrappers of `runner.py`. While the queue is full or away, a task retries later.
+"""Celery tasks: thin wrappers of `runner.py`. While the queue is full or unreachable, a task retries later.
 
 A retry is a new message to Celery. If Celery's Redis cannot take it, the task retries without one.
 """

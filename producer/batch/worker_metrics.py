@@ -35,7 +35,7 @@ _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 60, 300, 900, 3600, 14_400, 86_400)
 
 
 class WorkerMetrics:
-    """The counters of a worker, which its tasks call. Until `open`, they do nothing."""
+    """The counters of a worker. Its tasks call these methods, which do nothing before `open`."""
 
     def __init__(self) -> None:
         self._metrics: _Metrics | None = None
@@ -51,7 +51,7 @@ class WorkerMetrics:
 
     @contextmanager
     def counting(self, report: OnProgress) -> Iterator[OnProgress]:
-        """Yield a function that counts what a batch did since its last report, and passes the report on."""
+        """Yield a callback that counts a batch's progress since its last report and then calls `report`."""
         if self._metrics is None:
             yield report
             return
@@ -99,7 +99,7 @@ class _Metrics:
 
 
 class _RowCounter:
-    """Counts the progress of one batch. Its first report says what earlier runs have done."""
+    """Counts the progress of one batch. Its first report covers earlier runs, so it only sets the baseline."""
 
     def __init__(self, metrics: _Metrics, report: OnProgress) -> None:
         self._metrics = metrics

@@ -1,4 +1,4 @@
-"""Copies of slowly changing shared state, fetched by one caller at a time and valid for a while."""
+"""Cached copies of slowly changing shared state. One caller at a time fetches a copy, which is valid for a while."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CachedState(Generic[T]):
             self._refreshing = asyncio.create_task(self._refresh(), name="penstock refresh")
         return held.value
 
-    async def at_hand(self, patience_s: float) -> T:
+    async def get_or_last(self, patience_s: float) -> T:
         """Return the value as `get` does, or the last one if `get` fails or takes longer than `patience_s`.
 
         Raises UnavailableError if there is no last value.
@@ -105,7 +105,7 @@ class CachedState(Generic[T]):
             await self.get()
 
     async def _first(self, is_good: Callable[[_Fetched[T]], bool], apart_s: float = 0.0) -> T:
-        """Return the value once `is_good`. A fetch for that begins at least `apart_s` after the last one."""
+        """Return the value once `is_good` accepts it. Fetches for that start at least `apart_s` apart."""
         clock = asyncio.get_running_loop().time
         while (held := self._held) is None or not is_good(held):
             if (fetch := self._running) is not None:

@@ -1,4 +1,4 @@
-"""Echoes: messages that a process sends to its own inbox. Pure bookkeeping; `ClientInbox` publishes and reads them."""
+"""Echoes: messages that a process publishes to its own inbox. No I/O here; `ClientInbox` sends and receives them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INTERVALS_MISSED = 1.5
 
 
 class Echoes:
-    """Which echoes were sent, and which returned.
+    """Tracks which echoes were sent and which returned.
 
     A missing echo means that the subscription is dead. A returned echo proves that everything published before it has
     arrived.
@@ -34,7 +34,7 @@ class Echoes:
             self._unheard_since_s = now_s
         return _MARK + str(self._num_sent).encode()
 
-    def hear(self, message: bytes) -> None:
+    def note_returned(self, message: bytes) -> None:
         """Record an echo that returned. Raises ValueError for a number that was never sent."""
         number = int(message[len(_MARK) :])
         if not 0 < number <= self._num_sent:
@@ -51,7 +51,7 @@ class Echoes:
         """Whether an echo has been missing for 1.5 intervals."""
         return self._unheard_since_s is not None and now_s - self._unheard_since_s > self._overdue_after_s
 
-    async def until_all_heard(self) -> None:
+    async def until_all_returned(self) -> None:
         """Wait until every echo sent before the call has returned."""
         last_sent = self._num_sent
         while self._last_heard < last_sent:

@@ -26,7 +26,7 @@ from penstock.producer.client.stats import ClientStats
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.producer import ProducerBroker
-from penstock.queue.broker.retry import pauses, tried_again
+from penstock.queue.broker.retry import ignoring_retried_errors, pauses
 from penstock.queue.broker.shared_connection import SharedConnection
 from penstock.queue.inbox_message import decode_message
 from penstock.queue.msgpack_codec import WireError
@@ -34,7 +34,7 @@ from penstock.runtime import crash_points
 from penstock.runtime.cooperative import in_rounds
 
 _LOG = logging.getLogger(__name__)
-_HEAR_OUT_S = 1.0
+_RECEIVE_PUBLISHED_S = 1.0
 _LAST_LOOK_S = 0.1
 _SUBSCRIBE_TIMEOUT_S = 5.0
 _DETACH_AT_CLOSE_S = 2.0
@@ -116,12 +116,12 @@ class ClientInbox:
                 self._last_heartbeat_s.pop(pool, None)
                 raise
 
-    async def hear_out(self) -> None:
-        """Wait until everything published to this inbox before the call is dispatched, at most _HEAR_OUT_S seconds."""
+    async def receive_published(self) -> None:
+        """Wait up to _RECEIVE_PUBLISHED_S until everything published to this inbox before the call is dispatched."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_HEAR_OUT_S):
+            async with asyncio.timeout(_RECEIVE_PUBLISHED_S):
                 await self._echo()
-                await self._echoes.until_all_heard()
+                await self._echoes.until_all_returned()
 
     # Life -------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class ClientInbox:
     async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            with tried_again(_LOG):
+            with ignoring_retried_errors(_LOG):
                 await action()
 
     # Listening --------------------------------------------------------------------------------------
@@ -214,14 +214,14 @@ class ClientInbox:
         patience = pauses()
         while True:
             await asyncio.sleep(next(patience))
-            with tried_again(_LOG):
+            with ignoring_retried_errors(_LOG):
                 return await self._subscribe()
 
     def dispatch(self, message: bytes) -> None:
         """Put the chunks of one message into their readers' mailboxes."""
         try:
             if Echoes.is_echo(message):
-                self._echoes.hear(message)
+                self._echoes.note_returned(message)
                 return
             chunks, progress = decode_message(message)
         except (WireError, ValueError) as error:
@@ -295,5 +295,5 @@ class ClientInbox:
             if feed is not None and feed.boxes and not closing:
                 continue
             # A failed detach is repeated: the next chunk without a reader queues the job here again.
-            with tried_again(_LOG):
+            with ignoring_retried_errors(_LOG):
                 await self.detach(job_id)

@@ -25,7 +25,7 @@ AnyResult = TypeVar("AnyResult", Result, PackedResult)
 
 
 MIN_TIMEOUT_S = 0.1
-"""A shorter timeout counts as this. It is the time to look whether the job has ended."""
+"""A shorter timeout is raised to this value, which is long enough to read whether the job has ended."""
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:

@@ -62,10 +62,10 @@ class JobSource:
         self.feed.note(attached)
         return attached
 
-    async def hear_out(self) -> None:
+    async def receive_published(self) -> None:
         """Wait until everything published before the call is in the mailboxes."""
         with suppress(UnavailableError):
-            await self._inbox.hear_out()
+            await self._inbox.receive_published()
 
     async def log(self, start: int, count: int) -> list[Chunk]:
         """Return up to `count` chunks of the job's log, from index `start`."""

@@ -45,7 +45,7 @@ class LoopThread:
         except InvariantError:
             raise
         except PenstockError as error:
-            # The message says all; the frames of the other thread would fill the caller's screen.
+            # The message suffices; the frames of the other thread would only lengthen the caller's traceback.
             raise error.with_traceback(None) from None
         except BaseException:
             future.cancel()

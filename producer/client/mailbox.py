@@ -68,7 +68,7 @@ class Mailbox:
         try:
             return deliver(chunk)
         except Exception as error:
-            # It concerns this reader alone, not the inbox.
+            # The error of one reader must not end the inbox.
             waiter.set_exception(error)
             return True
 

@@ -45,6 +45,6 @@ class ClientStats:
 
 
 def decision_of(error: PenstockError) -> str:
-    """Return the decision that an error of a submission stands for."""
+    """Return the decision under which a submission with this error is counted."""
     by_kind = next(name for kind, name in _DECISION_OF_ERROR if isinstance(error, kind))
     return _DECISION_OF_CODE.get(error.code, by_kind)

@@ -30,7 +30,7 @@ class ChunkSource(Protocol):
     async def attach(self) -> Attached:
         """Register this process as a reader, perhaps again, and return the job's state."""
 
-    async def hear_out(self) -> None:
+    async def receive_published(self) -> None:
         """Wait until everything published before the call is in the mailboxes."""
 
     async def log(self, start: int, count: int) -> list[Chunk]:
@@ -93,7 +93,7 @@ class StreamReader:
     def _deliver(self, chunk: Chunk) -> bool:
         """Give the next chunk to the sink, if it is plain, in order, and the sink is ready; return whether it was."""
         sink = self._sink
-        if sink is None or chunk.logprobs or not sink.is_ready or not self._cursor.goes_on(chunk):
+        if sink is None or chunk.logprobs or not sink.is_ready or not self._cursor.accept_plain(chunk):
             return False
         sink.take(chunk)
         return True
@@ -137,7 +137,7 @@ class StreamReader:
 
     async def _comes_by_itself(self) -> bool:
         """Whether the next chunk was still on its way when the broker counted it. It has then arrived by now."""
-        await self._source.hear_out()
+        await self._source.receive_published()
         self._arrived.extend(self._box.take_all())
         return any(chunk.index == self._cursor.next_index for chunk in self._arrived)
 

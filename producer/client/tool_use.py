@@ -60,7 +60,7 @@ def with_choice(job: Job, choice: ToolChoice, *, parallel: bool, record: PoolRec
 
 
 def _chosen(tools: str, name: str | None) -> list[dict[str, Any]]:
-    """Return the functions that may be called: all, or only the named one."""
+    """Return the functions that the model may call: all, or only the named one."""
     functions = [tool["function"] for tool in json.loads(tools)]
     chosen = functions if name is None else [one for one in functions if one["name"] == name]
     if not chosen:

@@ -17,7 +17,7 @@ from penstock.contract.waiting import PrefillProgress, QueuePosition, WaitUpdate
 from penstock.producer.client.cached_state import Admissions
 from penstock.queue.admission import expected_wait_ms, mean_held_cost
 from penstock.queue.broker.queue_positions import MAX_POSITIONS, JobWait, QueuePositions
-from penstock.queue.broker.retry import Retries, tried_again
+from penstock.queue.broker.retry import Retries, ignoring_retried_errors
 from penstock.queue.wire import NodePressure
 from penstock.runtime.cancellation import cancel_until_done
 
@@ -29,7 +29,7 @@ REPEAT_S = 5.0
 
 
 class WaitWatcher:
-    """The updates about a waiting job that one reader has not got yet: the newest position and the newest progress."""
+    """The updates about a waiting job that its reader has not read yet: the newest position and the newest progress."""
 
     def __init__(self) -> None:
         self._fresh: dict[type[WaitUpdate], WaitUpdate] = {}
@@ -77,7 +77,7 @@ class WaitWatcher:
 
 
 class QueueWatch:
-    """Tells watchers the positions of their jobs. It reads only while there are watchers."""
+    """Reads the positions of watched jobs and passes them to the watchers. Without watchers it reads nothing."""
 
     def __init__(self, retries: Retries, positions: QueuePositions, admissions: Admissions) -> None:
         self._retries = retries
@@ -88,14 +88,14 @@ class QueueWatch:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, job_id: str, watcher: WaitWatcher) -> None:
-        """Tell a watcher its job's position, from the next read on. Raises UnavailableError if the client is closed."""
+        """Start watching a job's position, from the next read on. Raises UnavailableError if the client is closed."""
         self._retries.require_open()
         self._watched[watcher] = job_id
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="penstock queue watch")
 
     def remove(self, watcher: WaitWatcher) -> None:
-        """Tell a watcher no more."""
+        """Stop updating a watcher."""
         self._watched.pop(watcher, None)
 
     async def close(self) -> None:
@@ -113,7 +113,7 @@ class QueueWatch:
         try:
             while self._watched:
                 await asyncio.sleep(INTERVAL_S)
-                with tried_again(_LOG):
+                with ignoring_retried_errors(_LOG):
                     await self._read_next()
         finally:
             self._end_watchers()

@@ -1,4 +1,4 @@
-"""The fields of request bodies that chats and completions share, and those of vLLM's that only have a neutral value."""
+"""The request fields that chats and completions share, and vLLM's fields that only accept a neutral value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _list_of(value: object) -> object:
 
 
 class _NamedSchema(Wire):
-    """A JSON schema with a name and description. The schema is enforced whatever `strict` says."""
+    """A JSON schema with a name and description. The schema is enforced whether or not `strict` is set."""
 
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     name: str | None = None

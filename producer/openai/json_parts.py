@@ -1,4 +1,4 @@
-"""JSON that is written in parts, so that memory never holds a whole answer, neither as objects nor as text."""
+"""JSON written in parts, so that memory never holds a whole answer as objects or as text."""
 
 from __future__ import annotations
 

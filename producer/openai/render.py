@@ -104,8 +104,8 @@ class Renderer:
         self._begun: set[int] = set()
         self._prompts: defaultdict[int, ShownText] = defaultdict(ShownText)
 
-    def go_on(self) -> None:
-        """Note that the answer's only choice already began in an earlier stream."""
+    def mark_resumed(self) -> None:
+        """Skip what only the first event of a choice has, because an earlier stream has sent it."""
         self._begun.add(0)
 
     def piece(
@@ -132,7 +132,7 @@ class Renderer:
         return {**self._head, "object": self.piece_object, **of_prompt, "choices": [rendered], **self._tail}
 
     def waiting_piece(self, job_index: int, update: WaitUpdate) -> dict[str, Any]:
-        """Return the stream object that says where a job is before its first token. Its choice says nothing new."""
+        """Return the stream object with a waiting job's queue position or prompt progress. Its choice adds no text."""
         number = job_index * self._params.n
         choice = {**self.empty_choice, "index": number, "logprobs": None, "finish_reason": None}
         return {**self._head, "object": self.piece_object, "choices": [choice], **self._tail, **members_of(update)}

@@ -186,7 +186,7 @@ def _llama_begins(text: str, is_start: bool) -> tuple[int, bool]:
 
     Only the position distinguishes a bare call from other JSON, so a text is either one call as a whole or plain text.
     """
-    # Not more than the first text that is decided has, so that later characters change nothing.
+    # Look at no more characters than are needed to decide, so that later ones do not change the decision.
     compact = "".join(text[: _MAX_UNDECIDED_CHARS + 1].split())
     if is_start and compact.startswith(_LLAMA_BEGINNINGS):
         return 0, True

@@ -1,4 +1,4 @@
-"""`penstock audit` says what is wrong, mends it on demand, and tells a script by its exit code."""
+"""`penstock audit` prints disagreements in Redis, repairs them with an option, and has exit codes for scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def fill(redis_url: str) -> str:
     return job_id
 
 
-def test_damage_is_said_then_mended_then_gone(redis_url: str) -> None:
+def test_audit_reports_damage_and_repair_removes_it(redis_url: str) -> None:
     job_id = asyncio.run(fill(redis_url))
     assert audit(redis_url).stdout == "m: all keys match the jobs\n"
     with sync_redis.Redis.from_url(redis_url) as client:
@@ -45,6 +45,6 @@ def test_damage_is_said_then_mended_then_gone(redis_url: str) -> None:
     assert mended.stdout.endswith("m: repaired\nm: all keys match the jobs\n")
 
 
-def test_unknown_pool_is_a_wrong_use(redis_url: str) -> None:
+def test_unknown_pool_is_a_usage_error(redis_url: str) -> None:
     done = audit(redis_url, "--pool", "nowhere")
     assert (done.returncode, done.stderr) == (2, "penstock: no pool nowhere\n")

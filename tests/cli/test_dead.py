@@ -1,4 +1,4 @@
-"""`penstock dead`: what an operator sees of dead letters, and does with them."""
+"""`penstock dead` lists, shows and retries dead letters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def make_dead_letters(redis_url: str, count: int) -> list[str]:
     return [job.id for job in jobs]
 
 
-def test_dead_letters_are_listed_shown_tried_again_and_forgotten(redis_url: str) -> None:
+def test_dead_letters_are_listed_shown_retried_and_purged(redis_url: str) -> None:
     first, second, third = asyncio.run(make_dead_letters(redis_url, 3))
     lines = dead(redis_url, "list").stdout.splitlines()
     assert {line.split()[0] for line in lines} == {first, second, third}
@@ -66,7 +66,7 @@ def test_dead_letters_are_listed_shown_tried_again_and_forgotten(redis_url: str)
     assert json.loads(dead(redis_url, "list", "--pool", "m", "--json").stdout) == []
 
 
-def test_wrong_use_is_said_in_one_line(redis_url: str) -> None:
+def test_usage_error_is_one_line(redis_url: str) -> None:
     for arguments, says in (
         (("purge",), "give either job ids or --all POOL"),
         (("show", "m.never"), "no dead letter m.never"),

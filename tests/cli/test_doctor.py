@@ -1,4 +1,4 @@
-"""`penstock doctor` finds what is wrong and says what to do."""
+"""`penstock doctor` reports each problem and its remedy."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_evicting_redis_fails() -> None:
     assert levels(maxmemory_policy="allkeys-lru")[1] == "fail"
 
 
-def test_unbounded_or_forgetful_redis_is_warned_about() -> None:
+def test_redis_without_memory_limit_or_append_only_file_is_warned_about() -> None:
     assert levels(maxmemory=0)[2] == "warn"
     assert levels(aof_enabled=0)[3] == "warn"
 
 
-def test_a_nodes_troubles_are_named_each_by_its_part() -> None:
+def test_each_unhealthy_part_of_a_node_is_named() -> None:
     well = NodePressure("n1", num_jobs=3, kv_blocks_total=100, kv_blocks_free=40)
     (check,) = judge_node(well)
     assert (check.level, check.finding) == ("ok", "n1: 3 jobs, 60 of 100 KV blocks used")
@@ -55,7 +55,7 @@ def test_a_nodes_troubles_are_named_each_by_its_part() -> None:
     assert checks[0].finding == "n1: memory 3 steps ran out of memory"
 
 
-def test_it_asks_the_live_nodes_and_names_pools_without_one(redis_url: str) -> None:
+def test_doctor_checks_live_nodes_and_names_pools_without_nodes(redis_url: str) -> None:
     with NodeProcess(redis_url, name="probed", lease_ms=120_000) as node:
         served = run_command("doctor", "--redis-url", redis_url).stdout
         assert node.stop() == 0
@@ -103,14 +103,14 @@ def test_a_gpu_is_named_with_what_will_compute_on_it() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_what_a_gpu_lacks_is_said_with_advice(changed: dict[str, Any], finding: str) -> None:
+def test_missing_gpu_requirements_are_reported_with_advice(changed: dict[str, Any], finding: str) -> None:
     facts, missing = judge_gpus(replace(READY, **changed))
     assert (facts.level, missing.level) == ("ok", "warn")
     assert missing.finding.startswith(finding)
     assert missing.advice
 
 
-def test_the_drivers_report_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_nvidia_smi_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for nvidia-smi prints what the real one prints for an H100, and a GPU in a state without numbers."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
@@ -132,7 +132,7 @@ def test_the_drivers_report_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "driver" in check.advice
 
 
-def test_missing_model_and_extras_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_model_and_extras_are_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.files", lambda _: None)
     assert "pip install" in check_demo_model().advice
     monkeypatch.setattr("penstock.cli.admin.doctor._version_of", lambda _: None)
@@ -145,7 +145,7 @@ def test_command_reports_a_running_redis(redis_url: str) -> None:
     assert "eviction policy is noeviction" in done.stdout
 
 
-def test_command_fails_when_something_must_be_mended(redis_url: str) -> None:
+def test_command_fails_if_a_check_fails(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
         try:
@@ -156,7 +156,7 @@ def test_command_fails_when_something_must_be_mended(redis_url: str) -> None:
     assert "noeviction: an evicted key is a lost job" in done.stdout
 
 
-def test_command_without_redis_names_the_one_it_would_start() -> None:
+def test_command_without_redis_names_the_server_that_it_would_start() -> None:
     done = run_command("doctor")
     assert done.returncode == 0, done.stdout
     assert "which `penstock serve` starts" in done.stdout
@@ -168,7 +168,7 @@ def test_report_as_json_has_every_check() -> None:
     assert all(set(check) == {"level", "subject", "finding", "advice"} for check in checks)
 
 
-def test_command_says_when_redis_is_away(tmp_path: Path) -> None:
+def test_command_reports_an_unreachable_redis(tmp_path: Path) -> None:
     done = run_command("doctor", "--redis-url", f"unix://{tmp_path}/none.sock")
     assert done.returncode == 1
     assert "Redis is unreachable" in done.stdout

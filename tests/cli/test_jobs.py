@@ -90,7 +90,7 @@ def test_tail_prints_the_text_until_the_end_from_any_chunk(pool: str) -> None:
         assert jobs(pool, "tail", job.id, "--after", "2").stdout == rest + "\n"
 
 
-def test_failures_are_told_in_one_line(pool: str) -> None:
+def test_failures_are_one_line(pool: str) -> None:
     for arguments in (("show", "m.none"), ("cancel", "m.none"), ("tail", "m.none")):
         done = jobs(pool, *arguments)
         assert (done.returncode, done.stderr) == (2, "penstock: no job m.none\n")

@@ -1,4 +1,4 @@
-"""`penstock keys` makes keys that gateways know, lists them without showing them, and takes them back."""
+"""`penstock keys` creates API keys that gateways accept, lists them without the secret, and revokes them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def known_of(redis_url: str):
         await redis.aclose()
 
 
-def test_key_is_made_listed_and_revoked(redis_url: str) -> None:
+def test_key_is_added_listed_and_revoked(redis_url: str) -> None:
     made = keys(redis_url, "add", "acme", "--max-open-jobs", "7", "--label", "for tests")
     key = made.stdout.strip()
     record = identify(key, asyncio.run(known_of(redis_url)), "")
@@ -144,7 +144,7 @@ def test_usage_of_one_key_is_printed_by_hour_and_as_csv(redis_url: str) -> None:
     assert json.loads(keys(redis_url, "usage", "idle", "--json").stdout) == []
 
 
-def test_a_terminal_of_another_encoding_shows_what_it_can(redis_url: str) -> None:
+def test_characters_outside_the_terminals_encoding_are_escaped(redis_url: str) -> None:
     keys(redis_url, "add", "acme", "--label", "Zoë's")
     command = [sys.executable, "-m", "penstock", "keys", "list", "--redis-url", redis_url]
     listed = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)

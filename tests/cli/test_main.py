@@ -1,4 +1,4 @@
-"""The command says what is wrong in one line, and with its exit code."""
+"""The command prints an error as one line, and ends with its exit code."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_help_needs_no_heavy_package() -> None:
         (PenstockError("bug"), 1),
     ],
 )
-def test_exit_code_says_whose_turn_it_is(error: PenstockError, code: int) -> None:
+def test_exit_code_tells_usage_errors_and_temporary_errors_from_others(error: PenstockError, code: int) -> None:
     assert exit_code_of(error) == code
 
 
@@ -91,7 +91,7 @@ def test_missing_redis_is_one_clear_line(command: tuple[str, ...]) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_redis_that_is_away_is_worth_another_try(tmp_path: Path) -> None:
+def test_unreachable_redis_has_the_exit_code_for_a_retry(tmp_path: Path) -> None:
     done = run_command("submit", "hello", "--redis-url", f"unix://{tmp_path}/none.sock")
     assert done.returncode == 75
     assert f"no Redis answers at unix://{tmp_path}/none.sock: No such file" in done.stderr
@@ -140,19 +140,17 @@ def test_every_setting_is_an_option(command: str, settings: type[Settings]) -> N
 @pytest.mark.parametrize(
     "settings", [NodeSettings, GatewaySettings, ClientSettings, CelerySettings, RedisSettings, KeySettings, LogSettings]
 )
-def test_every_setting_says_what_it_is_for(settings: type[Settings]) -> None:
+def test_every_setting_has_a_help_text(settings: type[Settings]) -> None:
     assert [name for name, field in settings.model_fields.items() if not field.description] == []
 
 
-def test_vllms_names_are_understood() -> None:
+def test_vllms_names_are_accepted() -> None:
     shown = run_command("node", "--help", COLUMNS="250").stdout
     for flag in ("--alias", "--device", "--swap-space", "--num-gpu-blocks-override", "--no-enable-prefix-caching"):
         assert re.search(rf"{flag}[ ,\n]", shown)
 
 
-def test_options_reach_the_node_and_what_is_not_given_comes_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_options_reach_the_node_and_others_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[NodeSettings] = []
 
     async def run_node(settings: NodeSettings) -> None:
@@ -179,7 +177,7 @@ def test_options_reach_the_node_and_what_is_not_given_comes_from_the_environment
         (("--max-num-batched-tokens", "16"), "max_num_batched_tokens (16) must be at least max_num_seqs (64)"),
     ],
 )
-def test_settings_that_cannot_work_are_named(options: tuple[str, ...], said: str) -> None:
+def test_invalid_settings_are_named(options: tuple[str, ...], said: str) -> None:
     done = run_command("node", "m", "--redis-url", "unix://x", *options)
     assert done.returncode == 2 and done.stderr.startswith(f"penstock: {said}")
     assert len(done.stderr.splitlines()) == 1

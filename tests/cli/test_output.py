@@ -1,4 +1,4 @@
-"""What a model says reaches a terminal without control characters."""
+"""A model's text is printed on a terminal without its control characters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ STEERING = "\x1b[2Jone\x07\x9b1mtwo"
         pytest.param("jobs show JOB_ID --result", marks=pytest.mark.slow),
     ],
 )
-def test_no_model_steers_the_terminal_of_a_command(redis_url: str, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+def test_control_characters_of_a_model_do_not_reach_the_terminal(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
     monkeypatch.setattr(fake_node, "fake_text", lambda _: STEERING)
     with node_on_thread(redis_url), Client(redis_url) as client:
         job = client.submit("hello", max_tokens=1)

@@ -1,4 +1,4 @@
-"""`penstock pools`: the load at a glance, and pools that are no more."""
+"""`penstock pools` shows the load of pools, also of those without living nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def cancel_all(redis_url: str) -> None:
     await redis.aclose()
 
 
-def test_a_pool_is_told_of_and_forgotten_when_nobody_needs_it(redis_url: str) -> None:
+def test_unused_pool_is_listed_and_can_be_forgotten(redis_url: str) -> None:
     assert pools(redis_url, "list").stdout == ""
     asyncio.run(serve_two_jobs(redis_url))
     (line,) = pools(redis_url, "list").stdout.splitlines()

@@ -76,7 +76,7 @@ async def test_ready_event_is_returned_and_logs_go_to_the_sink() -> None:
     assert ("child", "hello") in lines
 
 
-async def test_progress_is_handed_on() -> None:
+async def test_progress_events_are_passed_on() -> None:
     seen: list[Event] = []
     code = """print('{"event": "progress", "stage": "weights", "fraction": 0.5}', flush=True)\n"""
     async with Supervisor(quiet) as supervisor:
@@ -85,21 +85,21 @@ async def test_progress_is_handed_on() -> None:
     assert [(event["stage"], event["fraction"]) for event in seen] == [("weights", 0.5)]
 
 
-async def test_death_before_ready_says_what_the_child_said_last() -> None:
+async def test_death_before_ready_reports_the_last_log_lines_of_the_child() -> None:
     async with Supervisor(quiet) as supervisor:
         child = await supervisor.start(command("import sys; print('no such model', file=sys.stderr); sys.exit(3)"))
         with pytest.raises(ProcessDiedError, match=r"status 3\n  no such model"):
             await child.ready()
 
 
-async def test_child_that_never_gets_ready_is_given_up() -> None:
+async def test_child_that_is_not_ready_in_time_is_an_error() -> None:
     async with Supervisor(quiet) as supervisor:
         child = await supervisor.start(command("import time\n" + SLEEP))
         with pytest.raises(ProcessDiedError, match=r"not ready within 0\.1 s"):
             await child.ready(timeout_s=0.1)
 
 
-async def test_death_of_one_child_is_noticed() -> None:
+async def test_death_of_a_child_raises_its_error() -> None:
     async with Supervisor(quiet) as supervisor:
         await supervisor.start(command(READY + SLEEP, name="lasting"))
         await supervisor.start(command("import sys; sys.exit(7)", name="failing"))
@@ -152,13 +152,13 @@ async def test_stubborn_child_is_killed_after_its_grace_time() -> None:
     assert 0.3 <= time.monotonic() - started < 60, "it would sleep for 300 s"
 
 
-async def test_overlong_line_harms_nobody() -> None:
+async def test_overlong_log_line_is_dropped_and_later_lines_are_read() -> None:
     async with Supervisor(quiet) as supervisor:
         child = await supervisor.start(command("print('x' * 3_000_000)\n" + READY + SLEEP))
         await child.ready(timeout_s=20)
 
 
-async def test_line_that_only_looks_like_an_event_is_log() -> None:
+async def test_line_that_resembles_an_event_is_a_log_line() -> None:
     lines = []
     async with Supervisor(lambda _, line: lines.append(line)) as supervisor:
         child = await supervisor.start(command("""print('{"event": torn')\nprint('{"other": 1}')\n""" + READY + SLEEP))
@@ -208,7 +208,7 @@ time.sleep(300)
         ("os.kill(os.getpid(), signal.SIGSEGV)", "status 139 (SIGSEGV): the node stops: no step for 120 s"),
     ],
 )
-async def test_a_part_that_ends_starts_again_after_longer_and_longer_pauses(
+async def test_part_that_ends_is_restarted_after_growing_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: str, told: str
 ) -> None:
     monkeypatch.setattr(restarting, "FIRST_PAUSE_S", 0.05)
@@ -272,7 +272,7 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("a bug")])
-async def test_a_child_whose_lines_cannot_be_shown_runs_on_and_drains_at_the_end(
+async def test_child_whose_log_cannot_be_written_keeps_running_and_drains_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refuse(*_: object) -> None:
@@ -291,7 +291,7 @@ async def test_a_child_whose_lines_cannot_be_shown_runs_on_and_drains_at_the_end
     assert (path.read_text(), said) == (".drained", [])
 
 
-def test_the_pause_grows_and_begins_anew_behind_a_steady_time() -> None:
+def test_restart_pause_grows_and_is_reset_after_a_steady_run() -> None:
     back_off = BackOff()
     pauses = [back_off.pause_s(1) for _ in range(9)]
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
@@ -299,7 +299,7 @@ def test_the_pause_grows_and_begins_anew_behind_a_steady_time() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_the_parent(number: signal.Signals) -> None:
+def test_children_end_when_their_parent_is_killed(number: signal.Signals) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT],
         stdout=subprocess.PIPE,
@@ -337,7 +337,7 @@ run_until_stopped(main())
 """
 
 
-def test_who_asks_twice_does_not_wait_for_the_children() -> None:
+def test_second_interrupt_does_not_wait_for_the_children() -> None:
     parent = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
@@ -353,7 +353,7 @@ def test_who_asks_twice_does_not_wait_for_the_children() -> None:
     assert not any(map(is_alive, pids))
 
 
-def test_only_a_warning_or_an_error_is_the_reason_of_an_end() -> None:
+def test_only_a_warning_or_an_error_is_the_reason_for_an_end() -> None:
     assert reason_in(['{"level": "INFO", "message": "job.ended"}']) == ""
     assert reason_in(['{"level": "ERROR", "message": "the node stops", "reason": "a bug"}']) == "the node stops: a bug"
     assert reason_in(["penstock: model 'x' is not served", " "]) == "model 'x' is not served"

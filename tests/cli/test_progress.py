@@ -52,5 +52,5 @@ async def test_a_log_gets_a_line_at_a_slow_pace(
     assert len(said) < 10
 
 
-def test_no_start_is_silent_for_two_seconds() -> None:
+def test_loading_reports_progress_within_two_seconds() -> None:
     assert progress_log.FIRST_S < 2

@@ -1,4 +1,4 @@
-"""What `penstock serve` shows, and what it hands on."""
+"""What `penstock serve` prints, and the settings that it passes to its parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_passwords_of_redis_are_not_shown(url: str, shown: str) -> None:
     assert without_password(url) == shown
 
 
-def test_what_is_given_reaches_node_and_gateway_and_their_environment_says_the_rest(
+def test_options_of_serve_reach_node_and_gateway_and_others_come_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[tuple[Sequence[str], Sequence[str]]] = []

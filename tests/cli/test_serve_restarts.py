@@ -1,4 +1,4 @@
-"""`penstock serve` as a process: its node, its gateway and its Redis are killed, and it goes on serving."""
+"""`penstock serve` as a process continues to serve after its node, its gateway or its Redis is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = {"node": "-m penstock node", "gateway": "-m penstock gateway", "redis": 
 
 
 class Serving:
-    """The command, what it says, and the processes under it."""
+    """The command, its output, and its child processes."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         model = make_tiny_model(folder / "tiny")
@@ -46,7 +46,7 @@ class Serving:
             self.said.append(line.rstrip())
 
     def close(self) -> None:
-        """As Ctrl-C does."""
+        """Send SIGINT, as Ctrl-C does, and wait for the end."""
         self.process.send_signal(signal.SIGINT)
         assert self.process.wait(PATIENCE_S) == 128 + signal.SIGINT
         self._listener.join()
@@ -62,7 +62,7 @@ class Serving:
             return False
 
     def pid_of(self, part: str) -> int:
-        """The part itself, below its guard."""
+        """Return the process id of a part, not of its guard process."""
         parents = {pid: int(stat.rpartition(") ")[2].split()[1]) for pid, stat in read_all("stat")}
         for pid, words in read_all("cmdline"):
             guard = parents.get(pid, 0)

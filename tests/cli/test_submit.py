@@ -45,7 +45,7 @@ def test_prompt_can_come_from_stdin(pool: str) -> None:
     assert submit(pool, "-", *sampling, stdin="hello").stdout == submit(pool, "hello", *sampling).stdout
 
 
-def test_what_is_no_text_is_refused_in_one_line(pool: str) -> None:
+def test_prompt_that_is_no_valid_text_is_refused_in_one_line(pool: str) -> None:
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     done = subprocess.run(command(pool, "-", "--raw"), input=b"a\xff", env=strict, capture_output=True)
     assert done.returncode == 2
@@ -91,7 +91,7 @@ async def _until_idle(redis_url: str) -> None:
             await asyncio.sleep(0.05)
 
 
-def test_without_a_redis_it_says_how_to_name_one() -> None:
+def test_error_without_a_redis_says_how_to_name_one() -> None:
     clean = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
     done = subprocess.run([sys.executable, "-m", "penstock", "submit", "x"], env=clean, capture_output=True, text=True)
     assert done.returncode == 2

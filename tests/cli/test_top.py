@@ -1,4 +1,4 @@
-"""`penstock top` shows what real nodes report, which of them died, and where their jobs went."""
+"""`penstock top` shows the statistics of real nodes, dead nodes, and where their jobs were requeued."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def node_process(redis_url: str, **settings: Any) -> NodeProcess:
 
 @pytest.fixture
 def busy(redis_url: str) -> Iterator[str]:
-    """Redis with a node that has three sequences, and a job that waits."""
+    """A Redis with a node that runs three sequences, and a waiting job."""
     with node_process(redis_url, max_num_seqs=3), Client(redis_url) as client:
         for priority in (Priority.INTERACTIVE, Priority.STANDARD, Priority.STANDARD, Priority.BATCH):
             client.submit("Once upon a time", max_tokens=1500, priority=priority)
@@ -121,7 +121,7 @@ def test_a_killed_node_is_shown_as_dead_and_its_jobs_as_taken_over(redis_url: st
 
 
 def wait_for(redis_url: str, reached: Any) -> dict[str, Any]:
-    """The pool once it is so."""
+    """Return the pool once the condition holds."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         pools = frame_of(redis_url)["pools"]
@@ -163,7 +163,7 @@ async def test_rates_are_those_between_two_heartbeats(redis: Redis) -> None:
     assert num_out == pytest.approx(50, rel=0.2)
 
 
-async def test_a_view_asks_redis_for_little(redis: Redis, redis_url: str) -> None:
+async def test_one_view_needs_few_redis_commands(redis: Redis, redis_url: str) -> None:
     queue = Queue(redis)
     node = await queue.node("n1")
     await node.broker.heartbeat(NodePressure("n1"), free=10, answered_call=0, held=None)
@@ -212,7 +212,7 @@ def test_keys_sort_and_quit_on_a_terminal(busy: str) -> None:
 
 
 def read_until(fd: int, text: str) -> str:
-    """What the terminal got until the text came."""
+    """Return the terminal's output up to and including the text."""
     found = b""
     deadline_s = time.monotonic() + PATIENCE_S
     while text.encode() not in found:

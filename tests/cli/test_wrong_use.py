@@ -1,4 +1,4 @@
-"""A wrong use of a command is one line, which names the option or the command and says what to do."""
+"""A usage error prints one line, which names the option or command and the remedy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_wrong_use_is_one_line_that_says_what_to_do(line: str, said: str) -> Non
     assert done.stderr.count("\n") == 1
 
 
-def test_a_wrong_environment_variable_is_named_by_itself() -> None:
+def test_error_names_the_wrong_environment_variable() -> None:
     done = run_command("node", "m", "--redis-url", "unix://x", PENSTOCK_NODE_LEASE_MS="1")
     assert (done.returncode, done.stderr) == (2, "penstock: PENSTOCK_NODE_LEASE_MS: must be at least 3000\n")
 

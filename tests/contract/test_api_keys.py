@@ -1,4 +1,4 @@
-"""API keys: only the whole key opens, and Redis holds nothing that does."""
+"""API keys: only the whole key is accepted, and Redis stores nothing that would be accepted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.queue.broker.key_store import KeyStore
 TERMS = Terms(max_open_jobs=3, tokens_per_minute=600)
 
 
-async def test_key_is_its_tenants_with_its_terms(redis: Redis) -> None:
+async def test_key_identifies_its_tenant_and_terms(redis: Redis) -> None:
     store = KeyStore(redis)
     key, made = await store.add("acme", ["infer"], TERMS, label="tests")
     record = identify(key, await store.all(), "")
@@ -56,7 +56,7 @@ async def test_pepper_is_part_of_every_key(redis: Redis) -> None:
         identify(key, known, "")
 
 
-async def test_revoked_key_is_worthless_and_still_known(redis: Redis) -> None:
+async def test_revoked_key_is_refused_and_its_record_stays(redis: Redis) -> None:
     store = KeyStore(redis)
     key, record = await store.add("acme", ["infer"], UNLIMITED)
     await store.revoke(record.key_id)
@@ -68,13 +68,13 @@ async def test_revoked_key_is_worthless_and_still_known(redis: Redis) -> None:
         await store.revoke("0" * 16)
 
 
-def test_record_without_a_digest_opens_to_nobody() -> None:
+def test_record_without_a_digest_accepts_no_key() -> None:
     empty = ApiKey(key_id="0" * 16, digest="", tenant="acme", is_revoked=True)
     with pytest.raises(UnauthorizedError):
         identify(f"pk-{'0' * 16}-x", {"0" * 16: empty}, "")
 
 
-async def test_unreadable_record_is_nobodys_and_hides_no_other(redis: Redis) -> None:
+async def test_unreadable_key_record_does_not_hide_other_keys(redis: Redis) -> None:
     store = KeyStore(redis)
     key, _ = await store.add("acme", ["infer"], UNLIMITED)
     await cast(Any, redis.hset(keys.API_KEYS, "broken", b"{"))

@@ -1,4 +1,4 @@
-"""The tree of errors: drawn as it is, and an outcome becomes the error that a reader can act on."""
+"""The error hierarchy equals the documented one, and each outcome becomes the right error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLASSES: list[type[PenstockError]] = [cls for _, cls in sorted(vars(errors).item
 
 
 def drawn_tree() -> dict[str, tuple[str, int]]:
-    """Name → (name of its parent, status) as the module's docstring draws them."""
+    """Return name → (name of its parent, status) from the tree in the module's docstring."""
     tree: dict[str, tuple[str, int]] = {}
     path: list[str] = []
     for line in (errors.__doc__ or "").splitlines():
@@ -45,7 +45,7 @@ def drawn_tree() -> dict[str, tuple[str, int]]:
     return tree
 
 
-def test_docstring_draws_the_tree_as_it_is() -> None:
+def test_docstring_shows_the_whole_error_tree() -> None:
     assert drawn_tree() == {cls.__name__: (cls.__bases__[0].__name__, cls.status) for cls in CLASSES}
 
 
@@ -59,7 +59,7 @@ def test_error_carries_message_code_and_field(cls: type[PenstockError]) -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_error_is_itself_in_another_process(cls: type[PenstockError]) -> None:
+def test_error_survives_pickling(cls: type[PenstockError]) -> None:
     error = cls("what happened", code="special", **({"retry_after_ms": 7} if cls is BusyError else {}))
     error.param = "field"
     there = pickle.loads(pickle.dumps(error))
@@ -86,7 +86,7 @@ def test_callers_faults_are_4xx_and_ours_5xx() -> None:
         (Outcome("failed", "unavailable", "no"), UnavailableError, "unavailable"),
     ],
 )
-def test_outcome_becomes_the_error_it_stands_for(outcome: Outcome, kind: type[PenstockError], code: str) -> None:
+def test_outcome_becomes_its_error(outcome: Outcome, kind: type[PenstockError], code: str) -> None:
     error = error_of(outcome)
     assert type(error) is kind
     assert error.code == code

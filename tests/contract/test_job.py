@@ -1,4 +1,4 @@
-"""Parsing of jobs and sampling parameters: what is wrong is refused with the field's name and its limit."""
+"""Parsing of jobs and sampling parameters: an invalid field is refused with its name and its limit."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_wrong_sampling_parameter_is_named_with_its_limit(field: str, value: obj
         ("bad_words", ["ok", ""], "bad_words.1"),
     ],
 )
-def test_wrong_item_is_named_by_its_place(field: str, value: object, where: str) -> None:
+def test_wrong_item_is_named_by_its_path(field: str, value: object, where: str) -> None:
     assert problem_of(SamplingParams, {field: value})[0] == where
 
 
@@ -116,13 +116,13 @@ def test_parameter_that_is_not_honoured_is_refused_by_name(field: str) -> None:
         ({"xml": "a"}, "unknown field"),
     ],
 )
-def test_forms_that_say_nothing_or_too_much_are_refused(form: dict[str, object], said: str) -> None:
+def test_structured_outputs_without_or_with_several_constraints_are_refused(form: dict[str, object], said: str) -> None:
     where, message = problem_of(SamplingParams, {"structured_outputs": form})
     assert where.startswith("structured_outputs") and said in message
 
 
 @pytest.mark.parametrize("option", [{"min_tokens": 1}, {"ignore_eos": True}])
-def test_what_contradicts_a_form_is_refused(option: dict[str, object]) -> None:
+def test_options_that_contradict_structured_outputs_are_refused(option: dict[str, object]) -> None:
     where, message = problem_of(SamplingParams, {"structured_outputs": {"regex": "a"}, **option})
     assert where == "structured_outputs" and next(iter(option)) in message
 
@@ -209,7 +209,7 @@ def test_wrong_job_field_is_named(field: str, value: object, where: str) -> None
 
 
 @pytest.mark.parametrize("field", ["prompt", "idempotency_key"])
-def test_text_that_has_no_bytes_is_refused(field: str) -> None:
+def test_text_with_lone_surrogates_is_refused(field: str) -> None:
     assert problem_of(Job, {"id": new_id(), "prompt": "x", field: "\ud800"})[0] == field
     assert problem_of(SamplingParams, {"stop": ["\ud800"]})[0] == "stop.0"
 
@@ -230,13 +230,13 @@ def test_jobs_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(("text", "right"), [(f"m.{UUID}", True), (f"m~12.{UUID}", True), (UUID, False), ("", False)])
-def test_id_says_its_pool(text: str, right: bool) -> None:
+def test_job_id_names_its_pool(text: str, right: bool) -> None:
     assert is_job_id(text) is right
     if right:
         assert Job(id=text, prompt="x").pool == pool_of(text) == text.split(".")[0]
 
 
-def test_id_with_a_line_behind_it_is_none() -> None:
+def test_job_id_with_a_trailing_newline_is_invalid() -> None:
     assert not is_job_id(f"m.{UUID}\n")
 
 
@@ -260,7 +260,7 @@ def test_a_choice_of_texts_has_a_limit_for_all_of_them_together() -> None:
     assert f"{MAX_CHOICE_CHARS + 1} characters" in said and f"limit is {MAX_CHOICE_CHARS}" in said
 
 
-def test_the_turns_of_a_chat_have_a_limit_of_tool_calls_together() -> None:
+def test_tool_calls_of_all_messages_of_a_chat_have_one_limit() -> None:
     call = {"id": "c", "name": "f", "arguments": "{}"}
     turns = [{"role": "assistant", "content": "", "tool_calls": [call] * MAX_CALLS}] * (MAX_CALLS_OF_CHAT // MAX_CALLS)
     assert new_job(prompt=None, messages=turns)

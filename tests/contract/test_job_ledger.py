@@ -26,7 +26,7 @@ def test_events_of_one_millisecond_keep_their_order() -> None:
     ]
 
 
-def test_first_token_stands_where_it_came() -> None:
+def test_first_token_is_in_order_of_time_in_the_ledger() -> None:
     lease = PastLease("a", 10, 30, "pressure")
     ledger = JobLedger("running", 5, 10, 20, node_id="a", retaken_ms=40, past_leases=(lease,), num_past_leases=1)
     assert [(event.event, event.at_ms) for event in ledger.events()] == [

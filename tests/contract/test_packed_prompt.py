@@ -1,4 +1,4 @@
-"""A packed prompt is the same request, at the same cost."""
+"""A packed prompt gives the same request and the same cost as an unpacked one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One error for what pydantic finds wrong: it names the field as its caller wrote it, and does not repeat the input."""
+"""The error for pydantic's findings names the field as the caller wrote it, and does not repeat the input."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_field_is_named(given: object, param: str | None, code: str | None) 
     assert str(problem) == (f"{param}: {problem.message}" if param else problem.message)
 
 
-def test_callers_hear_their_own_names() -> None:
+def test_errors_use_the_callers_field_names() -> None:
     error = request_error(refusal({"parts": [{"size": 0}]}), {"parts": "pieces"})
     assert isinstance(error, RequestError)
     assert error.param == "pieces[0].size" and error.message.startswith("pieces[0].size: ")
@@ -68,7 +68,7 @@ def test_the_input_is_not_repeated() -> None:
     assert "s3cret" not in str(problem_of(refusal({"parts": [{"size": "s3cret"}]})))
 
 
-def test_an_error_is_renamed_with_what_stands_behind_the_name() -> None:
+def test_renaming_a_field_keeps_the_rest_of_its_path() -> None:
     error = RequestError("prompt[1]: is wrong", param="prompt[1]")
     rename(error, {"prompt": "messages"})
     assert (error.param, error.message) == ("messages[1]", "messages[1]: is wrong")

@@ -1,4 +1,4 @@
-"""The users of ops/acl as tests load them: each one's password is its name."""
+"""The users of ops/acl as tests load them. Each user's password is its name."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ REFUSED = re.compile(
 
 
 def rules_of(role: str) -> str:
-    """A role's line as it stands in the repository."""
+    """Return a role's line from the repository."""
     return (ACL / f"{role}.acl").read_text()
 
 
 def with_passwords(rules: str) -> str:
-    """Rules with each role's name in the place of its password."""
+    """Return the rules with each role's name as its password."""
     return re.sub(r"@(\w+)_PASSWORD@", lambda match: match[1].lower(), rules)
 
 
 def all_rules() -> str:
-    """The rules of every file of the folder, as operators put them into one ACL file."""
+    """Return the rules of all files of the folder, as operators put them into one ACL file."""
     return "".join(path.read_text() for path in sorted(ACL.glob("*.acl")))
 
 
 def refusals_in(log: str) -> list[str]:
-    """The lines of a log that tell of a missing permission."""
+    """Return the lines of a log that report a missing permission."""
     return [line for line in log.splitlines() if REFUSED.search(line)]

@@ -1,4 +1,4 @@
-"""The `penstock` command in the test's own process, which saves the start of another one."""
+"""The `penstock` command run in the test's own process, which saves starting another one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.cli.main import app
 def run_command(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """Return exit status, stdout and stderr of `penstock <arguments>`.
 
-    `env` is added to the environment, where PENSTOCK_REDIS_URL is not set otherwise. The level of penstock's logger,
-    which some commands set for their process, is put back.
+    `env` is added to the environment, in which PENSTOCK_REDIS_URL is otherwise unset. Some commands set the level of
+    penstock's logger for their process. It is restored.
     """
     logger = logging.getLogger("penstock")
     level = logger.level

@@ -1,4 +1,4 @@
-"""Combinations of parameters: a cover of them in each run, all of them in `make check-full`."""
+"""Parameter combinations: every run tests a covering subset, `make check-full` tests all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def examples(count: int) -> int:
 
 
 def pairwise(*axes: Iterable[Any]) -> list[Any]:
-    """Every combination of the axes' values. Each pair of values of two axes is in one that every run tests.
+    """Return every combination of the axes' values. Those that every run tests contain each pair of values of two axes.
 
     The other combinations are marked slow.
     """
@@ -31,7 +31,7 @@ def pairwise(*axes: Iterable[Any]) -> list[Any]:
 
 
 def each_value(*axes: Iterable[Any]) -> list[Any]:
-    """Every combination of the axes' values. Each single value is in one that every run tests; the others are slow."""
+    """Return every combination of the axes' values. Those that every run tests contain each value; others are slow."""
     return _cover([list(axis) for axis in axes], strength=1)
 
 

@@ -1,4 +1,4 @@
-"""What tests do with an engine's outputs."""
+"""Helpers that run an engine and read its outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TORCH: dict[str, Any] = {"runner": "torch", "dtype": "float32"}
 
 
 def drain(engine: Engine) -> list[StepOutput]:
-    """Steps until nothing is left."""
+    """Step the engine until it has no work. Return its outputs."""
     outputs = []
     while engine.has_work():
         outputs += engine.step()
@@ -19,7 +19,7 @@ def drain(engine: Engine) -> list[StepOutput]:
 
 
 def tokens_of(outputs: list[StepOutput], request_id: str, choice: int = 0) -> list[int]:
-    """One choice's tokens."""
+    """Return the tokens of one choice."""
     return [
         token_id
         for output in outputs
@@ -29,7 +29,7 @@ def tokens_of(outputs: list[StepOutput], request_id: str, choice: int = 0) -> li
 
 
 def check_idle(engine: Engine) -> None:
-    """Asserts that an engine without requests holds nothing."""
+    """Assert that an engine without requests holds no sequences and no blocks."""
     engine.check_integrity()
     stats = engine.stats()
     assert stats.kv_blocks_free == stats.kv_blocks_total

@@ -1,7 +1,7 @@
-"""A node without an engine: takes jobs over the real broker and says tokens that are known beforehand.
+"""A node without an engine: takes jobs through the real broker and emits tokens that tests know in advance.
 
-It steps by itself, or as the test tells it; a chunk is published, or only logged (its message is lost), or published
-twice.
+It steps by itself, or when the test calls it. A chunk is published, or only logged (its message is lost), or
+published twice.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ class Say(Enum):
 
 
 def fake_token(job_id: str, choice: int, position: int) -> int:
-    """Token `position` of a choice."""
+    """Return token `position` of a choice."""
     return int.from_bytes(hashlib.blake2b(f"{job_id}:{choice}:{position}".encode(), digest_size=2).digest())
 
 
 def fake_tokens(job_id: str, num_tokens: int, choice: int = 0) -> list[int]:
-    """The first tokens of a choice."""
+    """Return the first tokens of a choice."""
     return [fake_token(job_id, choice, position) for position in range(num_tokens)]
 
 
 def fake_text(tokens: Sequence[int]) -> str:
-    """The text of tokens: three characters or more each."""
+    """Return the text of tokens: at least three characters each."""
     return "".join(f"{token:02x} " for token in tokens)
 
 
 @dataclass
 class FakeJob:
-    """One taken job: what it has said, chunk by chunk."""
+    """A taken job and what it has emitted so far."""
 
     node: FakeNode
     taken: Taken
@@ -75,15 +75,15 @@ class FakeJob:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens each choice will have."""
+        """The number of tokens that each choice will have."""
         return self.request.params.max_tokens or DEFAULT_TOKENS
 
     def is_complete(self) -> bool:
-        """Whether every choice has said all."""
+        """Whether all tokens of every choice were emitted."""
         return all(self.said.get(c, 0) >= self.num_tokens for c in range(self.request.params.n))
 
     def next_chunks(self) -> list[Chunk]:
-        """One token more of every choice."""
+        """Return the chunks with the next token of every choice."""
         return [self._next_chunk(choice) for choice in range(self.request.params.n)]
 
     def _next_chunk(self, choice: int) -> Chunk:
@@ -100,21 +100,21 @@ class FakeJob:
         return chunk
 
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """The usage so far."""
         return Usage(PROMPT_TOKENS, sum(self.said.values()))
 
     def emission(self, chunks: Sequence[Chunk]) -> Emission:
-        """The chunks as they go to the broker."""
+        """Return the chunks as the broker takes them."""
         first = chunks[0].index if chunks else len(self.chunks)
         return Emission(self.id, self.taken.lease, first, tuple(map(wire.encode_chunk, chunks)))
 
     async def say(self, num_steps: int = 1, how: Say = Say.PUBLISHED) -> None:
-        """So many tokens more."""
+        """Emit that many more tokens of each choice."""
         for _ in range(num_steps):
             await self.node.emit([self.emission(self.next_chunks())], how)
 
     async def finish(self, state: TerminalState = "done", code: str = "", *, keep: int | None = None) -> None:
-        """Ends the job; `keep`: the result tells of the first chunks only."""
+        """End the job. `keep`: the result counts only this many chunks."""
         chunks = self.chunks[:keep]
         choices = []
         for number in range(self.request.params.n):
@@ -128,7 +128,7 @@ class FakeJob:
 
 
 class FakeNode:
-    """A node of pool `fake`. `auto`: takes and steps by itself, a step every `step_s`."""
+    """A node of pool `fake`. `auto`: it takes jobs and steps by itself, one step every `step_s`."""
 
     def __init__(
         self, url: str, *, auto: bool = True, step_s: float = 0.0, pool: str = POOL, model: str = MODEL, **config: int
@@ -166,16 +166,16 @@ class FakeNode:
         await self.redis.aclose()
 
     async def join(self) -> None:
-        """Enters the pool."""
+        """Join the pool."""
         await self.broker.join(self._config, self.record)
         await self.heartbeat()
 
     async def heartbeat(self) -> None:
-        """Says that the node lives."""
+        """Send a heartbeat."""
         await self.broker.heartbeat(self.pressure, free=KV_TOKENS, answered_call=0, held=None)
 
     async def take(self, num_jobs: int = 1) -> list[FakeJob]:
-        """Waits until it has taken so many jobs more, and returns them."""
+        """Wait until the node has taken that many more jobs. Return them."""
         fresh: list[FakeJob] = []
         while len(fresh) < num_jobs:
             fresh += await self._take_now()
@@ -183,7 +183,7 @@ class FakeNode:
         return fresh
 
     async def emit(self, emissions: Sequence[Emission], how: Say) -> list[str]:
-        """To the log, and to the readers or not."""
+        """Append to the log. Publish zero, one or two times, as `how` names it."""
         if how is Say.LOGGED:
             for emission in emissions:
                 await cast(Any, self.redis.rpush(keys.log(emission.job_id), *emission.chunks))

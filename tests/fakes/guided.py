@@ -1,4 +1,4 @@
-"""What tests do with guides outside an engine."""
+"""Helpers for guides outside an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_STEPS = 300
 
 
 def mask_of(guides: GrammarCompiler, guide: Guide) -> GuidedMasks:
-    """The mask behind all tokens of a guide, in as many steps as it takes; nothing is allowed once it has failed."""
+    """Return the mask after all tokens of a guide, in as many steps as it needs. A failed guide allows no token."""
     for _ in range(MAX_STEPS):
         masks = GuidedMasks([guide])
         guides.write(masks)

@@ -1,8 +1,8 @@
-"""How long the event loops of running processes were held, as their own `/metrics` tell it.
+"""How long the event loops of running processes were held, according to their own `/metrics`.
 
-What is asserted is `cpu`: what the loop's thread computed in one go. On a shared machine the two other clocks also show
-what others did: `wall` whatever kept the thread from its timer, `runnable` that without the wait for a core. Waits for
-Python's lock are in `runnable` only, so it is told with every failure.
+Tests assert `cpu`: the longest CPU time of the loop's thread in one callback. On a shared machine the two other clocks
+also contain what other processes did: `wall` whatever delayed the thread's timer, `runnable` the same without the wait
+for a core. Waits for Python's lock are in `runnable` only, so every failure prints it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LINE = re.compile(r'^penstock_(?:gateway|node)_loop_hold_seconds\{clock="(\w+)"\
 
 
 def loop_holds(metrics_url: str, key: str = "") -> dict[str, float]:
-    """The longest holds of the last half minute to minute, in seconds, by clock."""
+    """Return the longest holds of the last 30 to 60 seconds, in seconds, by clock."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     text = httpx.get(metrics_url, headers=headers, timeout=30).raise_for_status().text
     holds = {clock: float(value) for clock, value in LINE.findall(text)}
@@ -25,6 +25,6 @@ def loop_holds(metrics_url: str, key: str = "") -> dict[str, float]:
 
 
 def assert_loop_was_free(metrics_url: str, key: str = "", *, max_s: float = MAX_HOLD_S) -> None:
-    """Fails where any callback held the loop for longer."""
+    """Fail if any callback held the loop for longer."""
     holds = loop_holds(metrics_url, key)
     assert holds["cpu"] <= max_s, f"{metrics_url}: the loop was held: {holds}"

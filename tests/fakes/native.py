@@ -1,6 +1,6 @@
 """The native kernels as tests build them: one library for each instruction set, kept between sessions.
 
-They hold functions that call single kernels, which the product's library does not need.
+These libraries also contain functions that call single kernels, which the product's library does not need.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SANITIZE = "PENSTOCK_TEST_SANITIZE"
 
 
 def sanitizer_flags() -> tuple[str, ...]:
-    """Flags for the sanitizers that the environment asks for; a finding ends the process."""
+    """Return the flags for the sanitizers that the environment names. A finding ends the process."""
     wanted = os.environ.get(SANITIZE)
     return (f"-fsanitize={wanted}", "-fno-sanitize-recover=all", "-O1", "-g") if wanted else ()
 
 
 def built(isa: Isa) -> Path:
-    """The library for an instruction set; skips the test where it cannot be had or run."""
+    """Return the library for an instruction set. Skip the test if it cannot be built or run here."""
     missing = REQUIRED_FLAGS[isa] - cpu_flags()
     if missing:
         pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
@@ -45,9 +45,9 @@ def _library(isa: Isa) -> Path:
 
 
 def main() -> None:
-    """`python -m fakes.native`: build what tests load, so that no test's time limit includes it.
+    """`python -m fakes.native`: build what tests load, so that no test's time limit includes the build.
 
-    Beside other tests, a build can take longer than a test may take. Without a compiler, nothing is built.
+    A build while other tests run can exceed a test's time limit. Without a compiler, nothing is built.
     """
     flags = cpu_flags()
     with suppress(BuildError):

@@ -1,4 +1,4 @@
-"""A pool of protocol version 1 in Redis, as far as another version meets it."""
+"""A pool of protocol version 1 in Redis: only the keys that another version reads."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ return {'OK'}
 
 
 async def join_as_version_1(redis: Redis, pool: str, node_id: str = "old") -> list[bytes]:
-    """Join a pool as a node of protocol version 1. Returns the script's answer."""
+    """Join a pool as a node of protocol version 1. Return the script's answer."""
     return cast(list[bytes], await cast(Any, redis.eval(JOIN_SCRIPT, 1, f"{keys.prefix(pool)}:schema", node_id)))
 
 
 async def make_older_pool(redis: Redis, pool: str, model: str) -> str:
-    """Write a pool with a living node and one job, and announce it. Returns the job's id."""
+    """Write a pool with a living node and one job, and announce it. Return the job's id."""
     assert await join_as_version_1(redis, pool) == [b"OK"]
     job_id = f"{pool}.01890a5d-ac96-774b-bcce-b302099a8057"
     record = {"state": "queued", "tenant": "default", "p": "1", "n": "1", "inboxes": "", "channel": "0", "unread": ""}

@@ -1,4 +1,4 @@
-"""A drafter that knows the coming tokens and is wrong at times."""
+"""A drafter that knows the coming tokens and makes mistakes at times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.gpu_node.engine.speculative.step_cost import StepCost
 
 
 class Foresight(Drafter):
-    """Drafts from the first of the oracle's texts that goes on as its sequence does, often with a mistake."""
+    """Drafts from the first of the oracle's texts that begins with the sequence's tokens, often with a mistake."""
 
     def __init__(self, max_num_tokens: int, oracle: Oracle) -> None:
         super().__init__(max_num_tokens, common_odds())
@@ -22,7 +22,7 @@ class Foresight(Drafter):
         self._next: list[int] = []
 
     def look(self, new_tokens: NDArray[np.int32], min_odds: float) -> bool:
-        """It always hopes."""
+        """Always report that drafting is worthwhile."""
         self.lookup.extend(new_tokens)
         so_far = self.lookup.following(0, len(self.lookup))
         text = next((text for text in self._oracle.texts if list(text[: len(so_far)]) == so_far), so_far)
@@ -31,11 +31,11 @@ class Foresight(Drafter):
         return True
 
     def chances(self, most: int) -> list[float]:
-        """Of some of what comes next."""
+        """Return chances for some of the coming tokens."""
         return [1.0] * min(self._oracle.rng.randint(0, most), len(self._next))
 
     def draft(self, count: int) -> list[int]:
-        """That, or almost that."""
+        """Return the coming tokens, sometimes with a mistake."""
         draft, rng = self._next[:count], self._oracle.rng
         if rng.random() < 0.4:
             draft[rng.randrange(count)] = rng.randrange(3, 300)
@@ -43,7 +43,7 @@ class Foresight(Drafter):
 
 
 class Oracle(DraftBudget):
-    """Give every sequence that may draft its drafts."""
+    """A drafting policy that gives drafts to every sequence that may draft."""
 
     def __init__(self) -> None:
         super().__init__(6, StepCost())
@@ -52,9 +52,9 @@ class Oracle(DraftBudget):
         self.rng = random.Random(0)
 
     def drafter(self, max_num_tokens: int) -> Drafter:
-        """One that knows."""
+        """Return a drafter that knows the coming tokens."""
         return Foresight(max_num_tokens, self)
 
     def needs(self, num_decoding: int, most: int) -> list[float]:
-        """Every draft pays."""
+        """Return zero: every draft is worth its cost."""
         return [0.0] * min(most, num_decoding * self.max_draft_tokens)

@@ -1,4 +1,4 @@
-"""Paged caches with random contents, blocks dealt at random and NaN wherever nothing may be read."""
+"""Paged caches with random contents, randomly assigned blocks, and NaN wherever a kernel must not read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.kernels.reference.attention import store_kv
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """Sequences with their contexts in a cache, int32 throughout."""
+    """Sequences and their contexts in a cache. All indices are int32."""
 
     cache: PagedCache
     query_starts: Tensor
@@ -22,14 +22,14 @@ class Scene:
 
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention takes behind the cache."""
+        """The arguments of attention after the cache."""
         return self.query_starts, self.context_lens, self.block_tables
 
 
 def empty_cache(
     num_blocks: int, block_size: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> PagedCache:
-    """A cache of poison, block-major as a runner's is."""
+    """Return a cache of NaN, block-major as a runner's is."""
     shape = num_blocks, num_heads, block_size, head_dim
     is_float = dtype in (torch.float32, torch.float16, torch.bfloat16)
     if is_float:
@@ -49,7 +49,7 @@ def make_scene(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Scene:
-    """Sequences of so many queries at the end of so long contexts, all of whose keys and values are stored."""
+    """Return sequences with that many queries at the end of contexts of that length. All keys and values are stored."""
     needed = [-(-context // block_size) for context in contexts]
     deck = iter((torch.randperm(sum(needed)) + 1).tolist())
     tables = torch.zeros(len(contexts), max(needed), dtype=torch.int32)

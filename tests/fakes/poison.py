@@ -1,4 +1,4 @@
-"""A token of which a torch runner's logits come out as no numbers."""
+"""A token for which a torch runner's logits are NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _with_nan(table: EmbeddingTable, token_id: int) -> EmbeddingTable:
 
 @contextmanager
 def poisoned(runner: Any, token_id: int) -> Iterator[None]:
-    """Meanwhile that token's embedding is NaN."""
+    """Set the token's embedding to NaN while the block runs."""
     decoder = runner._decoder
     kept = decoder._weights
 

@@ -1,4 +1,4 @@
-"""A scheduler under a policy, on a clock of its own."""
+"""A scheduler with a policy and a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AGING_MS = 10**6
 
 
 class Bench:
-    """A scheduler of few blocks under a policy, stepped by hand; `starts` lists the started ones."""
+    """A scheduler with few blocks and a policy. The test calls each step; `starts` lists the started sequences."""
 
     def __init__(
         self, name: PolicyName, num_blocks: int = 12, *, bypass_ms: int = 0, aging_ms: int = AGING_MS, **settings: Any

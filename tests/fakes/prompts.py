@@ -14,7 +14,7 @@ TEXT = (
 
 
 def mixed_prompts(engine: Engine, count: int) -> list[list[int]]:
-    """Prompts of 4 to 110 tokens, a third of which begin alike."""
+    """Return prompts of 4 to 110 tokens. A third of them share a prefix."""
     rng = random.Random(1)
     words = TEXT.split()
     texts = [" ".join(rng.choices(words, k=rng.randrange(4, 50))) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Schedulers and sequences for tests without a model, and a cache that knows what each of its slots holds."""
+"""Schedulers and sequences for tests without a model, and a KV cache that records what each slot contains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def new_sequence(
     salt: str | None = None,
     penalty: float = 0.0,
 ) -> Sequence:
-    """A choice whose prompt counts up from `first_token`."""
+    """Return a choice whose prompt tokens count up from `first_token`."""
     return Sequence(
         request_id=name,
         choice=choice,
@@ -56,7 +56,7 @@ def new_scheduler(
     policy: SchedulingPolicy | None = None,
     **memory_settings: Any,
 ) -> tuple[Scheduler, KvCacheManager]:
-    """A scheduler over a memory of so many blocks."""
+    """Return a scheduler with that many blocks."""
     memory = KvCacheManager(num_blocks, num_host_blocks, **memory_settings)
     limits = StepLimits(
         block_size=BLOCK_SIZE,
@@ -69,7 +69,7 @@ def new_scheduler(
 
 
 def check_plan(scheduler: Scheduler, step: Step, budget: int) -> StepPlan:
-    """A step's plan, once it was found to say what the scheduler means."""
+    """Return a step's plan after asserting that it agrees with the scheduler's state."""
     plan = scheduler.plan(step)
     counts = np.diff(plan.query_starts)
     assert counts.min() >= 1 and counts.sum() == len(plan.token_ids) <= budget
@@ -90,13 +90,13 @@ def check_plan(scheduler: Scheduler, step: Step, budget: int) -> StepPlan:
 
 
 class LabelledCache:
-    """What a KV cache would hold: behind which tokens each slot was computed, and nothing where that failed."""
+    """A KV cache that stores, for each slot, the tokens for which it was computed, or that the step failed."""
 
     def __init__(self) -> None:
         self._slots: dict[tuple[int, int], object] = {}
 
     def run(self, scheduler: Scheduler, step: Step, plan: StepPlan) -> None:
-        """Do a step as a runner does: copy, store, read. Asserts that each sequence reads what is its own."""
+        """Run a step as a runner does: copy, store, read. Assert that each sequence reads only its own tokens."""
         for source, target in plan.copies.tolist():
             for offset in range(BLOCK_SIZE):
                 self._slots[target, offset] = self._slots.get((source, offset))
@@ -108,9 +108,9 @@ class LabelledCache:
             assert [self._slots[self._slot(plan, i, at)] for at in range(step.ends[i])] == of_seq[: step.ends[i]]
 
     def fail(self, step: Step, plan: StepPlan, *, for_memory: bool) -> None:
-        """Do a step that breaks: what it was to copy and to store is not there, nor what else is in these blocks.
+        """Run a step that fails: the blocks that it copies to or writes to lose all their contents.
 
-        Only one that finds no memory leaves that alone.
+        After an out-of-memory error, blocks lose only the slots that the step would have written.
         """
         written = {block for _, block in plan.copies.tolist()}
         for i, (start, end) in enumerate(zip(step.starts.tolist(), step.ends.tolist(), strict=True)):
@@ -121,7 +121,7 @@ class LabelledCache:
         self.spoil(written)
 
     def spoil(self, blocks: set[int]) -> None:
-        """Lose what some blocks hold."""
+        """Lose the contents of some blocks."""
         self._slots |= {(block, offset): None for block in blocks for offset in range(BLOCK_SIZE)}
 
     @staticmethod

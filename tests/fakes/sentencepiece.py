@@ -1,4 +1,4 @@
-"""A tokenizer in the manner of SentencePiece, as Llama 2 has it."""
+"""A tokenizer like SentencePiece's in Llama 2."""
 
 from __future__ import annotations
 

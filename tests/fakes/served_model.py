@@ -1,4 +1,4 @@
-"""A model as a user serves it: `penstock serve`."""
+"""A model served by `penstock serve`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ You call functions. These are there, one in a line:
 
 @contextmanager
 def served(model: Path, log: IO[str] | None = None, **settings: object) -> Iterator[str]:
-    """The gateway's URL; settings of the node by their field names. The log goes to stderr or to a file.
+    """Serve and yield the gateway's URL. The node's settings are given by field name. The log goes to stderr or a file.
 
-    Its Redis is not that of another `penstock serve`. Its node computes on one thread if nothing else is said.
+    Each call has its own Redis. The node computes on one thread by default.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_NODE_")}
     words = ("-m", "penstock", "serve", str(model), "--port", "0")
@@ -59,7 +59,7 @@ def served(model: Path, log: IO[str] | None = None, **settings: object) -> Itera
 
 
 def _python(*words: str, env: Mapping[str, str], log: IO[str] | None) -> subprocess.Popen[str]:
-    """`python <words>`, which a session of tests starts as a fork."""
+    """Start `python <words>`, as a fork in a session of tests."""
     if ChildProcess.fork_server is not None:
         return PythonProcess(*words, env=env, stderr=log)
     return subprocess.Popen([sys.executable, *words], env=env, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -45,7 +45,7 @@ class TerminalProcess:
         return self._process.wait(timeout_s)
 
     def _read_until(self, end_in: Callable[[str], int], wanted: str, timeout_s: float) -> str:
-        """Return the unread part of the screen up to where `end_in` says that it ends (0: not yet)."""
+        """Return the unread part of the screen up to the index that `end_in` returns (0: not yet)."""
         deadline = time.monotonic() + timeout_s
         while not (end := end_in(self.screen[self._num_read :])):
             readable, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))

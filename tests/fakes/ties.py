@@ -1,4 +1,4 @@
-"""The rule for ties: greedy tokens may leave the reference only where its two best logits are as good as equal."""
+"""The rule for ties: greedy tokens may differ from the reference only if its two best logits are almost equal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAX_TIE_GAP = 1e-3
 def num_departures(
     model: Any, pairs: Iterable[tuple[Sequence[int], Sequence[int]]], *, max_gap: float = MAX_TIE_GAP
 ) -> int:
-    """How many (prompt, output) leave `model`'s own greedy path; asserts that each does so at a tie only.
+    """Return how many (prompt, output) pairs leave `model`'s greedy path. Assert that each leaves it at a tie.
 
-    One pass over prompt and output says what transformers' `generate` would choose behind each prefix. Arithmetic that
-    rounds more than float32 knows ties of a wider `max_gap`.
+    One pass over prompt and output computes what transformers' `generate` would choose after each prefix. Arithmetic
+    less precise than float32 needs a wider `max_gap`.
     """
     departures = 0
     for prompt, output in pairs:

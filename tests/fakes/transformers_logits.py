@@ -1,4 +1,4 @@
-"""Logits of transformers, and how far others are from them."""
+"""Logits of transformers, and the error of other logits against them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Logits = NDArray[np.float32]
 
 
 def bfloat16_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a model of the checkpoint's weights rounded to bfloat16, which computes in `dtype`; the caller's own."""
+    """Return a new model of the checkpoint's weights rounded to bfloat16, which computes in `dtype`."""
     return deepcopy(_loaded(folder)).to(dtype)
 
 
 @lru_cache(maxsize=2)
 def _loaded(folder: Path) -> Any:
-    """Return the model in bfloat16. Tests ask for one several times in a row, and loading takes 40 ms."""
+    """Return the model in bfloat16, cached: tests ask for one several times in a row, and loading takes 40 ms."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
 @torch.inference_mode()
 def logits_of(model: Any, token_ids: list[int]) -> Logits:
-    """Return the logits behind each token, [tokens, vocab]."""
+    """Return the logits after each token, [tokens, vocab]."""
     logits: Logits = model(torch.tensor([token_ids])).logits[0].float().numpy()
     return logits
 
 
 def error_of(got: Logits, want: Logits) -> float:
-    """Return the root mean square of the differences, divided by that of the spread of `want`."""
+    """Return the root mean square of the differences divided by the standard deviation of `want`."""
     return float(np.sqrt(np.square(got - want).mean() / np.square(want - want.mean(-1, keepdims=True)).mean()))

@@ -1,4 +1,4 @@
-"""`python -m faults.campaigns`: nodes killed two hundred times with the reference engine, twenty times with a model."""
+"""`python -m faults.campaigns`: kill nodes 200 times with the reference engine, 20 times with a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_BEHIND_LEASE_S = 3.0
 
 
 def note(row: str, takeovers: Takeovers, lease_ms: int) -> None:
-    """Record a campaign's measurements; raises if takeovers took too long."""
+    """Record a campaign's measurements. Raise if takeovers took too long."""
     seconds = [hit.seconds for hit in takeovers.hits]
     p99 = quantile(seconds, 0.99)
     figures = {
@@ -35,7 +35,7 @@ def note(row: str, takeovers: Takeovers, lease_ms: int) -> None:
 
 
 async def run(args: argparse.Namespace) -> None:
-    """The campaigns that were asked for."""
+    """Run the requested campaigns."""
     with EmbeddedRedis() as server:
         redis = connect(server.url)
         for lease_ms in args.lease_ms:
@@ -52,7 +52,7 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Reads what is asked for."""
+    """Parse the arguments and run the campaigns."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--lanes", type=int, default=8, help="pools at once, each with two nodes")

@@ -1,4 +1,4 @@
-"""The guards of the queue's scripts that `make mutants` takes away, each with the tests that must notice it."""
+"""The guards of the queue's scripts that `make mutants` removes, and the tests that must fail without each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SKIPPED = "skipped_jobs.py"
 
 @dataclass(frozen=True)
 class Mutant:
-    """A guard's text in one script, what stands there instead, and the tests that hold it."""
+    """A guard's text in one script, its replacement, and the tests that cover it."""
 
     guard: str
     file: str

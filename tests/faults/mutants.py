@@ -1,7 +1,7 @@
-"""`python -m faults.mutants`: each guard of the queue is taken away in a copy of the source, and its tests must fail.
+"""`python -m faults.mutants`: remove each guard of the queue in a copy of the source. Its tests must fail.
 
-One guard at a time. If a mutant survives, no test would notice the loss of that guard. If its text is no longer found,
-the guard has moved and this list must follow.
+One guard at a time. If a mutant survives, no test detects that this guard is missing. If its text is not found, the
+guard was changed and this list must be updated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FAILED = 1
 
 
 class Copy:
-    """The source in a folder of its own, and tests that run on it."""
+    """A copy of the source in its own folder, and the tests that run on it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,13 +45,13 @@ class Copy:
         (folder / "path" / "penstock").symlink_to(folder / "penstock")
 
     def test(self, files: set[str]) -> int:
-        """pytest's exit status."""
+        """Run pytest. Return its exit status."""
         env = os.environ | {"PYTHONPATH": str(self._folder / "path"), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
         return subprocess.run([*command, *sorted(files)], cwd=self._folder, env=env, capture_output=True).returncode
 
     def kills(self, mutant: Mutant) -> bool:
-        """Whether the mutant's tests notice that its guard is gone."""
+        """Whether the mutant's tests fail without its guard."""
         path = self._folder / SCRIPTS / f"{mutant.file}.lua"
         text = path.read_text()
         if text.count(mutant.text) != 1:
@@ -72,7 +72,7 @@ class Copies:
             self._idle.put(Copy(folder / str(number)))
 
     def killed(self, mutant: Mutant) -> bool:
-        """Try a mutant and print what became of it."""
+        """Test a mutant and print the result."""
         copy = self._idle.get()
         try:
             killed = copy.kills(mutant)
@@ -83,7 +83,7 @@ class Copies:
 
 
 def main() -> int:
-    """Tries all mutants, or those named; answers how many live."""
+    """Test all mutants, or the named ones. Return how many survive."""
     parser = argparse.ArgumentParser()
     parser.add_argument("guards", nargs="*", help="all when none is named")
     names = parser.parse_args().guards

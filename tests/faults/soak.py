@@ -1,6 +1,7 @@
-"""`python -m faults.soak`: a mixed load while something is killed every few seconds, then in peace.
+"""`python -m faults.soak`: a mixed load, first with a kill every few seconds, then without kills.
 
-In the end every job has ended, every stream and log was the reference's, and no process's memory has grown in peace.
+At the end, every job must have ended, every stream and log must equal the reference, and no process's memory may have
+grown in the part without kills.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Memory:
         self.samples: dict[str, list[tuple[float, float]]] = {}
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Take samples until canceled."""
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(SAMPLE_S)
@@ -51,7 +52,7 @@ class Memory:
             self.samples.setdefault("redis", []).append((clock(), used))
 
     def slopes(self) -> dict[str, float]:
-        """KiB a minute, by least squares over the second half."""
+        """Return KiB per minute, by least squares over the second half."""
         return {name: 60 * _slope(samples[len(samples) // 2 :]) for name, samples in self.samples.items()}
 
 
@@ -67,7 +68,7 @@ def _slope(points: list[tuple[float, float]]) -> float:
 
 
 async def soak(fleet: Fleet, args: argparse.Namespace) -> tuple[Counter[str], Counter[str], Memory]:
-    """What became of the jobs, what was done to the fleet, and its memory in peace."""
+    """Run the load. Return the jobs' outcomes, the faults, and the memory in the part without kills."""
     rng, clock, memory = random.Random(args.seed), asyncio.get_running_loop().time, Memory(fleet)
     redis = connect(fleet.redis.url)
     await fleet.start()
@@ -88,7 +89,7 @@ async def soak(fleet: Fleet, args: argparse.Namespace) -> tuple[Counter[str], Co
 
 
 def report(counts: Counter[str], killed: Counter[str], memory: Memory, args: argparse.Namespace) -> None:
-    """Record the measurements; raises if jobs are missing or memory grows."""
+    """Record the measurements. Raise if jobs are missing or memory grows."""
     print(dict(counts), dict(killed), flush=True)
     slopes = memory.slopes()
     for name, slope in slopes.items():
@@ -111,7 +112,7 @@ def keep_heap_whole() -> None:
 
 
 def main() -> None:
-    """Reads what is asked for."""
+    """Parse the arguments and run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--quiet-minutes", type=float, default=10.0)

@@ -1,4 +1,4 @@
-"""Jobs with adapters on real nodes: a takeover is token-exact, and a broken adapter ends no other job."""
+"""Jobs with adapters on real nodes: a takeover keeps every token, and a broken adapter ends no other job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KILLED_AT = 200
 
 
 @pytest.mark.skipif(best_isa(cpu_flags()) is None, reason="no native kernels on this CPU")
-async def test_a_job_with_an_adapter_goes_on_token_exact(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+async def test_job_with_an_adapter_continues_token_exact(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     model, adapters = make_tiny_model(tmp_path / "tiny"), tmp_path / "adapters"
     base = AutoModelForCausalLM.from_pretrained(model)
     make_adapter(adapters / "tuned", base, seed=1)

@@ -1,4 +1,4 @@
-"""A process dies at a named moment, and no job notices: neither its stream, nor its log, nor its end."""
+"""A process dies at a crash point; each job's stream, log and outcome stay the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {"pool": POOL, "lease_ms": 3000, "drain_s": 0.1, "str
 
 
 def mostly_slow(points: Sequence[str], *, quick: str) -> list[object]:
-    """All points; all but one of them left to `make check-full`."""
+    """Return all points, all but one marked slow."""
     assert quick in points
     return [point if point == quick else pytest.param(point, marks=pytest.mark.slow) for point in points]
 
@@ -38,7 +38,7 @@ def new_works(count: int, num_tokens: int = 60, **options: Any) -> list[Work]:
 
 
 async def read_all(client: AsyncClient, works: Sequence[Work]) -> None:
-    """Submits and reads the jobs side by side."""
+    """Submit the jobs and read them concurrently."""
 
     async def read(work: Work) -> None:
         await work.read((await client.submit(PROMPT, **work.options)).chunks())
@@ -47,7 +47,7 @@ async def read_all(client: AsyncClient, works: Sequence[Work]) -> None:
 
 
 async def check_all(redis: Redis, works: Sequence[Work]) -> None:
-    """Every job ended well, once, and left nothing."""
+    """Assert that every job is done, once, and left no state."""
     for work in works:
         work.check()
     assert {(s.state, s.outcome and s.outcome.code) for s in await statuses(redis, works)} == {("done", "")}
@@ -71,7 +71,7 @@ STOPPED_NODE_POINTS = tuple(f"{when} {what} 1" for when in ("before", "after") f
 
 
 async def kill_a_node(redis: Redis, url: str, point: str, *, is_stopped: bool = False) -> None:
-    """One node dies at the point, another one goes on with what it had."""
+    """Kill a node at the point. Another node continues its jobs."""
     works = new_works(5, 150)
     with closing(NodeProcess(url, step_s=STEP_S, name="dying", dies=f"{point} kill", **SETTINGS)) as dying:
         if await asyncio.to_thread(dying.next_event) is None:
@@ -118,7 +118,7 @@ RETURNED_CLIENT_POINTS = (
 
 
 def read_in_process(works: Sequence[Work], url: str, *, dies: str = "", num_events: int = sys.maxsize) -> int:
-    """A client process goes on where the one before it ended; its status when it dies, or is killed behind so much."""
+    """Read in a client process that continues after the previous one. Return its exit status."""
     by_id = {work.id: work for work in works if not work.end}
     jobs: list[dict[str, Any]] = [{"options": {"prompt": PROMPT, **work.options}} for work in by_id.values()]
     for job, work in zip(jobs, by_id.values(), strict=True):
@@ -134,7 +134,7 @@ def read_in_process(works: Sequence[Work], url: str, *, dies: str = "", num_even
 
 
 async def kill_a_client(redis: Redis, url: str, point: str, *, has_returned: bool = False) -> None:
-    """One client dies at the point, another one reads on."""
+    """Kill a client at the point. Another client continues to read."""
     works = new_works(5)
     with NodeProcess(url, step_s=STEP_S, **SETTINGS):
         read = partial(asyncio.to_thread, read_in_process, works, url)
@@ -152,7 +152,7 @@ async def test_a_client_may_die_at_any_moment(redis: Redis, redis_url: str, poin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", RETURNED_CLIENT_POINTS)
-async def test_a_client_that_has_come_back_may_die_too(redis: Redis, redis_url: str, point: str) -> None:
+async def test_a_reattached_client_may_die_at_any_moment(redis: Redis, redis_url: str, point: str) -> None:
     await kill_a_client(redis, redis_url, point, has_returned=True)
 
 
@@ -169,7 +169,7 @@ LEFT_GATEWAY_POINTS = tuple(f"{when} detach 1" for when in ("before", "after"))
 
 
 async def kill_a_gateway(redis: Redis, url: str, point: str, *, leaves: bool = False) -> None:
-    """One gateway dies at the point; the same keys at another gateway give all of the same jobs."""
+    """Kill a gateway at the point. The same idempotency keys at another gateway return the same jobs."""
     works = new_works(5, 150)
     first, second = [HttpReading() for _ in works], [HttpReading() for _ in works]
     async with AsyncExitStack() as stack:

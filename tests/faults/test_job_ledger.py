@@ -1,4 +1,4 @@
-"""A job over HTTP outlives its node, its gateway and its caller, and its ledger says where it ran."""
+"""A job over HTTP survives its node, its gateway and its caller, and its ledger names the nodes that ran it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 30.0
 
 
 def until(http: httpx.Client, job_id: str, state: str, *, num_chunks: int = 0) -> dict[str, Any]:
-    """Return the job once it is in that state with so many chunks."""
+    """Return the job once it has this state and this number of chunks."""
     end_s = time.monotonic() + WAIT_S
     while True:
         job: dict[str, Any] = http.get(f"/v1/jobs/{job_id}").json()

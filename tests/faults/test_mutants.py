@@ -1,4 +1,4 @@
-"""The guards that `make mutants` takes away are where it looks for them."""
+"""The guards that `make mutants` removes exist in the scripts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from faults.mutants import ROOT, SCRIPTS
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.guard)
-def test_a_guard_stands_once_in_its_script(mutant: Mutant) -> None:
+def test_each_guard_occurs_once_in_its_script(mutant: Mutant) -> None:
     text = (ROOT / SCRIPTS / f"{mutant.file}.lua").read_text()
     assert text.count(mutant.text) == 1
 

@@ -1,4 +1,4 @@
-"""Nodes that hang, sleep past their lease, are cut off or restarted: jobs move on, and fenced nodes write nothing."""
+"""Nodes hang, sleep past their lease, lose Redis or restart: jobs are requeued, and fenced nodes write nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ async def pressure_of(redis: Redis, name: str, reached: Callable[[NodePressure],
 # Zombies -----------------------------------------------------------------------------------------
 
 
-async def test_a_node_that_wakes_up_behind_its_lease_writes_nothing_and_stops(redis: Redis, redis_url: str) -> None:
+async def test_a_node_that_resumes_after_its_lease_expired_writes_nothing_and_stops(
+    redis: Redis, redis_url: str
+) -> None:
     works = [new_work(POOL, 100, **kind) for kind in KINDS]
     with NodeProcess(redis_url, step_s=SLOW_STEP_S, name="zombie", **SETTINGS) as zombie:
         async with AsyncClient(redis_url) as client:
@@ -75,7 +77,7 @@ async def test_a_node_that_wakes_up_behind_its_lease_writes_nothing_and_stops(re
 
 
 @pytest.mark.slow
-async def test_a_node_that_was_cut_off_comes_back_and_serves(redis_server: str, redis: Redis, redis_url: str) -> None:
+async def test_a_partitioned_node_rejoins_and_serves(redis_server: str, redis: Redis, redis_url: str) -> None:
     async with FaultProxy(redis_server.removeprefix("unix://")) as proxy:
         cut_off, living = ReferenceEngine(step_s=0.02), ReferenceEngine(step_s=0.02)
         async with running_node(proxy.url, cut_off, pool=POOL) as first, AsyncClient(redis_url) as client:
@@ -158,13 +160,13 @@ async def test_nodes_restarted_one_after_the_other_under_load_lose_nothing(redis
 
 
 class Scribe:
-    """A node that writes the first steps of each job into its log, to the letter, and gives the job back."""
+    """A node that logs the exact first steps of each job, and then gives the job back."""
 
     def __init__(self, redis: Redis) -> None:
         self._broker = NodeBroker(redis, POOL, "scribe-1", ReferenceEngine().revision)
 
     async def begin(self, works: dict[str, int]) -> None:
-        """Takes all jobs; `works` says how many steps each gets."""
+        """Take all jobs. `works`: the number of steps for each."""
         config = NodeSettings(model="reference", redis_url="redis://", **SETTINGS).pool_config
         await self._broker.join(config | {"max_model_len": 4096}, PoolRecord(POOL, POOL, max_model_len=4096))
         pressure = NodePressure("scribe-1", kv_tokens_available=1 << 20)

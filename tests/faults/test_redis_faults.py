@@ -1,4 +1,4 @@
-"""Redis dies, forgets, fills up, hangs, refuses, loses what it answers: every stream stays what it would have been."""
+"""Redis is killed, loses data, is full, hangs, refuses calls, loses answers: every stream equals the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @asynccontextmanager
 async def proxied(server: RedisProcess) -> AsyncIterator[tuple[FaultProxy, Redis]]:
-    """A proxy before a server, and a connection that goes past it."""
+    """Yield a proxy before a server, and a direct connection to the server."""
     direct = connect(server.url)
     async with FaultProxy(server.address) as proxy:
         yield proxy, direct
@@ -38,7 +38,7 @@ def server(tmp_path: Path) -> Iterator[RedisProcess]:
 
 
 def once_each(fault: Fault) -> tuple[Rule, set[str]]:
-    """A rule that does it to the first call of every script, and the scripts it has met."""
+    """Return a rule that applies a fault to the first call of every script, and the set of those scripts."""
     met: set[str] = set()
 
     def rule(name: str, count: int) -> Fault | None:
@@ -68,12 +68,12 @@ QUICK_FAULTS = ("reply lost", "READONLY", "NOSCRIPT")
 
 
 def slow(value: object) -> object:
-    """Left to `make check-full`."""
+    """Mark as slow: only `make check-full` runs it."""
     return pytest.param(value, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("fault", [*QUICK_FAULTS, *(slow(fault) for fault in FAULTS if fault not in QUICK_FAULTS)])
-async def test_what_happens_once_to_each_script_harms_nobody(server: RedisProcess, fault: str) -> None:
+async def test_one_fault_in_each_script_loses_no_job(server: RedisProcess, fault: str) -> None:
     async with proxied(server) as (proxy, direct):
         proxy.rule, met = once_each(FAULTS[fault])
         await walk(direct, proxy.url)
@@ -81,7 +81,7 @@ async def test_what_happens_once_to_each_script_harms_nobody(server: RedisProces
 
 
 class Death:
-    """Redis is killed with one call in the proxy's hands, before or after it was served, and started again."""
+    """Kill Redis before or after one call in the proxy is served, and start it again."""
 
     def __init__(self, server: RedisProcess, script: str, when: str) -> None:
         self._server, self._script = server, script
@@ -91,7 +91,7 @@ class Death:
         self.restart: asyncio.Task[object] | None = None
 
     def rule(self, name: str, count: int) -> Fault | None:
-        """The first call of the script, once."""
+        """Apply the fault to the script's first call."""
         return self.fault if name == self._script and self.restart is None else None
 
     async def _die(self) -> None:
@@ -177,7 +177,7 @@ SLOW_TROUBLES: tuple[Trouble, ...] = (
 
 
 @pytest.mark.parametrize("trouble", [*QUICK_TROUBLES, *map(slow, SLOW_TROUBLES)], ids=lambda it: it.__name__)
-async def test_streams_stay_whole_while_redis(server: RedisProcess, trouble: Trouble) -> None:
+async def test_streams_stay_whole_during_an_outage_of_redis(server: RedisProcess, trouble: Trouble) -> None:
     async with proxied(server) as (proxy, direct):
         works = new_works(150)
         async with served(proxy.url), AsyncClient(proxy.url, settings=QUICK) as client:
@@ -191,7 +191,7 @@ async def test_streams_stay_whole_while_redis(server: RedisProcess, trouble: Tro
 
 
 async def under_way(client: AsyncClient, works: list[Work], watched: Work) -> list[asyncio.Task[None]]:
-    """Readers of all of them, once one has got some of its tokens."""
+    """Start readers of all jobs. Return once one reader has tokens."""
     reading = [asyncio.create_task(read(client, work)) for work in works]
     while watched.num_seen < 20:
         await asyncio.sleep(0.01)
@@ -199,7 +199,7 @@ async def under_way(client: AsyncClient, works: list[Work], watched: Work) -> li
 
 
 async def all_ended(redis: Redis, works: list[Work]) -> None:
-    """Also those that Redis has forgotten to have ended: they end again, as they did."""
+    """Wait until all jobs have ended. If Redis lost an end, the job ends again in the same way."""
     while any(status.outcome is None for status in await statuses(redis, works)):
         await asyncio.sleep(0.05)
     for work in works:

@@ -1,4 +1,4 @@
-"""A background response outlives its client, its gateway, its node and Redis."""
+"""A background response survives its client, its gateway, its node and Redis."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def text_of(response: dict[str, Any]) -> str:
 
 
 def undisturbed_text(http: httpx.Client, job_id: str, *, computed: bool) -> str:
-    """The text of the same request without any death: computed for the reference engine, else asked for once more."""
+    """Return the text of the same request without a fault: computed for the reference engine, else requested again."""
     if computed:
         params = SamplingParams(max_tokens=NUM_TOKENS, seed=SEED)
         return reference_choice(job_id, params, list(PROMPT.encode())).text
@@ -88,7 +88,7 @@ def undisturbed_text(http: httpx.Client, job_id: str, *, computed: bool) -> str:
 
 
 async def check_ended(url: str) -> None:
-    """No job is open, and an audit finds nothing."""
+    """Assert that no job is open and that an audit finds nothing."""
     redis = connect(url)
     await check_settled(redis, POOL)
     await redis.aclose()

@@ -1,4 +1,4 @@
-"""Nodes that are killed and start again on their host; a living node is never taken for dead."""
+"""Nodes are killed and start again on their host. A living node is never declared dead."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def node(url: str, **settings: Any) -> NodeProcess:
 
 @asynccontextmanager
 async def stream_of(url: str, num_tokens: int) -> AsyncIterator[tuple[Work, Any]]:
-    """A job and its chunks."""
+    """Return a job and its chunks."""
     work = new_work(POOL, num_tokens)
     async with AsyncClient(url) as client:
         job = await client.submit(PROMPT, **work.options)
@@ -54,7 +54,7 @@ async def count(redis: Redis, event: str) -> int:
     return int(await cast(Any, redis.hget(keys.counts(POOL), event)) or 0)
 
 
-async def test_a_node_that_starts_again_goes_on_with_its_own_job(redis_url: str, redis: Redis) -> None:
+async def test_a_restarted_node_continues_its_own_job(redis_url: str, redis: Redis) -> None:
     with node(redis_url) as first:
         async with stream_of(redis_url, 150) as (work, chunks):
             await read(work, chunks, 20)
@@ -72,7 +72,7 @@ async def test_a_node_that_starts_again_goes_on_with_its_own_job(redis_url: str,
 
 
 @pytest.mark.slow
-async def test_another_node_need_not_wait_for_the_model_of_one_that_starts_again(redis_url: str, redis: Redis) -> None:
+async def test_takeover_does_not_wait_until_a_restarted_node_has_loaded_its_model(redis_url: str, redis: Redis) -> None:
     with node(redis_url) as first, NodeProcess(redis_url, name="other", pool=POOL, step_s=0.02) as other:
         async with stream_of(redis_url, 150) as (work, chunks):
             await read(work, chunks, 20)
@@ -108,7 +108,7 @@ asyncio.run(main())
 """
 
 
-async def test_two_living_nodes_of_one_name_leave_each_other_alone(redis_url: str, redis: Redis) -> None:
+async def test_two_live_nodes_of_one_name_do_not_declare_each_other_dead(redis_url: str, redis: Redis) -> None:
     with node(redis_url) as first, node(redis_url) as second:
         async with stream_of(redis_url, 150) as (work, chunks):
             await asyncio.wait_for(work.read(chunks), 30)
@@ -165,7 +165,7 @@ def settings(**given: Any) -> NodeSettings:
     return NodeSettings.load(model="any", redis_url="unix://x", name="same", **given)
 
 
-def test_a_file_of_another_machine_is_another_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seat_file_of_another_host_is_another_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts may share the cache folder over a network whose locks reach only one of them."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     monkeypatch.setattr(seats, "_NETWORK", tmp_path / "none")

@@ -1,4 +1,4 @@
-"""Jobs on real nodes that draft: what another node goes on with is what one says that drafts nothing."""
+"""Jobs on real nodes with drafting: after a takeover, the tokens equal those of a node without drafting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def _num_accepted(redis: Redis) -> int:
 
 
 @pytest.mark.skipif(best_isa(cpu_flags()) is None, reason="no native kernels on this CPU")
-async def test_a_stream_of_drafting_nodes_goes_on_token_exact(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+async def test_stream_of_drafting_nodes_continues_token_exact(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny")
     fast = {"runner": "native", "dtype": "bfloat16", "num_threads": 1, "num_kv_blocks": 512}
     options = {"temperature": 0.7, "seed": 7, "n": 4, "max_tokens": NUM_TOKENS, "ignore_eos": True}

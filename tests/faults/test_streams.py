@@ -1,4 +1,4 @@
-"""HTTP streams: open through an absence of Redis, cut with their gateway, one job for many requests with one key."""
+"""HTTP streams stay open while Redis is down, end with their gateway, and share one job per idempotency key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_CALLERS = 100 if FULL else 40
 
 
 @pytest.mark.parametrize("outage_s", [2, pytest.param(25, marks=pytest.mark.slow)])
-async def test_streams_stay_open_while_redis_is_away(tmp_path: Path, outage_s: float) -> None:
+async def test_streams_stay_open_while_redis_is_unreachable(tmp_path: Path, outage_s: float) -> None:
     works = [new_work(POOL, 200, **kind) for kind in KINDS]
     readings = [HttpReading() for _ in works]
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ async def test_many_callers_with_one_key_get_one_generation(redis: Redis, redis_
         one.check(work)
 
 
-async def test_streams_of_a_killed_gateway_go_on_through_another_one(redis: Redis, redis_url: str) -> None:
+async def test_streams_of_a_killed_gateway_continue_at_another_one(redis: Redis, redis_url: str) -> None:
     works = [new_work(POOL, 100, **kind) for kind in KINDS]
     readings = [HttpReading() for _ in works]
 

@@ -1,4 +1,4 @@
-"""A task whose node ends goes on at another node, and its caller gets one answer."""
+"""A task whose node ends continues on another node, and its caller gets one answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trace a request, over real processes and a real collector: gateway, queue, node, and the node that takes over."""
+"""One trace per request, over real processes and a real collector: gateway, queue, node and the next node."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def only(spans: list[CollectedSpan], name: str) -> CollectedSpan:
 
 
 def has_ended(num_leases: int) -> Callable[[list[CollectedSpan]], bool]:
-    """Return whether the spans of the gateway and of so many leases are there."""
+    """Return whether the gateway's spans and this number of lease spans have arrived."""
 
     def check(spans: list[CollectedSpan]) -> bool:
         num = sum(span.kind == "consumer" for span in spans)
@@ -47,7 +47,7 @@ def has_ended(num_leases: int) -> Callable[[list[CollectedSpan]], bool]:
 
 
 def trace_ids_in_access_log(gateway: GatewayProcess) -> list[str | None]:
-    """The field `trace_id` of each request's line."""
+    """Return the field `trace_id` of each request's log line."""
     lines = [json.loads(line) for line in gateway.log.splitlines() if line.startswith("{")]
     return [line.get("trace_id") for line in lines if line["message"] == "request"]
 

@@ -1,4 +1,4 @@
-"""A gateway over real Redis and a real node, whose engine says the prompt back: the test decides what is said."""
+"""A gateway over real Redis and a real node, whose engine echoes the prompt: tests choose the answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ START_TIMEOUT_S = 20.0
 
 
 class ByteTokenizer:
-    """A token is a byte; a chat says its last turn."""
+    """One token per byte. A chat is encoded as its last message."""
 
     max_token_bytes = 64
     tool_parser = reasoning_parser = "none"
@@ -95,7 +95,7 @@ class _Live:
 
 
 class EchoEngine:
-    """Says each prompt back, a byte a step; `step_s` paces it."""
+    """Echoes each prompt, one byte a step. `step_s`: seconds per step."""
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
@@ -135,13 +135,13 @@ class EchoEngine:
         return bool(self._live or self._embeddings)
 
     def bind_thread(self) -> None:
-        """Any core will do."""
+        """Do nothing: the engine needs no particular core."""
 
     def wait(self) -> None:
         pass
 
     def requests_in_flight(self) -> set[str]:
-        """It never hangs."""
+        """Return no ids: no step of this engine hangs."""
         return set()
 
     def memory_trail(self) -> list[str]:
@@ -185,7 +185,7 @@ class EchoEngine:
 
     @staticmethod
     def logprobs_of(token: int, num_logprobs: int) -> TokenLogprobs:
-        """A byte beside those that follow it, each half as likely; 127 is a special token."""
+        """Return a byte and the bytes after it, each half as likely as the one before. 127 is a special token."""
         ids = (token, *((token + i) % 256 for i in range(num_logprobs)))
         values = (-1.0, *(-1.0 - i for i in range(num_logprobs)))
         return TokenLogprobs(ids, values, tuple("<end>" if one == 127 else bytes([one]) for one in ids))
@@ -205,7 +205,7 @@ class EchoEngine:
 
 
 class Stack:
-    """Redis, and an event loop in a thread of its own for nodes and gateways."""
+    """Redis, and an event loop in its own thread for nodes and gateways."""
 
     def __init__(self, redis_url: str) -> None:
         self.redis_url = redis_url
@@ -215,11 +215,11 @@ class Stack:
         self._stops: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` on the stack's loop."""
+        """Run `work` on the stack's loop. Return its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(START_TIMEOUT_S)
 
     def start_node(self, engine: EchoEngine, **settings: Any) -> Node:
-        """A node that serves `engine`."""
+        """Start a node with `engine`."""
         return self.call(self._start_node(engine, settings))
 
     async def _start_node(self, engine: EchoEngine, settings: dict[str, Any]) -> Node:
@@ -240,7 +240,7 @@ class Stack:
         return node
 
     def start_gateway(self, *, pepper: str = "", **settings: Any) -> str:
-        """A gateway on a free port; answers its URL."""
+        """Start a gateway on a free port. Return its URL."""
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("PENSTOCK_KEY_PEPPER", pepper)
             return self.call(self._start_gateway({"redis_url": self.redis_url, **settings}))
@@ -261,11 +261,11 @@ class Stack:
         return f"http://127.0.0.1:{port_of(server)}"
 
     def client(self) -> AsyncClient:
-        """A client beside the gateway, to look at jobs; to be used on the stack's loop."""
+        """Return a client of the same Redis, for use on the stack's loop."""
         return AsyncClient(self.redis_url)
 
     def close(self) -> None:
-        """Ends everything, the last started first."""
+        """Close everything, in reverse order of the starts."""
         for stop in reversed(self._stops):
             self.call(stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -274,13 +274,13 @@ class Stack:
 
 
 def port_of(server: uvicorn.Server) -> int:
-    """The port that a started server listens on."""
+    """Return the port that a started server listens on."""
     return int(server.servers[0].sockets[0].getsockname()[1])
 
 
 @pytest.fixture(scope="module")
 def redis_url(redis_server: str) -> str:
-    """URL of the session's Redis, which is empty for a file."""
+    """URL of the session's Redis, emptied for each test file."""
     with sync_redis.Redis.from_url(redis_server) as client:
         client.flushall()
         client.config_set("maxmemory", "512mb")
@@ -303,7 +303,7 @@ def shared_engine(stack: Stack) -> EchoEngine:
 
 @pytest.fixture
 def engine(shared_engine: EchoEngine) -> Iterator[EchoEngine]:
-    """The one node's engine, at full pace unless the test slows it."""
+    """The one node's engine, without a delay unless the test sets one."""
     shared_engine.step_s = 0.0
     yield shared_engine
     shared_engine.step_s = 0.0
@@ -317,13 +317,13 @@ def url(stack: Stack, shared_engine: EchoEngine) -> str:
 
 @pytest.fixture
 def api(url: str, engine: EchoEngine) -> Iterator[openai.OpenAI]:
-    """OpenAI's client, as its users call it."""
+    """OpenAI's official client."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
 def http(url: str, engine: EchoEngine) -> Iterator[httpx.Client]:
-    """Plain HTTP, for what OpenAI's client would not send."""
+    """A plain HTTP client, for requests that OpenAI's client would not send."""
     with httpx.Client(base_url=url, timeout=30) as client:
         yield client

@@ -1,4 +1,4 @@
-"""The description of the API: complete, valid, public, and with examples that run."""
+"""The OpenAPI description: complete, valid, public, and with examples that run."""
 
 from __future__ import annotations
 

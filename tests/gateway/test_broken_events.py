@@ -1,4 +1,4 @@
-"""Streams that break off within a large event, which leaves the encoder in parts."""
+"""Streams that fail within a large event that the encoder yields in parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HALF = b'data: {"n":'
 
 
 class TwoEvents(EventStream):
-    """A whole event and a part of the next one; then an error, or a wait for a slow reader."""
+    """Yields a whole event and a part of the next one, then fails, or waits for a slow reader."""
 
     def __init__(self, part: bytes, *, fails: bool) -> None:
         self._settings, self._metrics = GatewaySettings(), GatewayMetrics()
@@ -42,7 +42,7 @@ class TwoEvents(EventStream):
 
 
 async def sent_by(stream: TwoEvents) -> tuple[list[bytes], bool]:
-    """What the stream sends until it fails, or until the gateway stops; and whether the body is complete."""
+    """Return what the stream sends until it fails or the gateway stops, and whether the body is complete."""
     messages: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:

@@ -1,4 +1,4 @@
-"""What ended streams leave behind for the garbage collector, whose passes would hold up all other streams."""
+"""Ended streams leave few objects to the garbage collector, whose passes would delay all other streams."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_STREAMS = {
 
 @pytest.fixture
 def garbage() -> Iterator[list[object]]:
-    """The objects that only the garbage collector finds."""
+    """Return the objects that only the garbage collector frees."""
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)

@@ -1,4 +1,4 @@
-"""`penstock keys set` changes limits, scopes and class of a key at a running gateway; the key itself stays."""
+"""`penstock keys set` changes limits, scopes and class of a key at a running gateway. The secret stays the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLACK_S = 3.0
 
 @pytest.fixture
 def ttl_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
-    """How long the gateway keeps its copy of the keys: short, except where a test takes the real time."""
+    """How long the gateway caches the keys: short, except where a test needs the real time."""
     seconds: float = getattr(request, "param", 0.1)
     monkeypatch.setattr("penstock.producer.client.calls.reports.KEYS_TTL_S", seconds)
     return seconds
@@ -31,7 +31,7 @@ def ttl_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> fl
 def caller(
     redis_url: str, stack: Stack, engine: EchoEngine, ttl_s: float, request: pytest.FixtureRequest
 ) -> Iterator[httpx.Client]:
-    """A client with a key of a tenant of its own, at a gateway that has seen the key."""
+    """A client with a key of its own tenant, at a gateway that has cached the key."""
     tenant = request.node.originalname[:60]
     key = run_command("keys", "add", tenant, "--label", "it", "--redis-url", redis_url).stdout.strip()
     headers = {"authorization": f"Bearer {key}"}

@@ -54,7 +54,7 @@ def callers(made: dict[Scope, str], stack: Stack) -> Iterator[Callers]:
 
 
 def requests_of_all_routes() -> list[tuple[str, str]]:
-    """Method and path of every route of the app."""
+    """Return method and path of every route of the app."""
     app = create_app(GatewaySettings.load(redis_url="redis://127.0.0.1:1"))
     found = {(method, route.path) for route in routes_of(app.routes) for method in route.methods or ()}
     assert len(found) > 20

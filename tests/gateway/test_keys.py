@@ -1,4 +1,4 @@
-"""API keys at the gateway: which are accepted, for which tenant, up to which limits; tenants never see others' jobs."""
+"""API keys at the gateway: which are accepted, for which tenant, with which limits; tenants never see others' jobs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def add(redis_url, tenant, scopes=("infer",), terms=UNLIMITED, **rights):
 
 @pytest.fixture(scope="module")
 def closed(redis_url, stack, shared_engine):
-    """A gateway that wants keys; those of two tenants, of an admin and of one with limits, and a revoked one."""
+    """A gateway that requires keys, and keys of two tenants, an admin, one with limits, and a revoked one."""
     made = {
         "acme": add(redis_url, "acme"),
         "rival": add(redis_url, "rival"),
@@ -66,7 +66,7 @@ def ask(url, key=None, *, path="/v1/completions", method="POST", headers=(), **b
     return httpx.request(method, url + path, json={**BODY, **body}, headers={**sent, **dict(headers)}, timeout=30)
 
 
-def test_a_key_lets_in_as_its_tenant(closed, redis_url):
+def test_key_acts_for_its_tenant(closed, redis_url):
     url, made = closed
     answer = ask(url, made["acme"])
     assert answer.status_code == 200
@@ -148,7 +148,7 @@ def test_a_key_of_an_older_version_has_the_standard_class():
     assert ApiKey.model_validate(old).highest_class == "standard"
 
 
-def test_an_open_gateway_allows_what_it_is_told(closed, redis_url, stack):
+def test_open_gateway_allows_classes_up_to_its_setting(closed, redis_url, stack):
     with sync_redis.Redis.from_url(redis_url) as client:
         kept = client.hgetall(keys.API_KEYS)
         client.delete(keys.API_KEYS)
@@ -160,7 +160,7 @@ def test_an_open_gateway_allows_what_it_is_told(closed, redis_url, stack):
         client.hset(keys.API_KEYS, mapping=kept)
 
 
-async def test_a_client_on_redis_may_ask_for_what_its_settings_say(closed, redis_url):
+async def test_client_of_redis_may_use_classes_up_to_its_setting(closed, redis_url):
     async with AsyncClient(redis_url) as client:
         await (await client.submit("hi", priority=Priority.INTERACTIVE)).result()
     async with AsyncClient(redis_url, settings=ClientSettings(highest_class="standard")) as client:
@@ -173,7 +173,7 @@ def used(url, key, **query):
     return httpx.get(f"{url}/v1/usage", params=query, headers={"authorization": f"Bearer {key}"}, timeout=30)
 
 
-def test_a_key_reads_what_it_used_and_an_admin_what_all_did(closed, redis_url):
+def test_key_reads_its_own_usage_and_an_admin_that_of_all_keys(closed, redis_url):
     url, made = closed
     for key in (made["urgent"], made["urgent"], made["rival"]):
         assert ask(url, key, prompt="12345", max_tokens=3).status_code == 200
@@ -203,7 +203,7 @@ async def as_admin(redis_url, url, made, of_key):
     assert of_key(answer.json()["data"], made["rival"])[1:] == [5, 3]
 
 
-def test_limits_of_the_key_are_held_and_told(closed):
+def test_limits_of_a_key_are_enforced_and_reported(closed):
     url, made = closed
     assert ask(url, made["limited"]).status_code == 200
     answer = ask(url, made["limited"], prompt="again")
@@ -219,7 +219,7 @@ def test_tenants_with_equal_idempotency_keys_have_jobs_of_their_own(closed):
     assert jobs[0] == jobs[2] != jobs[1]
 
 
-async def test_nothing_of_a_job_is_told_or_done_for_another_tenant(closed, redis_url):
+async def test_job_of_another_tenant_can_be_neither_read_nor_changed(closed, redis_url):
     url, made = closed
     job_id = (await asyncio.to_thread(ask, url, made["acme"])).headers["x-penstock-job"]
     async with AsyncClient(redis_url, tenant="rival") as client:
@@ -230,7 +230,7 @@ async def test_nothing_of_a_job_is_told_or_done_for_another_tenant(closed, redis
         assert (await client.result(job_id)).choices[0].text == "hi"
 
 
-def test_a_page_of_an_allowed_site_may_ask_and_is_told_why_it_may_not(closed):
+def test_cors_lets_pages_of_allowed_sites_read_answers_and_refusals(closed):
     url, made = closed
     origin = {"origin": "https://page.example"}
     asking = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
@@ -263,7 +263,7 @@ def test_the_first_key_closes_an_open_gateway_for_good(closed, redis_url, stack,
 
 
 def until(holds):
-    """What gateways know of keys is a little old."""
+    """Wait until the condition holds: gateways cache keys for a while."""
     for _ in range(int(KEYS_TTL_S * 50)):
         if holds():
             return

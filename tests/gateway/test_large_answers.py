@@ -1,6 +1,6 @@
-"""Large bodies and large answers at a gateway process, beside the stream of another tenant.
+"""Large bodies and large answers at a gateway process, during the stream of another tenant.
 
-Neither may hold the gateway's event loop, nor grow its memory, nor disturb that stream.
+They must not hold the gateway's event loop, increase its memory, or disturb that stream.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TIMEOUT_S = 60.0
 
 
 def filled(head: str, item: str, tail: str) -> bytes:
-    """A body of almost the largest size."""
+    """Return a body of almost the largest size."""
     count = (MAX_BODY_BYTES - len(head) - len(tail) - 1) // (len(item) + 1)
     return (head + ",".join([item] * count) + tail).encode()
 
@@ -92,7 +92,7 @@ NUM_AT_ONCE = 12 if FULL else 4
 
 @dataclass
 class Neighbor:
-    """A well-behaved tenant, who streams one answer after the other."""
+    """A well-behaved tenant that streams one answer after the other."""
 
     url: str
     key: str
@@ -100,7 +100,7 @@ class Neighbor:
     errors: list[str] = field(default_factory=list)
 
     def run(self, stop: threading.Event) -> None:
-        """Until told to stop."""
+        """Stream until canceled."""
         body = {"model": MODEL, "prompt": "b", "max_tokens": 200, "stream": True}
         with httpx.Client(base_url=self.url, timeout=TIMEOUT_S, headers=bearer(self.key)) as http:
             while not stop.is_set():
@@ -138,14 +138,14 @@ class Front:
         return httpx.post(f"{self.url}/v1/{path}completions", content=raw, headers=headers, timeout=TIMEOUT_S)
 
     def parsers(self) -> list[int]:
-        """The pids of its parser processes."""
+        """Return the process ids of its parser processes."""
         tasks = Path(f"/proc/{self.gateway.pid}/task").iterdir()
         children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
         return [pid for pid in children if b"parser_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     @contextmanager
     def undisturbed(self) -> Iterator[Neighbor]:
-        """Fails where the neighbor's stream, the loop or the memory suffers meanwhile."""
+        """Fail if the block delays the neighbor's stream, holds the loop or increases the memory."""
         stop, neighbor = threading.Event(), Neighbor(self.url, self.keys["kind"])
         Path(f"/proc/{self.gateway.pid}/clear_refs").write_text("5")  # the peak begins anew
         before_mib = mib(self.gateway.pid, "VmRSS")
@@ -183,7 +183,7 @@ def front_of(redis_url: str, keys: dict[str, str], **settings: object) -> Iterat
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[str]:
-    """Redis with a node of a known engine."""
+    """A Redis with a node of the reference engine."""
     with EmbeddedRedis() as server, NodeProcess(server.url, step_s=0.005):
         yield server.url
 
@@ -199,7 +199,7 @@ def front(node: str, keys: dict[str, str]) -> Iterator[Front]:
         yield front
 
 
-def test_large_bodies_of_any_shape_are_refused_beside_the_loop(front):
+def test_large_invalid_bodies_are_refused_outside_the_event_loop(front):
     with front.undisturbed():
         for name in BODIES if FULL else EACH_RUN:
             path, raw, code = BODIES[name]
@@ -209,7 +209,7 @@ def test_large_bodies_of_any_shape_are_refused_beside_the_loop(front):
     assert mib(parser, "VmHWM") < 50 + MAX_GROWTH_MIB
 
 
-def test_several_large_bodies_at_once_take_turns(front):
+def test_large_bodies_are_parsed_one_at_a_time(front):
     path, raw, code = BODIES["115,000 tool calls"]
     with front.undisturbed(), ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         answers = [*pool.map(lambda _: front.post(path, raw), range(NUM_AT_ONCE))]
@@ -311,7 +311,7 @@ def test_log_probabilities_of_prompts_come_once_and_in_pieces(node, keys, stream
 
 
 @pytest.mark.slow
-def test_readers_that_take_nothing_of_large_answers_leave_memory_bounded(node, keys):
+def test_memory_is_bounded_while_clients_read_nothing_of_large_answers(node, keys):
     body = {"model": MODEL, "prompt": [7] * PROMPT_TOKENS, "prompt_logprobs": 20, "max_tokens": 2}
     connections = []
     with front_of(node, keys) as front, front.undisturbed():

@@ -31,7 +31,7 @@ MODEL = "acme/echo"
 
 
 def scrape(url: str, *, timeout_s: float = 30) -> dict[tuple[str, ...], float]:
-    """Value by (name, label values in the order of the labels' names)."""
+    """Return values by (name, label values in the order of the labels' names)."""
     answer = httpx.get(f"{url}/metrics", timeout=timeout_s)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
@@ -43,7 +43,7 @@ def scrape(url: str, *, timeout_s: float = 30) -> dict[tuple[str, ...], float]:
 
 
 def scrape_until(url: str, reached: Callable[[dict[tuple[str, ...], float]], bool]) -> dict[tuple[str, ...], float]:
-    """A request is counted behind its answer."""
+    """Scrape until the condition holds: a request is counted after its answer."""
     deadline_s = time.monotonic() + 10
     while not reached(found := scrape(url)):
         assert time.monotonic() < deadline_s, found
@@ -52,7 +52,7 @@ def scrape_until(url: str, reached: Callable[[dict[tuple[str, ...], float]], boo
 
 @pytest.fixture
 def fresh(stack, engine):
-    """A gateway that has had no request yet."""
+    """A gateway without any request yet."""
     return stack.start_gateway()
 
 
@@ -160,7 +160,7 @@ def test_job_streams_are_timed_and_replayed_streams_are_not(fresh, engine):
         assert num_timed() == 2
 
 
-def test_pools_figures_are_those_of_redis(fresh, redis_url, engine):
+def test_metrics_of_pools_are_those_of_redis(fresh, redis_url, engine):
     with httpx.Client(base_url=fresh, timeout=30) as http:
         before = scrape(fresh)
         http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"})
@@ -190,7 +190,7 @@ def test_pools_figures_are_those_of_redis(fresh, redis_url, engine):
     assert len(set(meanings)) == len(fields(ClientStats)) - 1, "each says what it counts"
 
 
-def test_what_a_gateway_knows_by_itself_is_told_while_redis_is_away(stack, monkeypatch):
+def test_own_metrics_are_served_while_redis_is_unreachable(stack, monkeypatch):
     # Or the copy of them would do for as long as the test takes.
     monkeypatch.setattr("penstock.producer.client.calls.reports.KEYS_TTL_S", 0.01)
     with EmbeddedRedis() as server:

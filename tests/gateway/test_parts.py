@@ -1,4 +1,4 @@
-"""What requests from outside cannot show: a stuck reader, and a bug of ours."""
+"""Parts tested without HTTP: a blocked reader, and an exception in the gateway's own code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.gateway.app import create_app
 from penstock.gateway.openai.errors import error_response
 from penstock.gateway.openai.sse_encoder import SseEncoder
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.caller import CallerGoneError, until_disconnected, while_connected
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.gateway.stream.flow import batches_of
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
@@ -31,7 +31,7 @@ from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 
 class Ticks:
-    """A clock that moves when a test says so: by as long as the sleeper wants to sleep."""
+    """A clock that a test advances: by the duration of the next sleep."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -44,7 +44,7 @@ class Ticks:
         self.now_s += seconds
 
     async def next(self) -> None:
-        """Let a sleep end; back once the next one has begun."""
+        """End the current sleep. Return once the next one has begun."""
         self._over.release()
         await self.asleep.acquire()
 
@@ -52,7 +52,7 @@ class Ticks:
         return EventWriter(send, clock=lambda: self.now_s, sleep=self.sleep)
 
 
-async def test_a_reader_that_takes_nothing_is_given_up():
+async def test_client_that_reads_nothing_is_disconnected():
     async def stuck(_: object) -> None:
         await ticks.asleep.acquire()
         while ticks.now_s < 1000:
@@ -62,20 +62,20 @@ async def test_a_reader_that_takes_nothing_is_given_up():
     writer = ticks.writer(stuck)
     watch = writer.watch(first_wait_s=5, interval_s=10, send_timeout_s=60)
     with pytest.raises(CallerGoneError):
-        await while_there(writer.write(b"data: 1\n\n"), watch)
+        await while_connected(writer.write(b"data: 1\n\n"), watch)
     assert ticks.now_s == 65
 
 
-async def test_a_reader_stuck_before_the_first_event_is_given_up():
+async def test_client_stuck_before_the_first_event_is_disconnected():
     async def stuck(_: object) -> None:
         await asyncio.sleep(60)
 
     watch = EventWriter(stuck).watch(first_wait_s=0, interval_s=0.01, send_timeout_s=0.05)
     with pytest.raises(CallerGoneError):
-        await while_there(asyncio.sleep(60), watch)
+        await while_connected(asyncio.sleep(60), watch)
 
 
-async def test_comments_go_out_in_silence_only():
+async def test_keep_alive_comments_are_sent_only_in_silence():
     sent: list[bytes] = []
 
     async def send(message: dict[str, object]) -> None:
@@ -92,11 +92,11 @@ async def test_comments_go_out_in_silence_only():
         for _ in range(2):
             await ticks.next()
 
-    await while_there(talk_then_rest(), writer.watch(first_wait_s=0.4, interval_s=0.4, send_timeout_s=60))
+    await while_connected(talk_then_rest(), writer.watch(first_wait_s=0.4, interval_s=0.4, send_timeout_s=60))
     assert sent == [b"", *[b"data: 1\n\n"] * 3, *[KEEP_ALIVE] * 2]
 
 
-async def test_work_is_cancelled_and_cleaned_up_when_the_caller_hangs_up():
+async def test_work_is_canceled_and_cleaned_up_when_the_caller_disconnects():
     ended = []
 
     async def receive() -> dict[str, str]:
@@ -111,7 +111,7 @@ async def test_work_is_cancelled_and_cleaned_up_when_the_caller_hangs_up():
             ended.append(True)
 
     with pytest.raises(CallerGoneError):
-        await while_there(work(), hang_up(receive))
+        await while_connected(work(), until_disconnected(receive))
     assert ended == [True]
 
 
@@ -126,7 +126,7 @@ class FakeJob:
             yield batch
 
 
-async def test_one_job_that_cannot_be_read_ends_the_whole_flow():
+async def test_one_job_that_cannot_be_read_ends_the_merged_flow():
     waits = FakeJob([Chunk("job:1", 0, text="a")], StreamDivergedError("rolled back"))
     with pytest.raises(StreamDivergedError):
         async for batch in batches_of([waits, FakeJob([Chunk("job:2", 0, text="b")])]):
@@ -212,12 +212,12 @@ def test_retry_after_is_whole_seconds_and_never_too_early(retry_after_ms, header
         (BusyError("full", retry_after_ms=1), None),
     ],
 )
-def test_clients_do_not_try_again_by_themselves_what_fails_again(error, header):
+def test_clients_do_not_retry_permanent_errors(error, header):
     assert error_response(error).headers.get("x-should-retry") == header
 
 
 class FakeClient:
-    """Takes one job; what the gateway does with that job is written down."""
+    """Accepts one job and records the gateway's calls for it."""
 
     def __init__(self, error: BaseException) -> None:
         self.calls: list[str] = []
@@ -239,7 +239,7 @@ class FakeClient:
 
 @pytest.mark.parametrize("error", [BusyError("full", retry_after_ms=1), asyncio.CancelledError()])
 @pytest.mark.parametrize(("key", "call"), [(None, "cancel"), ("again", "detach")])
-async def test_jobs_with_an_idempotency_key_may_be_anothers_and_are_left_not_cancelled(error, key, call):
+async def test_jobs_with_an_idempotency_key_are_released_and_not_canceled(error, key, call):
     client = FakeClient(error)
     order = GenerationRequest(RequestContent("m", ["a", "b"], SamplingParams()), idempotency_key=key)
     with pytest.raises(type(error)):
@@ -248,7 +248,7 @@ async def test_jobs_with_an_idempotency_key_may_be_anothers_and_are_left_not_can
     assert client.calls == [call]
 
 
-async def test_a_bug_is_a_500_that_tells_nothing(caplog):
+async def test_a_bug_is_a_500_without_details(caplog):
     caplog.set_level(logging.INFO)
 
     class Broken:
@@ -271,7 +271,7 @@ async def test_a_bug_is_a_500_that_tells_nothing(caplog):
     assert response.headers["x-request-id"] == logged["request_id"]
 
 
-async def test_a_reader_is_not_given_up_for_what_held_the_gateway_up():
+async def test_client_is_not_disconnected_because_the_gateway_was_blocked():
     now_s, naps = 0.0, [5.0, 10.0, 500.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0]
 
     async def stuck(message):
@@ -284,7 +284,9 @@ async def test_a_reader_is_not_given_up_for_what_held_the_gateway_up():
 
     writer = EventWriter(stuck, clock=lambda: now_s, sleep=sleep)
     with pytest.raises(CallerGoneError):
-        await while_there(writer.write(b"data: 1\n\n"), writer.watch(first_wait_s=5, interval_s=10, send_timeout_s=60))
+        await while_connected(
+            writer.write(b"data: 1\n\n"), writer.watch(first_wait_s=5, interval_s=10, send_timeout_s=60)
+        )
     # All but the 490 s for which this process did not come to look.
     assert now_s == pytest.approx(490 + 5 + 10 * (10 - len(naps) - 1))
     assert 60 <= now_s - 490 <= 80

@@ -1,4 +1,4 @@
-"""Pools whose nodes are gone, and a gateway that hears nothing any more."""
+"""Pools whose nodes are gone, and a gateway that receives no messages any more."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ghost(redis_url, url):
         client.hdel(keys.POOLS, "ghost", "broken")
 
 
-def test_a_model_whose_nodes_are_away_is_a_503_and_not_listed(stack, shared_engine, ghost):
+def test_model_without_live_nodes_is_a_503_and_not_listed(stack, shared_engine, ghost):
     with httpx.Client(base_url=stack.start_gateway(), timeout=30) as http:
         response = http.post("/v1/completions", json={"model": ghost, "prompt": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "no_node")
@@ -69,7 +69,7 @@ def test_a_model_of_an_older_pool_is_a_503_with_both_versions_and_not_listed(sta
             client.delete(*client.keys("penstock:{old}:*"))
 
 
-async def test_a_gateway_that_hears_nothing_any_more_is_not_ready():
+async def test_gateway_whose_inbox_has_ended_is_not_ready():
     class Deaf:
         is_alive = False
 

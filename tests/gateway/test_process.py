@@ -1,4 +1,4 @@
-"""The gateway as a process, and what orchestrators ask of it."""
+"""The gateway as a process, and its endpoints for orchestrators."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gateway_process(redis_url: str, **variables: str) -> Iterator[tuple[PythonPr
         process.communicate()
 
 
-def test_it_says_where_it_listens_and_logs_no_prompts(redis_url, engine):
+def test_gateway_reports_its_address_and_logs_no_prompts(redis_url, engine):
     with gateway_process(redis_url) as (process, url):
         body = {"model": MODEL, "prompt": "s3cret"}
         assert httpx.post(f"{url}/v1/completions?q=s3cret", json=body).status_code == 200
@@ -109,21 +109,21 @@ def test_a_stop_past_its_drain_ends_answers_with_an_error_and_logs_no_traceback(
         ({"PENSTOCK_REDIS_URL": ""}, "or PENSTOCK_REDIS_URL"),
     ],
 )
-def test_wrong_settings_are_said_in_one_line(variables, said):
+def test_wrong_settings_are_one_line(variables, said):
     done = run_command("gateway", **{"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1", **variables})
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_redis_that_is_away_at_the_start_is_said_in_one_line():
+def test_unreachable_redis_at_the_start_is_one_line():
     process = run_python("-m", "penstock", "gateway", "--redis-url", "redis://127.0.0.1:1")
     assert process.returncode == 75
     assert "no Redis answers at redis://127.0.0.1:1" in process.stderr
     assert process.stderr.count("\n") == 1
 
 
-def test_a_port_that_is_taken_is_said_in_one_line_before_anything_else(redis_url):
+def test_port_in_use_is_one_line_before_anything_else(redis_url):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = run_python("-m", "penstock", "gateway", "--redis-url", redis_url, "--port", str(port))
@@ -140,7 +140,7 @@ def test_health_and_ready(stack, http):
         assert (looked.status_code, looked.content) == (200, b"")
 
 
-def test_it_shows_each_node_and_what_is_not_well_there(stack, http):
+def test_health_shows_each_node_and_its_unhealthy_parts(stack, http):
     pools = http.get("/health/nodes").json()
     (node,) = pools["echo"]
     # A machine that is held up makes these two, and nothing else.
@@ -165,7 +165,7 @@ def test_not_ready_without_a_node():
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
 
 
-def test_foreign_pages_may_ask_only_where_they_are_named(stack, shared_engine, http):
+def test_cors_allows_only_named_origins(stack, shared_engine, http):
     preflight = {"origin": "https://page.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in http.options("/v1/models", headers=preflight).headers
     url = stack.start_gateway(cors_origins=("https://page.example",))

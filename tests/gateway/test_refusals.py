@@ -1,4 +1,4 @@
-"""Wrong requests: refused with a real status, in OpenAI's shape, naming the field; the gateway goes on."""
+"""Invalid requests: refused with the right status, in OpenAI's shape, with the field's name."""
 
 from __future__ import annotations
 
@@ -170,11 +170,11 @@ def test_options_that_contradict_each_other_are_named_as_they_were_written(http,
         dict.fromkeys(ChatRequest.model_fields.keys() - CHAT.keys()),
     ],
 )
-def test_values_that_ask_for_nothing_are_accepted(http, change):
+def test_neutral_values_of_chat_fields_are_accepted(http, change):
     assert http.post("/v1/chat/completions", json={**CHAT, **change}).status_code == 200
 
 
-def test_completion_values_that_ask_for_nothing_are_accepted(http):
+def test_neutral_values_of_completion_fields_are_accepted(http):
     nulls = dict.fromkeys(CompletionRequest.model_fields.keys() - TEXT.keys())
     assert http.post("/v1/completions", json=TEXT | nulls).status_code == 200
     neutral = {"best_of": 1, "echo": False, "suffix": None, "logprobs": None, "stream_options": None}
@@ -199,14 +199,14 @@ def test_completion_values_that_ask_for_nothing_are_accepted(http):
         b'{"model": "m", "prompt": [1' + b"0" * 5000 + b"]}",
     ],
 )
-def test_what_is_no_json_object_is_a_400(http, raw):
+def test_body_that_is_no_json_object_is_a_400(http, raw):
     response = http.post("/v1/completions", content=raw, headers=JSON)
     assert response.status_code == 400
     error_of(response)
 
 
 @pytest.mark.parametrize("number", ["NaN", "1e999"])
-def test_a_schema_is_json_and_no_more(http, number):
+def test_schema_with_numbers_outside_json_is_refused(http, number):
     raw = json.dumps(TEXT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 0}}}})
     response = http.post("/v1/completions", content=raw.replace("0}", number + "}"), headers=JSON)
     assert response.status_code == 400
@@ -214,14 +214,14 @@ def test_a_schema_is_json_and_no_more(http, number):
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_only_json_is_read(http, kind):
+def test_only_bodies_declared_as_json_are_read(http, kind):
     headers = {"content-type": kind} if kind else {}
     response = http.post("/v1/completions", content=json.dumps(TEXT).encode(), headers=headers)
     assert response.status_code == 400
     assert error_of(response)["code"] == "unsupported_media_type"
 
 
-def test_a_body_that_is_packed_is_called_that(http):
+def test_compressed_body_is_refused_as_compressed(http):
     packed = gzip.compress(json.dumps(TEXT).encode())
     response = http.post("/v1/completions", content=packed, headers=JSON | {"Content-Encoding": "gzip"})
     assert response.status_code == 400
@@ -252,7 +252,7 @@ def test_a_caller_that_reads_only_after_sending_everything_sees_the_413(url, htt
     connection.close()
 
 
-def test_who_asks_before_sending_too_much_need_not_send_it(url, http):
+def test_expect_100_continue_of_a_large_body_is_answered_with_413(url, http):
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=5) as connection:
         connection.sendall(
@@ -262,7 +262,7 @@ def test_who_asks_before_sending_too_much_need_not_send_it(url, http):
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(stack, shared_engine, http):
+def test_body_that_does_not_arrive_in_time_is_refused(stack, shared_engine, http):
     address = urlsplit(stack.start_gateway(body_timeout_s=0.2))
     with socket.create_connection((address.hostname, address.port), timeout=5) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
@@ -274,7 +274,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(stack, shared_engine, http)
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_connection_may_be_used_for_more_than_a_head_in_all(http):
+def test_limit_of_a_head_does_not_add_up_over_requests(http):
     for _ in range(10):
         assert http.get("/v1/models", headers={"x-long": "y" * 8_000}).status_code == 200
 
@@ -299,7 +299,7 @@ def test_refusals_do_not_repeat_what_was_sent(http):
     assert "s3cret" not in response.text
 
 
-def test_what_is_our_own_fault_stands_in_the_log(http, monkeypatch, caplog) -> None:
+def test_internal_errors_are_logged(http, monkeypatch, caplog) -> None:
     async def submit(*_: object, **__: object) -> None:
         raise InvariantError("submit answered nonsense")
 

@@ -1,4 +1,4 @@
-"""Results of several jobs that wait for each other: how much of them is fetched before they are rendered."""
+"""Results of several jobs that wait for each other: how much is fetched before rendering starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = encode_result((), Usage(1, 1), [])
 
 
 class EndedJob:
-    """A job with a result of that size."""
+    """An ended job with a result of that size."""
 
     def __init__(self, num_bytes: int) -> None:
         self.id = f"job-{num_bytes}"

@@ -31,7 +31,7 @@ async def test_an_owner_has_no_more_than_its_share():
     assert budget.num_used == 0
 
 
-async def test_owners_take_turns():
+async def test_owners_are_served_round_robin():
     budget, order = SharedBudget(1, per_owner=1), []
     release = asyncio.Event()
     owners = ["a", "a", "a", "b", "a", "b", "c"]
@@ -45,13 +45,13 @@ async def test_owners_take_turns():
     assert sorted(order) == sorted(owners)
 
 
-async def test_nothing_waits_for_nothing():
+async def test_claim_of_zero_units_does_not_wait():
     budget = SharedBudget(1, per_owner=1)
     async with budget.taken("a", 1), budget.taken("a", 0):
         assert budget.num_used == 1
 
 
-async def test_a_cancelled_claim_leaves_nothing_behind():
+async def test_canceled_claim_holds_nothing():
     budget, order, release = SharedBudget(1, per_owner=1), [], asyncio.Event()
     first = asyncio.create_task(hold(budget, "a", 1, order, release))
     await asyncio.sleep(0)
@@ -65,7 +65,7 @@ async def test_a_cancelled_claim_leaves_nothing_behind():
     assert sorted(order) == ["a", "b", "c"] and budget.num_used == 0
 
 
-async def test_a_large_claim_is_not_passed_for_ever():
+async def test_large_claim_is_not_overtaken_forever():
     budget, order, release = SharedBudget(4, per_owner=4), [], asyncio.Event()
     tasks = [asyncio.create_task(hold(budget, "small", 1, order, release))]
     await asyncio.sleep(0)
@@ -79,7 +79,7 @@ async def test_a_large_claim_is_not_passed_for_ever():
     assert order == ["small", "large", "other"]
 
 
-async def test_claims_that_grow_leave_enough_for_one_to_become_whole():
+async def test_growing_claims_leave_enough_for_one_to_complete():
     budget = SharedBudget(100, per_owner=12, step=1, most=8)
     async with AsyncExitStack() as stack:
         claims = [await stack.enter_async_context(budget.taken("a")) for _ in range(3)]
@@ -97,7 +97,7 @@ async def test_claims_that_grow_leave_enough_for_one_to_become_whole():
         assert claims[1].amount == 3
 
 
-async def test_claims_that_grow_all_become_whole():
+async def test_growing_claims_all_complete():
     budget = SharedBudget(20, per_owner=12, step=2, most=8)
 
     async def grow(owner: str) -> None:

@@ -1,4 +1,4 @@
-"""Streams on the wire: framing, waiting in the queue, late refusals, hang-ups."""
+"""Streams on the wire: framing, waiting in the queue, late refusals, disconnects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def text_body(prompt: str, **options: object) -> dict[str, object]:
 
 
 def events_of(raw: bytes) -> list[tuple[str | None, str]]:
-    """(id, data) of each event; fails on anything that is neither an event nor a comment."""
+    """Return (id, data) of each event. Fail on anything except events and comments."""
     assert raw.endswith(b"\n\n")
     events = []
     for block in raw.decode("ascii").removesuffix("\n\n").split("\n\n"):
@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
         time.sleep(0.02)
 
 
-def test_events_carry_the_jobs_id_the_chunks_number_and_that_of_the_tokens_so_far(http, engine):
+def test_event_ids_have_the_job_the_chunk_and_the_number_of_tokens(http, engine):
     engine.step_s = 0.05
     response = http.post("/v1/completions", json=text_body("a\nb", stream=True), headers=IDS)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -73,12 +73,12 @@ def test_events_carry_the_jobs_id_the_chunks_number_and_that_of_the_tokens_so_fa
     assert last == (None, "[DONE]")
 
 
-def test_one_job_for_each_prompt_is_named(http):
+def test_response_header_names_one_job_for_each_prompt(http):
     response = http.post("/v1/completions", json=text_body(["a", "b"], stream=True))
     assert len(set(response.headers[JOB].split(", "))) == 2
 
 
-def test_a_full_pool_is_a_429_with_retry_after_and_nothing_of_a_list_stays(stack, shared_engine, http):
+def test_full_pool_is_a_429_with_retry_after_and_no_job_of_a_list_stays(stack, shared_engine, http):
     engine = type(shared_engine)()
     engine.step_s = 0.1
     stack.start_node(engine, model="acme/tiny", pool="tiny", max_open_jobs=2, reattach_grace_ms=60_000)
@@ -116,7 +116,7 @@ def test_prompts_of_one_list_stream_side_by_side(http, engine):
 
 @pytest.fixture(scope="module")
 def narrow(stack, shared_engine):
-    """An engine of its own kind, behind a node with one slot."""
+    """An engine of its own behind a node with one slot."""
     engine = type(shared_engine)()
     stack.start_node(engine, model="acme/narrow", pool="narrow", max_num_seqs=1, reattach_grace_ms=60_000)
     return engine
@@ -124,13 +124,13 @@ def narrow(stack, shared_engine):
 
 @pytest.fixture(scope="module")
 def hasty_url(stack, narrow):
-    """A gateway that soon answers 200 to a stream that waits."""
+    """A gateway that soon sends status 200 to a stream whose job waits."""
     return stack.start_gateway(first_chunk_wait_s=0.3, keep_alive_s=0.1)
 
 
 @pytest.fixture
 def hold(stack, narrow):
-    """Holds the one slot until it is called."""
+    """Occupy the one slot until the returned function is called."""
     narrow.step_s = 0.02
 
     async def take_slot():
@@ -159,7 +159,7 @@ def narrow_body(prompt: str) -> dict[str, object]:
     return {**text_body(prompt, stream=True), "model": "acme/narrow"}
 
 
-def test_a_stream_that_waits_answers_200_and_keeps_the_line_open(hasty_url, hold):
+def test_waiting_stream_answers_200_and_sends_keep_alives(hasty_url, hold):
     with httpx.stream("POST", f"{hasty_url}/v1/completions", json=narrow_body("hello"), timeout=30) as response:
         assert response.status_code == 200
         lines = response.iter_lines()
@@ -171,14 +171,14 @@ def test_a_stream_that_waits_answers_200_and_keeps_the_line_open(hasty_url, hold
     assert "".join(said) == "hello"
 
 
-def test_openais_client_reads_over_the_waiting(hasty_url, hold):
+def test_openais_client_ignores_keep_alives_before_the_first_token(hasty_url, hold):
     with openai.OpenAI(base_url=f"{hasty_url}/v1", api_key="none", max_retries=0) as api:
         stream = api.completions.create(model="acme/narrow", prompt="hello", stream=True)
         threading.Timer(0.5, hold).start()
         assert "".join(chunk.choices[0].text for chunk in stream) == "hello"
 
 
-def test_openais_client_reads_over_a_pause_between_tokens(hasty_url, narrow):
+def test_openais_client_ignores_keep_alives_between_tokens(hasty_url, narrow):
     narrow.step_s = 0.4
     with openai.OpenAI(base_url=f"{hasty_url}/v1", api_key="none", max_retries=0) as api:
         stream = api.completions.create(model="acme/narrow", prompt="abc", stream=True)
@@ -234,7 +234,7 @@ def test_a_job_cancelled_elsewhere_ends_its_stream_with_an_error_event(stack, ht
 # Hang-ups. -------------------------------------------------------------------------------------------
 
 
-def test_a_stream_that_is_hung_up_on_cancels_its_jobs(stack, http, engine):
+def test_disconnect_cancels_the_jobs_of_a_stream(stack, http, engine):
     engine.step_s = 0.05
     with http.stream("POST", "/v1/completions", json=text_body(["a" * 250, "b" * 250], stream=True)) as response:
         next(response.iter_lines())
@@ -244,7 +244,7 @@ def test_a_stream_that_is_hung_up_on_cancels_its_jobs(stack, http, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_caller_that_hangs_up_while_it_waits_cancels_its_job(stack, hasty_url, hold, stream):
+def test_disconnect_before_the_first_token_cancels_the_job(stack, hasty_url, hold, stream):
     before, address = open_jobs(stack, "narrow"), urlsplit(hasty_url)
     body = json.dumps({**narrow_body("hello"), "stream": stream})
     with closing(HTTPConnection(address.hostname, address.port)) as connection:
@@ -265,7 +265,7 @@ def test_a_repeated_idempotency_key_is_the_same_job(http):
     assert other.json()["error"]["code"] == "idempotency_conflict"
 
 
-def test_a_broken_stream_with_an_idempotency_key_can_be_asked_for_again(http, narrow):
+def test_broken_stream_with_an_idempotency_key_can_be_requested_again(http, narrow):
     narrow.step_s = 0.02
     call = {"json": narrow_body("a" * 50), "headers": {"Idempotency-Key": "broken"}}
     with http.stream("POST", "/v1/completions", **call) as response:
@@ -277,7 +277,7 @@ def test_a_broken_stream_with_an_idempotency_key_can_be_asked_for_again(http, na
     assert "".join(p["choices"][0]["text"] for p in pieces) == "a" * 50
 
 
-async def test_many_streams_at_once_stay_apart(url, engine):
+async def test_concurrent_streams_do_not_mix(url, engine):
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
 
         async def said(prompt: str) -> str:
@@ -297,7 +297,7 @@ def text_of(events) -> str:
 
 
 def cut_stream(http, body: dict[str, object], num_events: int) -> tuple[str, str]:
-    """The text of the first events, and the last one's id."""
+    """Return the text of the first events, and the last one's id."""
     with http.stream("POST", "/v1/completions", json=body, headers=IDS) as response:
         lines, raw = response.iter_lines(), ""
         while raw.count("data: ") < num_events:
@@ -308,7 +308,7 @@ def cut_stream(http, body: dict[str, object], num_events: int) -> tuple[str, str
 
 @pytest.mark.parametrize("how", ["header", "query"])
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_cut_stream_goes_on_through_another_gateway(stack, http, narrow, how, ended):
+def test_interrupted_stream_resumes_at_another_gateway(stack, http, narrow, how, ended):
     narrow.step_s = 0.02
     body = narrow_body("gates open by pressure")
     text, place = cut_stream(http, body, 5)
@@ -327,7 +327,7 @@ def test_a_cut_stream_goes_on_through_another_gateway(stack, http, narrow, how, 
     assert text + text_of(events) == "gates open by pressure"
 
 
-def test_a_stream_that_nobody_comes_back_to_is_cancelled_after_a_while(stack, http, engine):
+def test_interrupted_stream_that_is_not_resumed_is_canceled_after_a_while(stack, http, engine):
     engine.step_s = 0.05
     _, place = cut_stream(http, text_body("a" * 250, stream=True), 2)
     job_id = place.partition(":")[0]
@@ -346,7 +346,7 @@ def test_a_stream_without_event_ids_is_cancelled_as_soon_as_its_caller_is_gone(s
 
 
 def cut_log_otherwise(stack, job_id: str, at: int) -> None:
-    """As if Redis had lost the log and another node had made it anew: two chunks of one choice are one."""
+    """Rewrite the log as another node would after Redis lost it: two chunks of one choice become one."""
     with redis.Redis.from_url(stack.redis_url) as client:
         key = f"penstock:{{echo}}:log:{job_id}"
         chunks = [msgpack.unpackb(entry) for entry in client.lrange(key, 0, -1)]
@@ -359,7 +359,7 @@ def cut_log_otherwise(stack, job_id: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 2}, {"logprobs": 1}])
-def test_a_cut_stream_whose_log_was_cut_otherwise_since_lacks_and_repeats_nothing(stack, http, engine, options):
+def test_resumed_stream_is_exact_although_its_log_has_other_chunk_borders(stack, http, engine, options):
     engine.step_s = 0.03
     body = text_body("abcdefgh", stream=True) | options
     whole = http.post("/v1/completions", json=body, headers=IDS)
@@ -378,7 +378,7 @@ def test_a_cut_stream_whose_log_was_cut_otherwise_since_lacks_and_repeats_nothin
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_a_cut_stream_ends_with_the_usage_of_all(http, num_choices):
+def test_resumed_stream_ends_with_the_usage_of_the_whole_answer(http, num_choices):
     options = {"include_usage": True, "include_event_ids": True}
     body = text_body("abc", stream=True, n=num_choices, stream_options=options)
     *whole, usage, _ = events_of(http.post("/v1/completions", json=body).content)
@@ -389,7 +389,7 @@ def test_a_cut_stream_ends_with_the_usage_of_all(http, num_choices):
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_a_cut_chat_says_who_speaks_once_a_choice(http, num_choices):
+def test_resumed_chat_sends_the_role_once_for_each_choice(http, num_choices):
     body = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], "stream": True, "n": num_choices}
     *whole, _ = events_of(http.post("/v1/chat/completions", json=body, headers=IDS).content)
     said = [json.loads(data)["choices"] for _, data in whole]
@@ -411,7 +411,7 @@ def test_a_cut_chat_says_who_speaks_once_a_choice(http, num_choices):
         ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3:4", {"stream": True}, 404),
     ],
 )
-def test_a_place_that_is_none_is_refused(http, place, options, status):
+def test_invalid_stream_position_is_refused(http, place, options, status):
     answer = http.post("/v1/completions", json=text_body("hello") | options, headers={"Last-Event-ID": place})
     assert answer.status_code == status
     assert answer.json()["error"]["param" if status == 400 else "code"] == {400: "after", 404: "job_not_found"}[status]

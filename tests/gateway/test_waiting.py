@@ -1,4 +1,4 @@
-"""`return_progress`: a stream says where its job is in the queue, and how far its prompt is computed."""
+"""`return_progress`: a stream reports its job's queue position, and then how much of its prompt is computed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def queue_engine(stack: Stack) -> EchoEngine:
 
 @pytest.fixture
 def jobs_ahead(stack: Stack, queue_engine: EchoEngine) -> Iterator[list[Any]]:
-    """Jobs that wait before the test's, each of which the test ends."""
+    """Jobs that wait before the test's job. The test ends each."""
     queue_engine.step_s = 0.02
 
     async def submit() -> tuple[AsyncClient, list[Any]]:
@@ -83,7 +83,7 @@ def body_of(path: str, prompt: str = "abcdefgh", **fields: Any) -> dict[str, Any
 
 
 def check_rising(processed: Sequence[int]) -> None:
-    """Progress that comes faster than it is published is left out, but the last one is not."""
+    """Assert that progress rises. Frequent updates may be omitted, except the last one."""
     assert len(processed) > 1 and [*processed] == sorted({*processed} & {2, 4, 6, 8})
     assert processed[-1] == PROMPT_TOKENS
 
@@ -95,7 +95,9 @@ def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/completions"])
-def test_stream_of_a_websocket_says_where_its_job_is(stack: Stack, url: str, jobs_ahead: list[Any], path: str) -> None:
+def test_stream_of_a_websocket_reports_the_position_of_its_job(
+    stack: Stack, url: str, jobs_ahead: list[Any], path: str
+) -> None:
     with socket_to(url) as socket:
         socket.submit("a", "abcdefgh", path=path, body={"model": "acme/queue", "return_progress": True})
         first = socket.until(lambda message: "queue_progress" in message.get("data", {}))
@@ -107,7 +109,7 @@ def test_stream_of_a_websocket_says_where_its_job_is(stack: Stack, url: str, job
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_position_goes_down_and_then_the_prompt_is_computed(
+def test_position_decreases_and_then_the_prompt_is_computed(
     stack: Stack, url: str, jobs_ahead: list[Any], path: str
 ) -> None:
     events, positions = list[dict[str, Any]](), list[int]()
@@ -160,7 +162,7 @@ def test_prompts_of_one_request_have_progress_of_their_own(url: str, queue_engin
     assert set(indices) == {0, 2}
 
 
-def test_a_stream_that_waited_and_did_not_ask_is_byte_for_byte_as_before(
+def test_stream_without_return_progress_is_byte_for_byte_the_same(
     stack: Stack, url: str, jobs_ahead: list[Any]
 ) -> None:
     timer = threading.Timer(0.8, lambda: [stack.call(job.cancel()) for job in jobs_ahead])

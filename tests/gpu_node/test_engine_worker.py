@@ -39,7 +39,7 @@ def test_a_caller_that_gives_up_waiting_does_not_harm_the_engine(worker: EngineW
     assert worker.stats().result(5).steps == 0
 
 
-def test_a_refusal_reaches_who_asked_and_the_next_request_runs(
+def test_refusal_reaches_its_caller_and_the_next_request_runs(
     worker: EngineWorker, delivered: list[StepOutput]
 ) -> None:
     worker.start()
@@ -63,7 +63,7 @@ def test_a_paused_engine_answers_but_does_not_step(worker: EngineWorker, deliver
         pass
 
 
-def test_what_is_asked_while_a_step_runs_is_done_before_the_next_one() -> None:
+def test_commands_that_arrive_during_a_step_run_before_the_next_one() -> None:
     class Flying(ReferenceEngine):
         """Its first wait ends when a request has come."""
 
@@ -90,7 +90,7 @@ def test_what_is_asked_while_a_step_runs_is_done_before_the_next_one() -> None:
 
 
 class Failing(ReferenceEngine):
-    """Its first steps fail; as an engine does, it says so when it is stepped again."""
+    """An engine whose first steps fail. As in the real engine, the next step reports the failure."""
 
     num_failures = 0
     is_launched = False
@@ -105,7 +105,7 @@ class Failing(ReferenceEngine):
         raise MemoryError("no memory")
 
 
-def test_a_step_that_fails_is_taken_again(delivered: list[StepOutput]) -> None:
+def test_failed_step_is_repeated(delivered: list[StepOutput]) -> None:
     engine = Failing()
     engine.num_failures = MAX_FAILED_STEPS
     worker = EngineWorker(engine, delivered.extend)

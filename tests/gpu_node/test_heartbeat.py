@@ -1,4 +1,4 @@
-"""Rates in the pressure record, and what is said of an engine without one."""
+"""Rates in the pressure record, and the record of an engine without any."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_a_rate_follows_the_counter_and_survives_idle_times() -> None:
     assert rate == pytest.approx(10, rel=0.01)
 
 
-def test_a_time_that_does_not_count_leaves_the_rate_and_is_not_made_up_for() -> None:
+def test_interval_that_does_not_count_leaves_the_rate_unchanged() -> None:
     gauge = RateEstimator(0.0)
     assert gauge.update(5, 10.0, counts=False) == 0
     assert gauge.update(105, 12.0) == pytest.approx(50)
 
 
-def test_a_rate_of_what_should_not_happen_fades_when_it_does_not() -> None:
+def test_rate_of_errors_fades_without_new_errors() -> None:
     gauge = RateEstimator(0.0, keeps=False)
     assert gauge.update(100, 2.0) == pytest.approx(50)
     assert gauge.update(100, 12.0) == pytest.approx(25), "half of it is gone after ten seconds"
@@ -46,9 +46,7 @@ class SilentEngine(ReferenceEngine):
         return super().stats()
 
 
-async def test_an_engine_without_figures_is_told_as_that_and_the_node_joins_once_it_has_some(
-    redis_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_node_joins_once_its_engine_has_statistics(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = SilentEngine()
 
     async def tell() -> None:

@@ -61,7 +61,7 @@ def test_a_step_that_does_not_follow_the_last_one_is_an_invariant_error() -> Non
         job.add_tokens(StepOutput("", 0, 3, (1,), "a", None))
 
 
-def test_a_claim_is_the_estimate_until_the_prompt_is_known_then_grows_past_the_prediction() -> None:
+def test_expected_kv_tokens_are_the_estimate_until_the_prompt_is_known_then_grow() -> None:
     job = HeldJob(Taken(JOB_ID, "1:x:1", losses=0, num_chunks=0, cost=777, deadline_in_ms=0))
     assert job.expected_kv_tokens == 777
     job.open(SamplingParams(n=2, max_tokens=3))
@@ -112,7 +112,7 @@ def test_a_replayed_job_goes_on_at_the_next_index_and_position() -> None:
     assert result.cuts == ((0, 2, 2), (0, 1, 1))
 
 
-def test_a_job_taken_anew_replaces_the_old_lease_and_letting_go_of_the_old_one_does_nothing() -> None:
+def test_new_lease_of_a_job_replaces_the_old_one_and_removing_the_old_one_has_no_effect() -> None:
     ledger, old, new = Ledger(), held(lease="1:x:1"), held(lease="2:y:1")
     ledger.add(old)
     ledger.add(new)
@@ -123,7 +123,7 @@ def test_a_job_taken_anew_replaces_the_old_lease_and_letting_go_of_the_old_one_d
     assert len(ledger) == 0
 
 
-def test_a_job_that_ends_before_its_log_was_read_tells_no_result_that_would_contradict_it() -> None:
+def test_job_that_ends_before_its_log_was_read_has_no_result() -> None:
     job = HeldJob(Taken(JOB_ID, "1:x:1", losses=1, num_chunks=3, cost=9, deadline_in_ms=0))
     assert job.result() == b""
     job.open(SamplingParams(), [Chunk(JOB_ID, 0, 0, 0, (7,), "a")])

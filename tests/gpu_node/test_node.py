@@ -76,7 +76,7 @@ async def ended(broker: ProducerBroker, job: Job) -> Result:
     return result
 
 
-async def test_jobs_come_back_token_exact_and_leave_nothing_behind(
+async def test_jobs_are_token_exact_and_leave_nothing_behind(
     redis_url: str, redis: Redis, broker: ProducerBroker
 ) -> None:
     async with running(redis_url, ReferenceEngine(step_s=0.001)) as node:
@@ -170,7 +170,7 @@ async def test_a_prompt_too_long_fails_by_name_and_the_node_goes_on(redis_url: s
         assert (await ended(broker, good)).outcome.state == "done"
 
 
-async def test_a_request_that_is_not_one_fails_alone(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
+async def test_malformed_request_fails_alone(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
     bad, good = new_job(), new_job()
     async with running(redis_url, ReferenceEngine()):
         pass  # the pool exists from now on
@@ -262,7 +262,7 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(
     assert (await broker.status(job.id, "default")).losses == 1
 
 
-async def test_a_job_that_kills_its_nodes_is_found_out_and_those_beside_it_come_back_token_exact(
+async def test_job_that_kills_nodes_is_isolated_and_other_jobs_stay_token_exact(
     redis_url: str, redis: Redis, broker: ProducerBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes are restarted until all jobs have ended; a job that lost two nodes runs alone. No clock helps."""
@@ -364,7 +364,7 @@ async def test_tokens_of_fast_steps_leave_together_where_no_core_is_free(
         assert max(await cuts_of_jobs(broker, 32, 120)) < 120 / 3
 
 
-async def test_a_node_believed_dead_drops_its_jobs_and_comes_back(
+async def test_node_that_was_declared_dead_drops_its_jobs_and_rejoins(
     redis_url: str, redis: Redis, broker: ProducerBroker
 ) -> None:
     job = new_job(max_tokens=400)
@@ -415,7 +415,7 @@ async def test_arrivals_join_the_batch_together_not_one_a_step(redis_url: str, b
     assert engine.batches.index(32) < 16
 
 
-async def test_a_node_silent_for_a_lease_is_not_counted_though_nobody_has_swept_it(
+async def test_node_silent_for_a_lease_does_not_count_even_before_a_sweep(
     redis_url: str, redis: Redis, broker: ProducerBroker
 ) -> None:
     async with running(redis_url, ReferenceEngine()) as node:
@@ -493,9 +493,7 @@ async def test_an_engine_that_answers_but_makes_no_step_ends_the_node(redis_url:
     assert caught.group_contains(InvariantError, match="has made no step")
 
 
-async def test_what_a_library_raises_at_one_prompt_concerns_that_job_alone(
-    redis_url: str, broker: ProducerBroker
-) -> None:
+async def test_error_of_a_library_at_one_prompt_fails_that_job_alone(redis_url: str, broker: ProducerBroker) -> None:
     engine = ReferenceEngine()
 
     def encode(text: str) -> list[int]:
@@ -581,7 +579,7 @@ NAMED = Message(role="user", content="", name="n" * MAX_PARTICIPANT_NAME_CHARS)
     ],
     ids=["calls", "empty messages", "names", "template variables"],
 )
-async def test_a_chat_that_is_long_in_any_way_is_read_beside_the_loop(
+async def test_chat_that_is_long_in_any_way_is_tokenized_on_a_thread(
     redis_url: str, broker: ProducerBroker, messages: tuple[Message, ...], template_kwargs: str | None
 ) -> None:
     engine, readers = ReferenceEngine(), list[threading.Thread]()
@@ -600,7 +598,7 @@ async def test_a_chat_that_is_long_in_any_way_is_read_beside_the_loop(
     assert len(readers) == 1
 
 
-async def test_bad_words_are_prepared_beside_the_loop_and_handed_to_the_engine(
+async def test_bad_words_are_prepared_on_a_thread_and_passed_to_the_engine(
     redis_url: str, broker: ProducerBroker
 ) -> None:
     engine, asked, prepared = ReferenceEngine(), list[object](), Prepared(None, None, BadWords())
@@ -623,7 +621,7 @@ async def test_bad_words_are_prepared_beside_the_loop_and_handed_to_the_engine(
     assert asked == [("no",), False, prepared]
 
 
-async def test_only_a_message_of_its_own_begins_a_text(redis_url: str, broker: ProducerBroker) -> None:
+async def test_only_a_new_message_begins_a_text(redis_url: str, broker: ProducerBroker) -> None:
     engine, begins, user = ReferenceEngine(), list[bool](), Message(role="user", content="hi")
     add, continues = engine.add, json.dumps({"continue_final_message": True})
 
@@ -733,9 +731,7 @@ async def test_a_choice_the_model_failed_at_fails_the_job_whichever_ends_last(
     assert [c.finish_reason for c in result.choices] == ["error", "length"]
 
 
-async def test_the_drain_rate_counts_whole_jobs_in_the_backlog_s_measure(
-    redis_url: str, broker: ProducerBroker
-) -> None:
+async def test_drain_rate_counts_ended_jobs_by_cost_as_the_backlog_does(redis_url: str, broker: ProducerBroker) -> None:
     clock, cost = asyncio.get_running_loop().time, 40
     async with running(redis_url, ReferenceEngine(step_s=0.01, kv_tokens=4 * cost)):
         jobs = [new_job("0123456789", max_tokens=30) for _ in range(40)]

@@ -1,4 +1,4 @@
-"""What a node says of its adapters, and how often it looks."""
+"""The adapters that a node announces, and how often it checks them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POOL = "m"
 
 
 class Adapted(ReferenceEngine):
-    """Says that it has what the test puts there."""
+    """An engine that lists the adapters that the test sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ async def until_served(broker: ProducerBroker, adapters: set[str]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_what_is_put_into_the_folder_or_taken_out_of_it_is_announced(
+async def test_adapters_added_to_or_removed_from_the_folder_are_announced(
     redis: Redis, redis_url: str, tmp_path: Path
 ) -> None:
     engine, broker = Adapted(), ProducerBroker(redis)
@@ -49,7 +49,7 @@ async def test_what_is_put_into_the_folder_or_taken_out_of_it_is_announced(
             await until_served(broker, found)
 
 
-async def test_a_node_without_a_place_for_adapters_looks_for_none(redis_url: str, tmp_path: Path) -> None:
+async def test_node_without_adapters_scans_no_folder(redis_url: str, tmp_path: Path) -> None:
     looking, plain = Adapted(), Adapted()
     async with (
         running_node(redis_url, plain, pool=POOL),

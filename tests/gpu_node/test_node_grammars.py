@@ -1,4 +1,4 @@
-"""A node beside costly grammars, through the client: they fail by name, other tenants' streams go on."""
+"""Costly grammars at a node, through the client: their jobs fail with an error, other tenants' streams continue."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_many_hostile_grammars_are_refused_beside_a_stream(redis_url: str,
     assert max(gaps[1:]) < 3.0  # of a loaded machine
 
 
-async def test_a_choice_that_gets_too_costly_on_its_way_ends_the_job_by_name(
+async def test_choice_whose_grammar_becomes_too_costly_ends_the_job_with_a_named_error(
     redis_url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "GUIDE_CPU_S", -1.0)
@@ -74,7 +74,7 @@ async def test_a_choice_that_gets_too_costly_on_its_way_ends_the_job_by_name(
         assert len((await free.result()).choices[0].token_ids) == 50
 
 
-async def test_a_stream_goes_on_token_exact_when_its_grammar_processes_are_killed(
+async def test_stream_continues_token_exact_when_its_grammar_processes_are_killed(
     redis_url: str, engine: Engine
 ) -> None:
     async with running_node(redis_url, engine, pool=POOL), AsyncClient(redis_url) as client:
@@ -88,7 +88,7 @@ async def test_a_stream_goes_on_token_exact_when_its_grammar_processes_are_kille
         assert (await job.result()).choices[0].token_ids == alone.choices[0].token_ids
 
 
-async def test_what_a_prompt_cannot_be_is_refused_beside_it(redis_url: str, engine: Engine) -> None:
+async def test_unenforceable_grammar_is_refused_by_the_node(redis_url: str, engine: Engine) -> None:
     async with running_node(redis_url, engine, pool=POOL), AsyncClient(redis_url) as client:
         job = await client.submit(PROMPT, params=SamplingParams(structured_outputs={"regex": "(a"}))
         with pytest.raises(RequestError, match="cannot be enforced"):

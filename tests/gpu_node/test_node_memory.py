@@ -87,14 +87,14 @@ async def test_an_urgent_job_does_not_wait_for_one_that_has_both_pools(redis_url
         assert tokens == roomy.generate([prompt], params(num_tokens))[0].choices[0].token_ids
 
 
-async def test_what_both_pools_cannot_hold_is_refused_at_the_door(redis_url: str, make: MakeEngine) -> None:
+async def test_job_larger_than_device_and_host_blocks_is_refused(redis_url: str, make: MakeEngine) -> None:
     engine = make(num_kv_blocks=KV_TOKENS // 16, num_swap_blocks=SWAP_TOKENS // 16)
     async with running(redis_url, engine), AsyncClient(redis_url) as client:
         with pytest.raises(PromptTooLongError, match=str(KV_TOKENS + SWAP_TOKENS)):
             await client.submit([1] * (KV_TOKENS + SWAP_TOKENS), params=params(1))
 
 
-async def test_lack_of_memory_ends_no_job(redis_url: str, make: MakeEngine) -> None:
+async def test_out_of_memory_ends_no_job(redis_url: str, make: MakeEngine) -> None:
     engine, roomy = make(), make()
     engine._runner = FaultyRunner(
         engine._runner, lambda at, plan: MemoryError() if at == "start" and len(plan.token_ids) > 6 else None
@@ -140,7 +140,7 @@ async def test_a_job_that_makes_steps_fail_ends_alone(redis_url: str, make: Make
     assert [task.result().choices[0].token_ids for task in healthy] == want
 
 
-async def test_an_operator_sees_what_the_memory_does(redis_url: str, make: MakeEngine) -> None:
+async def test_pressure_record_has_the_memory_counters_of_the_engine(redis_url: str, make: MakeEngine) -> None:
     engine = make(num_kv_blocks=12, num_swap_blocks=6, preemption="swap", scheduling_policy="fcfs")
     async with running(redis_url, engine, scheduling_policy="fcfs", lease_ms=6000), AsyncClient(redis_url) as client:
         await asyncio.gather(*(run(client, prompt * 2, 60) for prompt in SMALL[:6]))

@@ -82,7 +82,7 @@ async def test_class_tenant_and_weight_reach_the_engine(redis_url: str, broker: 
 
 
 @pytest.mark.parametrize(("policy", "finds_room"), [("fair", True), ("fcfs", False)])
-async def test_an_interactive_job_finds_room_where_batch_jobs_hold_it_all(
+async def test_interactive_job_is_taken_while_batch_jobs_hold_all_capacity(
     redis_url: str, broker: ProducerBroker, policy: str, finds_room: bool
 ) -> None:
     engine = ReferenceEngine(step_s=0.002, kv_tokens=160)
@@ -102,7 +102,7 @@ async def test_an_interactive_job_finds_room_where_batch_jobs_hold_it_all(
         assert [(await broker.status(job.id, "default")).state for job in batch[1:]] == ["queued"] * 3
 
 
-async def test_a_full_engine_serves_an_interactive_job_at_once_and_nobodys_tokens_change(
+async def test_full_engine_serves_an_interactive_job_at_once_and_no_tokens_change(
     redis_url: str, broker: ProducerBroker, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine(**NATIVE, scheduling_policy="fair", num_kv_blocks=24, num_swap_blocks=24)
@@ -127,7 +127,7 @@ async def test_a_full_engine_serves_an_interactive_job_at_once_and_nobodys_token
         assert by_choice(log) == by_choice_alone(alone, job)
 
 
-async def test_a_job_larger_than_its_nodes_whole_cache_runs_there_by_turns(
+async def test_job_larger_than_the_nodes_kv_cache_runs_a_few_choices_at_a_time(
     redis_url: str, broker: ProducerBroker, make_engine: Callable[..., Engine]
 ) -> None:
     """So no job that a pool accepts is too large for all of its nodes."""
@@ -138,7 +138,7 @@ async def test_a_job_larger_than_its_nodes_whole_cache_runs_there_by_turns(
     assert by_choice(await broker.log(job.id, 0, 2000)) == by_choice_alone(make_engine(**NATIVE), job)
 
 
-async def test_a_job_that_must_give_way_moves_to_a_node_that_has_room_and_nobodys_tokens_change(
+async def test_preempted_job_moves_to_a_node_with_capacity_and_no_tokens_change(
     redis_url: str, broker: ProducerBroker, make_engine: Callable[..., Engine]
 ) -> None:
     sizes = {**NATIVE, "scheduling_policy": "fair", "max_model_len": 256}
@@ -183,7 +183,7 @@ class CrowdedEngine(ReferenceEngine):
         return replace(super().stats(), num_waiting=1)
 
 
-async def test_without_a_node_that_has_room_nobody_is_sent_away(redis_url: str, broker: ProducerBroker) -> None:
+async def test_no_job_is_given_back_without_a_node_with_capacity(redis_url: str, broker: ProducerBroker) -> None:
     async with running(redis_url, ReferenceEngine(kv_tokens=160)):
         pass  # the pool exists from now on, and all of them wait when a node comes
     batch = [new_job(Priority.BATCH, max_tokens=100) for _ in range(4)]
@@ -218,13 +218,13 @@ def by_choice_alone(engine: Engine, job: Job) -> dict[int, list[int]]:
 
 
 class ThirstyEngine(ReferenceEngine):
-    """Each choice says that it held a million KV-token-milliseconds."""
+    """An engine that reports a million KV-token-milliseconds for each choice."""
 
     def step(self) -> list[StepOutput]:
         return [replace(output, kv_token_ms=1e6) for output in super().step()]
 
 
-async def test_a_tenant_pays_for_what_the_engine_measured(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
+async def test_tenant_is_charged_what_the_engine_measured(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
     async with running(redis_url, ThirstyEngine()):
         job, next_job = [new_job(Priority.STANDARD, "payer", n=3) for _ in range(2)]
         await broker.submit(Submission(job, 40))
@@ -237,7 +237,7 @@ async def test_a_tenant_pays_for_what_the_engine_measured(redis_url: str, redis:
     assert charge > 2 * 40 * HOLD_MS, "the first one taught the node how long it holds a token of cost"
 
 
-async def test_a_node_tells_how_long_outputs_are(redis_url: str, broker: ProducerBroker) -> None:
+async def test_node_reports_the_lengths_of_outputs(redis_url: str, broker: ProducerBroker) -> None:
     """So that a job counts in the queue as what its node will hold free for it."""
     async with running(redis_url, ReferenceEngine()) as node:
         for _ in range(30):
@@ -264,7 +264,7 @@ def ended(ledger: Ledger, num_tokens: int, kv_token_ms: float) -> None:
     ledger.learn(job)
 
 
-def test_a_claim_is_what_outputs_of_this_kind_need_once_that_is_known() -> None:
+def test_expected_kv_tokens_use_the_learned_output_length() -> None:
     ledger = Ledger()
     before = held()
     ledger.open(before, 50)
@@ -278,7 +278,7 @@ def test_a_claim_is_what_outputs_of_this_kind_need_once_that_is_known() -> None:
     assert other_kind.expected_kv_tokens == 50 + 256
 
 
-def test_a_job_that_was_moved_often_claims_all_that_it_may_need() -> None:
+def test_often_moved_job_reserves_its_longest_possible_output() -> None:
     ledger = Ledger(max_model_len=120)
     moved = held(max_tokens=1000)
     moved.taken = replace(moved.taken, preemptions=3)
@@ -289,7 +289,7 @@ def test_a_job_that_was_moved_often_claims_all_that_it_may_need() -> None:
     assert (fresh.expected_kv_tokens, fresh.max_kv_tokens) == (50 + 60, 50 + 60)
 
 
-def test_how_long_cache_is_held_is_learned_from_what_ended() -> None:
+def test_hold_time_is_learned_from_ended_jobs() -> None:
     ledger = Ledger()
     assert ledger.hold_ms == HOLD_MS
     for _ in range(200):
@@ -297,7 +297,7 @@ def test_how_long_cache_is_held_is_learned_from_what_ended() -> None:
     assert ledger.hold_ms == pytest.approx(70, rel=0.01)
 
 
-def test_claims_of_a_class_are_its_own_and_those_of_more_urgent_ones() -> None:
+def test_expected_usage_of_a_class_includes_more_urgent_classes() -> None:
     ledger = Ledger()
     for urgency, n in ((0, 1), (2, 3)):
         job = held(urgency=urgency, n=n)
@@ -306,7 +306,7 @@ def test_claims_of_a_class_are_its_own_and_those_of_more_urgent_ones() -> None:
     assert ledger.expected_usage() == ((210, 210, 210 + 610), (1, 1, 4))
 
 
-def test_a_job_that_was_stopped_on_its_way_pays_what_was_predicted_and_one_that_never_ran_nothing() -> None:
+def test_interrupted_job_is_charged_as_predicted_and_a_job_that_never_ran_is_not_charged() -> None:
     job = held()
     assert job.kv_token_ms_used == 0
     job.is_in_engine = True

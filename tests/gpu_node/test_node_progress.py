@@ -1,4 +1,4 @@
-"""A node tells readers how far a prompt is computed, and changes nothing else by that."""
+"""A node reports to readers how far a prompt is computed. Nothing else changes."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from penstock.producer.client import Client
 LEAVING = """
 import ctypes, logging, sys, threading
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.process_exit import leaving_whatever_computes
+from penstock.gpu_node.process_exit import exiting_despite_threads
 
 logging.basicConfig(format="%(message)s")
-with leaving_whatever_computes(lambda error: 3):
+with exiting_despite_threads(lambda error: 3):
     if "{hangs}":
         # In a library, without Python's lock, as a step is.
         threading.Thread(target=ctypes.CDLL(None).sleep, args=(300,), daemon=True).start()
@@ -36,7 +36,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("ends", ENDS)
-def test_a_hanging_thread_changes_neither_status_nor_words(ends: str) -> None:
+def test_hanging_thread_changes_neither_exit_status_nor_message(ends: str) -> None:
     status, said = ENDS[ends]
     started_s = time.monotonic()
     code = LEAVING.format(hangs="yes", ends=ends)
@@ -46,7 +46,7 @@ def test_a_hanging_thread_changes_neither_status_nor_words(ends: str) -> None:
     assert time.monotonic() - started_s < 30
 
 
-def test_without_one_the_block_ends_as_it_does() -> None:
+def test_block_without_hanging_threads_ends_normally() -> None:
     code = LEAVING.format(hangs="", ends="raise ValueError('a bug')") + "\nprint('not reached')"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout) == (1, "told")
@@ -55,7 +55,7 @@ def test_without_one_the_block_ends_as_it_does() -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_a_node_whose_step_hangs_says_so_and_does_not_crash(redis_url: str) -> None:
+def test_node_whose_step_hangs_reports_it_and_does_not_crash(redis_url: str) -> None:
     """A step of thousands of tokens on one thread is a hang by these settings; it still runs when the process ends."""
     slow_steps = {"num_threads": 1, "max_num_batched_tokens": 8192, "max_prefill_ms_beside_decode": 1e6}
     hanging = {"stall_after_s": 0.3, "lease_ms": 3000}

@@ -40,7 +40,7 @@ def made(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("unwritable")
-def test_what_is_made_of_a_model_is_made_for_this_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_is_converted_for_this_process_only(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         folder = built_once("name", made)
     assert (folder / "config.json").read_text() == "{}"
@@ -68,7 +68,7 @@ def test_kernels_are_compiled_for_this_process(
 
 
 @pytest.mark.usefixtures("unwritable")
-def test_where_nothing_can_be_written_the_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_any_writable_folder_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/sys/penstock")
     with pytest.raises(ConfigError, match=re.compile("^PENSTOCK_CACHE: .*/(sys|null).*; set it to a folder that can")):
         built_once("name", made)

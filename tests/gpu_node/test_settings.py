@@ -1,4 +1,4 @@
-"""A node's settings reach its engine by their names, so both records must say the same of what they share."""
+"""A node's settings reach its engine by name, so both classes must agree on shared fields."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_setting_of_an_engine_is_one_of_a_node_and_means_the_same() -> Non
         ("gpu", False, (256, 8192, 2048)),
     ],
 )
-def test_defaults_fit_what_will_compute(
+def test_defaults_depend_on_the_runner(
     runner: str, has_driver: bool, want: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = tmp_path / "nvidiactl"

@@ -36,7 +36,7 @@ def test_a_node_needs_neither_torch_nor_transformers_until_its_runner_does(tiny_
     assert not set(done.stdout.split()) & HEAVY
 
 
-async def test_a_form_of_calls_needs_a_chat_template_that_takes_tools(tiny_model: Path) -> None:
+async def test_tool_parser_needs_a_chat_template_that_takes_tools(tiny_model: Path) -> None:
     settings = NodeSettings.load(
         redis_url="unix:///nowhere", model=str(tiny_model), runner="torch", tool_parser="hermes"
     )

@@ -23,7 +23,7 @@ async def test_a_call_answers_or_raises_on_a_thread_of_its_own() -> None:
         await beside.run(lambda: 1 / 0)
 
 
-async def test_only_some_run_at_once_and_one_given_up_makes_room() -> None:
+async def test_number_of_running_calls_is_limited_and_a_canceled_call_does_not_count() -> None:
     beside, hangs, is_over = Threads(max_at_once=1), threading.Event(), threading.Event()
 
     def hang() -> bool:

@@ -1,9 +1,9 @@
-"""`python -m hostile.attacker NAME URL KEY MODEL SECONDS` carries out one attack, and prints what it got for it.
+"""`python -m hostile.attacker NAME URL KEY MODEL SECONDS` runs one attack, and prints the answers that it got.
 
-It begins when its stdin says which event another tenant's stream has come to.
+It begins when a line on stdin names the last event that another tenant's stream has received.
 
-A process of its own at the lowest priority: what it spends on its own requests and answers is not measured.
-HOSTILE_ATTACKER_NICE=0 runs it at the usual priority, where nothing is measured.
+It is a process at the lowest priority, so that the work for its own requests and answers is not measured.
+HOSTILE_ATTACKER_NICE=0 runs it at the usual priority, for runs without measurements.
 """
 
 from __future__ import annotations
@@ -48,31 +48,31 @@ class Attacker:
         return time.monotonic() >= self.until_s
 
     def rounds(self) -> Iterator[None]:
-        """One round at least, even if a busy machine starts the attack late, then rounds until the end."""
+        """Yield rounds until the time is over, at least one even if a busy machine starts the attack late."""
         yield
         while not self.is_over:
             yield
 
     @property
     def authorization(self) -> dict[str, str]:
-        """The header of the attacker's key."""
+        """The Authorization header with the attacker's key."""
         return {"authorization": f"Bearer {self.key}"}
 
     def http(self, **options: Any) -> httpx.AsyncClient:
-        """HTTP on behalf of the attacker, with any number of connections."""
+        """Return an HTTP client with the attacker's key and any number of connections."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         usual = {"base_url": self.url, "headers": self.authorization, "timeout": PATIENCE_S, "limits": limits}
         return httpx.AsyncClient(**{**usual, **options})
 
     def note(self, label: str, sample: str = "") -> None:
-        """Counts one answer."""
+        """Count one answer."""
         self.answers[label] += 1
         self.samples.setdefault(label, sample[:300])
 
     async def post(
         self, http: httpx.AsyncClient, body: Any, *, chat: bool = False, headers: dict[str, str] | None = None
     ) -> bytes:
-        """One request to its end; a body that is no bytes is sent as JSON, with the model's name."""
+        """Send one request and read its answer. A body that is not bytes is sent as JSON, with the model's name."""
         raw = (
             body
             if isinstance(body, bytes)
@@ -89,7 +89,7 @@ class Attacker:
         return answer.content
 
     async def post_all(self, bodies: list[Any], *, at_once: int = 4, chat: bool = False, repeat: bool = False) -> None:
-        """All of them, some at once; `repeat`: from the first again until the time has passed."""
+        """Send all requests, some concurrently. `repeat`: start again with the first until the time is over."""
         queue = list(reversed(bodies))
 
         async def lane(http: httpx.AsyncClient) -> None:
@@ -104,18 +104,18 @@ class Attacker:
             await asyncio.gather(*(lane(http) for _ in range(at_once)))
 
     def connect(self) -> socket.socket:
-        """A bare connection to the gateway."""
+        """Open a bare connection to the gateway."""
         place = urlsplit(self.url)
         return socket.create_connection((place.hostname or "", place.port or 0))
 
     def head(self, num_bytes: int, path: str = "/v1/completions") -> bytes:
-        """The head of a request with a body of that size, but for the empty line that ends it."""
+        """Return the head of a request with a body of that size, without the final empty line."""
         lines = [f"POST {path} HTTP/1.1", "host: penstock", f"authorization: Bearer {self.key}"]
         return "\r\n".join([*lines, f"content-type: {JSON}", f"content-length: {num_bytes}", ""]).encode()
 
 
 def label_of(status: int, content: bytes) -> tuple[str, str]:
-    """A status with the field or code of its error, and the error's text."""
+    """Return a status with the error's field or code, and the error's text."""
     if content.startswith((b"data: ", b"id: ", b":")):
         at = content.rfind(b'data: {"error"')
         if at < 0:
@@ -136,7 +136,7 @@ Run = Callable[[Attacker], Awaitable[None]]
 
 
 async def main(name: str, url: str, key: str, model: str, seconds: str) -> None:
-    """Carries out one attack."""
+    """Run one attack."""
     from hostile.attacks import ATTACKS
 
     # Python's start costs a second of a core: it is over before the attack begins.

@@ -1,4 +1,4 @@
-"""The catalogue: what a tenant with a valid API key does to hurt the others. Here: controls, and the first table."""
+"""The catalogue of attacks by a tenant with a valid API key. Here: the controls and the first table."""
 
 from __future__ import annotations
 

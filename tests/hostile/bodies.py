@@ -1,4 +1,4 @@
-"""Bodies for the fuzzer: a number gives a request, always the same one."""
+"""Bodies for the fuzzer: a number determines a request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/r
 
 @dataclass(frozen=True)
 class Case:
-    """One request, and what is known of its answer before it is sent."""
+    """One request, and the properties of its answer that are known in advance."""
 
     number: int
     path: str
@@ -28,7 +28,7 @@ class Case:
 
 
 def case_of(seed: int, number: int, model: str) -> Case:
-    """The request of that number."""
+    """Return the request of that number."""
     rng = random.Random(f"{seed}:{number}")
     kind = rng.random()
     if kind < 0.10:
@@ -166,7 +166,7 @@ def _headers(rng: random.Random) -> dict[str, str]:
 
 
 def _no_body(rng: random.Random, number: int, model: str) -> Case:
-    """What is no JSON object, or hardly one."""
+    """Return a body that is not a JSON object, or almost none."""
     valid = json.dumps({"model": model, "prompt": "Say", "max_tokens": 2}).encode()
     at = rng.randrange(len(valid))
     deep = rng.choice((10, 1000, 50_000))

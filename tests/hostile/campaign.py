@@ -1,4 +1,4 @@
-"""One attack on a running stack: what it did to a neighbor, to the processes, and what the attacker got for it."""
+"""One attack on a running stack: its effect on a neighbor and on the processes, and the attacker's answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_HOLD_S = 0.05
 
 @dataclass
 class Verdict:
-    """What one attack did. Times are in seconds, sizes in bytes."""
+    """The measured effects of one attack. Times are in seconds, sizes in bytes."""
 
     attack: str
     quiet_p99_s: float = 0.0
@@ -61,7 +61,7 @@ class Verdict:
         return max(self.attacked_p99_s, self.afterwards_p99_s) > limit_s
 
     def problems(self, attack: Attack) -> list[str]:
-        """What of this must not be; empty when all is well."""
+        """The effects that are not allowed, empty if there are none."""
         found = [f"{name} ended with status {status}" for name, status in self.ended.items()]
         found += [f"the neighbor got {trouble}" for trouble in self.troubles[:3]]
         if self.gap_grew and not attack.load:
@@ -75,23 +75,23 @@ class Verdict:
         return found + [f"the attacker got {self.answers[label]} × {label}: {self.samples.get(label)}" for label in bad]
 
     def as_dict(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the fields for a JSON file."""
         return asdict(self)
 
 
 def is_answer(label: str) -> bool:
-    """Whether an attacker's request was carried out."""
+    """Whether an attacker's request was accepted."""
     return label in ("200", "200 large", "200 stream")
 
 
 def is_bad(label: str) -> bool:
-    """Whether this is nothing that a caller should ever be told, however wrong the request."""
+    """Whether no caller may ever get this answer, however invalid the request."""
     return label.startswith("500") or any(word in label for word in ("without", "node_lost", "internal_error"))
 
 
 @contextlib.asynccontextmanager
 async def _beside(stack: Stack) -> AsyncIterator[tuple[Neighbor, MemoryWatch]]:
-    """A neighbor and a watch over memory, while the block runs."""
+    """Run a neighbor and a memory watch while the block runs."""
     watch = MemoryWatch(stack.pids)
     async with stack.client("neighbor", timeout=None) as http:
         neighbor = Neighbor(http, POOL)
@@ -108,7 +108,7 @@ async def _beside(stack: Stack) -> AsyncIterator[tuple[Neighbor, MemoryWatch]]:
 
 @dataclass
 class _Windows:
-    """Moments of the monotonic clock: of the quiet before attacks, of the attacks, and of the seconds after them."""
+    """Periods of the monotonic clock: the quiet ones before attacks, the attacks, and the seconds after them."""
 
     quiet: list[tuple[float, float]] = field(default_factory=list)
     attacked: list[tuple[float, float]] = field(default_factory=list)
@@ -118,7 +118,7 @@ class _Windows:
 async def carry_out(
     stack: Stack, attack: Attack, *, seconds: float | None = None, quiet_s: float = QUIET_S, rounds: int = 1
 ) -> Verdict:
-    """Alternate quiet and attack; the neighbor's streams go on through all of it."""
+    """Alternate quiet periods and attacks, with the neighbor's streams running throughout."""
     verdict, windows, answers = Verdict(attack.name), _Windows(), Counter[str]()
     seconds = seconds or attack.seconds
     async with _beside(stack) as (neighbor, watch):
@@ -174,7 +174,7 @@ def _note_holds(verdict: Verdict, stack: Stack, window: tuple[float, float]) -> 
 
 @contextlib.asynccontextmanager
 async def _attacker(stack: Stack, attack: Attack, seconds: float) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The attacker's process, ready to begin."""
+    """Start the attacker's process. Return it ready to begin."""
     words = [attack.name, stack.url, stack.keys["attacker"], POOL, str(seconds)]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     pipe = asyncio.subprocess.PIPE
@@ -191,7 +191,7 @@ async def _attacker(stack: Stack, attack: Attack, seconds: float) -> AsyncIterat
 
 
 async def _attack(process: asyncio.subprocess.Process, patience_s: float, foreign_place: str) -> dict[str, Any]:
-    """What the attacker's process says when it is done."""
+    """Run the attack. Return the report that its process prints."""
     async with asyncio.timeout(patience_s):
         said, _ = await process.communicate(f"{foreign_place}\n".encode())
     assert process.returncode == 0, f"the attacker ended with {process.returncode}"

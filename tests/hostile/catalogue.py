@@ -1,4 +1,4 @@
-"""What an attack is, and the catalogue that all of them enter."""
+"""The definition of an attack, and the registry of all attacks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TABLE = (
 
 
 def attack(what: str, **options: Any) -> Callable[[Run], Run]:
-    """Enters a function into the catalogue under its own name."""
+    """Register a function in the catalogue under its own name."""
 
     def enter(run: Run) -> Run:
         ATTACKS[run.__name__] = Attack(run.__name__, what, run, **options)

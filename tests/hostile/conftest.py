@@ -23,6 +23,6 @@ def demo_file() -> Path:
 
 @pytest.fixture(scope="module")
 def stack(demo_file: Path) -> Iterator[Stack]:
-    """Redis, a node and a gateway for the tests of a file. Their watched loops take a tenth of a core."""
+    """Redis, a node and a gateway for the tests of a file. Watching their loops takes a tenth of a core."""
     with running_stack(model=demo_file) as stack:
         yield stack

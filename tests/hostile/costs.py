@@ -1,7 +1,7 @@
-"""What processes hold in memory while something is done to them, their children included.
+"""Memory of processes and their children during an attack.
 
-A node reserves its KV cache when it starts, and the system gives it the pages as they are first used. That is no
-growth, so what the cache's mapping holds is left out.
+A node reserves its KV cache when it starts, and the kernel assigns pages on first use. This is not growth, so the KV
+cache's mapping is excluded.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ class MemoryWatch:
         """Bytes of a process's KV cache that were in use at the start."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Take samples until canceled."""
         while True:
             self.look()
             await asyncio.sleep(SAMPLE_S)
 
     def look(self) -> None:
-        """Takes one sample."""
+        """Take one sample."""
         for name, pid in self._pids().items():
             self._note(name, pid)
             for child in _descendants(pid):
                 self._note(f"{name}'s child", child)
 
     def start_anew(self) -> None:
-        """What processes hold now is what they had before."""
+        """Use the present sizes as the new baselines."""
         self._first.clear()
         self._most.clear()
         self._cached = {pid: _kv_cache(pid) for pid in self._pids().values()}
         self.look()
 
     def growth(self) -> dict[str, int]:
-        """Bytes by which processes grew at most; of several children of one process, the one that grew the most."""
+        """Return each process's largest growth in bytes. Of several children of one process, the largest counts."""
         grown: dict[str, int] = {}
         for (name, pid), most in self._most.items():
             cached = max(0, _kv_cache(pid) - self._cached.get(pid, 0)) if pid in self._cached else 0
@@ -70,7 +70,7 @@ def _resident(pid: int) -> int:
 
 
 def _kv_cache(pid: int) -> int:
-    """Bytes in use of the KV cache's mapping."""
+    """Return the bytes in use of the KV cache's mapping."""
     size, total = 0, 0
     try:
         for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Every limit of a request's fields, with bodies that say as much as that."""
+"""Every limit of a request's fields, with bodies exactly at the limit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _calls(count: int) -> dict[str, Any]:
 
 
 def _calls_of_chat(count: int) -> dict[str, Any]:
-    """In turns of as many as one may have."""
+    """Return tool calls in messages, each with the largest number of calls."""
     body = _call()
     turn = body["messages"].pop()
     for first in range(0, count, tools.MAX_CALLS):
@@ -53,7 +53,7 @@ def _offered(count: int) -> dict[str, Any]:
 
 
 def _response(**fields: Any) -> dict[str, Any]:
-    """The body of a response that is not stored."""
+    """Return the body of a response that is not stored."""
     return {"input": "x", "max_output_tokens": 2, "store": False, **fields}
 
 

@@ -1,4 +1,4 @@
-"""Sends requests made of numbers to a running stack and holds every answer to what any caller may rely on."""
+"""Sends requests generated from numbers to a running stack and checks each answer against the documented ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAX_LISTED = 40
 
 @dataclass
 class Fuzzed:
-    """What came of it."""
+    """The results of a run."""
 
     num_bodies: int = 0
     seconds: float = 0.0
@@ -50,13 +50,13 @@ class Fuzzed:
     num_jobs: int = 0
 
     def complain(self, case: Case, what: str) -> None:
-        """Note an answer that no caller should get."""
+        """Record an answer that no caller may get."""
         shown = case.body[:400].decode(errors="replace")
         self.complaints.append(f"{case.number} {case.path} {what}\n    {case.headers} {len(case.body)} bytes: {shown}")
 
 
 class Fuzzer:
-    """Some requests at once, in the order of their numbers."""
+    """Sends several requests at once, in the order of their numbers."""
 
     def __init__(self, stack: Stack, seed: int) -> None:
         self._stack = stack
@@ -65,7 +65,7 @@ class Fuzzer:
         self.found = Fuzzed()
 
     async def run(self, count: int, *, first: int = 0) -> Fuzzed:
-        """Sends `count` of them; what was accepted has ended when this returns."""
+        """Send `count` requests. Return after all accepted jobs have ended."""
         began_s, found = time.monotonic(), self.found
         watch = MemoryWatch(self._stack.pids)
         watching = asyncio.create_task(watch.run())
@@ -158,7 +158,7 @@ class Fuzzer:
             return "?"
 
     async def _wait_for_ends(self, http: httpx.AsyncClient) -> None:
-        """Every job that was accepted has one terminal record, and nothing is open any more."""
+        """Wait until every accepted job has one outcome and no job is open."""
         redis = connect(self._stack.redis.url)
         broker = ProducerBroker(redis)
         try:

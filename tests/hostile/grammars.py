@@ -23,7 +23,7 @@ TEXTS = ("a", "", "é", "👩‍🔧", "\u0000", "x" * 300, "\u202e", "$ref", '"
 
 @cache
 def real_schemas() -> list[Any]:
-    """Whole schemas, and those that stand inside larger ones, in a fixed order."""
+    """Return real schemas and the schemas nested inside them, in a fixed order."""
     return [schema for path in _files() for schema in _parts(path)]
 
 
@@ -56,7 +56,7 @@ def _parts(path: Path) -> Iterator[Any]:
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> Any:
-    """Most are valid, few are sensible."""
+    """Return a random schema. Most are valid, few are sensible."""
     if rng.random() < 0.05:
         return rng.choice((True, False, {}, [], None, 1, "string", {"type": "nonsense"}, {"type": [1]}))
     schema: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def _keyword(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def random_value(rng: random.Random, depth: int = 3) -> Any:
-    """Any JSON value."""
+    """Return any JSON value."""
     if depth and rng.random() < 0.3:
         values = [random_value(rng, depth - 1) for _ in range(rng.randrange(4))]
         return values if rng.random() < 0.5 else {rng.choice(TEXTS): value for value in values}
@@ -108,7 +108,7 @@ def random_value(rng: random.Random, depth: int = 3) -> Any:
 
 
 def random_regex(rng: random.Random, depth: int = 4) -> str:
-    """Most can be compiled."""
+    """Return a random expression. Most can be compiled."""
     atoms = (
         "a",
         ".",
@@ -144,7 +144,7 @@ def random_regex(rng: random.Random, depth: int = 4) -> str:
 
 
 def random_grammar(rng: random.Random) -> str:
-    """In Lark's notation; most derive something."""
+    """Return a random grammar in Lark's notation. Most derive some text."""
     names = [f"r{i}" for i in range(rng.randrange(1, 6))]
     terms = [f"T{i}" for i in range(rng.randrange(1, 4))]
 

@@ -22,7 +22,7 @@ _STEP_S = 0.5
 
 
 def large_response(model: str, **fields: object) -> bytes:
-    """The body of a response whose record has 7 MB: items that are no part of the prompt, and a repeated member."""
+    """Return the body of a response whose record has 7 MB: items outside the prompt, and a repeated member."""
     thoughts = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "t" * (4 << 20)}]}
     items = [thoughts, {"role": "user", "content": "Say"}]
     return p.as_body(model, input=items, user="u" * (3 << 20), max_output_tokens=2, **fields)

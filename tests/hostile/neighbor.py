@@ -1,4 +1,4 @@
-"""A tenant that behaves well: some streams, one after the other, and the times at which their events arrive."""
+"""A well-behaved tenant with several streams, which records the arrival times of events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RETRY_S = 0.5
 
 @dataclass
 class StreamGaps:
-    """Gaps between the events of streams: when each ended, and how long it was."""
+    """Gaps between the events of streams: the end and the length of each."""
 
     ends_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
@@ -29,12 +29,12 @@ class StreamGaps:
     """When a request was sent, and how long it waited for its first event."""
 
     def ask(self, now_s: float) -> None:
-        """A request is sent, or sent again."""
+        """Note that a request was sent."""
         if self.asked_s is None:
             self.asked_s = now_s
 
     def note(self, now_s: float) -> None:
-        """An event came."""
+        """Note that an event arrived."""
         if self.asked_s is not None:
             self.first_waits.append((self.asked_s, now_s - self.asked_s))
             self.asked_s = None
@@ -44,11 +44,11 @@ class StreamGaps:
         self.began_waiting_s = now_s
 
     def stop(self) -> None:
-        """The stream has ended: what follows is no gap."""
+        """Note that the stream has ended: the time until the next request is no gap."""
         self.began_waiting_s = None
 
     def between(self, since_s: float, until_s: float) -> list[float]:
-        """Gaps that ended between two moments, and the one that was open at the end of that time."""
+        """Return the gaps that ended between two times, and the one open at the second time."""
         first, behind = bisect.bisect(self.ends_s, since_s), bisect.bisect(self.ends_s, until_s)
         gaps = self.gaps_s[first:behind]
         still_open = self.began_waiting_s if behind == len(self.ends_s) else self.ends_s[behind] - self.gaps_s[behind]
@@ -57,7 +57,7 @@ class StreamGaps:
         return gaps
 
     def waits(self, since_s: float, until_s: float) -> list[float]:
-        """How long requests waited for their first event, of those that waited between two moments."""
+        """Return how long requests waited for their first event between two times."""
         known = list(self.first_waits) if self.asked_s is None else [*self.first_waits, (self.asked_s, math.inf)]
         return [min(wait, until_s - asked) for asked, wait in known if asked < until_s and asked + wait > since_s]
 
@@ -78,15 +78,15 @@ class Neighbor:
         """When something other than events came, and what it was."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Stream until canceled."""
         await asyncio.gather(*(self._keep_reading(stream, i) for i, stream in enumerate(self._streams)))
 
     def gaps(self, since_s: float, until_s: float) -> list[float]:
-        """Of all streams."""
+        """Return the gaps of all streams."""
         return [gap for stream in self._streams for gap in stream.between(since_s, until_s)]
 
     def waits(self, since_s: float, until_s: float) -> list[float]:
-        """How long requests waited for their first event."""
+        """Return how long requests waited for their first event."""
         return [wait for stream in self._streams for wait in stream.waits(since_s, until_s)]
 
     async def _keep_reading(self, stream: StreamGaps, number: int) -> None:
@@ -128,10 +128,10 @@ class Neighbor:
 
 
 def p99(gaps_s: list[float], expected_s: float) -> float:
-    """The 99th percentile of gaps as moments see them: a gap of many times the expected one counts as often.
+    """Return the 99th percentile of gaps over time: a gap of many times the expected length counts as often.
 
-    Otherwise a stream that stands still for ten seconds would show one long gap among hundreds of short ones, and no
-    percentile would tell. The correction is HdrHistogram's for coordinated omission.
+    Otherwise a stream that pauses for ten seconds would add one long gap to hundreds of short ones, and no percentile
+    would show it. This is HdrHistogram's correction for coordinated omission.
     """
     seen: list[float] = []
     for gap in gaps_s:

@@ -1,4 +1,4 @@
-"""The rest of the catalogue: forms, limits, connections, heads, and what a stranger at the port can do."""
+"""The rest of the catalogue: forms, limits, connections, heads, and attacks without an API key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that cost far more than they weigh, or that sit at a limit."""
+"""Bodies whose processing costs far more than their size suggests, and bodies at a limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORDS = ["the", "gate", "opens", "by", "pressure", "and", "water", "stands", "hi
 
 
 def alternating_grammar(seed: int = 0, alternatives: int = 1000) -> str:
-    """Alternatives of `/[a-z]*xy[a-z]*/`, each with letters of its own: the states of all of them multiply."""
+    """Return alternatives of `/[a-z]*xy[a-z]*/`, each with other letters, so that their numbers of states multiply."""
     triples = ("".join(one) for one in itertools.product(string.ascii_lowercase, repeat=3))
     chosen = itertools.islice(triples, seed * alternatives % 16_000, None)
     rules = [f"/[a-z]*{letters}[a-z]*/" for letters, _ in zip(chosen, range(alternatives), strict=False)]
@@ -21,17 +21,17 @@ def alternating_grammar(seed: int = 0, alternatives: int = 1000) -> str:
 
 
 def choice_with_one_beginning(number: int = 0, *, count: int = 1024, chars: int = 1024) -> list[str]:
-    """Texts that differ in their last characters only: 1 MB."""
+    """Return texts that differ only in their last characters: 1 MB."""
     return [f"{number:04d}" + "a" * (chars - 10) + f"{i:06d}" for i in range(count)]
 
 
 def prompt_of(num_tokens: int, number: int = 0) -> list[int]:
-    """Token ids that share no prefix with those of another number."""
+    """Return token ids without a common prefix with those of another number."""
     return [1000 + (number * 7919 + i * 31) % 40_000 for i in range(num_tokens)]
 
 
 def tool_history(num_calls: int = 112_000) -> dict[str, Any]:
-    """A chat that has made that many calls; of 8 MB by default."""
+    """Return a chat with this many tool calls, 8 MB by default."""
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     turns: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
     ids = iter(range(num_calls))
@@ -41,7 +41,7 @@ def tool_history(num_calls: int = 112_000) -> dict[str, Any]:
 
 
 def regexes() -> list[str]:
-    """Expressions whose automata are large, or whose matching backtracks where it is done that way."""
+    """Expressions whose automata are large, or on which a backtracking matcher is slow."""
     return [
         "(a?){2000}a{2000}",
         "(x+x+)+y",
@@ -66,7 +66,7 @@ def _nested(depth: int) -> dict[str, Any]:
 
 
 def _wide_refs() -> dict[str, Any]:
-    """Each definition has two of the next one: 2^60 nodes where references are copied."""
+    """Return definitions that each refer twice to the next: 2^60 nodes if references are copied."""
     defs: dict[str, Any] = {
         f"d{i}": {"type": "object", "properties": {n: {"$ref": f"#/$defs/d{i + 1}"} for n in "ab"}, "required": ["a"]}
         for i in range(60)
@@ -75,13 +75,13 @@ def _wide_refs() -> dict[str, Any]:
 
 
 def _all_of() -> dict[str, Any]:
-    """A conjunction of disjunctions, 4^12 cases where it is multiplied out."""
+    """Return a conjunction of disjunctions: 4^12 cases if it is expanded."""
     of = [{"anyOf": [{"properties": {f"k{i}{j}": {"const": j}}} for j in range(4)]} for i in range(12)]
     return {"type": "object", "allOf": of}
 
 
 def schemas() -> list[dict[str, Any]]:
-    """Schemas that are large once they are worked out."""
+    """Schemas that become large when they are expanded."""
     texts = [f"value-{i:05d}-{'x' * (i % 7)}" for i in range(2800)]
     patterns = {
         f"^[a-z]*{a}{b}[0-9]+$": {"type": "integer"} for a in string.ascii_lowercase for b in "abcdefghijklmnop"
@@ -111,7 +111,7 @@ def schemas() -> list[dict[str, Any]]:
 
 
 def options_at_limits() -> dict[str, Any]:
-    """Everything that a sampler or a detokenizer looks at for each token."""
+    """The options that cost time for each token in a sampler or detokenizer."""
     return {
         "stop": ["z" * 255 + chr(97 + i) for i in range(16)],
         "stop_token_ids": list(range(2000, 2064)),
@@ -128,7 +128,7 @@ def options_at_limits() -> dict[str, Any]:
 
 
 def broken_json() -> list[bytes]:
-    """Bodies near the limit that are expensive to read, or to refuse."""
+    """Bodies near the size limit that are expensive to parse or to refuse."""
     fill = MAX_BODY - 200
     head = b'{"model": "m", "prompt": "x", '
     return [
@@ -157,7 +157,7 @@ def broken_json() -> list[bytes]:
 
 
 def odd_texts() -> list[str]:
-    """Text that tokenizers and normalizers take their time for."""
+    """Texts on which tokenizers and normalizers are slow."""
     return [
         "\u0301" * 20_000,
         "a\u0300\u0316" * 10_000,

@@ -1,11 +1,12 @@
-"""`python probe.py <module or file> <arguments>` runs it, and writes down what holds up its event loops.
+"""`python probe.py <module or file> <arguments>` runs it, and logs what holds its event loops.
 
-A timer of each running loop that fires late was held up by a callback, or by native code that kept the interpreter
-lock. Each hold becomes one JSON line of the file LOOP_PROBE. If another thread gets the lock meanwhile, the line has
-the innermost frames of the loop's stack. Times are of the monotonic clock, which all processes share.
+If a timer of a loop fires late, a callback held the loop, or native code held the interpreter lock. Each hold becomes
+one JSON line of the file LOOP_PROBE. If another thread gets the lock meanwhile, the line has the innermost frames of
+the loop's stack. Times are of the monotonic clock, which all processes share.
 
 A thread must not measure: a busy loop whose timers run on time can still keep the lock from it for 100 ms. A busy
-machine makes timers late too. The time that the loop's thread waited for a core, as the kernel counts it, is no hold.
+machine makes timers late too. So the time that the loop's thread waited for a core, as the kernel counts it, is
+subtracted.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class CoreWait:
         self._last_s = self._now_s()
 
     def since_last_s(self) -> float:
-        """Since it was last asked."""
+        """Return the seconds since the last call."""
         last_s, self._last_s = self._last_s, self._now_s()
         return self._last_s - last_s
 
@@ -50,7 +51,7 @@ class CoreWait:
 
 
 class LoopWatch:
-    """Watches one loop by a timer in it. A thread looks at the loop's stack while that timer is late."""
+    """Watches one loop by a timer in it. While that timer is late, a thread samples the loop's stack."""
 
     def __init__(self, loop: Any, file: TextIO) -> None:
         self._loop = loop
@@ -61,7 +62,7 @@ class LoopWatch:
         self._frames = ""
 
     def start(self) -> None:
-        """Start to watch. Runs on the loop."""
+        """Start watching. Runs on the loop."""
         threading.Thread(target=self._look_at_stacks, daemon=True, name="loop probe").start()
         self._set_timer()
 
@@ -91,7 +92,7 @@ class LoopWatch:
 
 
 def watch_loops(path: str) -> None:
-    """Watches each loop that runs in this process from now on."""
+    """Watch each loop that starts in this process from now on."""
     assert "uvloop" not in sys.modules, "its loops would not be watched"
     file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  open for the process's life
     begin = asyncio._set_running_loop

@@ -1,6 +1,6 @@
-"""`python -m hostile.report`: carries out the catalogue and writes the results to ops/bench/results/hostile.md.
+"""`python -m hostile.report`: run the catalogue and write the results to ops/bench/results/hostile.md.
 
-`--label` names the column, so that two versions of the code stand side by side: `before` and `after`.
+`--label` names the column, so that two versions of the code can be compared: `before` and `after`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ streams of another tenant run beside it on the same gateway and the same node (t
 
 
 def run_one(attack: Attack, seconds: float | None, rounds: int) -> Verdict:
-    """One attack on a stack of its own."""
+    """Run one attack on a new stack."""
     with running_stack(model=demo_model(), **attack.stack) as stack:
         return asyncio.run(carry_out(stack, attack, seconds=seconds, rounds=rounds))
 
 
 def record(label: str, verdict: Verdict, results: Path) -> None:
-    """Replaces one row of one column."""
+    """Replace one row of one column."""
     path = results / "hostile.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     known.setdefault(verdict.attack, {})[label] = verdict.as_dict()
@@ -89,7 +89,7 @@ def _ms(seconds: float) -> str:
 
 
 def main() -> None:
-    """Reads what is asked for."""
+    """Parse the arguments and run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("attacks", nargs="*", help=f"names of {', '.join(ATTACKS)}; none: those of the table; all: all")
     parser.add_argument("--label", default="after")

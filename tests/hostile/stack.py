@@ -1,4 +1,4 @@
-"""Redis, a node and a gateway as processes of their own, with API keys of two tenants."""
+"""Redis, a node and a gateway as processes, with API keys of two tenants."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ProbedGateway(GatewayProcess):
 
 @dataclass(frozen=True)
 class Hold:
-    """What held up a loop of a process, and for how long."""
+    """The cause and length of a hold of a process's event loop."""
 
     process: str
     at_s: float
@@ -66,7 +66,7 @@ class Stack:
         """API keys by tenant: `neighbor`, `attacker` and, for statistics of all tenants, `admin`."""
 
     def start(self, *, model: Path | None, maxmemory: str = "1gb", terms: Terms | None = None, **node: Any) -> None:
-        """Starts everything. `terms` are the attacker's; without a model the reference node serves."""
+        """Start all processes. `terms`: the attacker's limits. Without a model, the reference node serves."""
         options = {"appendonly": "no", "maxmemory": maxmemory, "maxmemory-policy": "noeviction"}
         self.redis = self._exit.enter_context(RedisProcess(self._folder / "redis", **options))
         self.keys = asyncio.run(_new_keys(self.redis.url, terms or Terms()))
@@ -92,16 +92,16 @@ class Stack:
             del os.environ["LOOP_PROBE"]
 
     def pids(self) -> dict[str, int]:
-        """Processes by name that still run, Redis among them."""
+        """Return the running processes by name, Redis included."""
         alive = {name: process.pid for name, process in self.processes.items() if process.is_running}
         return alive | {"redis": self.redis.pid}
 
     def ended(self) -> dict[str, int]:
-        """Exit statuses of processes that have ended."""
+        """Return the exit statuses of ended processes."""
         return {name: process.wait() for name, process in self.processes.items() if not process.is_running}
 
     def holds(self, since_s: float, until_s: float) -> list[Hold]:
-        """What held up loops between two moments of the monotonic clock."""
+        """Return the holds of loops between two times of the monotonic clock."""
         return [hold for hold in self._all_holds() if since_s <= hold.at_s + hold.held_s and hold.at_s <= until_s]
 
     def _all_holds(self) -> Iterator[Hold]:
@@ -112,12 +112,12 @@ class Stack:
                 yield Hold(name, data["at"], data["held_s"], data["frames"])
 
     def client(self, tenant: str, **options: Any) -> httpx.AsyncClient:
-        """HTTP on behalf of a tenant."""
+        """Return an HTTP client with a tenant's key."""
         headers = {"authorization": f"Bearer {self.keys[tenant]}"}
         return httpx.AsyncClient(base_url=self.url, headers=headers, **{"timeout": 60.0, **options})
 
     async def audit(self) -> list[Finding]:
-        """What in Redis does not agree with the jobs."""
+        """Return the disagreements between Redis's keys and the jobs."""
         redis = connect(self.redis.url)
         try:
             return await audit(AdminBroker(redis), POOL)
@@ -125,13 +125,13 @@ class Stack:
             await redis.aclose()
 
     def close(self) -> None:
-        """Ends everything."""
+        """Close everything."""
         self._exit.close()
 
 
 @contextmanager
 def running_stack(**options: Any) -> Iterator[Stack]:
-    """A stack in a folder of its own; the processes' logs are shown when the block fails."""
+    """Run a stack in its own folder. The processes' logs are printed if the block fails."""
     folder = Path(tempfile.mkdtemp(prefix="hostile-"))
     stack = Stack(folder)
     try:

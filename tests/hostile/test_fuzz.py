@@ -1,6 +1,6 @@
-"""Bodies made of numbers: each gets a documented answer, and all that is accepted ends once.
+"""Generated bodies: each gets a documented answer, and every accepted job ends once.
 
-A few of them go to the stack of test_attacks.py in every run.
+Every run sends a few of them to the stack of test_attacks.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def tiny_stack(folder: Path) -> Iterator[Stack]:
 
 
 def check(found: Fuzzed, count: int, *, max_hold_s: float) -> None:
-    """Nothing to complain of; the longest holds are shown with what held."""
+    """Assert that no answer is bad. A failure prints the longest holds and their causes."""
     assert found.num_bodies == count
     assert found.complaints[:20] == []
     assert [hold for hold in found.holds if hold.held_s > max_hold_s] == []
@@ -65,7 +65,7 @@ def check(found: Fuzzed, count: int, *, max_hold_s: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_thousands_of_bodies_hold_up_no_loop(tmp_path: Path) -> None:
+def test_thousands_of_bodies_block_no_event_loop(tmp_path: Path) -> None:
     with tiny_stack(tmp_path) as stack:
         check(asyncio.run(Fuzzer(stack, SEED).run(NUM_TINY)), NUM_TINY, max_hold_s=MAX_HOLD_S)
 
@@ -73,7 +73,7 @@ def test_thousands_of_bodies_hold_up_no_loop(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(1500)
-def test_thousands_of_bodies_hold_up_no_loop_of_a_real_model() -> None:
+def test_thousands_of_bodies_block_no_event_loop_of_a_real_model() -> None:
     with running_stack(model=demo_model()) as stack:
         found = asyncio.run(Fuzzer(stack, SEED).run(NUM_REAL, first=NUM_TINY))
     check(found, NUM_REAL, max_hold_s=MAX_HOLD_S)

@@ -1,4 +1,4 @@
-"""The harness notices what it is there to notice."""
+"""The harness detects the effects that it measures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOOPS = {"asyncio": ("", "asyncio.run(block_the_loop())"), "uvloop": ("import uv
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_probe_finds_what_holds_a_loop(tmp_path: Path, loop: str) -> None:
+def test_probe_finds_a_blocked_event_loop(tmp_path: Path, loop: str) -> None:
     extra, run = LOOPS[loop]
     (tmp_path / "blocks.py").write_text(BLOCKS.format(extra=extra, run=run))
     env = os.environ | {"LOOP_PROBE": str(tmp_path / "holds"), "PYTHONSAFEPATH": "1"}
@@ -51,7 +51,7 @@ def test_a_gap_that_is_open_counts_as_long_as_it_has_lasted() -> None:
     assert stream.between(8.5, 20.0) == [6.0], "no gap between two streams"
 
 
-def test_a_wait_for_the_first_event_is_told_while_it_lasts() -> None:
+def test_wait_for_the_first_event_is_reported_while_it_lasts() -> None:
     stream = StreamGaps()
     stream.ask(1.0)
     assert stream.waits(0.0, 5.0) == [4.0]

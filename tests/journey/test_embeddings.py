@@ -31,7 +31,7 @@ def api(demo_folder: Path) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def states(demo_folder: Path) -> list[Any]:
-    """The final hidden states of each text by transformers."""
+    """Return the final hidden states of each text by transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_folder)
     with torch.inference_mode():

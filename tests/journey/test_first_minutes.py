@@ -1,4 +1,4 @@
-"""The first minutes of a new user: the demo model comes from the hub, and commands find the Redis by themselves."""
+"""First use: the demo model is downloaded from the hub, and commands find the Redis without a setting."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ main()
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[HubServer]:
-    """A hub that has a small file in the place of the demo model, at the revision that penstock asks for.
+    """A hub with a small file in place of the demo model, at the revision that penstock requests.
 
-    A file that was just downloaded is converted anew, which takes ten seconds for the tokenizer of the real one.
+    A newly downloaded file is converted, which takes ten seconds for the tokenizer of the real one.
     """
     repo_id, _, revision = ON_HUB.partition("@")
     folder = tmp_path / "repository"

@@ -1,6 +1,6 @@
-"""Calls that the caller wants, of the real small model as a user serves it, by OpenAI's client.
+"""Required tool calls by the real small model as a user serves it, through OpenAI's client.
 
-Whatever is drawn, each is of a function that may be called, with arguments by its schema.
+Whatever is sampled, each call is to a permitted function, with arguments that match its schema.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def api(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def ask(api: openai.OpenAI, asked: str, *, stream: bool, **options: Any) -> list[Answer]:
-    """What tens of draws say."""
+    """Return the calls of dozens of samples."""
     answers = []
     for seed in range(NUM_SEEDS):
         common = {"messages": [{"role": "user", "content": asked}], "tools": [tool(name) for name in FUNCTIONS]}
@@ -134,7 +134,7 @@ def test_every_answer_is_a_call_of_the_function_that_is_named(api: openai.OpenAI
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_model_calls_by_itself_is_kept_to_strict_functions(api: openai.OpenAI, stream: bool) -> None:
+def test_voluntary_calls_match_the_schemas_of_strict_functions(api: openai.OpenAI, stream: bool) -> None:
     call = {"name": "weather", "arguments": '{"place": {"city": "Turin", "country": "Italy"}, "days": 2, "unit": null}'}
     messages = [
         {"role": "user", "content": "What will the weather be in Turin?"},

@@ -40,7 +40,7 @@ def _asked(url: str, model: str) -> list[str]:
 
 
 def _meant(folder: Path, weights: dict[str, Tensor]) -> Any:
-    """Transformers' model of the numbers that a quantized checkpoint stores."""
+    """Return transformers' model with the values that a quantized checkpoint stores."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
     return model
@@ -48,7 +48,7 @@ def _meant(folder: Path, weights: dict[str, Tensor]) -> Any:
 
 @torch.inference_mode()
 def _gaps(model: Any, generations: list[Generation]) -> Tensor:
-    """By how much each token's logit is below the best one behind what was said before it, [prompts * NUM_TOKENS]."""
+    """Return how far each token's logit is below the largest one at its position, [prompts * NUM_TOKENS]."""
     gaps = []
     for generation in generations:
         prompt, output = generation.prompt_token_ids, generation.choices[0].token_ids
@@ -58,7 +58,7 @@ def _gaps(model: Any, generations: list[Generation]) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", ["gptq int4 groups of 32", "packed int4", "int8 by row"])
-def test_what_is_served_is_what_transformers_says_of_the_same_numbers(
+def test_served_tokens_equal_those_of_transformers_with_the_dequantized_weights(
     demo_folder: Path, tmp_path: Path, layout: str
 ) -> None:
     quantized, adapters = tmp_path / "quantized", tmp_path / "adapters"

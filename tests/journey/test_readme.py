@@ -1,4 +1,4 @@
-"""The documents' Python examples, run as they stand there against running processes, but with the gateway's address."""
+"""The documents' Python examples, run unchanged against running processes, except for the gateway's address."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def http_url(demo_file: Path) -> Iterator[str]:
-    """Where the gateway of a `penstock serve` is reached. The examples find its Redis by themselves."""
+    """The URL of the gateway of a `penstock serve`. The examples find its Redis without a setting."""
     serve = PythonProcess("-m", "penstock", "serve", str(demo_file), "--port", "0", env=environment())
     assert serve.stdout is not None
     try:
@@ -47,13 +47,13 @@ def http_url(demo_file: Path) -> Iterator[str]:
         serve.communicate(timeout=60)
 
 
-def test_there_are_examples_of_every_door() -> None:
+def test_readme_has_examples_of_every_interface() -> None:
     assert [sum(name == page for name, _ in EXAMPLES) for page in PAGES] == [2, 3, 4]
     assert all(any(found in example for found in (HTTP_URL, *LOCAL_REDIS)) for _, example in EXAMPLES)
 
 
 @pytest.mark.parametrize("example", [example for _, example in EXAMPLES], ids=NAMES)
-def test_an_example_runs_as_it_stands(http_url: str, example: str) -> None:
+def test_example_of_the_readme_runs_unchanged(http_url: str, example: str) -> None:
     example = example.replace(HTTP_URL, http_url)
     done = run_python("-W", "error", "-c", example, env=environment(), imports=("openai",))
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The whole road on real parts: client → Redis → node process → Redis → client, with the real small model."""
+"""The whole path with real parts: client → Redis → node process → Redis → client, with the real small model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def read(job: AsyncJob) -> list[Chunk]:
 
 
 async def read_asking(job: AsyncJob) -> tuple[list[Chunk], int]:
-    """All chunks, and how many the job had when the first one was here."""
+    """Return all chunks, and how many chunks the job had when the first one arrived."""
     chunks, num_generated = [], 0
     async for chunk in job.stream():
         if not chunks:
@@ -58,7 +58,7 @@ def tokens_of(chunks: Sequence[Chunk]) -> list[int]:
 
 
 async def wait_for_idle(broker: ProducerBroker) -> int:
-    """Until the node says that it worked, holds nothing and has all KV blocks free; how many steps it took."""
+    """Wait until the node's statistics show an idle node with all KV blocks free. Return its number of steps."""
     async with asyncio.timeout(20):
         while True:
             (node,) = (await broker.pressure(POOL)).nodes
@@ -114,7 +114,7 @@ async def test_64_jobs_at_once_are_batched_and_each_stream_is_its_log(
 
 
 async def _watch_batches(redis: Redis, job_ids: Sequence[str]) -> list[int]:
-    """Sequences that gained a token between two looks, while at least 16 jobs are unfinished."""
+    """Count the sequences that gained a token between two samples, while at least 16 jobs are unfinished."""
     broker, seen = ProducerBroker(redis), []
     before = dict.fromkeys(job_ids, 0)
     while True:
@@ -151,7 +151,7 @@ async def test_a_plain_subscriber_gets_every_token_of_a_job_with_its_own_channel
 
 
 @pytest.mark.slow
-async def test_a_killed_node_s_streams_go_on_with_the_tokens_of_an_undisturbed_run(
+async def test_streams_of_a_killed_node_continue_with_the_tokens_of_an_undisturbed_run(
     redis_url: str, demo_folder: Path
 ) -> None:
     texts = prompts(12)
@@ -180,7 +180,7 @@ async def test_a_killed_node_s_streams_go_on_with_the_tokens_of_an_undisturbed_r
 
 
 @pytest.mark.slow
-async def test_a_killed_node_s_texts_keep_to_their_form_with_the_tokens_of_an_undisturbed_run(
+async def test_constrained_streams_of_a_killed_node_continue_with_the_tokens_of_an_undisturbed_run(
     redis_url: str, demo_folder: Path
 ) -> None:
     texts = prompts(12)

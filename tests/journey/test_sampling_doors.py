@@ -84,7 +84,7 @@ async def test_a_job_with_a_frequency_penalty_repeats_less_and_with_a_negative_o
     assert numbers[0] < numbers[1] < numbers[2]
 
 
-async def test_a_job_keeps_to_its_form_and_a_form_that_cannot_be_kept_to_is_refused_by_field(served_url: str) -> None:
+async def test_job_matches_its_grammar_and_an_unenforceable_grammar_is_refused_by_field(served_url: str) -> None:
     options = {"max_tokens": 40, "n": 2, "structured_outputs": {"regex": "[ab]{3,6}!"}}
     async with AsyncClient(served_url) as client:
         result = await (await client.submit("the gate opens", **options)).result()

@@ -30,7 +30,7 @@ def _uniform(seed: int, choice: int, position: int, draw: int = 0) -> float:
     return float(one[0])
 
 
-def test_each_part_of_the_name_gives_another_number() -> None:
+def test_seed_choice_position_and_draw_each_change_the_number() -> None:
     names = [(1, 0, 0, 0), (1 << 40, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), ((1 << 64) - 1, 0, 0, 0)]
     numbers = [_uniform(*name) for name in names]
     assert len(set(numbers)) == len(names)

@@ -33,7 +33,7 @@ def test_rms_norm_equals_torch() -> None:
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), functional.rms_norm(x, (32,), weight, 1e-5))
 
 
-def test_rope_turns_pairs_and_keeps_lengths() -> None:
+def test_rope_rotates_pairs_and_keeps_lengths() -> None:
     x = torch.randn(3, 2, 8)
     angles = torch.randn(3, 4)
     turned = rope(x, angles.cos(), angles.sin())

@@ -115,7 +115,7 @@ ENDS = (1, 2)
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("min_tokens", [3, 4])
-def test_what_changes_logits_is_transformers(sampler: str, min_tokens: int) -> None:
+def test_changes_of_logits_equal_those_of_transformers(sampler: str, min_tokens: int) -> None:
     """Biases, penalties, bad words and the ends of a text that is still too short, over the engine's own lists."""
     logits = _logits(9)
     logits[[1, 20, 21, 22, 23]] += 3

@@ -64,7 +64,7 @@ def _softmax(scores: Any) -> NDArray[np.float64]:
         ({"top_k": 3, "min_p": 0.5}, 2),
     ],
 )
-def test_limits_keep_the_best_and_the_rest_share_anew(rules: dict[str, Any], kept: int) -> None:
+def test_limits_keep_the_best_tokens_and_renormalize_them(rules: dict[str, Any], kept: int) -> None:
     temperature = rules.get("temperature", 1.0)
     want = np.zeros(4)
     want[:kept] = _softmax(np.log(SHARES[:kept]) / temperature)
@@ -75,7 +75,7 @@ def test_limits_keep_the_best_and_the_rest_share_anew(rules: dict[str, Any], kep
     ("rules", "kept"),
     [({"top_k": 1}, [0]), ({"top_k": 2}, [0, 1, 3]), ({"top_p": 0.5}, [0, 1, 3]), ({"min_p": 0.5}, [0, 1, 3])],
 )
-def test_what_equals_the_last_kept_token_is_kept(rules: dict[str, Any], kept: list[int]) -> None:
+def test_tokens_that_tie_with_the_last_kept_one_are_kept(rules: dict[str, Any], kept: list[int]) -> None:
     logits = np.log(np.array([0.4, 0.25, 0.1, 0.25]))
     assert np.flatnonzero(_shares(logits, **rules)).tolist() == kept
 
@@ -181,7 +181,7 @@ def test_a_row_draws_its_own_random_number() -> None:
     penalty=st.floats(0.5, 2),
     uniform=st.floats(0, 0.999),
 )
-def test_all_rules_together_are_transformers(
+def test_all_rules_together_equal_those_of_transformers(
     seed: int, temperature: float, min_p: float, top_k: int, top_p: float, penalty: float, uniform: float
 ) -> None:
     logits = np.random.default_rng(seed).standard_normal(60) * 3

@@ -1,4 +1,4 @@
-"""The language rules of this repository as a check: what is read, what is wrong in it, and how much of it is left.
+"""The language rules of this repository as a check: its input, its rules, and the number of allowed findings.
 
-`make language` prints every finding as `file:line`; `allowed.toml` holds how many each folder still has.
+`make language` prints every finding as `file:line`; `allowed.toml` has the allowed number for each folder.
 """

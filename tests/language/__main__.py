@@ -1,4 +1,4 @@
-"""Print the findings of the language check, or write down that there are fewer: `python -m language [FOLDER …]`."""
+"""Print the findings of the language check, or lower the allowed numbers: `python -m language [FOLDER …]`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def toml_of(counts: Counts) -> str:
 
 
 def problem_of_lowering(before: Counts, now: Counts) -> str | None:
-    """Return an error if a rule's total has grown, else None. Folders may get new names."""
+    """Return an error if a rule's total has grown, else None. Folders may be renamed."""
     for rule, folders in now.items():
         limit = sum(before[rule].values()) if rule in before else None
         if limit is not None and sum(folders.values()) > limit:

@@ -29,13 +29,13 @@ class Passage:
 
     @property
     def folder(self) -> str:
-        """The first two folders of its file, or the file itself where it lies at the root."""
+        """The first two folders of its file, or the file itself if it is at the root."""
         parts = self.path.relative_to(ROOT).parts
         return "/".join(parts[:-1][:2]) or parts[0]
 
 
 def files() -> list[Path]:
-    """Every file with prose, read where it really lies; this check's own files quote what they refuse."""
+    """Return every file with prose, except the check's own files, which quote the words that it refuses."""
     found = sorted(ROOT.glob("*.md"))
     for folder in FOLDERS:
         found += sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".md", *COMMENT_MARKS})
@@ -47,7 +47,7 @@ def _is_linked(path: Path) -> bool:
 
 
 def passages_of(path: Path) -> Iterator[Passage]:
-    """The passages of one file."""
+    """Return the passages of one file."""
     text = path.read_text()
     if path.suffix == ".py":
         found = _of_python(text, nodes_of(path))
@@ -62,7 +62,7 @@ def passages_of(path: Path) -> Iterator[Passage]:
 
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    """Every node of a Python source."""
+    """Return every node of a Python source."""
     # Python 3.11 refuses a source while whose reading the garbage collector has run finalizers.
     gc.disable()
     try:
@@ -83,7 +83,7 @@ def _of_python(text: str, nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
 
 
 def names_of(path: Path) -> Iterator[Passage]:
-    """The names that a Python source defines: its own, and those of its classes and functions."""
+    """Return the names that a Python source defines: its own, and those of its classes and functions."""
     yield Passage(path, 1, path.stem)
     for node in nodes_of(path):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -91,7 +91,7 @@ def names_of(path: Path) -> Iterator[Passage]:
 
 
 def _messages_of(call: ast.Call) -> Iterator[ast.expr]:
-    """What a call tells people: a log's event, an error's message, a help text."""
+    """Return the texts in a call that users read: a log's event, an error's message, a help text."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     is_log = isinstance(call.func, ast.Attribute) and name in _LOG_METHODS
     if call.args and (is_log or name.endswith(("Error", "_error")) or name in ("print", "echo")):
@@ -100,7 +100,7 @@ def _messages_of(call: ast.Call) -> Iterator[ast.expr]:
 
 
 def _text_of(node: ast.expr) -> str:
-    """A literal's text; `x` stands for what a formatted one fills in."""
+    """Return a literal's text, with `x` for each value of an f-string."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
@@ -111,7 +111,7 @@ def _text_of(node: ast.expr) -> str:
 
 
 def _python_comments(text: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, int, str]]:
-    """Line, column and text of each comment: a `#` that stands in no literal. Ten times as fast as `tokenize`."""
+    """Return line, column and text of each comment. Ten times as fast as `tokenize`."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for node in nodes:
         if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)):
@@ -131,7 +131,7 @@ def _python_comments(text: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int,
 
 
 def _comment_lines(text: str, mark: str) -> Iterator[tuple[int, int, str]]:
-    """Line, column and text of each comment of a source of C++ or Lua."""
+    """Return line, column and text of each comment of a source of C++ or Lua."""
     inside = False
     for number, line in enumerate(text.split("\n"), 1):
         if inside or (mark == "//" and line.lstrip().startswith("/*")):
@@ -142,7 +142,7 @@ def _comment_lines(text: str, mark: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _of_comments(lines: Iterable[tuple[int, int, str]]) -> Iterator[tuple[int, str]]:
-    """Comments of one column in lines that follow each other are one text."""
+    """Return passages: comments in the same column on consecutive lines are one text."""
     block: list[str] = []
     begin, next_at = 0, (0, 0)
     for number, column, said in lines:
@@ -157,7 +157,7 @@ def _of_comments(lines: Iterable[tuple[int, int, str]]) -> Iterator[tuple[int, s
 
 
 def _paragraphs(text: str, line: int) -> Iterator[tuple[int, str]]:
-    """Paragraphs and list items of a docstring or comment; indented examples and drawings are left out."""
+    """Return paragraphs and list items of a docstring or comment, without indented examples and drawings."""
     lines = text.split("\n")
     margin = min((len(one) - len(one.lstrip()) for one in lines[1:] if one.strip()), default=0)
     held: list[str] = []
@@ -174,7 +174,7 @@ def _paragraphs(text: str, line: int) -> Iterator[tuple[int, str]]:
 
 
 def _of_page(text: str) -> Iterator[tuple[int, str]]:
-    """Paragraphs, list items, headings and table cells of a Markdown page; code blocks are left out."""
+    """Return paragraphs, list items, headings and table cells of a Markdown page, without code blocks."""
     held: list[str] = []
     begin, fenced = 1, False
     for number, line in enumerate(text.split("\n"), 1):

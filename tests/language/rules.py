@@ -1,4 +1,4 @@
-"""What is wrong in a passage, by the lists of `rules.toml`."""
+"""The language rules: what they find in a passage, by the lists of `rules.toml`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SENTENCE_END = re.compile(r"(?<![.\s][a-zA-Z])(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)(?
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong: where, by which rule, and what it is."""
+    """One violation: its place, its rule, and the text."""
 
     passage: Passage
     rule: str
@@ -46,12 +46,12 @@ class Rules:
 
 @cache
 def rules() -> Rules:
-    """The rules as they stand in the file."""
+    """Return the rules of `rules.toml`."""
     return rules_from(tomllib.loads(RULES_FILE.read_text()))
 
 
 def rules_from(lists: dict[str, Any]) -> Rules:
-    """The rules of such lists."""
+    """Return the rules of the given lists."""
     people = lists["people"]
     return Rules(
         max_words=lists["sentences"]["max_words"],
@@ -68,7 +68,7 @@ def _any_of(patterns: list[str]) -> re.Pattern[str]:
 
 
 def findings_of(passage: Passage, by: Rules) -> Iterator[Finding]:
-    """What is wrong in a passage."""
+    """Return the violations in a passage."""
     text = _LINK.sub(r"\1", _CODE.sub("code", passage.text))
     for sentence in sentences_of(text):
         num_words = sum(any(map(str.isalnum, word)) for word in sentence.split())
@@ -83,14 +83,14 @@ def findings_of(passage: Passage, by: Rules) -> Iterator[Finding]:
 
 
 def wrong_name(name: Passage, by: Rules) -> Iterator[Finding]:
-    """Whether a name has left the vocabulary; an underscore before it does not count."""
+    """Whether a name contains a retired word. A leading underscore does not count."""
     for pattern, instead in by.names:
         if pattern.fullmatch(name.text.lstrip("_")):
             yield Finding(name, "names", f"{name.text} → {instead}")
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """The sentences of a paragraph; a full stop within a number, a name or an abbreviation ends none."""
+    """Return the sentences of a paragraph. A full stop within a number, a name or an abbreviation ends none."""
     begin = 0
     for match in _SENTENCE_END.finditer(text):
         yield text[begin : match.end()].strip()
@@ -101,7 +101,7 @@ def sentences_of(text: str) -> Iterator[str]:
 
 @cache
 def all_findings() -> tuple[Finding, ...]:
-    """What is wrong in the whole repository, file by file."""
+    """Return the violations in the whole repository, file by file."""
     found: list[Finding] = []
     for path in files():
         for passage in passages_of(path):
@@ -112,6 +112,6 @@ def all_findings() -> tuple[Finding, ...]:
 
 
 def counts_of(findings: tuple[Finding, ...]) -> dict[str, dict[str, int]]:
-    """How often each rule is broken in each folder."""
+    """Return how often each rule is violated in each folder."""
     counts = Counter((finding.rule, finding.passage.folder) for finding in findings)
     return {rule: {folder: count for (name, folder), count in sorted(counts.items()) if name == rule} for rule in RULES}

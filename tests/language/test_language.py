@@ -1,4 +1,4 @@
-"""The language rules hold, folder by folder, and the check finds what breaks them."""
+"""The language rules hold for each folder, and the check finds violations."""
 
 from __future__ import annotations
 

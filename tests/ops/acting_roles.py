@@ -1,4 +1,4 @@
-"""A pytest plugin: each broker calls Redis as the user of ops/acl that its role has, and nothing of that is refused."""
+"""A pytest plugin: each broker calls Redis as the user of ops/acl for its role, and no call is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROLES: dict[type, str] = {
 
 
 def acting_as(role: str, server: str, start: Callable[..., None]) -> Callable[..., None]:
-    """A broker's `__init__` over a connection of the role's own, where it is given one to that server."""
+    """Return a broker's `__init__` that replaces its connection by one of the role's user, if it is to that server."""
 
     def start_as(self: Any, redis: Redis, *args: Any) -> None:
         is_theirs = redis.connection_pool.connection_kwargs.get("path") == server

@@ -1,4 +1,4 @@
-"""The users of ops/acl, loaded as they stand: what each role can do, cannot do, and what no rule keeps it from."""
+"""The users of ops/acl, loaded unchanged: what each role can do, cannot do, and what no rule prevents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EVAL = ("EVAL", "return redis.call(ARGV[1], unpack(ARGV, 2))", "0")
 
 @contextmanager
 def serving(folder: Path, rules: str) -> Iterator[Path]:
-    """The socket of a Redis that knows these users and no other; each one's password is its name."""
+    """The socket of a Redis with only these users. Each one's password is its name."""
     rules += "user watcher on >watcher +acl\n"
     (folder / "users.acl").write_text(with_passwords(rules))
     socket = folder / "s"
@@ -68,7 +68,7 @@ ALL_RULES = all_rules()
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A Redis with the users as they stand, and a node that is kept to one pool."""
+    """A Redis with the unchanged users, and a node whose rules permit one pool."""
     narrow = (
         rules_of("node").replace("user node", "user narrow").replace("{*}", f"{{{POOL}}}").replace("NODE", "NARROW")
     )
@@ -114,7 +114,7 @@ def may(server: Path, role: str, *command: str | bytes | int) -> bool:
 
 @asynccontextmanager
 async def clients_of(server: Path) -> AsyncIterator[dict[str, Redis]]:
-    """A connection for each role, over no keys, and one that watches what they are refused."""
+    """Return a connection for each role, with no keys in Redis, and one that reads their refusals."""
     made = {role: connect(url_of(server, role)) for role in (*ROLES, "watcher")}
     for key in [key async for key in made["admin"].scan_iter("penstock:*")]:
         await made["admin"].delete(key)
@@ -193,7 +193,7 @@ async def test_the_operator_audits_and_changes_keys_that_a_gateway_reads(clients
             await KeyStore(clients[role]).all()
 
 
-async def test_the_operator_deals_with_dead_letters(server: Path, clients: dict[str, Redis]) -> None:
+async def test_operator_lists_retries_and_purges_dead_letters(server: Path, clients: dict[str, Redis]) -> None:
     queue = Queue(clients["admin"])
     await queue.node("watcher")
     jobs = [new_job(), new_job()]
@@ -267,7 +267,7 @@ DANGEROUS = [
 
 @pytest.mark.parametrize("command", DANGEROUS, ids=" ".join)
 @pytest.mark.parametrize("role", ROLES)
-def test_nobody_may_end_reconfigure_or_spy_on_redis(server: Path, role: str, command: tuple[str, ...]) -> None:
+def test_no_role_may_end_reconfigure_or_monitor_redis(server: Path, role: str, command: tuple[str, ...]) -> None:
     assert not may(server, role, *command)
 
 
@@ -298,7 +298,7 @@ STRANGE = (("GET", f"{P}:config"), ("INFO",), ("PUBLISH", "x", "y"), ("ACL", "LI
 
 
 @pytest.mark.parametrize("password", [None, "default", ""])
-def test_a_stranger_is_asked_who_he_is(server: Path, password: str | None) -> None:
+def test_client_without_credentials_is_refused(server: Path, password: str | None) -> None:
     once = Retry(NoBackoff(), 0)
     with sync_redis.Redis(unix_socket_path=str(server), protocol=2, password=password, retry=once) as client:
         for command in (("PING",), *STRANGE):
@@ -331,7 +331,7 @@ async def test_only_the_operator_asks_for_a_profile_and_the_node_answers(clients
             await ProfileBroker(clients[role]).ask(POOL, "n1", 1.0)
 
 
-async def test_what_no_rule_stops(server: Path, clients: dict[str, Redis]) -> None:
+async def test_roles_may_still_do_what_no_acl_rule_can_prevent(server: Path, clients: dict[str, Redis]) -> None:
     """Rules see commands, keys and channels, not which script runs: processes with a role trust each other."""
     await FakeNode(clients["node"], "n1", "r1").join(**CONFIG)
     job_id = (await ProducerBroker(clients["gateway"]).submit(Submission(new_job(tenant="acme"), 1))).job_id

@@ -38,14 +38,14 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def redis_with_users(folder: Path) -> RedisProcess:
-    """A server with an append-only file, and with the roles as its only users besides the tests' own."""
+    """A server with an append-only file, whose only users are the roles and the tests' own."""
     folder.mkdir()
     (folder / "users.acl").write_text(with_passwords(all_rules()) + OBSERVER)
     return RedisProcess(folder, user="watcher", aclfile=folder / "users.acl")
 
 
 class ParsedText(NamedTuple):
-    """How a command ended."""
+    """A command's exit status and output."""
 
     returncode: int
     stdout: str
@@ -54,7 +54,7 @@ class ParsedText(NamedTuple):
 
 @dataclass
 class Roles:
-    """A process of each role at work on one Redis, and what each of them logged."""
+    """A process of each role on one Redis, and their logs."""
 
     server: RedisProcess
     folder: Path
@@ -67,11 +67,11 @@ class Roles:
     said_to_operators: dict[str, ParsedText] = field(default_factory=dict)
 
     def all_pids(self) -> list[int]:
-        """Every process that writes to Redis, in all its groups."""
+        """Return the ids of every process that writes to Redis, in all its groups."""
         return [node.pid for node in self.nodes] + [self.gateway.pid]
 
     def start(self, stack: ExitStack) -> None:
-        """Two nodes, a gateway, a worker, and a command that hands the worker a batch and waits for it."""
+        """Start two nodes, a gateway, a worker, and a command that sends the worker a batch and waits for it."""
         url, options = self.server.url_of("node"), {"pool": POOL, "step_s": 0.02, "max_num_seqs": 8}
         self.nodes = [NodeProcess(url, name=name, **options) for name in ("n1", "n2")]
         self.gateway = GatewayProcess(self.server.url_of("gateway"))
@@ -88,7 +88,7 @@ class Roles:
 
     @contextmanager
     def everybody_paused(self) -> Iterator[None]:
-        """Nothing is written meanwhile, so that keys can be counted before and after."""
+        """Pause all writers, so that keys can be counted before and after."""
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for group in (self.worker, self.batch):
                 os.killpg(group.pid, number)
@@ -99,7 +99,7 @@ class Roles:
                 yield
 
     def kill_redis(self) -> None:
-        """SIGKILL in mid-load, and a new server on the same file; what it loaded is what there was."""
+        """Kill Redis under load and start it on the same files. Assert that it loads what it had."""
         with self.everybody_paused():
             before = lasting_keys(self.server)
             self.server.kill()
@@ -107,19 +107,19 @@ class Roles:
             self.num_keys = before, lasting_keys(self.server)
 
     def flush_scripts(self) -> None:
-        """As an operator does with his own user."""
+        """Flush scripts as an operator does with his own user."""
         with self.server.client() as client:
             client.script_flush()
 
     def demote(self) -> None:
-        """A replica for half a second, as in a fail-over that is called off."""
+        """Make the server a replica for half a second, as in a fail-over that is aborted."""
         with self.server.client() as client:
             client.replicaof("127.0.0.1", "1")
             time.sleep(0.5)
             client.replicaof("NO", "ONE")
 
     def ask_as_operator(self) -> None:
-        """Every command of an operator, as the admin's user."""
+        """Run every command of an operator, as the admin's user."""
         env = os.environ | {"PENSTOCK_REDIS_URL": self.server.url_of("admin")}
         asking = {
             words: subprocess.Popen(
@@ -132,7 +132,7 @@ class Roles:
             self.said_to_operators[" ".join(words)] = ParsedText(command.returncode, out, errors)
 
     def keep_logs(self) -> None:
-        """What was logged until now, by role."""
+        """Return the logs so far, by role."""
         self.logs = {
             "node": "".join(node.log for node in self.nodes),
             "gateway": self.gateway.log,
@@ -144,19 +144,19 @@ class Roles:
 
 
 def lasting_keys(server: RedisProcess) -> int:
-    """Keys that do not expire within moments."""
+    """Return the keys that do not expire within moments."""
     with server.client() as client:
         return sum(not 0 <= client.pttl(key) < 120_000 for key in client.scan_iter(count=1000))
 
 
 def refused_by(server: RedisProcess) -> list[Any]:
-    """Redis's own list of what users were refused since it started. Celery's connections say what library they are."""
+    """Return Redis's list of refusals since its start. Celery's connections name their library on connecting."""
     with server.client() as client:
         return [entry for entry in client.acl_log() if entry["object"] not in ("client", "client|setinfo")]
 
 
 async def stream(http: Any, gateway: GatewayProcess, reading: HttpReading, work: Work, key: str) -> None:
-    """Reads to the end, coming back behind the last event whenever the line is cut."""
+    """Read to the end. After each disconnect, resume after the last event."""
     deadline = time.monotonic() + PATIENCE_S
     while not reading.is_whole:
         assert time.monotonic() < deadline, reading.error
@@ -164,7 +164,7 @@ async def stream(http: Any, gateway: GatewayProcess, reading: HttpReading, work:
 
 
 async def disturb(roles: Roles) -> None:
-    """Streams and a batch, in whose midst Redis is killed, loses its scripts and is a replica for a moment."""
+    """Run streams and a batch, during which Redis is killed, loses its scripts and is a replica for a moment."""
     works = [new_work(POOL, 200, temperature=1.0) for _ in range(NUM_STREAMS)]
     readings = [HttpReading() for _ in works]
     async with http_client() as http, asyncio.TaskGroup() as streams:
@@ -185,7 +185,7 @@ async def disturb(roles: Roles) -> None:
 
 @pytest.fixture(scope="module")
 def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
-    """The roles after that load."""
+    """The roles after `disturb`."""
     folder = tmp_path_factory.mktemp("roles")
     with ExitStack() as stack:
         roles = Roles(stack.enter_context(redis_with_users(folder / "redis")), folder)
@@ -218,7 +218,7 @@ def test_redis_refused_no_role_anything(roles: Roles) -> None:
     assert roles.refused == []
 
 
-def test_a_batch_of_the_worker_is_whole(roles: Roles) -> None:
+def test_batch_of_the_worker_is_complete(roles: Roles) -> None:
     assert {row["custom_id"] for row in rows_in(roles.output)} == {f"row-{i}" for i in range(NUM_ROWS)}
     assert all(row["response"]["body"]["usage"]["completion_tokens"] == ROW_TOKENS for row in rows_in(roles.output))
 

@@ -1,4 +1,4 @@
-"""docker-compose.yml without Docker: its commands, environments and healthchecks, run as processes of this machine.
+"""docker-compose.yml without Docker: its commands, environments and healthchecks, run as local processes.
 
 Only what a container changes is translated: host names, ports, and paths inside the images and volumes.
 """
@@ -42,7 +42,7 @@ START_TIMEOUT_S = 60
 
 
 class Host:
-    """This machine in the place of the containers."""
+    """This machine in place of the containers."""
 
     def __init__(
         self, folder: Path, variables: Mapping[str, str], services: Mapping[str, dict[str, Any]] = SERVICES
@@ -91,7 +91,7 @@ class Host:
             time.sleep(1.5)
 
     def stop(self, service: str) -> int:
-        """As Docker does: SIGTERM, and after the grace period SIGKILL."""
+        """Stop a service as Docker does: SIGTERM, and after the grace period SIGKILL."""
         running = self._running[service]
         running.send_signal(signal.SIGTERM)
         return running.wait(int(str(self._services[service]["stop_grace_period"]).removesuffix("s")))
@@ -166,7 +166,7 @@ def test_the_services_serve_a_stream_and_a_batch(host: Host) -> None:
 
 @pytest.fixture
 def host_with_users(tmp_path: Path) -> Iterator[Host]:
-    """The same over the users of ops/acl."""
+    """The same host with the users of ops/acl."""
     services = {name: {**service} for name, service in SERVICES.items()}
     for name, ours in ACL_SERVICES.items():
         environment = {**services[name].get("environment", {}), **ours.get("environment", {})}

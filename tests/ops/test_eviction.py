@@ -1,4 +1,4 @@
-"""A Redis that may evict keys is named when a gateway or a node starts, not only by `penstock doctor`."""
+"""A gateway or node warns at its start of a Redis that may evict keys, as `penstock doctor` does."""
 
 from __future__ import annotations
 

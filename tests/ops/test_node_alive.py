@@ -1,4 +1,4 @@
-"""The healthcheck of a node's container, on real nodes: it looks at the node, whatever Redis does."""
+"""The healthcheck of a node's container on real nodes: it checks the node, independent of Redis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.source_tree import ROOT
 
 
 def check(name: str) -> tuple[int, str]:
-    """Status and words of the healthcheck, in an environment that names a Redis that is not there."""
+    """Return the healthcheck's exit status and output, in an environment that names an unreachable Redis."""
     env = os.environ | {"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1", "PENSTOCK_NODE_NAME": name}
     ran = run_python(str(ROOT / "ops/node_alive.py"), env=env)
     assert ran.stderr == ""
@@ -27,7 +27,7 @@ def check(name: str) -> tuple[int, str]:
 
 @pytest.fixture
 def name() -> str:
-    """Of nodes of this test alone."""
+    """A node name that no other test uses."""
     return uuid4().hex[:8]
 
 

@@ -1,4 +1,4 @@
-"""The runbook names only what there is: metrics, log lines, settings and commands."""
+"""The metrics, log lines, settings and commands that the runbook names exist."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def known_metrics() -> set[str]:
     return names | set(re.findall(r'"(penstock_\w+)"', sources()))
 
 
-def test_its_metrics_are_told_by_a_gateway_or_a_node() -> None:
+def test_metrics_of_the_runbook_are_served_by_a_gateway_or_a_node() -> None:
     named = {name.removesuffix("_total") for name in re.findall(r"penstock_\w+[a-z0-9](?![\w…])", TEXT)}
     assert len(named) > 25
     assert named - known_metrics() == set()
@@ -71,13 +71,13 @@ def test_the_page_of_metrics_names_vllms_metrics() -> None:
     assert named - told - {"vllm:healthy_pods", "vllm:num_incoming_requests", "vllm:current_qps"} == set()
 
 
-def test_its_log_lines_are_written_somewhere() -> None:
+def test_log_lines_of_the_runbook_are_in_the_code() -> None:
     lines = re.findall(r'`"([^"`]+)"`', TEXT)
     assert len(lines) > 5
     assert [line for line in lines if f'"{line}"' not in sources() and line != "insufficient_scope"] == []
 
 
-def test_it_knows_every_line_that_warns_of_a_running_system() -> None:
+def test_runbook_has_every_warning_of_a_running_system() -> None:
     """What is said once at a start, of the settings, explains itself."""
     said = set(re.findall(r'\b_?(?:log|LOG|logger)\.(?:warning|error)\(\s*"([^"]+)"', sources()))
     of_settings = {
@@ -87,7 +87,7 @@ def test_it_knows_every_line_that_warns_of_a_running_system() -> None:
     assert [line for line in sorted(said - of_settings) if f'`"{line}"`' not in TEXT] == []
 
 
-def test_its_settings_are_settings() -> None:
+def test_settings_of_the_runbook_exist() -> None:
     named = set(re.findall(r"PENSTOCK_(NODE|GATEWAY)_([A-Z_]+)", TEXT))
     known = {"NODE": NodeSettings, "GATEWAY": GatewaySettings}
     assert named
@@ -95,14 +95,14 @@ def test_its_settings_are_settings() -> None:
 
 
 @pytest.mark.parametrize("line", sorted(set(re.findall(r"`penstock ([a-z]+(?: [a-z]+)?)[^`]*`", TEXT))))
-def test_its_commands_are_commands(line: str) -> None:
+def test_commands_of_the_runbook_exist(line: str) -> None:
     command, *rest = line.split()
     found = get_command(app).commands[command]
     if rest and hasattr(found, "commands"):
         assert rest[0] in found.commands
 
 
-def test_its_codes_are_codes_of_ours() -> None:
+def test_error_codes_of_the_runbook_exist() -> None:
     codes = set(re.findall(r"\| \d{3} `(\w+)`", TEXT)) | {"unread", "stream_diverged", "invalid_api_key"}
     scripts = "".join(path.read_text() for path in (ROOT / "penstock/queue/scripts").glob("*.lua"))
     assert [code for code in codes if f'"{code}"' not in sources() and f"'{code}'" not in scripts] == []

@@ -1,4 +1,4 @@
-"""Our processes beside services of Kubernetes that are named as they are."""
+"""Our processes beside Kubernetes services whose names give variables like our settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of the contract's tests."""
+"""Fixtures of the protocol's tests."""
 
 from __future__ import annotations
 

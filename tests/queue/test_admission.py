@@ -61,7 +61,7 @@ def test_prompt_to_embed_may_fill_the_context_and_costs_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(("size", "fits"), [(7992, True), (7993, False), (10**6, False)])
-def test_a_text_whose_longest_tokens_would_not_fit_is_refused_at_the_door(size: int, fits: bool) -> None:
+def test_text_that_cannot_fit_even_in_the_longest_tokens_is_refused_at_admission(size: int, fits: bool) -> None:
     """Limit 1000 with one of output: 999 tokens of at most 8 bytes."""
     record = replace(RECORD, max_token_bytes=8)
     if fits:
@@ -74,7 +74,7 @@ def test_a_text_whose_longest_tokens_would_not_fit_is_refused_at_the_door(size: 
         assert caught.value.param == "prompt"
 
 
-def test_a_text_is_not_refused_while_nobody_knows_the_longest_token() -> None:
+def test_text_is_not_refused_while_the_longest_token_is_unknown() -> None:
     assert estimate_cost(new_job(prompt="x" * 10**6), RECORD) == 1000
 
 
@@ -87,7 +87,7 @@ def test_prompt_is_measured_in_utf8_bytes() -> None:
 
 
 @pytest.mark.parametrize("num", [0, 5, 20])
-def test_what_is_said_of_tokens_takes_the_memory_that_is_charged_for_it(num: int) -> None:
+def test_logprobs_take_the_memory_that_is_estimated_for_them(num: int) -> None:
     def charged(**params: Any) -> int:
         return estimate_bytes(new_job(params=SamplingParams(max_tokens=100, **params)), 300)
 
@@ -100,7 +100,7 @@ def test_what_is_said_of_tokens_takes_the_memory_that_is_charged_for_it(num: int
         assert 0.5 * logged < charged(**asked) - charged() < 1.5 * logged
 
 
-def test_tools_and_calls_cost_what_they_are_long_but_no_chat_is_refused_for_them() -> None:
+def test_tools_and_calls_cost_by_length_but_no_chat_is_refused_for_them() -> None:
     call = ToolCall(id="c", name="f", arguments=json.dumps({"a": "x" * 286}))
     chat = (Message(role="user", content="", tool_calls=(call,)),)
     tools = json.dumps([{"type": "function", "function": {"name": "x" * 252}}])
@@ -130,7 +130,7 @@ def test_cost_is_prompt_and_probable_output_within_the_models_length(
     assert estimate_cost(new_job(**prompt, params=SamplingParams(**params)), RECORD) == cost
 
 
-def test_outputs_are_as_long_as_those_of_their_kind_were_lately() -> None:
+def test_outputs_are_predicted_from_recent_ones_of_their_kind() -> None:
     """The longest of what nodes say: each of them may be the one that takes the job."""
     nodes = [
         NodePressure("n1", predicted_outputs=((7, 7, 30), (7, 10, 400))),
@@ -177,11 +177,11 @@ def test_no_node_is_unavailable() -> None:
         assert caught.value.retry_after_ms > 0
 
 
-def test_what_fits_now_is_admitted_whatever_the_pace() -> None:
+def test_job_that_fits_now_is_admitted_at_any_pace() -> None:
     assert retry_after_ms(PoolPressure((node(room=60), node("n2", room=40)))) is None
 
 
-def test_pace_that_is_not_known_yet_refuses_nobody() -> None:
+def test_unknown_pace_refuses_no_job() -> None:
     assert retry_after_ms(PoolPressure((node(),), (0, 10**9, 0))) is None
 
 
@@ -195,13 +195,13 @@ def test_wait_is_backlog_over_pace() -> None:
     assert retry_after_ms(PoolPressure(nodes, (0, 100 * limit - 99, 0))) == MIN_RETRY_AFTER_MS
 
 
-def test_room_shortens_the_wait() -> None:
+def test_free_capacity_shortens_the_wait() -> None:
     full, roomy = (PoolPressure((node(rate=1.0, room=room),), (0, 100, 0)) for room in (0, 140))
     assert retry_after_ms(full) == 140_000
     assert retry_after_ms(roomy) is None
 
 
-def test_only_what_stands_before_the_class_counts() -> None:
+def test_only_cost_ahead_of_the_class_counts() -> None:
     pressure = PoolPressure((node(rate=1.0),), (0, 0, 10**6))
     assert retry_after_ms(pressure, cost=50, priority=Priority.INTERACTIVE) is None
     assert retry_after_ms(pressure, cost=50, priority=Priority.STANDARD) is None

@@ -1,4 +1,4 @@
-"""The audit: names each disagreement, mends it beside running processes, and is silent where all is well."""
+"""The audit names each disagreement, repairs it while processes run, and reports nothing if all keys agree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Scene:
 
 
 async def finish(node: FakeNode, job_id: str, lease: str, count: int) -> None:
-    """Ends a job with a result that says what its log does."""
+    """End a job with a result that agrees with its log."""
     chunks = chunks_of(job_id, 0, count)
     text, tokens = "".join(f"t{i} " for i in range(count)), tuple(100 + i for i in range(count))
     cuts = [(0, 1, len(f"t{i} ")) for i in range(count)]
@@ -130,7 +130,7 @@ def pressure(node: str, **fields: int) -> bytes:
 
 
 @pytest.mark.parametrize("damage", MENDED)
-async def test_damage_is_named_and_mended(scene: Scene, broker: AdminBroker, damage: str) -> None:
+async def test_damage_is_named_and_repaired(scene: Scene, broker: AdminBroker, damage: str) -> None:
     harm, name, key = MENDED[damage]
     await harm(scene)
 
@@ -166,7 +166,9 @@ REPORTED: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("damage", REPORTED)
-async def test_what_logs_and_nodes_say_is_reported_and_left(scene: Scene, broker: AdminBroker, damage: str) -> None:
+async def test_faults_in_logs_and_nodes_are_reported_and_not_repaired(
+    scene: Scene, broker: AdminBroker, damage: str
+) -> None:
     harm, name = REPORTED[damage]
     await harm(scene)
     for repair in (False, True):
@@ -222,7 +224,7 @@ async def test_only_one_audit_repairs_at_a_time(scene: Scene, broker: AdminBroke
     assert await audit(broker, POOL) == []
 
 
-async def test_audits_beside_busy_nodes_find_nothing_and_harm_nothing(queue: Queue, broker: AdminBroker) -> None:
+async def test_audits_beside_busy_nodes_find_and_change_nothing(queue: Queue, broker: AdminBroker) -> None:
     nodes = [await queue.node(f"n{number}", avoid_ms=0) for number in range(2)]
     busy, returned = True, set[str]()
 
@@ -271,7 +273,7 @@ def test_log_of_two_choices_is_in_order_each_by_itself() -> None:
     assert [f.name for f in findings_of(JobHistory(job.id, None, (*log, late), None))] == ["behind_the_end"]
 
 
-def test_a_result_says_of_tokens_what_the_log_said() -> None:
+def test_logprobs_of_a_result_agree_with_the_log() -> None:
     job, prompt, said = new_job(), TokenLogprobs((5, 6), (-0.5, -1.0), (b"p", b"q")), (-0.25, -2.0)
     likely = TokenLogprobs((1, 2), said, (b"a", b"b"))
     log = [

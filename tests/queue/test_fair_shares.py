@@ -1,4 +1,4 @@
-"""Fairness across classes: interactive work of a tenant above its share goes behind the standard work of others."""
+"""Fairness across classes: interactive jobs of a tenant above its share run after the standard jobs of others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATED_BOUND_MS = 2 * WINDOW_MS + 2 * MAX_COST_MS
 
 @dataclass(frozen=True)
 class Work:
-    """A job that holds the only place for `cost` ms."""
+    """A job that occupies the only slot for `cost` ms."""
 
     job_id: str
     tenant: str
@@ -40,7 +40,7 @@ class Work:
 def serve(
     policy: PolicyConfig, classes: dict[str, list[int]], since_ms: dict[str, int], until_ms: int, seed: int
 ) -> list[tuple[float, str, int]]:
-    """(when, whose, how long) of each start on one place; a job of each tenant and class of it always waits."""
+    """Return (time, tenant, duration) of each start on one slot. Each tenant always has a waiting job of each class."""
     rng, standing = random.Random(seed), PolicyState(policy.share_window_ms)
     waiting: list[Work] = []
     served: list[tuple[float, str, int]] = []
@@ -75,7 +75,7 @@ attackers = st.lists(st.sampled_from(([0], [0, 1], [1])), min_size=1, max_size=4
 
 @settings(max_examples=examples(60))
 @given(attackers=attackers, arrivals=st.lists(st.integers(0, 4000), min_size=5, max_size=5), seed=st.integers(0, 99))
-def test_nobody_is_held_below_half_of_its_share_for_longer_than_the_bound(
+def test_no_tenant_is_below_half_of_its_share_for_longer_than_the_bound(
     attackers: list[list[int]], arrivals: list[int], seed: int
 ) -> None:
     classes = {f"attacker{number}": priorities for number, priorities in enumerate(attackers)} | {"victim": [1]}
@@ -108,7 +108,7 @@ def test_a_tenant_within_its_share_keeps_its_precedence() -> None:
     assert foremost(waiting[2:], policy, standing, 5) == (waiting[2], 1)
 
 
-def test_alone_nobody_is_above_its_share() -> None:
+def test_tenant_that_is_alone_is_not_above_its_share() -> None:
     standing = PolicyState(WINDOW_MS)
     standing.use.note("only", 1e6, 0)
     standing.virtual_times[0].enter("only")
@@ -116,7 +116,7 @@ def test_alone_nobody_is_above_its_share() -> None:
     assert standing.shares(0).goes_first("only") and standing.shares(0).may_displace("only")
 
 
-def test_who_used_more_than_others_goes_first_where_they_wait_for_nothing_and_displaces_nobody() -> None:
+def test_tenant_above_its_share_goes_first_if_no_other_waits_and_preempts_nothing() -> None:
     standing = PolicyState(WINDOW_MS)
     standing.use.note("flood", 90, 0)
     standing.use.note("running", 10, 0)

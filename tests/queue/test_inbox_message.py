@@ -1,4 +1,4 @@
-"""Messages on an inbox: chunks, and the progress of prompts beside them."""
+"""Messages on an inbox: chunks and prompt progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each policy's order, its longest wait, which jobs may pass others, and its choice of victims."""
+"""Each policy's order, its longest wait, the jobs that may pass others, and its choice of victims."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_heads_rise_by_a_class_per_aging_time_and_are_asked_as_what_they_count_a
     assert set(asked.values()) == {LEAST_URGENT}, "fcfs knows no classes"
 
 
-def test_an_old_backlog_stays_what_it_is_but_for_its_head() -> None:
+def test_only_the_head_of_an_old_backlog_ages() -> None:
     old = [Work(f"{n}", 2, n) for n in range(9)]
     fresh = [Work("X", 0, 10**6), Work("Y", 0, 10**6)]
     served_ms = 10**6
@@ -116,7 +116,7 @@ def test_an_old_backlog_stays_what_it_is_but_for_its_head() -> None:
     turnover_ms=st.integers(50, AGING_MS // 3),
     others=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.sampled_from("abc")), min_size=1, max_size=5),
 )
-def test_nobody_waits_longer_than_the_formula_says(
+def test_no_job_waits_longer_than_the_formula_says(
     name: PolicyName, priority: int, num_before: int, turnover_ms: int, others: list[tuple[int, int, str]]
 ) -> None:
     """One place, taken for `turnover_ms` at a time; all others always have one job waiting, cheap and new."""
@@ -142,13 +142,13 @@ def test_nobody_waits_longer_than_the_formula_says(
         assert now_ms - mine.submitted_ms <= policy.longest_wait_ms(priority, num_before, turnover_ms) + 9 + turnover_ms
 
 
-def test_a_risen_head_of_a_lower_class_goes_before_one_that_has_just_come() -> None:
+def test_aged_head_of_a_less_urgent_class_goes_before_a_new_job() -> None:
     waiting = [Work("A", 2, 0), Work("B", 0, 2 * AGING_MS)]
     assert chosen(waiting, "priority", now_ms=2 * AGING_MS) == "AB"
     assert chosen(waiting, "priority", now_ms=2 * AGING_MS - 1) == "BA"
 
 
-def test_one_that_does_not_fit_is_passed_until_it_is_old_enough() -> None:
+def test_job_that_does_not_fit_is_overtaken_until_it_is_old_enough() -> None:
     waiting = [Work("A", cost=100, submitted_ms=0), Work("B", submitted_ms=5), Work("C", submitted_ms=6)]
     for name in POLICIES:
         if name == "sjf":
@@ -158,14 +158,14 @@ def test_one_that_does_not_fit_is_passed_until_it_is_old_enough() -> None:
     assert chosen(waiting, "sjf", smaller_than(50), now_ms=100, bypass_ms=100) == "BC", "they came before it"
 
 
-def test_so_many_that_do_not_fit_end_the_walk() -> None:
+def test_scan_ends_after_a_number_of_jobs_that_do_not_fit() -> None:
     large = [Work(f"{n:02}", submitted_ms=n, cost=100) for n in range(MAX_PASSED)]
     small = Work("S", submitted_ms=99)
     assert chosen([*large[1:], small], "fcfs", smaller_than(50), bypass_ms=10**6) == "S"
     assert chosen([*large, small], "fcfs", smaller_than(50), bypass_ms=10**6) == ""
 
 
-def test_less_urgent_and_newer_ones_give_way_and_never_an_equal() -> None:
+def test_less_urgent_jobs_are_preempted_newest_first_and_never_equal_ones() -> None:
     running = [Work("A", urgency=2), Work("B", urgency=0), Work("C", urgency=1), Work("D", urgency=2)]
     assert [w.job_id for w in preemption_order(running)] == ["D", "A", "C", "B"]
     assert [w.job_id for w in victims_of(0, running)] == ["D", "A", "C"]
@@ -182,7 +182,7 @@ steps = st.one_of(
 
 
 @given(st.lists(steps, max_size=80))
-def test_whoever_waits_is_never_more_than_one_job_behind_another(story: list[tuple[str, str, float]]) -> None:
+def test_waiting_tenants_never_differ_by_more_than_one_job(story: list[tuple[str, str, float]]) -> None:
     """While two tenants wait, what they were given differs by at most one job of each."""
     virtual_times = VirtualTimes()
     given_since: dict[tuple[str, str], float] = {}
@@ -202,7 +202,7 @@ def test_whoever_waits_is_never_more_than_one_job_behind_another(story: list[tup
     assert all(lead <= 40e6 + len(story) for lead in given_since.values())
 
 
-def test_nobody_gains_by_leaving_or_by_idling() -> None:
+def test_no_tenant_gains_by_leaving_or_idling() -> None:
     virtual_times = VirtualTimes()
     virtual_times.enter("a")
     virtual_times.enter("b")
@@ -219,12 +219,12 @@ def test_nobody_gains_by_leaving_or_by_idling() -> None:
     )
 
 
-def test_of_newcomers_the_first_is_first() -> None:
+def test_new_tenants_are_served_in_order_of_arrival() -> None:
     waiting = [Work("A", submitted_ms=2, tenant="x"), Work("B", submitted_ms=3, tenant="b")]
     assert chosen(waiting, "fair") == "AB"
 
 
-def test_a_correction_reaches_a_tenant_wherever_it_is() -> None:
+def test_correction_applies_to_tenants_with_and_without_queued_work() -> None:
     virtual_times = VirtualTimes()
     for tenant in "ab":
         virtual_times.enter(tenant)
@@ -239,7 +239,7 @@ def test_a_correction_reaches_a_tenant_wherever_it_is() -> None:
     assert virtual_times.debts == {"nobody": virtual_times.now + 3}
 
 
-def test_shortest_first_counts_what_is_left_of_a_job_that_has_output() -> None:
+def test_shortest_first_counts_the_remaining_output_of_a_job() -> None:
     waiting = [Work("A", submitted_ms=0, cost=50), Work("B", submitted_ms=1, cost=90, num_done=45)]
     assert chosen(waiting, "sjf") == "BA"
     assert chosen(waiting, "priority") == "AB"

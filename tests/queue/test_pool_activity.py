@@ -123,7 +123,7 @@ async def test_nodes_are_those_with_a_heartbeat_within_a_lease(queue: Queue, bro
     assert 0 <= alive.silent_ms < LEASE_MS
 
 
-async def test_unreadable_record_hides_its_node_alone(queue: Queue, broker: ActivityBroker) -> None:
+async def test_unreadable_record_hides_only_its_node(queue: Queue, broker: ActivityBroker) -> None:
     for name in ("n1", "n2"):
         await (await queue.node(name)).heartbeat()
     await cast(Any, queue.redis.hset(keys.pressure(POOL), "n1", b"\x81\xa1v\x09"))

@@ -30,7 +30,7 @@ async def counted(broker: StatsBroker) -> dict[str, int]:
     return {event: number for event, number in (await pool_stats(broker)).counts.items() if number}
 
 
-async def test_a_life_without_trouble_counts_its_ends_only(queue: Queue, broker: StatsBroker) -> None:
+async def test_undisturbed_jobs_count_only_their_ends(queue: Queue, broker: StatsBroker) -> None:
     node = await queue.node()
     for _ in range(2):
         await node.finish(await queue.running(node), 0, 3)

@@ -1,4 +1,4 @@
-"""The tables of sizes in PROTOCOL.md and of limits in SECURITY.md say what the code holds."""
+"""The tables of sizes in PROTOCOL.md and of limits in SECURITY.md agree with the code."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @staticmethod
     def chunks(taken: Taken, index: int, count: int) -> list[bytes]:
-        """Chunks that say which lease made them."""
+        """Return chunks that name their lease."""
         return [
             encode_chunk(Chunk(taken.job_id, i, 0, sum(k % 3 for k in range(i)), (i,) * (i % 3), f"{taken.lease} {i}"))
             for i in range(index, index + count)
@@ -333,7 +333,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert answer == self.model.return_for_want_of_adapter(job, known, taken.lease, cost)
 
     def tell(self, node: FakeNode, free: int) -> None:
-        """Write what a heartbeat would say of a node."""
+        """Write a node's statistics as a heartbeat does."""
         self.sync.zadd(f"{P}:free", {node.name: free})
         draining = self.model.nodes[node.name].is_draining
         record = NodePressure(node.name, max_num_seqs=SLOTS_TOTAL, revision=node.revision, draining=draining)

@@ -1,4 +1,4 @@
-"""What is no wire data of ours is refused by one name, and costs neither the process nor its memory."""
+"""Bytes that are not our wire data are refused with one error, without a crash or a large allocation."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_truncated_data_is_refused_at_every_byte(kind: str) -> None:
         DECODERS[kind](whole + whole[:-1])
 
 
-def test_nothing_is_no_chunk_but_no_record_either() -> None:
+def test_empty_data_is_no_chunks_and_is_refused_as_a_record() -> None:
     assert wire.decode_chunks(b"") == []
     with pytest.raises(WireError, match="one msgpack map, found 0"):
         wire.decode_request(b"")
@@ -191,7 +191,7 @@ def test_declared_lengths_reserve_no_memory(bomb: bytes) -> None:
 
 @contextmanager
 def traced() -> Iterator[Callable[[], int]]:
-    """A function that tells the most bytes that were allocated at once since it was last asked."""
+    """A function that returns the peak of allocated bytes since its last call."""
     tracemalloc.start()
     try:
 

@@ -184,7 +184,7 @@ def test_ctrl_c_in_the_owners_group_does_not_reach_the_server() -> None:
     wait_until(lambda: not folder_of(url).exists())
 
 
-def test_two_at_once_share_nothing() -> None:
+def test_two_servers_share_nothing() -> None:
     with EmbeddedRedis() as one, EmbeddedRedis() as two, client_of(one.url) as first, client_of(two.url) as second:
         first.set("key", "first")
         assert second.get("key") is None
@@ -261,7 +261,9 @@ def test_bundled_server_is_found_when_path_has_none(monkeypatch: pytest.MonkeyPa
     assert find_redis_server().name == "redis-server"
 
 
-def test_a_given_server_is_the_one_and_a_wrong_one_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_given_server_program_is_used_and_a_wrong_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("redis-server", "other"):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -19,7 +19,7 @@ def default_thresholds() -> Iterator[None]:
     gc.set_threshold(*thresholds)
 
 
-def test_the_collector_looks_only_at_what_came_later() -> None:
+def test_collector_scans_only_objects_made_after_the_freeze() -> None:
     loaded: list[list[object]] = [[]]
     freeze_gc()
     came_later: list[list[object]] = [[]]

@@ -37,7 +37,7 @@ async def test_work_of_the_loop_is_in_all_three_clocks(watch):
     assert sum(watch.delays_s.counts[4:]) >= 1 and watch.delays_s.total >= hold.wall_s
 
 
-async def test_what_others_do_is_no_work_of_the_loop(watch):
+async def test_cpu_time_of_other_threads_is_no_work_of_the_loop(watch):
     time.sleep(HOLD_S)  # noqa: ASYNC251  as a wait for Python's lock
     await asyncio.sleep(4 * INTERVAL_S)
     hold = watch.longest
@@ -52,7 +52,7 @@ async def test_much_work_in_small_pieces_holds_nothing(watch):
     assert watch.longest.cpu_s < 0.05
 
 
-async def test_a_hold_is_forgotten(watch, monkeypatch):
+async def test_old_hold_is_no_longer_reported(watch, monkeypatch):
     monkeypatch.setattr(loop_watch, "WINDOW_S", 0.02)
     watch._window_ends_s = asyncio.get_running_loop().time()
     compute(HOLD_S)
@@ -60,7 +60,7 @@ async def test_a_hold_is_forgotten(watch, monkeypatch):
     assert watch.longest.cpu_s < HOLD_S / 2
 
 
-async def test_a_holder_is_named(caplog):
+async def test_stack_of_a_blocked_loop_is_logged(caplog):
     watch = LoopWatch(interval_s=INTERVAL_S, names_holders=True)
     watch.start()
     compute(3 * HOLD_S)

@@ -36,7 +36,7 @@ def test_unknown_flag_is_refused_by_name() -> None:
     assert caught.value.param == "siez"
 
 
-def test_unknown_variable_of_the_room_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_variable_of_the_package_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_ROOM_SIEZ", "1")
     with pytest.raises(ConfigError, match="PENSTOCK_ROOM_SIEZ"):
         RoomSettings.load()
@@ -70,7 +70,7 @@ def test_redis_url_has_one_variable_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert redis_url_of("unix:///given") == "unix:///given"
 
 
-def test_a_room_has_no_redis_url_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_has_no_redis_url_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     class Connected(RoomSettings):
         redis_url: str | None = None
 

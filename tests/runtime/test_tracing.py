@@ -1,4 +1,4 @@
-"""Whether a process exports spans, and how it speaks of a collector that does not answer."""
+"""Whether a process exports spans, and its log messages about a collector that does not answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 class Collector(SpanExporter):
-    """Accepts spans, refuses them or raises, as told."""
+    """Accepts spans, refuses them or raises, as the test sets."""
 
     def __init__(self) -> None:
         self.answer: SpanExportResult | Exception = SpanExportResult.SUCCESS

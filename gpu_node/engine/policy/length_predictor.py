@@ -21,10 +21,10 @@ WINDOW = 128
 """Outputs remembered per group."""
 MAX_GROUPS = 1024
 """Groups remembered; the least recently used one is dropped first."""
-MAX_TOLD = 32
-"""Kinds of jobs with a prediction that a node reports to others."""
+MAX_REPORTED = 32
+"""Kinds of jobs whose predictions a node reports in its pressure record."""
 STEP = 0.03
-"""How far a wrong prediction moves the level: 1,000 predictions end within 3.2 points of nominal."""
+"""How far a wrong prediction moves the level: after 1,000 predictions the coverage is within 3.3 points of nominal."""
 
 
 class LengthPredictor:
@@ -47,7 +47,8 @@ class LengthPredictor:
         """Return how many more tokens a choice with `num_output_tokens` will probably have; at least 1.
 
         The estimate is the quantile of those earlier outputs that were longer. So it shrinks by one with each token,
-        and grows once the choice has outlived earlier outputs. A choice longer than all of them counts as halfway.
+        and grows once the choice is longer than they. Without longer ones, it assumes PREDICTED_OUTPUT_TOKENS in all; a
+        choice that is longer than that counts as halfway.
         """
         limit = max(1, max_tokens - num_output_tokens)
         for group in _groups(tenant, num_prompt_tokens, max_tokens):
@@ -59,10 +60,10 @@ class LengthPredictor:
         return min(unknown if unknown > 0 else num_output_tokens, limit)
 
     def of_all_tenants(self) -> tuple[tuple[int, int, int], ...]:
-        """Return (bits of prompt tokens, bits of `max_tokens`, prediction) of the MAX_TOLD kinds that ended last."""
+        """Return (bits of prompt tokens, bits of `max_tokens`, prediction) of the kinds that ended last."""
         wide = [(prompt, limit, window.predict()) for (of, prompt, limit), window in self._windows.items() if not of]
         known = [(prompt, limit, length) for prompt, limit, length in wide if length is not None]
-        return tuple(known[-MAX_TOLD:])
+        return tuple(known[-MAX_REPORTED:])
 
     def ended(
         self, tenant: str, num_prompt_tokens: int, max_tokens: int, num_output_tokens: int, predicted: int

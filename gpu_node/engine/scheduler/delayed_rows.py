@@ -1,4 +1,4 @@
-"""Running sequences that skip steps until their token mask is ready, so that no step computes them in vain."""
+"""Running sequences that skip steps until their token mask is ready, because a step without it samples nothing."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Drafts:
             self._choose([seqs[i] for i in decoding], needs, all_look=all_look)
 
     def _choose(self, decoding: list[Sequence], needs: list[float], *, all_look: bool) -> None:
-        """Draft for the sequences where that pays. Drafts that are too unlikely to pay are not worked out.
+        """Draft for the sequences where a draft saves time. Drafts that are too unlikely to do so are not computed.
 
         With more sequences a draft saves less and looking for drafts takes longer. So in most steps only sequences that
         found a draft last time look again.

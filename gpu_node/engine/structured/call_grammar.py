@@ -1,4 +1,4 @@
-"""Grammars of texts with tool calls, in llguidance's notation (docs/syntax.md of github.com/guidance-ai/llguidance).
+"""Grammars for texts with tool calls, in llguidance's notation (docs/syntax.md of github.com/guidance-ai/llguidance).
 
 Such a grammar derives what models of each call format write unprompted, and what the gateways parse as calls.
 """

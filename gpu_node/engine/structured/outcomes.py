@@ -12,7 +12,7 @@ from penstock.gpu_node.engine.structured.mask_status import EMPTY, MISFIT, PAST_
 from penstock.gpu_node.engine.structured.reasons import reason_of
 
 MAX_KILLS_FROM_OUTSIDE = 3
-"""A system short of memory kills without a reason. After this many kills in its tasks a grammar is refused."""
+"""The system may kill any process if memory runs out. A grammar is refused after this many such kills in its tasks."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class GrammarCounts:
     grammar_restarts: int = 0
     """Workers started to replace one that had ended."""
     late_masks: int = 0
-    """Rows that sat out a step because their mask was not ready."""
+    """Rows that sampled nothing in a step because their mask was not ready."""
     failed_guides: int = 0
     """Choices that ended because of their grammar."""
     grammar_host_failures: int = 0

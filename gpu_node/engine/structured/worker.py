@@ -1,6 +1,6 @@
 """A grammar worker: it compiles grammars and computes masks, one task after the other, until a limit kills it.
 
-The worker writes the number of its current task into a shared page, which names the culprit after a kill.
+The worker writes the number of its current task into a shared page, which identifies the faulty task after a kill.
 Replies leave in batches, at the end of a message or after a millisecond.
 """
 

@@ -62,7 +62,7 @@ def downloaded(model: HubModel, progress: Progress) -> Path:
     Files in the hub's cache are not downloaded again. Raises ConfigError for a model that the hub does not have, does
     not give access to, or that is not supported.
     """
-    with _errors_in_plain_words(model):
+    with _as_config_errors(model):
         progress(0.0)
         if model.file is not None:
             return _gguf_file(model, model.file, progress)
@@ -87,7 +87,7 @@ def _snapshot(
     from huggingface_hub import snapshot_download
 
     if logging.getLogger().handlers:
-        # huggingface_hub writes its events to stderr by itself too, in a format of its own.
+        # huggingface_hub also writes its events to stderr, in its own format.
         logging.getLogger("huggingface_hub").handlers.clear()
     revision = commit or model.revision
     bar_class = bar_class or _bar_class(0, lambda _: None)
@@ -180,7 +180,7 @@ def _bar_class(num_bytes: int, progress: Progress) -> type[Any]:
 
 
 @contextmanager
-def _errors_in_plain_words(model: HubModel) -> Iterator[None]:
+def _as_config_errors(model: HubModel) -> Iterator[None]:
     import httpx2
     from huggingface_hub import constants, errors
 

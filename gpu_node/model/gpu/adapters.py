@@ -87,7 +87,7 @@ class GpuAdapters:
         loaded.hold()
 
     def _copy_layer(self, staged: Tensor, layer: int, adapter_slot: int, adapter: Adapter) -> None:
-        """Start to copy one layer's part of an adapter through `staged`, pinned and flat."""
+        """Start copying one layer's part of an adapter through `staged`, pinned and flat."""
         at = 0
         for matrix in MATRICES:
             table = self._tables[layer, matrix]

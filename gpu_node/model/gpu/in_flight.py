@@ -38,7 +38,7 @@ class StagingBuffer:
         return self._packed
 
     def copy_back(self, tokens: Tensor) -> Tensor:
-        """Start to copy tokens to the host; the result is valid once the event `copied` is reached."""
+        """Start copying tokens to the host; the result is valid once the event `copied` is reached."""
         if len(self._tokens) < len(tokens):
             self._tokens = self._device.pinned(2 * len(tokens), dtype=torch.int32)
         here = self._tokens[: len(tokens)]

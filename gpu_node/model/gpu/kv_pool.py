@@ -21,7 +21,7 @@ class KvLayout:
 
     A block is contiguous, so that swapping it in or out takes one copy. With `by_layer`, the blocks of each layer
     follow one another instead: attention reads within fewer pages of memory, and swapping takes a copy for each layer.
-    Which one is faster was not measured; `bench_gpu` does that.
+    Which layout is faster is not measured on a GPU yet; `bench_gpu` compares both.
     """
 
     def __init__(self, spec: ModelSpec, block_size: int, dtype: torch.dtype, *, by_layer: bool = False) -> None:

@@ -84,7 +84,7 @@ class ScaledLinear:
         return self.of_quantized(add_norm_quantized(residual, delta, norm, self.weight.dtype), norm.weight.dtype)
 
     def of_activated(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
-        """Multiply what `gate_mul` makes of x if gated, else what `activate` makes of it."""
+        """Multiply `gate_mul(x)` if gated, else `activate(x)`."""
         return self.of_quantized(activate_quantized(x, activation, self.weight.dtype, gated=gated), x.dtype)
 
 
@@ -138,7 +138,7 @@ class EmbeddingTable:
 
 
 _HEAD_ROWS = 64
-"""A head is padded to a multiple of so many rows: logits of an odd vocabulary would lie in unaligned rows."""
+"""The head is padded to a multiple of this many rows. Logits of an odd vocabulary would be in unaligned rows."""
 
 
 def padded_vocab(vocab: int) -> int:

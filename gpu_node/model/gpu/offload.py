@@ -62,7 +62,7 @@ class OffloadedLayers:
             arrivals.extend(islice(coming, 1))
 
     def _fetch(self, k: int) -> DeviceEvent:
-        """Start to copy the k-th offloaded layer to its buffer after the work submitted so far.
+        """Start copying the k-th offloaded layer to its buffer after the work submitted so far.
 
         Returns the event that the copy is complete.
         """

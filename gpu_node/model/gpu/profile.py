@@ -1,4 +1,4 @@
-"""Measure the GPU memory that a step takes, and compute what is left for the KV cache."""
+"""Measure the GPU memory that the largest step needs, and compute how much is left for the KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.kernels.triton.prefill_attention import prefill_tiles
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
 
 _WORKSPACE_BYTES = 2 * (32 << 20)
-"""What cuBLAS takes on Hopper for the stream that captures graphs: its own workspace and that of cuBLASLt."""
+"""Workspaces of cuBLAS and cuBLASLt on Hopper, for the stream that captures graphs."""
 _EXECUTABLE_BYTES = 2 << 20
 """Of one instantiated graph of a few hundred kernels; an estimate until a GPU was measured."""
 

@@ -47,8 +47,8 @@ class Limits:
     deterministic: bool = False
     max_num_batched_tokens: int = 8192
     dependent_launches: bool = False
-    """Whether the kernels of graphs start while the kernel ahead of them runs, on GPUs that support it. Which one is
-    faster was not measured; `bench_gpu` does that."""
+    """Whether the kernels of graphs may start while the kernel ahead of them runs, on GPUs that support it. Which is
+    faster is not measured on a GPU yet; `bench_gpu` compares both."""
 
 
 class GpuRunner:
@@ -111,11 +111,11 @@ class GpuRunner:
         """Do nothing: the GPU computes."""
 
     def start_profile(self) -> None:
-        """Start to record the operations of the calling thread and of the GPU."""
+        """Start recording the operations of the calling thread and of the GPU."""
         self._profiler.start()
 
     def stop_profile(self) -> None:
-        """Stop to record, on the same thread."""
+        """Stop recording, on the same thread."""
         self._profiler.stop()
 
     def write_profile(self, path: Path) -> None:

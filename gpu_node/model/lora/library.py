@@ -61,7 +61,7 @@ class AdapterLibrary:
 
         Raises NotFoundError for an unknown name, and RequestError for an adapter that is unusable or has changed.
         """
-        # Look without the lock first, because another thread may hold it while it reads a large adapter.
+        # Try without the lock first, because another thread may hold it while it reads a large adapter.
         if (known := self._read.get(wanted.digest)) is not None:
             return known
         with self._lock:

@@ -24,7 +24,7 @@ class StoppedError(Exception):
 
 
 class PackingState:
-    """What the thread that packs shares with the thread that steps."""
+    """The state that the packing thread shares with the thread that runs steps."""
 
     def __init__(self) -> None:
         self.may_begin = Event()
@@ -62,7 +62,7 @@ class BackgroundPacking:
         thread.start()
 
     def begin(self) -> None:
-        """Start to pack now. A model calls this after each step: its first token should not wait for a core."""
+        """Start packing now. A model calls this after each step: its first token should not wait for a core."""
         self._state.may_begin.set()
 
     def give(self) -> bool:

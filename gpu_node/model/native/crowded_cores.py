@@ -7,11 +7,11 @@ import logging
 _log = logging.getLogger(__name__)
 
 _RECOVERY_S = 5.0
-"""Step time after which a model uses all threads again, if the cores of those that it left out are free."""
+"""Seconds of steps after packing in which a model may still leave out threads whose cores are free again."""
 
 
 class CrowdedCores:
-    """Warns once. A model that packs its own weights takes cores from its threads, which is no reason for a warning."""
+    """Warns once if threads are left out of steps because their cores are busy, except with the model's own packing."""
 
     def __init__(self, num_threads: int) -> None:
         """num_threads: those of the model."""

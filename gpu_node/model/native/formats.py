@@ -18,7 +18,7 @@ _OWN = {
     "q8_0": Format.INT8_GROUP,
     **{weights.name.lower(): weights for weights in STORED_FORMATS},
 }
-"""The lossless format of each stored kind. Every other kind is dequantized and kept as grouped int8."""
+"""The kernel format of each stored kind; float16 and float32 are rounded. Any other kind becomes grouped int8."""
 _SOURCES = {source.name.lower(): source for source in Source}
 
 

@@ -1,4 +1,4 @@
-"""Packed matrices on their way from a packer to a model that already serves."""
+"""Packed matrices, which a packer hands to a model that already serves."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class WeightCache:
 
     def _write(self, part: _Part, pack: Pack, on_matrix: OnMatrix | None) -> PackedWeights:
         """Pack into a locked file, then rename it."""
-        # First of all: what a process that was killed has left is neither old nor in the way.
+        # Truncate first: what a killed process left must neither be swept as an old file nor take disk space.
         part.file.truncate(0)
         folder = self._path.parent
         _sweep(folder, time.time() - _UNUSED_S)
@@ -102,7 +102,7 @@ def _key(described: Description, layout: str) -> str:
 
 
 def _stamps(described: Description) -> list[tuple[int, ...]]:
-    """Return what changes when one of the weight files is written or replaced."""
+    """Return values that change when one of the weight files is written or replaced."""
     stats = [path.stat() for path in weight_files(described.source)]
     return [(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) for found in stats]
 

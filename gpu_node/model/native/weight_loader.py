@@ -1,4 +1,4 @@
-"""Give a model its weights: from the cache, from the rows of the checkpoint until they are packed, or packed now."""
+"""Load a model's weights: from the cache, packed now, or packed in the background while steps read the checkpoint."""
 
 from __future__ import annotations
 

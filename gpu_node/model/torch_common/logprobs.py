@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.gpu_node.model.protocol import Logprobs
 
 _ROWS_AT_ONCE = 32
-"""Numbers of so many rows take 31 MiB in float64 at 128,256 tokens."""
+"""Rows converted to float64 at once: 31 MiB with a vocabulary of 128,256 tokens."""
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, num_logprobs: NDArray[np.int32]) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ class TorchProfiler:
         self._recorded: profile | None = None
 
     def start(self) -> None:
-        """Start to record. What was recorded before is dropped."""
+        """Start recording. What was recorded before is dropped."""
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -27,7 +27,7 @@ class TorchProfiler:
         self._running.start()
 
     def stop(self) -> None:
-        """Stop to record, on the thread that started it."""
+        """Stop recording, on the thread that started it."""
         if self._running is None:
             raise InvariantError("the profiler was not started")
         self._running.stop()

@@ -87,11 +87,11 @@ class TorchRunner:
         self._thread.submit(self._decoder.adapters.set, adapter_slot, adapter).result()
 
     def start_profile(self) -> None:
-        """Start to record the operations of steps."""
+        """Start recording the operations of steps."""
         self._thread.submit(self._profiler.start).result()
 
     def stop_profile(self) -> None:
-        """Stop to record."""
+        """Stop recording."""
         self._thread.submit(self._profiler.stop).result()
 
     def write_profile(self, path: Path) -> None:

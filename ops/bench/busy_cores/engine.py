@@ -71,7 +71,7 @@ def run(load: Load, seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Load the engine, and measure it when the parent says so."""
+    """Load the engine, and measure it when the parent process asks for it."""
     seconds, settings = float(sys.argv[1]), json.loads(sys.argv[2])
     engine = Engine(EngineConfig(kv_cache_dtype="int8", **settings))
     engine.bind_thread()

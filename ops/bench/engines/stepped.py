@@ -8,7 +8,7 @@ from bench.workload import BenchRequest, Workload
 
 
 class SteppedSession:
-    """A Session that is a Stepper as well; a subclass says how to add and how to step."""
+    """A Session that is a Stepper as well. Subclasses implement adding requests and stepping."""
 
     in_own_process = True
 

@@ -1,7 +1,7 @@
-"""A node without an engine, in a process of its own: `… bench.open_streams node URL CHARS`.
+"""A node without an engine, as a process: `… bench.open_streams node URL CHARS`.
 
-It joins the pool, takes every job, and says its first token at once. Each line on its stdin is a load: all jobs then
-gain tokens at an even rate, by the same script that a node calls. An answer of another kind than OK ends the process.
+It joins the pool, takes every job, and emits its first token at once. Each line on its stdin is a load: all jobs then
+gain tokens at an even rate, by the same script that a node calls. Any answer except OK ends the process.
 """
 
 from __future__ import annotations

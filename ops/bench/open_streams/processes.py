@@ -37,7 +37,7 @@ Answer = dict[str, Any]
 
 
 class Process:
-    """A process that says one line of JSON when it is ready, and one after each line that it gets."""
+    """A process that prints one line of JSON when it is ready, and one after each line that it gets."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process

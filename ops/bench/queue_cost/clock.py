@@ -1,4 +1,4 @@
-"""A stand-in for the engine: every sequence gains one token a step, and a step takes as long as it is told."""
+"""A substitute for the engine: every sequence gains one token a step, and a step takes a configured time."""
 
 from __future__ import annotations
 

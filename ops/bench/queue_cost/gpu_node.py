@@ -1,4 +1,4 @@
-"""A node around the waiting GPU, which says on request what CPU time the parts of its steps took."""
+"""A node with the waiting GPU, which reports on request the CPU time of the parts of its steps."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ async def serve_node(redis_url: str, step_s: float, num_busy: int) -> None:
 
 @contextmanager
 def child(*argv: str, **env: str) -> Iterator[Child]:
-    """A process that says when it is ready."""
+    """Start a process and wait until it is ready."""
     with subprocess.Popen(
         [sys.executable, "-m", *argv], env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
@@ -53,7 +53,7 @@ def node(redis_url: str, step_ms: float, num_busy: int = 0, **settings: str) -> 
 
 
 def gateway(redis_url: str) -> AbstractContextManager[Child]:
-    """A gateway on a free port, which it says."""
+    """Start a gateway on a free port, which is in its ready line."""
     argv = ("penstock", "gateway", "--redis-url", redis_url, "--port", "0")
     return child(*argv, PENSTOCK_GATEWAY_PROGRESS="json")
 

@@ -64,7 +64,7 @@ Both at once, after a step. A proportional size (PSS) counts a page by half wher
 
 @dataclass(frozen=True)
 class Loaded:
-    """A process that has loaded a model, and what it says of that."""
+    """A process that has loaded a model, and the times that it printed."""
 
     process: subprocess.Popen[str]
     measured: dict[str, float]
@@ -89,7 +89,7 @@ def end(loaded: Loaded) -> None:
 
 
 def child(model: str, runner: str, quantization: str, shares: str) -> None:
-    """Loads, runs a step, says what that took, and waits until its input ends."""
+    """Load, run a step, print the times, and wait until stdin ends."""
     from fixtures.plans import logits_alone
 
     from penstock.gpu_node.model.load import load_model

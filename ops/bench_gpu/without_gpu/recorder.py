@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """All different launches so far. Grids are left out."""
 
     def take(self) -> Counter[str]:
-        """Return the counts, and count anew."""
+        """Return the counts and reset them."""
         taken, self.counts, self._is_dependent_last = self.counts, Counter(), False
         return taken
 

@@ -17,8 +17,8 @@ _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "text", "fu
 class AnswerReader:
     """Fills a request's record from the body of its answer.
 
-    It accepts what servers really send. Lines may end with CRLF, and comments may come between them. An event may have
-    several data lines, and the last one no empty line after it. `[DONE]` may be absent, and so may the whole stream.
+    It accepts the framing of real servers. Lines may end with CRLF, and comments may come between them. An event may
+    have several data lines, and the last one no empty line after it. `[DONE]`, and even all events, may be absent.
     """
 
     def __init__(self, record: RequestRecord) -> None:
@@ -36,7 +36,7 @@ class AnswerReader:
         self._is_stream = status == 200 and "event-stream" in content_type
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Read the next bytes of the body. What is wrong with them is in the record."""
+        """Read the next bytes of the body. Errors are noted in the record."""
         if not self._is_stream:
             if len(self._rest) < MAX_WHOLE_BYTES:
                 self._rest += data
@@ -46,7 +46,7 @@ class AnswerReader:
             self._read_line(line.rstrip(b"\r"), now_s)
 
     def end(self, now_s: float) -> None:
-        """Note the end of the body, and say in the record what is missing."""
+        """Note the end of the body. A missing end or token is an error in the record."""
         record = self.record
         if self._status != 200:
             self.fail(f"HTTP {self._status}", _message_of(self._rest))

@@ -67,7 +67,7 @@ def serve(
     server, workload = _made(ServerOptions, given), _made(WorkloadOptions, given)
     bounds, output = _made(LimitOptions, given), _made(OutputOptions, given)
     try:
-        import httptools  # noqa: F401  only whether it is there
+        import httptools  # noqa: F401  tests that it is installed
         import uvloop
     except ImportError as error:
         raise ConfigError("bench serve needs the gateway's packages: pip install 'penstock[gateway]'") from error

@@ -1,4 +1,4 @@
-"""Sends the planned requests when they are due, whatever the server does."""
+"""Sends the planned requests when they are due, even if the server has not answered earlier ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.cli.bench.target import Target
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The records of a load, in the order of their arrival, and what it took as a whole."""
+    """The records of a load in order of arrival, and its duration and CPU time."""
 
     records: tuple[RequestRecord, ...]
     duration_s: float

@@ -20,7 +20,7 @@ _WAITING, _READING, _FAILED, _OPEN = "#c7c7c7", "#1f77b4", "#d62728", "#ff7f0e"
 def check_matplotlib() -> None:
     """Raise RequestError if plots cannot be drawn, before the load runs."""
     try:
-        import matplotlib  # noqa: F401  only whether it is there
+        import matplotlib  # noqa: F401  tests that it is installed
     except ImportError as error:
         raise RequestError("plot: needs matplotlib: pip install 'penstock[bench]'", param="plot") from error
 

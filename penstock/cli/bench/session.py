@@ -35,7 +35,7 @@ EXIT_DONE = 0
 
 @dataclass(frozen=True)
 class Session:
-    """The options of a run, and the run."""
+    """One run of the load generator, with its options."""
 
     server: ServerOptions
     workload: WorkloadOptions

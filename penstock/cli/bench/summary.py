@@ -140,7 +140,7 @@ def open_requests(records: Iterable[RequestRecord]) -> list[tuple[float, int]]:
 
 
 def _is_good(record: RequestRecord, limits: Mapping[str, float]) -> bool:
-    # An answer of one token has no time per further token, which meets any limit.
+    # An answer of one token has no time per output token, so it meets any limit of it.
     values = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2e_s}
     return all(1000 * values[metric] <= limit for metric, limit in limits.items())
 

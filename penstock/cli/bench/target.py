@@ -1,4 +1,4 @@
-"""The server under load: its model, the bodies that it gets, and the probes before the load."""
+"""The server under load: its model, the bodies of its requests, and the probes before the load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 
 class _WholeAnswer(AnswerReader):
-    """Keeps the body of an answer that is no stream."""
+    """Collects the body of an answer that is not a stream."""
 
     def __init__(self) -> None:
         super().__init__(RequestRecord(0.0))
@@ -94,7 +94,7 @@ async def first_model(connections: Connections, headers: Mapping[str, str]) -> s
 
 
 async def probed(target: Target, connections: Connections) -> tuple[Target, TokenRatio, list[str]]:
-    """Send two short requests. Return the target as it works, its tokens per word, and notes for the reader.
+    """Send two short requests. Return the target with options that the server accepts, its tokens per word, and notes.
 
     A server that refuses `stream_options` is asked without it. Raises UnavailableError or RequestError.
     """

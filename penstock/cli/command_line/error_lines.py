@@ -34,7 +34,7 @@ def usage_line(error: Any) -> str:
 
 @contextmanager
 def with_names_of(ctx: Any) -> Iterator[None]:
-    """Change errors of a command: they name its option instead of our field, and the Redis that does not answer."""
+    """Change errors of a command so that they name its option instead of our field, or the unreachable Redis."""
     try:
         yield
     except UnavailableError as error:

@@ -53,7 +53,7 @@ def lines_of(shown: dict[str, Any]) -> Iterator[str]:
 
 
 def line_of(key: ApiKey, num_kept_bytes: int | None, used: Sequence[int] | None) -> str:
-    """Return the line of a key in `penstock keys list`. It has no limits that are not set, and no usage if none is."""
+    """Return the line of a key in `penstock keys list`, without unset limits and without zero usage."""
     state = "revoked" if key.is_revoked else ",".join(sorted(key.scopes))
     words = [key.key_id, key.tenant, state, f"highest_class={key.highest_class}"]
     words += [f"{name}={value}" for name, value in key.terms.model_dump(exclude_defaults=True).items()]

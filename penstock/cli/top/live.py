@@ -44,7 +44,7 @@ class LiveView:
                 await self._read()
                 deadline_s = asyncio.get_running_loop().time() + self.interval_s
                 self._draw(live)
-                # A key changes the view at once, and Redis is still asked once per interval.
+                # A key redraws the view at once; Redis is still read only once per interval.
                 while not self._quits:
                     with suppress(TimeoutError):
                         async with asyncio.timeout_at(deadline_s):

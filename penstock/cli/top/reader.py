@@ -26,7 +26,7 @@ SILENT_MS = 5_000
 DEAD_SHOWN_S = 60.0
 """How long a dead node stays in view."""
 _MIN_INTERVAL_S = 0.2
-"""Least time between two heartbeats. A late read would make it look shorter, and a rate too high."""
+"""Least time between two heartbeats for a rate. A late read makes the interval look shorter and the rate too high."""
 _QUIET_S = 4.0
 """A busy node without progress keeps its last rate for this time: its next heartbeat may be about to come."""
 

@@ -63,7 +63,7 @@ def connect(url: str) -> Redis:
 
 
 def not_reached(error: UnavailableError, shown_url: str) -> UnavailableError:
-    """Return the error of a first connection that failed: what was tried, and what to do."""
+    """Return the error of a failed first connection, which names the tried URL and the remedy."""
     remedy = "`penstock serve` starts a Redis and a model; redis_url or PENSTOCK_REDIS_URL names another Redis"
     return UnavailableError(f"{error.message.rstrip('.')}; tried {shown_url}. {remedy}", code=error.code)
 

@@ -215,7 +215,7 @@ class ProducerBroker:
         await asyncio.gather(scripts.call(self._redis, "reader_heartbeat", pool, inbox), sweep(self._redis, pool))
 
     async def pressure(self, pool: str) -> PoolPressure:
-        """Return the input of admission: the pressure records of all live nodes, and what is queued of each class.
+        """Return the input of admission: the pressure records of all live nodes, and jobs and cost queued per class.
 
         A node that has been silent for a lease does not count, even if no sweep has removed it yet.
         """

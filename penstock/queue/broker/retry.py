@@ -43,7 +43,7 @@ class Retries:
 
         Raises UnavailableError if Redis stays away for `outage_s`, or if the client is closed.
         """
-        return await patiently(request, self._outage_s, self)
+        return await with_retries(request, self._outage_s, self)
 
     async def take_slot(self, give_up_s: float) -> None:
         """Wait until fewer than MAX_CALLS calls run.
@@ -70,7 +70,7 @@ class Retries:
             raise UnavailableError("the client is not connected: use `with` or connect()", code="client_closed")
 
 
-async def patiently(call: Callable[[], Awaitable[T]], outage_s: float, bound: Retries | None = None) -> T:
+async def with_retries(call: Callable[[], Awaitable[T]], outage_s: float, bound: Retries | None = None) -> T:
     """Return the answer of `call`, retried for up to `outage_s` seconds while Redis is unreachable.
 
     `call` must be idempotent. `bound` limits how many calls run at once. Raises UnavailableError after that time.
@@ -94,8 +94,8 @@ async def patiently(call: Callable[[], Awaitable[T]], outage_s: float, bound: Re
 
 
 @contextmanager
-def tried_again(log: logging.Logger) -> Iterator[None]:
-    """Suppress errors of a call that its caller repeats later anyway.
+def ignoring_retried_errors(log: logging.Logger) -> Iterator[None]:
+    """Suppress errors of Redis in a call that will be repeated later anyway.
 
     An unreachable Redis is ignored; any other error of Redis is logged.
     """

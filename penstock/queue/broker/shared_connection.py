@@ -116,7 +116,7 @@ class SharedConnection(asyncio.Protocol):
             self._transport.write(hiredis.pack_command(tuple(command)))
 
     def close(self, reason: Exception | None = None) -> None:
-        """Close the connection and drop unsent bytes; pending calls fail with `reason`."""
+        """Close the connection and drop unsent bytes. Pending calls fail with `reason`."""
         if not self.lost.done():
             self.lost.set_result(reason or exceptions.ConnectionError("the connection was closed"))
         if self._clock is not None:

@@ -1,4 +1,4 @@
-"""The context of its caller's trace that a job carries, in the format of W3C Trace Context.
+"""The trace context that a job carries from its caller, in the format of W3C Trace Context.
 
 Only processes that use OpenTelemetry have a current span, and those have imported its API. So this module imports
 nothing of OpenTelemetry by itself: without traces it costs a look into `sys.modules`.

@@ -1,1 +1,1 @@
-"""Calls of a client: those that run many jobs and wait while the pool is busy, and what gateways ask."""
+"""The client's calls beside single jobs: runs of many jobs, and reports for gateways and commands."""

@@ -55,7 +55,7 @@ class ManyCalls(ABC):
 
         A single prompt (a text, token ids or a chat) counts as a list of one. `GenerateOptions` lists the options. Up
         to `max_in_flight` jobs are open at once. While the pool is busy, the call waits as long as the pool asks for,
-        and keeps fewer jobs open. It raises at once what waiting does not cure: RequestError for a wrong option, and
+        and keeps fewer jobs open. It raises other errors at once: RequestError for a wrong option, and
         UnavailableError if there is no node at first, or none for `outage_s` later.
 
         After `timeout` seconds it raises ResultTimeoutError. After that or another error, a cancellation or Ctrl-C, it

@@ -20,7 +20,7 @@ from penstock.queue.pool_stats import PoolStats
 
 
 class ReportCalls:
-    """The calls of `AsyncClient` that read what concerns no single job."""
+    """The calls of `AsyncClient` that read shared state: API keys, usage and the activity of pools."""
 
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis = redis
@@ -36,7 +36,7 @@ class ReportCalls:
 
         With `patience_s`, return the last known keys if Redis does not answer within that time.
         """
-        return await (self._keys.get() if patience_s is None else self._keys.at_hand(patience_s))
+        return await (self._keys.get() if patience_s is None else self._keys.get_or_last(patience_s))
 
     async def warn_of_eviction(self) -> None:
         """Log a warning if Redis may evict keys."""

@@ -1,4 +1,4 @@
-"""One call's jobs: prompts go in one after another, as the pool accepts them, and answers come out."""
+"""The jobs of one call: submits prompts one after another as the pool accepts them, and returns their answers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Answer:
 
 
 class Step(Enum):
-    """The next step of a run that is no answer: it wants a prompt, or it has ended."""
+    """What `next_step` returns instead of an answer: the run wants a prompt, or it has ended."""
 
     WANTS_PROMPT = "wants a prompt"
     END = "end"
@@ -70,7 +70,7 @@ ReadPrompt = Callable[[], Awaitable[Prompt | Step]]
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A prompt that was offered, and what became of it: None while that is open."""
+    """An offered prompt and its outcome: a result, an error, or None while the job is open."""
 
     index: int
     prompt: Prompt = ""
@@ -101,11 +101,11 @@ class Run:
         self._entries: dict[int, _Entry] = {}
         """By index, the prompts whose answers the caller does not have yet, in their order."""
         self._ended: deque[_Entry] = deque()
-        """Those that have ended, for a run that is not in order."""
+        """The entries that have ended, for a run that returns answers as they end."""
         self._tasks: dict[_Entry, asyncio.Task[None]] = {}
         """The open jobs."""
         self._submitting: _Entry | None = None
-        """The prompt that is read or submitted now; one at a time, so that a busy pool is asked by one caller."""
+        """The prompt that is being read or submitted. Only one, so that a run submits one at a time to a busy pool."""
         self._num_prompts = self._num_accepted = self._num_done = 0
         self._is_begun = self._has_all_prompts = self._is_closed = False
         self._changed = asyncio.Event()

@@ -1,4 +1,4 @@
-"""A server with OpenAI's streams whose every delay, token count and fault is known."""
+"""An OpenAI-compatible streaming server with known delays, token counts and faults."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _choice(text: str, finish_reason: str | None) -> dict[str, Any]:
 
 @contextmanager
 def running(server: StubServer) -> Iterator[StubServer]:
-    """Run the server on a thread of its own."""
+    """Run the server on its own thread."""
     listening = threading.Event()
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a load of `penstock bench serve`, and what was answered by then is shown."""
+"""Ctrl-C ends a load of `penstock bench serve`, which prints the results so far."""
 
 from __future__ import annotations
 

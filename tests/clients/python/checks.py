@@ -1,6 +1,6 @@
-"""What the scripts share: the server's address, the list of checks, and the lines that the runner reads.
+"""Shared code of the scripts: the server's address, the list of checks, and the lines that the runner reads.
 
-It needs nothing but Python, because each client has a virtual environment of its own.
+It needs only Python, because each client has its own virtual environment.
 """
 
 from __future__ import annotations

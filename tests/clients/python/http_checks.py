@@ -1,4 +1,4 @@
-"""Plain HTTP, as load tools with parsers of their own and old clients speak it. It needs nothing but Python."""
+"""Plain HTTP as load tools with their own parsers and old clients send it. It needs only Python."""
 
 from __future__ import annotations
 

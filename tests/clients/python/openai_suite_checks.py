@@ -1,6 +1,6 @@
-"""The tests that the `openai` package brings for its resources, run against penstock instead of a mock server.
+"""The tests of resources in the `openai` package, run against penstock instead of a mock server.
 
-They come from the package's source distribution. The plugin beside this file fills in what a mock server does not need.
+They come from the package's source distribution. The plugin beside this file adds what a mock server does not need.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the tests of the `openai` package lack to run against a real server.
+"""Adapts the tests of the `openai` package to a real server.
 
-They name OpenAI's models and a response that a mock server invents, and they leave out `input`. The plugin fills that
-in, leaves out the tests of what penstock does not have, and reports each test as a check.
+They name OpenAI's models and a response that a mock server invents, and they omit `input`. The plugin adds these, skips
+the tests of features that penstock does not have, and reports each test as a check.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SuitePlugin:
 
 
 def adapted(options: Any) -> Any:
-    """Return the options of a request, with what a mock server does not need."""
+    """Return the options of a request with the fields that a mock server does not need."""
     url = re.sub(r"(?<=^/models/).+", MODEL, options.url)
     if INVENTED_RESPONSE.search(url):
         url = INVENTED_RESPONSE.sub(new_response(), url)

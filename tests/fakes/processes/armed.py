@@ -1,6 +1,6 @@
-"""`python armed.py <module or file> <arguments>` runs it, with a fault behind one of the product's crash points.
+"""`python armed.py <module or file> <arguments>` runs it with a fault at one of the product's crash points.
 
-FAULT_AT="after emit 3 kill": at the third time that the process is at the point (`after`, `emit`), it is killed.
+FAULT_AT="after emit 3 kill": the process is killed the third time that it reaches the point (`after`, `emit`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FAULTS = {
 
 
 def arm(spec: str) -> None:
-    """Puts the fault in its place."""
+    """Install the fault."""
     when, what, count, fault = spec.split()
     times_left = int(count)
 
@@ -40,7 +40,7 @@ def arm(spec: str) -> None:
 
 
 def end_with_parent() -> None:
-    """A test that is killed leaves no process behind."""
+    """Have the kernel kill this process when its parent ends, so that a killed test leaves no process."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -52,7 +52,7 @@ def end_with_parent() -> None:
 
 
 def run(command: list[str]) -> None:
-    """Runs a module, a file or the program behind `-c` as Python's own command line does, also behind `-W error`."""
+    """Run a module, a file or the program after `-c` as Python's own command line does, also after `-W error`."""
     if command[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
         command = command[2:]

@@ -1,4 +1,4 @@
-"""Child processes of tests: started, waited for, paused, killed; told beforehand where to die."""
+"""Child processes of tests: start, wait, pause, kill, and crash at a given point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARMED = str(Path(__file__).parent / "armed.py")
 
 
 class ChildProcess:
-    """`python <command>`, which says on stdout in JSON lines what happens. `dies`: see armed.py."""
+    """`python <command>`, which reports events as JSON lines on stdout. `dies`: see armed.py."""
 
     wrapper: Sequence[str] = ()
     """A script that armed.py runs, and that runs the command itself; empty if armed.py runs the command."""
@@ -46,59 +46,59 @@ class ChildProcess:
         return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=self._log)
 
     def next_event(self) -> dict[str, Any] | None:
-        """The next line, None behind the last one."""
+        """Return the next event, None after the last one."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
     def wait_event(self, name: str) -> dict[str, Any]:
-        """The next event of that name."""
+        """Wait for the next event with that name. Return it."""
         while (event := self.next_event()) is not None:
             if event["event"] == name:
                 return event
         raise AssertionError(f"the process ended with status {self.wait()} before it was {name}:\n{self.log}")
 
     def wait_ready(self) -> Self:
-        """Until it serves."""
+        """Wait until the process serves."""
         self.wait_event("ready")
         return self
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     @property
     def log(self) -> str:
-        """What it has logged so far."""
+        """Return the log so far."""
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
 
     def wait(self, timeout_s: float = 60.0) -> int:
-        """Its exit status."""
+        """Wait for the process to end. Return its exit status."""
         return self._process.wait(timeout_s)
 
     def kill(self) -> None:
-        """SIGKILL, now."""
+        """Send SIGKILL."""
         self._process.kill()
         self._process.wait()
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal."""
+        """Send a signal."""
         self._process.send_signal(number)
 
     def stop(self) -> int:
-        """SIGTERM, and the exit status after the drain."""
+        """Send SIGTERM. Return the exit status after the drain."""
         self._process.terminate()
         return self.wait()
 
     def close(self) -> None:
-        """Kills it, whatever it does."""
+        """Kill the process if it still runs."""
         self.kill()
         self._log.close()
         if self._process.stdout is not None:

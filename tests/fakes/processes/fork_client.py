@@ -1,8 +1,8 @@
 """`python -I -S fork_client.py ADDRESS <words>`: run `python <words>` as a fork of the server of services at ADDRESS.
 
-`penstock serve` and `penstock demo` start their parts by this program where they are forks of that server themselves.
-The part has the streams, environment and working folder of this process. It gets SIGTERM and SIGINT that this process
-gets, and the server kills it when this process is killed. This process ends with its exit status.
+`penstock serve` and `penstock demo` start their parts with this program if they are forks of that server themselves.
+The part has the streams, environment and working folder of this process. This process forwards SIGTERM and SIGINT to
+it, and ends with its exit status. If this process is killed, the server kills the part.
 """
 
 from __future__ import annotations

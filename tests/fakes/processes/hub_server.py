@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: as much of its HTTP API as a download asks for, on a port of this machine."""
+"""A substitute for the Hugging Face hub: the part of its HTTP API that a download uses, on a local port."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class HubServer:
         self.url = ""
 
     def add(self, repo_id: str, folder: Path, revision: str = "main") -> str:
-        """Publish a folder as a repository's revision; the commit's id."""
+        """Publish a folder as a repository's revision. Return the commit's id."""
         commit = hashlib.sha1(f"{repo_id}@{revision}".encode()).hexdigest()
         self.repos.setdefault(repo_id, {}).update({revision: folder, commit: folder})
         return commit
 
     def fetched(self) -> list[str]:
-        """Names of the files whose content was asked for."""
+        """The names of the files that were downloaded."""
         return [
             path.partition("/cdn/")[2].split("/", 3)[-1] for _, path, _ in self.requests if path.startswith("/cdn/")
         ]
 
     @contextmanager
     def running(self) -> Iterator[HubServer]:
-        """Serves meanwhile."""
+        """Serve while the block runs."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -60,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_args: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def do_HEAD(self) -> None:
         self._answer()

@@ -11,9 +11,9 @@ REFERENCE_NODE = str(Path(__file__).parent / "reference_node.py")
 
 
 class NodeProcess(ChildProcess):
-    """`penstock node`, or the reference node when no model is named; settings by their field names.
+    """`penstock node`, or the reference node if no model is named. Settings are given by field name.
 
-    It computes on one thread if nothing else is said: more would wait for cores on which other tests compute.
+    It computes on one thread by default: more would compete with other tests for cores.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"""An engine whose every token is a known function of the request: token_i = H(seed, choice, i, previous).
+"""An engine whose tokens are a known function of the request: token_i = H(seed, choice, i, previous).
 
-It has the real engine's interface, and a delay per step and a limit on sequences for tests. No model, no torch.
+It has the real engine's interface, a configurable delay per step and a limit on sequences. It needs no model and no
+torch.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ FAKE_DIMENSIONS = 8
 
 
 def reference_token(seed: int, choice: int, position: int, previous: int) -> int:
-    """Token `position` of a choice."""
+    """Return token `position` of a choice."""
     data = f"{seed}:{choice}:{position}:{previous}".encode()
     return hashlib.blake2b(data, digest_size=1).digest()[0] % VOCAB
 
 
 def reference_tokens(job_id: str, params: SamplingParams, prompt: Sequence[int], choice: int = 0) -> list[int]:
-    """All tokens of a choice."""
+    """Return all tokens of a choice."""
     return list(reference_choice(job_id, params, prompt, choice).token_ids)
 
 
 def reference_choice(job_id: str, params: SamplingParams, prompt: Sequence[int], choice: int = 0) -> Choice:
-    """A choice as an undisturbed engine gives it."""
+    """Return a choice as an engine without faults generates it."""
     live = _Live(job_id, choice, prompt, params, seed_of(job_id, params))
     while (reason := live.reason) is None:
         live.append()
@@ -53,7 +54,7 @@ def reference_choice(job_id: str, params: SamplingParams, prompt: Sequence[int],
 
 
 def reference_prompt_logprobs(params: SamplingParams, prompt: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-    """Those of a prompt, as an undisturbed engine gives them."""
+    """Return the log-probabilities of a prompt as an engine without faults computes them."""
     if params.prompt_logprobs is None:
         return ()
     rest = (_token_logprobs(token, at, params.prompt_logprobs) for at, token in enumerate(prompt) if at)
@@ -78,7 +79,7 @@ class ReferenceTokenizer:
     thinking_switches: tuple[str, ...] = ()
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
-        """Bytes."""
+        """Return the bytes of a text."""
         return list(text.encode()) or [0]
 
     def encode_chat(
@@ -90,15 +91,15 @@ class ReferenceTokenizer:
         framed: bool = False,
         now: datetime | None = None,
     ) -> list[int]:
-        """Bytes of all turns."""
+        """Return the bytes of all messages."""
         return self.encode("\n".join(m["content"] for m in messages))
 
     def names_of(self, token_ids: Sequence[int]) -> list[str]:
-        """Letters."""
+        """Return the tokens' letters."""
         return [text_of([token_id]) for token_id in token_ids]
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Bytes."""
+        """Return the text of bytes."""
         return bytes(token_ids).decode(errors="replace")
 
 
@@ -121,7 +122,7 @@ def packed_fake_embedding(token_ids: Sequence[int], wanted: Embed) -> bytes:
 
 @dataclass
 class _Live:
-    """A choice under way. `said`: the text of all tokens; `released`: how many of its characters were let out."""
+    """A waiting or running choice. `said`: the text of all tokens; `released`: the number of characters emitted."""
 
     request_id: str
     choice: int
@@ -134,7 +135,7 @@ class _Live:
     embed: Embed | None = None
 
     def append(self) -> int:
-        """The next token: of the seed where the request samples, of what stands before it in any case."""
+        """Append the next token, which depends on the previous tokens, and on the seed if the request samples."""
         previous = self.tokens[-1] if self.tokens else self.prompt[-1]
         seed = self.seed if self.params.temperature else 0
         token = reference_token(seed, self.choice, len(self.tokens), previous)
@@ -143,19 +144,19 @@ class _Live:
         return token
 
     def logprobs_at(self, position: int) -> TokenLogprobs:
-        """The log-probabilities at a position: a function of the token and the position."""
+        """Return the log-probabilities at a position: a function of the token and the position."""
         return _token_logprobs(self.tokens[position], position, self.params.logprobs or 0)
 
     @property
     def reason(self) -> EndReason | None:
-        """Why it ends here, if it does."""
+        """Return the finish reason, None if the choice has not finished."""
         if self._stop_at is not None:
             return "stop"
         return "length" if len(self.tokens) >= (self.params.max_tokens or 16) else None
 
     @property
     def safe_chars(self) -> int:
-        """Characters that are no part of a stop string, and cannot become one."""
+        """Return how many characters are not part of a stop string and cannot become part of one."""
         if self._stop_at is not None:
             return self._stop_at
         if self.reason is not None:
@@ -173,7 +174,7 @@ class _Live:
 
 
 class ReferenceEngine:
-    """Every waiting or running choice gains one token a step, up to `max_num_seqs` at once."""
+    """Each step gives one token to every choice, up to `max_num_seqs` choices."""
 
     def __init__(
         self,
@@ -200,7 +201,7 @@ class ReferenceEngine:
         self._done_tokens = 0
 
     def add(self, request: EngineRequest) -> None:
-        """Queues a request."""
+        """Queue a request."""
         prompt, params = request.prompt_token_ids, request.params
         self.callers.append((request.priority, request.tenant, request.weight))
         if len(prompt) >= self.max_model_len:
@@ -214,29 +215,29 @@ class ReferenceEngine:
                 self._live.append(live)
 
     def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default") -> None:
-        """Nothing takes long."""
+        """Do nothing: no part of a request takes long."""
 
     def adapters(self) -> dict[str, str]:
-        """It has none."""
+        """The loaded adapters: none."""
         return {}
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request."""
+        """Abort a request."""
         self._live = [live for live in self._live if live.request_id != request_id]
         self._told.pop(request_id, None)
 
     def has_work(self) -> bool:
-        """Whether anything is live."""
+        """Whether any choice waits or runs."""
         return bool(self._live)
 
     def bind_thread(self) -> None:
-        """Any core will do."""
+        """Do nothing: the engine needs no particular core."""
 
     def wait(self) -> None:
-        """No step runs beside its caller."""
+        """Do nothing: steps run on the caller's thread."""
 
     def step(self) -> list[StepOutput]:
-        """One token for each of the first `max_num_seqs`."""
+        """Generate one token for each of the first `max_num_seqs` choices."""
         if self._step_s:
             time.sleep(self._step_s)
         batch = self._live[: self._max_num_seqs]
@@ -286,9 +287,9 @@ class ReferenceEngine:
         )
 
     def requests_in_flight(self) -> set[str]:
-        """Those of the batch."""
+        """Return the ids of the requests in the batch."""
         return {live.request_id for live in self._live[: self._max_num_seqs]}
 
     def memory_trail(self) -> list[str]:
-        """Nothing to tell: its blocks are only counted."""
+        """Return no entries: blocks are only counted."""
         return []

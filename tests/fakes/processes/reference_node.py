@@ -19,17 +19,17 @@ from penstock.runtime.settings import RedisSettings
 
 
 class HangingTokenizer(ReferenceTokenizer):
-    """Hangs at every prompt, and says so."""
+    """A tokenizer that prints a line and then hangs at every prompt."""
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
-        """Never comes back."""
+        """Print a line and never return."""
         print('{"event": "hangs"}', flush=True)
         while True:
             time.sleep(3600)
 
 
 async def main() -> None:
-    """Serves until a signal. `REFERENCE_STEP_S` paces the engine; `REFERENCE_TOKENIZER_HANGS`: at every prompt."""
+    """Serve until a signal. `REFERENCE_STEP_S`: seconds per step; `REFERENCE_TOKENIZER_HANGS`: use HangingTokenizer."""
     settings = NodeSettings.load(redis_url=RedisSettings.load().redis_url, model="reference")
     step_s = float(os.environ.get("REFERENCE_STEP_S", "0"))
     engine = ReferenceEngine(step_s=step_s, max_num_seqs=settings.max_num_seqs)

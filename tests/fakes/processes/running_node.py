@@ -1,4 +1,4 @@
-"""A node in the test's own process, around an engine that the test gives."""
+"""A node in the test's own process with an engine that the test passes in."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PATIENCE_S = 60.0
 
 
 def node_settings(url: str, *, pool: str, **settings: Any) -> NodeSettings:
-    """Of a node with the shortest lease."""
+    """Return settings of a node with the shortest lease."""
     return NodeSettings(**{"model": "reference", "pool": pool, "redis_url": url, "lease_ms": 3000, **settings})
 
 
 @asynccontextmanager
 async def running_node(url: str, engine: EngineLike, *, pool: str, **settings: Any) -> AsyncIterator[Node]:
-    """A node that serves; it is stopped, and has drained, when the block is left."""
+    """Run a node while the block runs, then stop it with a drain."""
     node, ready = Node(node_settings(url, pool=pool, **settings), engine), asyncio.Event()
     task = asyncio.create_task(node.run(ready))
     waiting = asyncio.create_task(ready.wait())

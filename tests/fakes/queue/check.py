@@ -1,4 +1,4 @@
-"""Every key of a pool against the model: sets, sums, records, logs, and nothing that should not be there."""
+"""Compare every key of a pool with the model: sets, sums, records, logs, and no unexpected keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Dump = dict[str, Any]
 
 
 def dump(client: redis.Redis) -> Dump:
-    """All keys of the pool, without their prefix, and their values."""
+    """Return all keys of the pool, without their prefix, and their values."""
     names = [name for name in client.scan_iter(count=1000) if name.startswith(f"{P}:".encode())]
     pipe = client.pipeline(transaction=False)
     for name in names:
@@ -54,7 +54,7 @@ def dump(client: redis.Redis) -> Dump:
 
 
 def check_sets(found: Dump, model: QueueModel) -> None:
-    """Queues, sets and sums hold exactly what the jobs say of themselves; an empty one does not exist."""
+    """Assert that queues, sets and sums agree with the jobs' records. Empty ones do not exist."""
     expected: Dump = {}
     for job in model.jobs.values():
         if job.is_dead:
@@ -91,7 +91,7 @@ def check_sets(found: Dump, model: QueueModel) -> None:
 
 
 def check_owned(found: Dump, model: QueueModel) -> None:
-    """What each tenant keeps is the sum of what its jobs may come to hold and of what is stored of its ended ones."""
+    """Assert that each tenant's stored bytes are the limits of its open jobs plus what its ended jobs store."""
     kept: dict[str, int] = {}
     stored: dict[str, int] = {}
     for job in model.jobs.values():
@@ -115,7 +115,7 @@ def check_owned(found: Dump, model: QueueModel) -> None:
 
 
 def check_policy(found: Dump, model: QueueModel) -> None:
-    """Virtual times, served heads and nodes that empty themselves equal the model's, to the last bit."""
+    """Assert that virtual times, the last served jobs and draining nodes equal the model's, bit by bit."""
     for p, virtual_times in enumerate(model.standing.virtual_times):
         assert _times(found.get(f"virtual_time:{p}", [])) == virtual_times.times
         assert _times(found.get(f"debt:{p}", [])) == virtual_times.debts
@@ -141,7 +141,7 @@ def _members(name: str, value: Any) -> set[Any]:
 
 
 def check_jobs(found: Dump, model: QueueModel) -> None:
-    """Each job's record and log are the model's, and an ended one's last chunk alone says how it ended."""
+    """Assert that each job's record and log equal the model's. Only an ended job's last chunk has the outcome."""
     for job in model.jobs.values():
         _check_record(found[f"job:{job.job_id}"], job)
         log = found.get(f"log:{job.job_id}", [])
@@ -180,14 +180,14 @@ def _check_record(record: dict[bytes, bytes], job: ModelJob) -> None:
 
 
 def _past_leases(record: dict[bytes, bytes]) -> tuple[int, list[tuple[str, str]]]:
-    """How many leases ended before the job did; the node and the reason of those that are listed."""
+    """Return how many leases ended before the job did, and the node and reason of those that are listed."""
     entries = record.get(b"past_leases", b"").decode().split()
     listed = [(entry.rpartition("@")[0], entry.rpartition(":")[2]) for entry in entries]
     return int(record.get(b"num_past_leases", 0)), listed
 
 
 def check_lives(client: redis.Redis, model: QueueModel) -> None:
-    """What belongs to an open job lives for ever, what belongs to an ended one does not."""
+    """Assert that keys of open jobs do not expire, and keys of ended jobs do."""
     names = [f"{P}:{kind}:{job.job_id}" for job in model.jobs.values() for kind in ("job", "log", "request", "result")]
     ended = [job.state in TERMINAL for job in model.jobs.values() for _ in range(4)]
     pipe = client.pipeline(transaction=False)

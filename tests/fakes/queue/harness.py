@@ -1,4 +1,4 @@
-"""A pool's queue as tests drive it: real scripts on a real Redis; time moves by changing what was written."""
+"""A pool's queue for tests: real scripts on a real Redis. Time advances by rewriting stored times."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ids_of(answer: TakeAnswer) -> list[str]:
 
 
 class FakeNode:
-    """A node without an engine: counts its calls, says what it is told to say."""
+    """A node without an engine: it counts its calls and emits what the test passes."""
 
     def __init__(self, redis: Redis, name: str, revision: str) -> None:
         self.name = name
@@ -103,7 +103,7 @@ class FakeNode:
         hold_ms: float = 1.0,
         tasks: int = 0,
     ) -> TakeAnswer:
-        """The last call repeated, as after a lost reply."""
+        """Repeat the last call, as after a lost reply."""
         room = tokens if isinstance(tokens, tuple) else (tokens,) * 3
         places = slots if isinstance(slots, tuple) else (slots,) * 3
         whole = Capacity(room, places, kv_total, slots_total, tasks)
@@ -144,14 +144,14 @@ class FakeNode:
 
 @dataclass
 class Inbox:
-    """A subscription and what came in over it."""
+    """A subscription and the messages that it received."""
 
     redis: Redis
     pubsub: PubSub
     channel: str
 
     async def messages(self) -> list[bytes]:
-        """All messages so far: a marker sent behind them says where they end, so nothing waits."""
+        """Return all messages so far. They end at a marker that this method publishes, so it needs no timeout."""
         await self.redis.publish(self.channel, b"marker")
         found: list[bytes] = []
         while True:
@@ -170,7 +170,7 @@ class Queue:
         self.producer = ProducerBroker(redis)
 
     async def node(self, name: str = "n1", revision: str = "r1", **config: int | str) -> FakeNode:
-        """A node that has joined."""
+        """Return a node that has joined."""
         node = FakeNode(self.redis, name, revision)
         await node.join(**config)
         return node
@@ -191,7 +191,7 @@ class Queue:
         ).job_id
 
     async def submit_many(self, count: int, **fields: Any) -> list[str]:
-        """Jobs whose order of submission is plain, also when they fall into one millisecond."""
+        """Submit jobs whose order is defined even within one millisecond."""
         ids = []
         for number in range(count):
             job_id = await self.submit(**fields)
@@ -201,7 +201,7 @@ class Queue:
         return ids
 
     async def running(self, node: FakeNode, **fields: Any) -> Taken:
-        """A job that `node` has taken."""
+        """Return a job that `node` has taken."""
         job_id = await self.submit(**fields)
         taken = await node.take_one()
         assert taken.job_id == job_id
@@ -221,12 +221,12 @@ class Queue:
         await cast(Any, self.redis.hset(keys.job(job_id), mapping=cast(Any, fields)))
 
     async def keys(self, pattern: str = "*") -> set[str]:
-        """Names of the pool's keys that match, without their prefix."""
+        """Return the names of the pool's keys that match, without their prefix."""
         found: Any = await self.redis.keys(f"{P.replace('{', '[{]').replace('}', '[}]')}:{pattern}")
         return {key.decode().removeprefix(f"{P}:") for key in found}
 
     async def ids(self, name: str) -> set[str]:
-        """Members of a set or sorted set of the pool."""
+        """Return the members of a set or sorted set of the pool."""
         key = f"{P}:{name}"
         kind = await self.redis.type(key)
         zset = kind == b"zset"
@@ -238,11 +238,11 @@ class Queue:
         return int(seconds * 1000 + micros // 1000)
 
     async def age(self, name: str, member: str, by_ms: int) -> None:
-        """Moves a score of the pool into the past."""
+        """Move a score of the pool into the past."""
         await self.redis.zincrby(f"{P}:{name}", -by_ms, member)
 
     async def sweep(self, *, since_last_ms: int | None = LEASE_MS // 4) -> list[Any]:
-        """What the sweep script answers, nodes as their number, when it last ran `since_last_ms` ago (None: never)."""
+        """Return the sweep script's answer. `since_last_ms`: time since the last sweep, None for never."""
         if since_last_ms is None:
             await self.redis.delete(f"{P}:sweep")
         else:

@@ -1,4 +1,4 @@
-"""The queue as one reads of it: plain lists and no Redis. The state machine holds the scripts to this."""
+"""The queue in plain lists, without Redis. The state machine test compares the scripts with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TERMINAL = ("done", "failed", "cancelled", "expired")
 
 @dataclass
 class ModelNode:
-    """A node: `is_known` to the pool or not, `is_silent` for more than a lease or not."""
+    """A node. `is_known`: it has joined; `is_silent`: its last heartbeat is older than a lease."""
 
     name: str
     revision: str
@@ -38,7 +38,7 @@ class ModelNode:
 
 @dataclass(eq=False)
 class ModelJob:
-    """A job and everything that decides about it."""
+    """A job and every value that a script's decision about it depends on."""
 
     job_id: str
     tenant: str
@@ -78,7 +78,7 @@ class ModelJob:
 
     @property
     def remaining_cost(self) -> int:
-        """Its cost without the output tokens that its last chunk says that each choice has."""
+        """The job's cost without the output tokens that its last chunk reports for each choice."""
         last = decode_chunks(self.log[-1])[-1] if self.log else None
         done = last.position + len(last.token_ids) if last and last.token_ids else 0
         return max(1, self.cost - done * self.n)
@@ -122,7 +122,7 @@ class ModelJob:
 
 @dataclass
 class _Look:
-    """One `take` of a node: the jobs that fit, and the job that the node empties itself for."""
+    """One `take` of a node: the jobs that fit, and the job for which the node drains."""
 
     room: list[int]
     slots: list[int]
@@ -158,7 +158,7 @@ class _Look:
 
 
 class QueueModel:
-    """What each call must answer, and what it must leave behind."""
+    """Each method returns what the script must answer, and changes the state as the script must."""
 
     def __init__(self, policy: PolicyConfig, now_ms: int) -> None:
         self.policy = policy
@@ -171,7 +171,7 @@ class QueueModel:
 
     @property
     def used(self) -> dict[str, int]:
-        """Ended jobs and their tokens per tenant, as P:usage names them."""
+        """Return ended jobs and their tokens per tenant, in the form of P:usage."""
         counts = Counter[str]()
         for job in self.jobs.values():
             if job.usage is not None:
@@ -196,14 +196,14 @@ class QueueModel:
             self.standing.virtual_times[job.priority].enter(job.tenant)
 
     def release_delayed(self) -> None:
-        """Jobs whose time has come stand in the queue."""
+        """Move jobs whose time has come into the queue."""
         later = [j for j in self.jobs.values() if j.state == "queued" and j.is_later and j.is_up]
         for job in sorted(later, key=_age):
             job.is_later, job.is_back = False, True
             self.standing.virtual_times[job.priority].enter(job.tenant)
 
     def take(self, node: ModelNode, room: list[int], slots: list[int], hold_ms: float) -> list[ModelJob]:
-        """Jobs that the node is given, in order; their leases are the caller's to fill in."""
+        """Return the jobs that the node gets, in order. The caller fills in their leases."""
         self.release_delayed()
         running = self.running(node.name)
         queued = [job for priority in range(3) for job in self.queued(priority) if not job.is_over]
@@ -278,7 +278,7 @@ class QueueModel:
         return "OK"
 
     def _others(self, job: ModelJob, lacks: set[str]) -> bool:
-        """Whether a node remains that may have what the `lacks` nodes do not."""
+        """Whether another node may have what the nodes in `lacks` do not have."""
         able = [n for n in self.nodes.values() if n.is_known and not n.is_draining and n.name not in lacks]
         return any(not job.log or node.revision == job.revision for node in able)
 
@@ -297,7 +297,7 @@ class QueueModel:
     def give_back(
         self, job: ModelJob, node: ModelNode, lease: str, cost: int, most: int = 0, roomy: Collection[str] | None = None
     ) -> str:
-        """`roomy`: the nodes with capacity for another job of 500 tokens; None where the caller does not ask."""
+        """`roomy`: the nodes with capacity for another job of 500 tokens; None if the caller does not ask."""
         if not job.is_held(node.name, lease):
             return "FENCED"
         if self.end_if_over(job):
@@ -322,7 +322,7 @@ class QueueModel:
         return job.state
 
     def heartbeat(self, node: ModelNode, held: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
-        """Cancelled, expired and fenced ids among the held ones; what is not held goes back."""
+        """Return the cancelled, expired and fenced ids among the held ones. Jobs that are not held are requeued."""
         node.is_silent = False
         running = self.running(node.name)
         cancelled = {j.job_id for j in running if j.job_id in held and j.is_cancelled}

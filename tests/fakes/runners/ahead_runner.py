@@ -1,4 +1,4 @@
-"""A runner that accepts a step before the previous one has ended, as a GPU's does, built on one that does not."""
+"""A runner that accepts a step before the previous one has ended, as a GPU's does, around one that does not."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from penstock.gpu_node.model.protocol import CacheSizes, ModelRunner, StepPlan, 
 
 
 class AheadRunner:
-    """Does everything in the order in which it is given, on a thread of its own.
+    """Runs all calls in order on its own thread.
 
-    A step behind a failed one is computed on tokens that were never sampled.
+    A step after a failed one computes on tokens that were never sampled.
     """
 
     max_in_flight = 2
@@ -27,11 +27,11 @@ class AheadRunner:
 
     @property
     def cache_sizes(self) -> CacheSizes:
-        """The other's."""
+        """The wrapped runner's sizes."""
         return self._runner.cache_sizes
 
     def bind_thread(self) -> None:
-        """Steps run on another thread."""
+        """Do nothing: steps run on another thread."""
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Start a step."""

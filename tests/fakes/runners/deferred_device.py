@@ -30,7 +30,7 @@ class DeferredDevice(Device):
             return self._gpu.note_host(torch.zeros(*shape, dtype=dtype))
 
     def pinned_run(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return memory that kernels use too, with poison in it."""
+        """Return memory, filled with poison, that kernels use too."""
         with _disable_current_modes():
             return poison(self._gpu.note_host(torch.zeros(*shape, dtype=dtype), is_mapped=True))
 

@@ -1,9 +1,9 @@
-"""A GPU on the CPU that does its work as late as it may, so that a missing wait shows as a wrong result or a race.
+"""A GPU on the CPU that runs work as late as possible, so that a missing wait causes a wrong result or a race.
 
-Operations on device memory, Triton's kernels by the interpreter and copies from and to pinned memory are queued per
-stream. They run when the host waits for an event behind them. A replay queues a captured graph again, in memory that
-all graphs share. Until a copy to pinned memory has run, its target holds poison. Pinned memory may not change before
-the copy from it has run.
+Operations on device memory, Triton's kernels (interpreted) and copies from and to pinned memory are queued per stream.
+They run when the host waits for a later event. A replay queues a captured graph again, in memory that all graphs
+share. Until a copy to pinned memory has run, its target contains poison. Pinned memory must not change before the
+copy from it has run.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Pieces of work that were queued so far."""
 
     def omits(self, caller: FrameType) -> bool:
-        """Return whether a caller is the place whose synchronization is left out."""
+        """Return whether the caller is the line whose synchronization the test omits."""
         return self.omitted == (caller.f_code.co_filename, caller.f_lineno)
 
     def unless_omitted(self, method: Callable[..., None]) -> Callable[..., None]:
-        """Return a method that does nothing where its caller is the place whose synchronization is left out."""
+        """Return a method that does nothing if its caller is the line whose synchronization the test omits."""
 
         def call(*args: Any) -> None:
             if not self.omits(sys._getframe(1)):
@@ -86,7 +86,7 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
-        """Queue what follows in a stream."""
+        """Queue the block's work in a stream."""
         before, self._current = self._current, stream
         try:
             yield
@@ -95,7 +95,7 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def activated(self) -> Iterator[None]:
-        """Defer what the enclosed code does. Everything has run at the end."""
+        """Defer the work of the block. At its end, all work has run."""
         run, from_numpy, to_cpu, gpu = InterpretedFunction.run, torch.from_numpy, Tensor.cpu, self
 
         def launch(function: Any, *args: Any, **options: Any) -> object:
@@ -139,7 +139,7 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.untyped_storage().data_ptr() in self._host
 
     def record(self) -> Event:
-        """Return an event behind the current stream's work."""
+        """Return an event after the current stream's work."""
         event = Event(self, self._current)
         self.enqueue(EventPoint(event))
         return event
@@ -175,7 +175,7 @@ class DeferredGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self._run_next(stream)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return what queues the captured work again."""
+        """Return a function that queues the captured work again."""
         with self.activated():
             captured: list[tuple[int, Item]] = []
             self._captured = captured

@@ -1,4 +1,4 @@
-"""What waits in the queues of a deferred GPU, and the poison in memory whose contents are not there yet."""
+"""The queued work of a deferred GPU, and the poison in memory that is not written yet."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Site(NamedTuple):
 
 
 class RaceError(AssertionError):
-    """The host changed pinned memory before the device had read it, or the device's result is read on the host."""
+    """The host changed pinned memory before the device read it, or read the device's result before it was written."""
 
 
 class EventHost(Protocol):
-    """What runs the work before an event."""
+    """Runs the work before an event."""
 
     def omits(self, caller: FrameType) -> bool: ...
     def run_until(self, event: Event) -> None: ...

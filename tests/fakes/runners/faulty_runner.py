@@ -1,4 +1,4 @@
-"""A runner that fails where a test says, as a real one would: what the step was to write is lost by then."""
+"""A runner that fails where a test asks for it. As with a real failure, the blocks that the step writes are lost."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Place = Literal["start", "copy", "forward"]
 
 
 class FaultyRunner:
-    """Runs steps on another runner, unless `fault` names an error for a place in a plan.
+    """Runs steps on another runner, unless `fault` returns an error for a stage of a plan.
 
-    `start`: before anything is done, as where a buffer cannot be allocated; `copy`: in the middle of the copies;
-    `forward`: when keys and values of all tokens are written.
+    `start`: before any work, as when a buffer cannot be allocated; `copy`: in the middle of the copies;
+    `forward`: after keys and values of all tokens are written.
     """
 
     def __init__(self, runner: ModelRunner, fault: Callable[[Place, StepPlan], Exception | None]) -> None:
@@ -32,16 +32,16 @@ class FaultyRunner:
 
     @property
     def max_in_flight(self) -> int:
-        """As many as the other."""
+        """The wrapped runner's limit."""
         return self._runner.max_in_flight
 
     @property
     def cache_sizes(self) -> CacheSizes:
-        """The other's."""
+        """The wrapped runner's sizes."""
         return self._runner.cache_sizes
 
     def bind_thread(self) -> None:
-        """As the other does."""
+        """Call the wrapped runner's method."""
         self._runner.bind_thread()
 
     def submit(self, plan: StepPlan) -> StepHandle:
@@ -61,7 +61,7 @@ class FaultyRunner:
 
 
 def _spoiled(plan: StepPlan) -> StepPlan:
-    """A step that writes where the plan's step does, but wrong contents, and samples nothing."""
+    """Return a step that writes wrong contents to the same slots as the plan's step, and samples nothing."""
     copies = plan.copies.copy()
     copies[:, 0] = NULL_BLOCK
     wrong = np.full_like(plan.token_ids, _WRONG_TOKEN)

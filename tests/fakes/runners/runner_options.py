@@ -22,5 +22,5 @@ _SMALL: dict[str, Any] = {
 
 
 def runner_options(**wanted: Any) -> RunnerOptions:
-    """Of the torch runner in float32 with eight blocks and nothing cached, but for what is wanted otherwise."""
+    """Return options of the torch runner: float32, eight blocks, no prefix cache, and the given changes."""
     return RunnerOptions(**_SMALL | wanted)

@@ -1,4 +1,4 @@
-"""Reads a completion's events over HTTP, as far as they come."""
+"""Reads a completion's events over HTTP until the end or a disconnect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ASKED = ("temperature", "n", "stop", "max_tokens", "prompt_logprobs")
 
 
 def http_client() -> httpx.AsyncClient:
-    """For any number of readings at once; each new one would load certificates anew."""
+    """Return a client to be shared by readings: each new one would load certificates again."""
     return httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
 
 
@@ -27,7 +27,7 @@ _COME_BACK = (429, 503)
 
 
 class HttpReading:
-    """One request: what it said, until its end or until the line was cut."""
+    """One request and the text that it received, until its end or a disconnect."""
 
     def __init__(self) -> None:
         self.job_id = ""
@@ -43,7 +43,7 @@ class HttpReading:
     async def read(
         self, http: httpx.AsyncClient, url: str, work: Work, *, key: str, max_events: int | None = None
     ) -> None:
-        """Asks a gateway for the work under an idempotency key; hangs up behind `max_events`. Again: goes on there."""
+        """Request with an idempotency key, disconnect after `max_events`. A second call continues the stream."""
         self.error = ""
         asked = {name: work.options[name] for name in _ASKED if name in work.options}
         body: dict[str, Any] = {"model": pool_of(work.id), "prompt": PROMPT, "stream": True, **asked}
@@ -69,7 +69,7 @@ class HttpReading:
             return
 
     def check(self, work: Work) -> None:
-        """All of it came, and it is what an undisturbed run says."""
+        """Assert that the whole answer arrived, equal to that of a run without faults."""
         assert self.is_whole
         choices = Work(work.options | {"job_id": self.job_id}).expected()
         of_prompt = list(prompt_logprobs(reference_prompt_logprobs(work.params, PROMPT.encode())))
@@ -79,7 +79,7 @@ class HttpReading:
         assert self.finishes == {choice.index: choice.finish_reason for choice in choices}
 
     def is_part_of(self, other: HttpReading) -> bool:
-        """Whether it is a beginning of what the other one read."""
+        """Whether it is a prefix of the other reading."""
         return all(other.texts[choice].startswith(text) for choice, text in self.texts.items())
 
     def _take_in(self, data: str) -> None:

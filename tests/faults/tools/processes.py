@@ -23,13 +23,13 @@ class GatewayProcess(ChildProcess):
         super().__init__(["penstock", "gateway"], env, dies=dies)
 
     def wait_ready(self) -> Self:
-        """Until it listens on `url`."""
+        """Wait until it listens on `url`."""
         self.url = self.wait_event("ready")["url"]
         return self
 
 
 class ReaderProcess(ChildProcess):
-    """A client process that submits jobs (again, where they exist) and says which chunk it has read; see reader.py."""
+    """A client process that submits jobs (or attaches to them) and prints each chunk that it reads; see reader.py."""
 
     def __init__(self, redis_url: str, jobs: Sequence[dict[str, Any]], *, dies: str = "", **settings: Any) -> None:
         env = {f"PENSTOCK_CLIENT_{name.upper()}": str(value) for name, value in settings.items()}

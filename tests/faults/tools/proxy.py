@@ -1,7 +1,7 @@
-"""A proxy between penstock and Redis that loses, delays, cuts and falsifies what passes; it knows each script by name.
+"""A proxy between penstock and Redis that drops, delays, cuts and changes calls. It knows each script by name.
 
-A connection's bytes pass as they are, except around a call that the rule applies to. The proxy sends that call when
-all calls before it are answered, and holds its answer until it is complete.
+A connection's bytes pass unchanged, except around a call that the rule applies to. The proxy sends that call when all
+calls before it are answered, and holds its answer until it is complete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BY_SOURCE = {scripts.source(name).encode(): name for name in _SCRIPTS}
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one call. `before` and `after` run with the call, or its answer, in the proxy's hands."""
+    """A fault for one call. `before` and `after` run before the call is sent, and before its answer is sent back."""
 
     before: Callable[[], Awaitable[None]] | None = None
     is_sent: bool = True
@@ -52,7 +52,7 @@ Rule = Callable[[str, int], Fault | None]
 
 
 class FaultProxy:
-    """Listens on a socket of its own. `rule` sees the calls of all connections; `target` may change on the way."""
+    """Listens on its own socket. `rule` gets the calls of all connections; `target` may change while it runs."""
 
     def __init__(self, target: Address) -> None:
         self.target = target
@@ -69,23 +69,23 @@ class FaultProxy:
 
     @property
     def url(self) -> str:
-        """The address to be given to penstock."""
+        """The URL for penstock's settings."""
         return f"unix://{self._path}"
 
     def cut(self) -> None:
-        """Ends all connections."""
+        """Close all connections."""
         for link in list(self._links):
             link.close()
 
     def set_black_hole(self, *, on: bool) -> None:
-        """Deliver no bytes and report no error; bytes on their way arrive when the pause is over."""
+        """Deliver no bytes and report no error. Bytes sent meanwhile arrive after the pause."""
         if on:
             self._flows.clear()
         else:
             self._flows.set()
 
     async def pass_on(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        """As late as the proxy is told to be."""
+        """Deliver bytes after the configured delay."""
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         await self._flows.wait()
@@ -143,7 +143,7 @@ class _Link:
         self._held: bytearray | None = None
 
     async def run(self) -> None:
-        """Until either side ends."""
+        """Run until either side closes."""
         ways = [asyncio.create_task(self._ask()), asyncio.create_task(self._answer())]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +172,7 @@ class _Link:
                     return
 
     async def _suffer(self, fault: Fault, command: list[bytes]) -> bool:
-        """One call with its fault; false when the connection is to be cut."""
+        """Apply a call's fault. Return false if the connection must be closed."""
         if fault.before is not None:
             await fault.before()
         while self._num_answered < self._num_asked:
@@ -217,7 +217,7 @@ async def _open(target: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWr
 
 
 def _name_of(command: list[Any]) -> str:
-    """A script's name, or the command's."""
+    """Return a script's name, or the command's."""
     verb = command[0].upper()
     if verb == b"EVALSHA":
         return _BY_DIGEST.get(command[1], "evalsha")

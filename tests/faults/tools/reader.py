@@ -1,6 +1,6 @@
-"""`python reader.py`: reads jobs of READER_JOBS and says each chunk on stdout as a JSON line.
+"""`python reader.py`: read the jobs of READER_JOBS and print each chunk as a JSON line.
 
-A job is `{"options": {…}}`, to be submitted; with `"after": n` it is attached to, behind chunk n of an earlier reader.
+A job is `{"options": {…}}` and is submitted. With `"after": n`, the reader attaches to it after chunk n.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from penstock.producer.client import AsyncClient
 
 
 def say(**event: Any) -> None:
-    """One line, at once."""
+    """Print one line and flush."""
     sys.stdout.write(json.dumps(event) + "\n")
     sys.stdout.flush()
 
 
 async def read(client: AsyncClient, job: dict[str, Any]) -> None:
-    """One job to its end."""
+    """Read one job to its end."""
     if "after" in job:
         handle = await client.attach(job["options"]["job_id"], after=job["after"])
     else:
@@ -35,7 +35,7 @@ async def read(client: AsyncClient, job: dict[str, Any]) -> None:
 
 
 async def main() -> None:
-    """All jobs side by side."""
+    """Read all jobs concurrently."""
     async with AsyncClient() as client:
         say(event="ready")
         await asyncio.gather(*(read(client, job) for job in json.loads(os.environ["READER_JOBS"])))

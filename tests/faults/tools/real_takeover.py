@@ -1,4 +1,4 @@
-"""The same kills with the small real model: a stream is held against that of an undisturbed run, bit for bit."""
+"""The same kills with the small real model: a stream must equal that of a run without faults, bit by bit."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 @dataclass
 class RealWork(Work):
-    """A job whose undisturbed choices were computed before."""
+    """A job whose choices were computed before, without faults."""
 
     undisturbed: tuple[Choice, ...] = ()
 
     def expected(self) -> list[Choice]:
-        """Them."""
+        """The choices of the run without faults."""
         return list(self.undisturbed)
 
 
 async def undisturbed(client: AsyncClient, options: dict[str, Any], pool: str = POOL) -> RealWork:
-    """Run the job without a kill, then prepare it to be submitted once more under another id."""
+    """Run the job without a kill. Return it ready to be submitted again with another id."""
     job = await client.submit(PROMPT, job_id=f"{pool}.{uuid7()}", **options)
     result = await job.result()
     return RealWork({"job_id": f"{pool}.{uuid7()}", **options}, undisturbed=result.choices)
 
 
 def start_node(url: str, name: str) -> NodeProcess:
-    """A node on the demo model."""
+    """Start a node with the demo model."""
     return NodeProcess(
         url, model=demo_model(), pool=POOL, name=name, lease_ms=LEASE_MS, runner="native", num_kv_blocks=256
     )
 
 
 async def run_real_takeovers(redis: Redis, url: str, count: int, *, seed: int) -> Takeovers:
-    """`count` kills that hit, plain, sampled and with two choices, in one pool of two nodes."""
+    """Run until `count` kills have hit a running job: greedy, sampled, two choices; one pool of two nodes."""
     rng = random.Random(seed)
     takeovers = Takeovers(count)
     async with Lane(redis, url, POOL, partial(start_node, url)) as lane, AsyncClient(url) as client:

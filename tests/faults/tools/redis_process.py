@@ -1,4 +1,4 @@
-"""A redis-server that tests kill, hold up, restart, and set back to an older state."""
+"""A redis-server that tests kill, pause, restart, and reset to an older state."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ START_TIMEOUT_S = 60.0
 
 
 class RedisProcess:
-    """One server in a folder of its own; what it appended to its log survives a kill. On a port if one is given.
+    """One server in its own folder. Its append-only file survives a kill. It listens on a port if one is given.
 
-    Where it has an ACL file, `user` is the user that the tests themselves are, with its name as its password.
+    If it has an ACL file, the tests connect as `user`, whose password is its name.
     """
 
     def __init__(self, folder: Path, *, port: int = 0, user: str = "", **options: Any) -> None:
@@ -34,17 +34,17 @@ class RedisProcess:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL for the tests' user."""
         return self.url_of(self._user)
 
     def url_of(self, user: str) -> str:
-        """The same for one of its users, whose password is the name."""
+        """Return the URL for a user whose password is its name."""
         login = f"{user}:{user}@" if user else ""
         return f"redis://{login}127.0.0.1:{self.port}" if self.port else f"unix://{login}{self.folder / 'redis.sock'}"
 
     @property
     def address(self) -> str | tuple[str, int]:
-        """The same, for a socket."""
+        """The address as a socket takes it."""
         return ("127.0.0.1", self.port) if self.port else str(self.folder / "redis.sock")
 
     @property
@@ -54,11 +54,11 @@ class RedisProcess:
         return self._process.pid
 
     def client(self) -> redis.Redis:
-        """A connection that nothing disturbs but the server's own end."""
+        """A connection that fails only if the server ends."""
         return redis.Redis.from_url(self.url)
 
     def start(self, *, until: str = "ready") -> Self:
-        """Starts it on what its folder holds; returns once it has loaded that, or (`until="listening"`) before."""
+        """Start the server on its folder. Return once data is loaded, or (`until="listening"`) before."""
         place = {"port": self.port, "dir": self.folder, "logfile": self.folder / "redis.log"}
         place |= {} if self.port else {"unixsocket": self.folder / "redis.sock"}
         words = [word for name, value in (place | self._options).items() for word in (f"--{name}", *_words(value))]
@@ -70,35 +70,35 @@ class RedisProcess:
         return self
 
     def kill(self) -> None:
-        """SIGKILL, now."""
+        """Send SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:
-        """An orderly end."""
+        """Shut down."""
         assert self._process is not None
         self._process.terminate()
         self._process.wait()
 
     def pause(self) -> None:
-        """It stops where it is; its connections stay."""
+        """Send SIGSTOP; connections stay open."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """It goes on."""
+        """Send SIGCONT."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def copy_log(self) -> Path:
-        """A folder with what a server would find if it had to start from now."""
+        """Return a copy of the folder as a server would load it now."""
         copy = self.folder / "copy"
         _copy_log(self.folder, copy)
         return copy
 
     def restart_from(self, copy: Path) -> None:
-        """Killed and started again with what an older log says."""
+        """Kill the server and start it from an older log."""
         self.kill()
         _copy_log(copy, self.folder)
         self.start()

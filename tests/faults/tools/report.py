@@ -1,4 +1,4 @@
-"""Results of fault campaigns: kept in ops/bench/results/faults.json, shown in faults.md beside it."""
+"""Results of fault campaigns: stored in ops/bench/results/faults.json, shown in faults.md beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Figure = str | int | float
 
 
 def record(section: str, row: str, figures: dict[str, Figure]) -> None:
-    """Replaces one row of one section's table."""
+    """Replace one row of one section's table."""
     path = RESULTS / "faults.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     stamp = {"run": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, {platform.system()}"}
@@ -28,7 +28,7 @@ def record(section: str, row: str, figures: dict[str, Figure]) -> None:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The value that this share does not exceed (nearest rank)."""
+    """Return the value that this share of values does not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 

@@ -1,4 +1,4 @@
-"""Everything that a job may go through, in one run on nodes and clients of this process: every script is called."""
+"""A run that calls every script: jobs of all kinds, on nodes and clients in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, ne
 from redis.asyncio import Redis
 
 from penstock.producer.client import AsyncClient, ClientSettings
-from penstock.queue.broker.retry import patiently
+from penstock.queue.broker.retry import with_retries
 
 POOL = "road"
 SETTINGS: dict[str, Any] = {"reattach_grace_ms": 100, "drain_s": 0.0}
@@ -28,17 +28,17 @@ SCRIPTS = (
 
 
 def new_works(num_tokens: int) -> list[Work]:
-    """One of each kind."""
+    """Return one job of each kind."""
     return [new_work(POOL, num_tokens, **kind) for kind in KINDS]
 
 
 async def read(client: AsyncClient, work: Work) -> None:
-    """Submits a job and reads it to its end."""
+    """Submit a job and read it to its end."""
     await work.read((await client.submit(PROMPT, **work.options)).chunks())
 
 
 async def read_twice(client: AsyncClient, work: Work) -> Work:
-    """Return what a second reader sees of a job that it joins later."""
+    """Return what a second reader gets that attaches to a job later."""
     while not work.num_seen:
         await asyncio.sleep(0.005)
     again = Work(work.options)
@@ -47,7 +47,7 @@ async def read_twice(client: AsyncClient, work: Work) -> Work:
 
 
 async def leave_two(client: AsyncClient) -> list[Work]:
-    """One job is cancelled, one is left by its only reader."""
+    """Cancel one job, and disconnect the only reader of another."""
     works = [new_work(POOL, LONG_TOKENS, background=False) for _ in range(2)]
     jobs = [await client.submit(PROMPT, **work.options) for work in works]
     async with aclosing(jobs[0].chunks()) as chunks, aclosing(jobs[1].chunks()) as others:
@@ -60,7 +60,7 @@ async def leave_two(client: AsyncClient) -> list[Work]:
 
 
 async def check_left(redis: Redis, works: list[Work]) -> None:
-    """Both end as cancelled, the one that was left after a while."""
+    """Assert that both end as canceled, the one without a reader after its grace time."""
     while any(status.outcome is None for status in await statuses(redis, works)):
         await asyncio.sleep(0.05)
     assert {status.state for status in await statuses(redis, works)} == {"cancelled"}
@@ -68,7 +68,7 @@ async def check_left(redis: Redis, works: list[Work]) -> None:
 
 @asynccontextmanager
 async def served(url: str) -> AsyncIterator[AsyncExitStack]:
-    """A node, until the stack is closed."""
+    """Run a node until the stack closes."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(running_node(url, ReferenceEngine(step_s=STEP_S), pool=POOL, **SETTINGS))
         yield stack
@@ -76,9 +76,9 @@ async def served(url: str) -> AsyncIterator[AsyncExitStack]:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[AsyncClient]:
-    """A client that waits for Redis also when it starts."""
+    """Return a client that waits for Redis when it starts."""
     client = AsyncClient(url, settings=QUICK)
-    await patiently(client.connect, PATIENCE_S)
+    await with_retries(client.connect, PATIENCE_S)
     try:
         yield client
     finally:
@@ -86,7 +86,7 @@ async def connected(url: str) -> AsyncIterator[AsyncClient]:
 
 
 async def walk(redis: Redis, url: str, *, num_tokens: int = 100) -> None:
-    """Jobs of all kinds, read twice, while their node gives them back to another one. `redis` sees no faults."""
+    """Read jobs of all kinds twice while nodes give them back to each other. `redis`: a connection without faults."""
     works = new_works(num_tokens)
     async with served(url) as first, connected(url) as client:
         reading = [asyncio.create_task(read(client, work)) for work in works]

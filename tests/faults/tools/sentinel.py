@@ -1,4 +1,4 @@
-"""A master, a replica, and a sentinel that promotes it; a proxy's target is the address that clients are given."""
+"""A master, a replica, and a sentinel that promotes it. Clients connect through a proxy whose target changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DOWN_AFTER_MS = 1000
 
 
 class Replicated:
-    """Two servers on ports of this machine and one sentinel, which is enough to agree."""
+    """Two servers on local ports and one sentinel with a quorum of one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

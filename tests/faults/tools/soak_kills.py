@@ -1,4 +1,4 @@
-"""The soak's faults, one at a time: nodes, gateways and Redis killed, stopped, drained, held up."""
+"""The soak's faults, one at a time: nodes, gateways and Redis are killed, paused or drained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TTL_MS = 180_000
 
 
 class Fleet:
-    """Redis, nodes and gateways; whatever dies is started again in its place."""
+    """Redis, nodes and gateways. A process that ends is replaced."""
 
     def __init__(self, redis: RedisProcess, pool: str, *, num_nodes: int, num_gateways: int) -> None:
         self.redis = redis
@@ -31,13 +31,13 @@ class Fleet:
         self._sizes = (num_nodes, num_gateways)
 
     async def start(self) -> None:
-        """All of it."""
+        """Start all processes."""
         num_nodes, num_gateways = self._sizes
         self.nodes = [await self._start_node() for _ in range(num_nodes)]
         self.gateways = [await self._start_gateway() for _ in range(num_gateways)]
 
     def close(self) -> None:
-        """Kills all but Redis."""
+        """Kill all processes except Redis."""
         for process in (*self.nodes, *self.gateways):
             process.close()
 
@@ -57,34 +57,34 @@ class Fleet:
         return await asyncio.to_thread(GatewayProcess(self.redis.url).wait_ready)
 
     async def kill_node(self, rng: random.Random) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to a node and replace it."""
         await self._replace_node(rng, ChildProcess.kill)
 
     async def drain_node(self, rng: random.Random) -> None:
-        """SIGTERM, and a new one when it has ended well."""
+        """Send SIGTERM to a node, and replace it when it has ended without an error."""
         await self._replace_node(rng, _stop_well)
 
     async def freeze_node(self, rng: random.Random) -> None:
-        """SIGSTOP for longer than a lease."""
+        """Pause a node for longer than a lease."""
         node = rng.choice(self.nodes)
         node.signal(signal.SIGSTOP)
         await asyncio.sleep(LEASE_S + 1)
         node.signal(signal.SIGCONT)
 
     async def kill_gateway(self, rng: random.Random) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to a gateway and replace it."""
         place = rng.randrange(len(self.gateways))
         self.gateways[place].close()
         self.gateways[place] = await self._start_gateway()
 
     async def kill_redis(self, rng: random.Random) -> None:
-        """SIGKILL, and back after a while."""
+        """Send SIGKILL to Redis and start it again after a while."""
         self.redis.kill()
         await asyncio.sleep(rng.uniform(0, 2))
         await asyncio.to_thread(self.redis.start)
 
     async def freeze_redis(self, rng: random.Random) -> None:
-        """SIGSTOP, sometimes for longer than a lease."""
+        """Pause Redis, sometimes for longer than a lease."""
         self.redis.pause()
         await asyncio.sleep(rng.uniform(0.5, LEASE_S + 1.5))
         self.redis.resume()
@@ -101,7 +101,7 @@ def _stop_well(process: ChildProcess) -> None:
 
 
 async def kill_now_and_then(fleet: Fleet, rng: random.Random, *, every_s: float, until_s: float) -> Counter[str]:
-    """A fault drawn at random every so often, until the loop's time; what was done how often."""
+    """Apply a random fault at intervals until the time is over. Return how often each was applied."""
     done: Counter[str] = Counter()
     clock = asyncio.get_running_loop().time
     faults: tuple[Callable[[random.Random], Awaitable[None]], ...] = (

@@ -1,4 +1,4 @@
-"""The soak's load: jobs by the client and over HTTP, so many at once, each stream held against the reference."""
+"""The soak's load: a number of concurrent jobs by the client and over HTTP, each stream compared with the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.producer.client import AsyncClient
-from penstock.queue.broker.retry import patiently
+from penstock.queue.broker.retry import with_retries
 
 PATIENCE_S = 300.0
 RETRY_S = 0.5
@@ -23,7 +23,7 @@ Read = Callable[[Work], Awaitable[None]]
 
 
 class Load:
-    """Counts what was accepted and how it ended; raises at the first stream that is not what it should be."""
+    """Counts accepted jobs and their outcomes. Raises at the first stream that differs from the reference."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class Load:
         self.counts: Counter[str] = Counter()
 
     def stop(self) -> None:
-        """Starts no more jobs; those that run are read to their ends."""
+        """Start no more jobs, and read the running ones to their ends."""
         self._is_over = True
 
     async def run(self, *, num_clients: int, num_http: int) -> None:
-        """So many readers of each kind, one job after the other, until `stop`."""
+        """Run this many readers of each kind, each with one job after the other, until `stop`."""
         async with http_client() as self._http, asyncio.TaskGroup() as group:
             for _ in range(num_clients):
                 group.create_task(self._repeat(self._read_by_client))
@@ -76,10 +76,10 @@ class Load:
         await self._note_end(work)
         if work.end == "done":
             work.check()
-            await patiently(lambda: check_logs(self._redis, [work]), PATIENCE_S)
+            await with_retries(lambda: check_logs(self._redis, [work]), PATIENCE_S)
 
     async def _read_by_http(self, work: Work) -> None:
-        """Asks with one key, of any gateway, until one has said it all."""
+        """Request with one idempotency key from any gateway until the whole answer has arrived."""
         key = secrets.token_hex(8)
         reading, job_id = HttpReading(), ""
         while not (reading.is_whole or reading.error == "node_lost"):
@@ -98,7 +98,7 @@ class Load:
         await self._note_end(work)
 
     async def _note_end(self, work: Work) -> None:
-        (status,) = await patiently(lambda: statuses(self._redis, [work]), PATIENCE_S)
+        (status,) = await with_retries(lambda: statuses(self._redis, [work]), PATIENCE_S)
         assert status.outcome is not None
         self.counts[f"{status.state} {status.outcome.code}".strip()] += 1
         self.counts["taken over"] += status.losses > 0

@@ -1,7 +1,7 @@
-"""Nodes killed at tokens drawn beforehand, and what becomes of the jobs they ran.
+"""Kill nodes at random tokens chosen in advance, and check the jobs that they ran.
 
-Each lane is a pool with two nodes. The node that has taken the job is killed when the drawn token has reached the
-reader. The other node goes on, while a new one starts for the next round.
+Each lane is a pool with two nodes. The node that runs the job is killed when the chosen token has reached the reader.
+The other node continues the job, while a new node starts for the next round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ StartNode = Callable[[str], NodeProcess]
 
 @dataclass(frozen=True)
 class Takeover:
-    """One kill that hit: the token it was drawn for, how many there were, and when the next one came."""
+    """A kill that hit a running job: the chosen token, the number of tokens, and the time of the next one."""
 
     work: Work
     drawn: int
@@ -44,7 +44,7 @@ class Takeover:
 
 
 class HeldUp:
-    """Watches its own clock for as long as the block runs."""
+    """Measures, while the block runs, how late its own timer fires."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -64,7 +64,7 @@ class HeldUp:
 
 
 class Lane:
-    """One pool, to be used as a context: two nodes at any time."""
+    """One pool, used as a context: always two nodes."""
 
     def __init__(self, redis: Redis, url: str, pool: str, start_node: StartNode) -> None:
         self.redis, self.pool = redis, pool
@@ -90,7 +90,7 @@ class Lane:
         self._nodes[name] = await asyncio.to_thread(node.wait_ready)
 
     async def run(self, work: Work, drawn: int, num_tokens: int) -> Takeover | None:
-        """One job and one kill; None when the kill hit nothing."""
+        """Run one job and one kill. Return None if the kill hit no running job."""
         job = await self._client.submit(PROMPT, **work.options)
         async with aclosing(job.chunks()) as chunks:
             while work.num_seen < drawn:
@@ -112,7 +112,7 @@ class Lane:
 
 
 async def _read_on(chunks: AsyncIterator[Chunk], work: Work, num_logged: int) -> float:
-    """The rest of a stream; when its first chunk came that was not logged yet."""
+    """Read the rest of a stream. Return the arrival time of the first chunk that was not logged at the kill."""
     first_s = math.inf
     async for chunk in chunks:
         if chunk.index >= num_logged:
@@ -123,7 +123,7 @@ async def _read_on(chunks: AsyncIterator[Chunk], work: Work, num_logged: int) ->
 
 @dataclass
 class Takeovers:
-    """Kills wanted, and those that hit."""
+    """The number of kills to do, and the kills that hit a running job."""
 
     wanted: int
     hits: list[Takeover] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Takeovers:
     """Rounds in which the machine stood still: their streams count, their times do not, and they are repeated."""
 
     def note(self, hit: Takeover | None) -> None:
-        """A round is over; one whose kill hit nothing is to be repeated."""
+        """Count a round. One whose kill hit no running job is repeated."""
         if hit is None:
             self.num_missed += 1
             self.wanted += 1
@@ -143,7 +143,7 @@ class Takeovers:
             self.hits.append(hit)
 
     async def run_lane(self, lane: Lane, new: Callable[[str, int], Work], rng: random.Random) -> None:
-        """Rounds in one lane until all lanes have enough; `new` makes the job of a pool's round."""
+        """Run rounds in one lane until all lanes have enough; `new` makes the job of a round."""
         async with lane:
             while self.wanted:
                 self.wanted -= 1
@@ -158,7 +158,7 @@ class Takeovers:
 async def run_takeovers(
     redis: Redis, url: str, count: int, *, lanes: int, lease_ms: int, seed: int, num_tokens: tuple[int, int] = (30, 200)
 ) -> Takeovers:
-    """`count` kills that hit, of nodes with the reference engine, in so many pools at once."""
+    """Run until `count` kills have hit, with the reference engine, in this many pools at once."""
     rng, takeovers = random.Random(seed), Takeovers(count)
 
     def new(pool: str, number: int) -> Work:

@@ -1,4 +1,4 @@
-"""Jobs whose every token is known beforehand, and what is to be said of their streams, logs and pools in the end."""
+"""Jobs whose tokens are known in advance, and assertions about their streams, logs and pools at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_COUNTED = 500
 
 @dataclass
 class Work:
-    """One job: the options of `AsyncClient.submit` after the prompt, and what its readers have seen."""
+    """One job: the options of `AsyncClient.submit` after the prompt, and what its readers have received."""
 
     options: dict[str, Any]
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -47,26 +47,26 @@ class Work:
 
     @property
     def num_seen(self) -> int:
-        """Tokens of all choices that arrived so far."""
+        """The number of tokens of all choices that have arrived."""
         return sum(map(len, self.tokens.values()))
 
     @property
     def num_expected(self) -> int:
-        """Tokens of all choices."""
+        """The number of tokens of all choices."""
         return sum(len(choice.token_ids) for choice in self.expected())
 
     def expected(self) -> list[Choice]:
-        """The undisturbed choices."""
+        """The choices of a run without faults."""
         return [reference_choice(self.id, self.params, list(PROMPT.encode()), i) for i in range(self.params.n)]
 
     @property
     def params(self) -> SamplingParams:
-        """The sampling options among those."""
+        """The sampling parameters among the options."""
         names = self.options.keys() & SamplingParams.model_fields.keys()
         return SamplingParams(**{name: self.options[name] for name in names})
 
     def see(self, index: int, choice: int, tokens: Sequence[int], text: str, finish: str | None, end: str = "") -> None:
-        """Takes in a chunk that a reader got."""
+        """Add a chunk that a reader received."""
         self.last_index = index
         self.tokens.setdefault(choice, []).extend(tokens)
         self.texts[choice] = self.texts.get(choice, "") + text
@@ -77,7 +77,7 @@ class Work:
         self.end = end
 
     def see_chunk(self, chunk: Chunk) -> None:
-        """The same, of a chunk as the client gives it."""
+        """Add a chunk as the client returns it."""
         end = chunk.outcome.state if chunk.outcome else ""
         self.logprobs = self.logprobs or {}
         self.logprobs.setdefault(chunk.choice, []).extend(chunk.logprobs)
@@ -85,12 +85,12 @@ class Work:
         self.see(chunk.index, chunk.choice, chunk.token_ids, chunk.text, chunk.finish_reason, end)
 
     async def read(self, chunks: AsyncIterator[Chunk]) -> None:
-        """Takes in a whole stream."""
+        """Read a whole stream."""
         async for chunk in chunks:
             self.see_chunk(chunk)
 
     def check(self) -> None:
-        """What was seen is what an undisturbed run says, to the last token and character."""
+        """Assert that readers received the same tokens and characters as in a run without faults."""
         assert self.end == "done", (self.id, self.end, self.num_seen)
         for choice in self.expected():
             seen = (self.tokens[choice.index], self.texts[choice.index], self.finishes.get(choice.index))
@@ -102,7 +102,7 @@ class Work:
 
 
 def new_work(pool: str, num_tokens: int, *, stops_at: float = 0.0, **options: Any) -> Work:
-    """A job of so many tokens a choice. `stops_at`: where between start and end choice 0 meets its stop string."""
+    """Return a job with this many tokens per choice. `stops_at`: where choice 0 meets its stop string, from 0 to 1."""
     work = Work({"job_id": f"{pool}.{uuid7()}", "max_tokens": num_tokens, **options})
     if stops_at:
         text = work.expected()[0].text
@@ -127,7 +127,7 @@ before the other."""
 
 
 async def check_logs(redis: Redis, works: Sequence[Work]) -> None:
-    """Each job's log says what its readers were told, while it lives; only its last chunk tells the end."""
+    """Assert that each log, until it expires, equals what readers received. Only its last chunk has the outcome."""
     broker = ProducerBroker(redis)
     for work in works:
         chunks = await broker.log(work.id, 0, MAX_CHUNKS)
@@ -139,19 +139,19 @@ async def check_logs(redis: Redis, works: Sequence[Work]) -> None:
 
 
 async def statuses(redis: Redis, works: Sequence[Work]) -> list[JobStatus]:
-    """Where the jobs stand."""
+    """Return the jobs' states."""
     broker = ProducerBroker(redis)
     return [await broker.status(work.id, "default") for work in works]
 
 
 async def holder(redis: Redis, job_id: str) -> str:
-    """The name of the node that runs a job, empty while none does."""
+    """Return the name of the node that runs a job, empty if none does."""
     node = await cast(Any, redis.hget(keys.job(job_id), "node"))
     return (node or b"").decode().rpartition("-")[0]
 
 
 async def check_settled(redis: Redis, pool: str) -> None:
-    """No job is open, and every key of the pool agrees with the jobs' records, at the latest when nodes have beaten."""
+    """Assert that no job is open and that, after the next heartbeats, every key agrees with the jobs' records."""
     findings: list[Finding] = []
     for _ in range(SETTLE_ATTEMPTS):
         if not (findings := await audit(AdminBroker(redis), pool)):
@@ -163,7 +163,7 @@ async def check_settled(redis: Redis, pool: str) -> None:
 
 
 async def check_usage(redis: Redis, pool: str) -> None:
-    """Every job's tokens were counted once, as its result says, or its log where a script ended it."""
+    """Assert that every job's tokens were counted once, by its result, or by its log if a script ended it."""
     start = f"{keys.prefix(pool)}:job:"
     job_ids = [key.decode().removeprefix(start) async for key in redis.scan_iter(f"{start}*", count=1000)]
     if len(job_ids) > MAX_COUNTED:

@@ -1,4 +1,4 @@
-"""The official `anthropic` client: its stream helper, tool runner and typed errors; the node says the last message."""
+"""The official `anthropic` client: stream helper, tool runner and typed errors. The node echoes the last message."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_asynchronous_client_reads_the_text_of_a_stream(agent_url: str) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_runner_calls_its_function_and_goes_on_with_the_result(client: Any, stream: bool) -> None:
+def test_tool_runner_calls_its_function_and_continues_with_the_result(client: Any, stream: bool) -> None:
     def weather(city: str) -> str:
         """Tells the weather.
 

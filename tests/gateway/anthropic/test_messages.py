@@ -1,4 +1,4 @@
-"""`POST /v1/messages` over plain HTTP; the node says each chat's last message as its answer."""
+"""`POST /v1/messages` over plain HTTP. The node echoes each chat's last message as its answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def calling(url: str, calling_engine: Any) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def cutting(stack: Any, url: str, shared_engine: Any) -> Iterator[httpx.Client]:
-    """A node that refuses prompts and `max_tokens` beyond its context together, as the real engine does."""
+    """A node that refuses a prompt and `max_tokens` that exceed its context together, as the real engine does."""
 
     engine: Any = type(shared_engine)()
     accept = engine.add
@@ -78,7 +78,7 @@ def events_of(http: httpx.Client, text: str, **more: Any) -> list[dict[str, Any]
 
 
 def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Puts a stream's blocks together as a client does. Each must begin, grow and end in order."""
+    """Join a stream's events to blocks as a client does. Assert that each starts, grows and ends in order."""
     blocks: list[dict[str, Any]] = []
     is_open = False
     for event in events:

@@ -1,4 +1,4 @@
-"""Streams and whole answers of `/v1/messages` say the same, however a node cuts the text into chunks."""
+"""Streams and whole answers of `/v1/messages` have equal content, however a node splits the text into chunks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def whole(head: AnswerHead, text: str, reason: FinishReason) -> dict[str, Any]:
 
 
 def content(blocks: list[dict[str, Any]]) -> tuple[Any, ...]:
-    """The content by type; white space of texts does not count, since a block of white space alone is dropped."""
+    """Return the content by type. White space of texts is dropped, as blocks of white space alone are not sent."""
     texts = "".join(block["text"] for block in blocks if block["type"] == "text")
     thoughts = "".join(block["thinking"] for block in blocks if block["type"] == "thinking")
     return "".join(texts.split()), thoughts, [block for block in blocks if block["type"] == "tool_use"]
@@ -95,7 +95,7 @@ def test_stream_has_the_content_of_the_whole_answer(
     assert shows_thinking or not any(block["type"] == "thinking" for block in blocks)
 
 
-def test_text_behind_a_call_in_the_same_chunk_is_a_block_behind_it() -> None:
+def test_text_after_a_call_in_the_same_chunk_is_a_block_after_it() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     blocks, _ = streamed(head_of(AnswerFormat("hermes"), shows_thinking=False), [f"a{call}b{call}", "c"], "stop")
     assert [block.get("text", block["type"]) for block in blocks] == ["a", "tool_use", "b", "tool_use", "c"]

@@ -1,4 +1,4 @@
-"""Errors under `/v1/messages`: Anthropic's shape, types, status codes and headers, whichever part refuses."""
+"""Errors under `/v1/messages`: Anthropic's shape, types, status codes and headers, from every part of the gateway."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def body(**more: Any) -> dict[str, Any]:
 
 
 def refusal(answer: httpx.Response, status: int, kind: str) -> str:
-    """Checks the shape of an error, and returns its message."""
+    """Assert the shape of an error. Return its message."""
     assert answer.status_code == status, answer.text
     given = answer.json()
     assert given.keys() == {"type", "error", "request_id"}

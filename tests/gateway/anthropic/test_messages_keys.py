@@ -23,7 +23,7 @@ def body() -> dict[str, Any]:
 
 
 def refusal(answer: httpx.Response, status: int, kind: str) -> str:
-    """Checks the shape of an error, and returns its message."""
+    """Assert the shape of an error. Return its message."""
     assert answer.status_code == status, answer.text
     given = answer.json()
     assert (given["type"], given["error"]["type"]) == ("error", kind)
@@ -33,7 +33,7 @@ def refusal(answer: httpx.Response, status: int, kind: str) -> str:
 
 @pytest.fixture(scope="module")
 def closed(redis_url: str, stack: Any, shared_engine: Any) -> Iterator[tuple[str, dict[str, str]]]:
-    """A gateway that wants keys, and two of them; the second may submit one job a minute."""
+    """A gateway that requires keys, and two of them. The second may submit one job a minute."""
 
     async def add(tenant: str, terms: Terms) -> str:
         redis = connect(redis_url)

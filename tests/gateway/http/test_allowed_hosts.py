@@ -1,4 +1,4 @@
-"""The Host header while a gateway has no API keys: names that a web site could point to this machine are refused."""
+"""The Host header while a gateway has no API keys: names that a web site could resolve to this machine are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only shows in a request's bytes: heads as odd callers write them, and what may stand behind a body."""
+"""Request bytes that HTTP clients do not produce: unusual heads, and bytes after a body."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def connection(url, engine) -> Iterator[socket.socket]:
 
 
 def read_answers(connection: socket.socket, num_texts: int) -> bytes:
-    """Until so many answers have come, or one that refuses."""
+    """Read until this many answers have arrived, or one with an error."""
     answer = b""
     while answer.count(b'"text":"hi"') < num_texts and b'"error"' not in answer:
         part = connection.recv(1 << 16)
@@ -42,7 +42,7 @@ def read_answers(connection: socket.socket, num_texts: int) -> bytes:
 
 
 def answer_to_endless(connection: socket.socket, line: bytes) -> bytes:
-    """What comes while the same is sent on and on."""
+    """Return the answer while the same bytes are sent repeatedly."""
     num_sent, answer = 0, b""
     connection.settimeout(0.01)
     while not answer:
@@ -65,7 +65,7 @@ UPGRADES = {
 @pytest.mark.parametrize("upgrade", UPGRADES.values(), ids=UPGRADES)
 @pytest.mark.parametrize(("framing", "body"), [(LENGTH, BODY), (CHUNKED, CHUNK + b"0\r\n\r\n")], ids=["all", "chunks"])
 @pytest.mark.parametrize("cut", [0, 1, 20, len(LINE) + 30, -20, -1])
-def test_an_offer_of_another_protocol_is_passed_over(connection, upgrade, framing, body, cut):
+def test_upgrade_offer_is_ignored(connection, upgrade, framing, body, cut):
     request = LINE + upgrade + framing + b"\r\n" + body
     for part in (request[:cut], request[cut:]):
         connection.sendall(part)
@@ -74,7 +74,7 @@ def test_an_offer_of_another_protocol_is_passed_over(connection, upgrade, framin
 
 
 @pytest.mark.parametrize("line", [b"x-%d: " + b"y" * 1000 + b"\r\n", b"y" * 1000])
-def test_a_head_without_an_end_is_cut_off(connection, line):
+def test_endless_request_head_is_refused(connection, line):
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Long: ")
     answer = answer_to_endless(connection, line)
     assert answer.startswith(b"HTTP/1.1 431 ")
@@ -97,12 +97,12 @@ def test_a_large_head_in_a_single_read_is_measured_too(connection, size, is_refu
     [(b"0\r\n", b"x: " + b"y" * 1000 + b"\r\n"), (b"0\r\nx: ", b"y" * 1000), (b"1;", b"y" * 1000)],
     ids=["trailers", "one trailer", "extension"],
 )
-def test_what_stands_behind_a_chunk_is_bounded_as_the_head_is(connection, begin, line):
+def test_chunk_headers_and_trailers_are_bounded_as_the_head_is(connection, begin, line):
     connection.sendall(LINE + CHUNKED + b"\r\n" + CHUNK + begin)
     assert answer_to_endless(connection, line).startswith(b"HTTP/1.1 431 ")
 
 
-def test_short_trailers_are_read_over(connection):
+def test_short_trailers_are_ignored(connection):
     connection.sendall(LINE + CHUNKED + b"\r\n" + CHUNK + b"0\r\nx-sum: 5\r\n\r\n")
     assert b"HTTP/1.1 200 OK" in read_answers(connection, 1)
 
@@ -116,7 +116,7 @@ UNKNOWN = b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\
     [(b"", b""), (LINE, b""), (LINE, b"x: y\r\n"), (GOOD, b"\r\n"), (UNKNOWN, b"x")],
     ids=["nothing", "half a head", "an endless head", "empty lines", "a refused body"],
 )
-def test_a_connection_that_brings_no_whole_head_is_closed(url, engine, monkeypatch, begin, on_and_on):
+def test_connection_without_a_whole_head_in_time_is_closed(url, engine, monkeypatch, begin, on_and_on):
     monkeypatch.setattr(request_head, "HEAD_TIMEOUT_S", 0.2)
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
@@ -131,7 +131,7 @@ def test_a_connection_that_brings_no_whole_head_is_closed(url, engine, monkeypat
             pytest.fail("it is kept")
 
 
-def test_an_answer_takes_as_long_as_it_takes(connection, engine, monkeypatch):
+def test_timeout_of_heads_does_not_limit_answers(connection, engine, monkeypatch):
     monkeypatch.setattr(request_head, "HEAD_TIMEOUT_S", 0.05)
     connection.sendall(GOOD)
     assert read_answers(connection, 1)
@@ -141,14 +141,14 @@ def test_an_answer_takes_as_long_as_it_takes(connection, engine, monkeypatch):
     assert b"HTTP/1.1 200 OK" in read_answers(connection, 1)
 
 
-def test_clients_may_keep_a_connection_as_long_as_they_do():
+def test_idle_connections_stay_open_longer_than_clients_keep_them():
     """The client should be first to close an idle connection: it cannot know that a server just did."""
     kept_by_nginx_s = 60
     assert make_server(GatewaySettings(redis_url="redis://nobody")).config.timeout_keep_alive > kept_by_nginx_s
 
 
 @pytest.mark.parametrize("said", [b"\x16\x03\x01\x02\x00\x01", b"GET /v1/models/\xff HTTP/1.1\r\nHost: x\r\n\r\n"])
-def test_what_is_no_http_is_refused_in_openais_shape(connection, said):
+def test_invalid_http_is_refused_in_openais_shape(connection, said):
     connection.sendall(said)
     answer = b"".join(iter(lambda: connection.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -158,7 +158,7 @@ def test_what_is_no_http_is_refused_in_openais_shape(connection, said):
 
 @pytest.fixture
 def no_tracebacks(caplog) -> Iterator[None]:
-    """No request may log an exception."""
+    """Assert that no request logs an exception."""
     yield
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
@@ -175,7 +175,7 @@ MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("pause_s", [0.0, 0.05])
 @pytest.mark.usefixtures("no_tracebacks")
-def test_bytes_that_are_no_http_end_the_connection_behind_the_answer(
+def test_invalid_bytes_during_an_answer_end_the_connection_after_it(
     connection, engine, garbage, queued, stream, pause_s
 ):
     engine.step_s = 0.05
@@ -189,7 +189,7 @@ def test_bytes_that_are_no_http_end_the_connection_behind_the_answer(
 
 
 @pytest.mark.usefixtures("no_tracebacks")
-def test_bytes_that_are_no_http_behind_an_answer_are_refused(connection):
+def test_invalid_bytes_after_an_answer_are_refused(connection):
     connection.sendall(GOOD)
     read_answers(connection, 1)
     connection.sendall(b"garbage")
@@ -204,7 +204,7 @@ def test_a_body_with_a_broken_chunk_is_refused(connection):
 
 
 @pytest.mark.usefixtures("no_tracebacks")
-def test_a_client_that_leaves_two_requests_behind_causes_no_error(url, engine):
+def test_client_that_disconnects_with_two_open_requests_causes_no_error(url, engine):
     address = urlsplit(url)
     engine.step_s = 0.05
     with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
@@ -281,7 +281,7 @@ def ask_for_much(url: str, *, stream: bool, takes: int = 4096, version: bytes = 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reader_that_takes_nothing_is_hung_up_on(stack, shared_engine, monkeypatch, stream):
+def test_client_that_reads_nothing_is_disconnected(stack, shared_engine, monkeypatch, stream):
     monkeypatch.setattr(reader_watch, "TAKE_TIMEOUT_S", 0.2)
     with ask_for_much(stack.start_gateway(send_timeout_s=0.2), stream=stream) as connection:
         ended = select.poll()
@@ -289,7 +289,7 @@ def test_a_reader_that_takes_nothing_is_hung_up_on(stack, shared_engine, monkeyp
         assert ended.poll(30_000), "it is kept"
 
 
-def test_a_reader_that_takes_little_gets_it_all(url, engine, monkeypatch):
+def test_slow_reader_gets_the_whole_answer(url, engine, monkeypatch):
     monkeypatch.setattr(reader_watch, "TAKE_TIMEOUT_S", 1.0)
     answer = b""
     with ask_for_much(url, stream=False, takes=1 << 16) as connection:

@@ -1,4 +1,4 @@
-"""Bodies that arrive slowly, beside others of the same tenant."""
+"""Bodies that arrive slowly, during other requests of the same tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers that stop reading their streams beside one that reads on."""
+"""Clients that stop reading their streams, during the stream of another client."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_stream_has_every_chunk_and_the_outcome(http: httpx.Client, engine: Echo
     assert streamed(http, job_id) == found
 
 
-def test_stream_goes_on_after_any_chunk_through_another_gateway(
+def test_stream_continues_after_any_chunk_at_another_gateway(
     stack: Stack, http: httpx.Client, engine: EchoEngine
 ) -> None:
     engine.step_s = 0.02

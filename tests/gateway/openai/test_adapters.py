@@ -1,4 +1,4 @@
-"""Adapters at the gateway: further models, whose parent is the model that they change."""
+"""Adapters are listed as models whose parent is the base model."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def test_an_adapter_is_a_model_with_a_parent(http: httpx.Client) -> None:
     assert http.get("/v1/models/echo-tuned").json() == models["echo-tuned"]
 
 
-def test_who_asks_for_it_gets_it(api: openai.OpenAI, engine: EchoEngine) -> None:
+def test_request_for_an_adapter_runs_with_it(api: openai.OpenAI, engine: EchoEngine) -> None:
     said = api.completions.create(model="echo-tuned", prompt="tuned")
     assert (said.model, said.choices[0].text, engine.last_adapter) == ("echo-tuned", "tuned", ADAPTER)
     api.completions.create(model=MODEL, prompt="plain")
     assert engine.last_adapter is None
 
 
-def test_an_unknown_one_is_refused_with_a_list(http: httpx.Client) -> None:
+def test_unknown_adapter_is_refused_with_the_known_ones(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json={"model": "echo-other", "prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert answer.json()["error"]["message"].endswith(f"served: {MODEL}, echo-tuned")
 
 
-async def test_the_client_takes_it_as_the_model_or_beside_it(redis_url: str, engine: EchoEngine) -> None:
+async def test_client_names_an_adapter_as_the_model_or_beside_it(redis_url: str, engine: EchoEngine) -> None:
     async with AsyncClient(redis_url) as client:
         for options in ({"model": "echo-tuned"}, {"adapter": "echo-tuned"}, {"model": MODEL, "adapter": "echo-tuned"}):
             result = await (await client.submit("hi", **options)).result()

@@ -1,4 +1,4 @@
-"""FIELDS.md says of every field what the endpoints do with it."""
+"""FIELDS.md describes what the endpoints do with every field."""
 
 from __future__ import annotations
 

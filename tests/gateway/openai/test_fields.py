@@ -1,4 +1,4 @@
-"""Fields that clients and load tools send beside the prompt: each has its effect, or is refused by name."""
+"""Fields beside the prompt that clients and load tools send: each has its effect, or is refused by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def body_of(path: str, **options: Any) -> dict[str, Any]:
 
 
 def pieces_of(raw: str) -> list[dict[str, Any]]:
-    """Read a stream as load tools do: every block is one line of data, and the last one says [DONE]."""
+    """Read a stream as load tools do: every event is one line of data, and the last one is [DONE]."""
     assert raw.endswith("\n\n")
     *blocks, last = raw.removesuffix("\n\n").split("\n\n")
     assert last == "data: [DONE]"
@@ -40,7 +40,7 @@ def pieces_of(raw: str) -> list[dict[str, Any]]:
 
 
 def timeless(raw: str) -> str:
-    """A stream without the second in which its request came."""
+    """Return a stream without its `created` time."""
     return re.sub(r'"created":\d+,', "", raw)
 
 
@@ -79,7 +79,7 @@ def test_a_resumed_stream_has_event_ids(http: httpx.Client) -> None:
     assert timeless(rest) == timeless(first.text.split("\n\n", 1)[1])
 
 
-def test_an_unknown_wish_for_event_ids_is_refused(http: httpx.Client) -> None:
+def test_invalid_value_of_the_event_ids_header_is_refused(http: httpx.Client) -> None:
     response = http.post(TEXT, json=text_body(stream=True), headers={"X-Penstock-Event-Ids": "maybe"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "x-penstock-event-ids")
 
@@ -131,7 +131,7 @@ def test_token_ids_of_chats_come_in_vllms_shape(http: httpx.Client, engine: Echo
         assert [one for choice in choices for one in choice["token_ids"]] == list("héllo".encode())
 
 
-def test_token_ids_of_completions_stand_in_each_choice(http: httpx.Client, engine: EchoEngine) -> None:
+def test_token_ids_of_completions_are_in_each_choice(http: httpx.Client, engine: EchoEngine) -> None:
     asked = text_body(["ab", "x" * 200], return_token_ids=True, n=2)
     whole = http.post(TEXT, json=asked).json()["choices"]
     expected = [list(b"ab")] * 2 + [[120] * 200] * 2
@@ -153,7 +153,7 @@ def test_token_ids_and_log_probabilities_of_a_prompt_come_together(http: httpx.C
     assert pieces[1]["prompt_token_ids"] == list(b"abc")
 
 
-def test_a_cut_stream_with_token_ids_goes_on(http: httpx.Client, engine: EchoEngine) -> None:
+def test_interrupted_stream_with_token_ids_resumes(http: httpx.Client, engine: EchoEngine) -> None:
     engine.step_s = 0.01
     body = text_body(stream=True, return_token_ids=True, stream_options={"include_event_ids": True})
     blocks = timeless(http.post(TEXT, json=body).text).split("\n\n")
@@ -312,7 +312,7 @@ def test_classes_that_contradict_each_other_are_refused(
 
 @pytest.mark.parametrize("number", ["Infinity", "NaN", "1e999"])
 @pytest.mark.parametrize("name", ["priority", "max_tokens"])
-def test_numbers_that_are_none_are_refused(http: httpx.Client, name: str, number: str) -> None:
+def test_values_that_are_no_numbers_are_refused(http: httpx.Client, name: str, number: str) -> None:
     raw = json.dumps(text_body(**{name: 12345})).replace("12345", number)
     response = http.post(TEXT, content=raw, headers={"content-type": "application/json"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, name)

@@ -1,4 +1,4 @@
-"""Calls that the caller wants, over HTTP, of a real small model that draws at random: each is one of the tools'."""
+"""Required tool calls over HTTP, by a real small model with random sampling: each call is to one of the tools."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TOOLS = [tool(name) for name in FUNCTIONS]
 
 @pytest.fixture(scope="module")
 def gateway_url(stack, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """In front of one node for each form."""
+    """A gateway in front of one node for each form."""
     for form, mark in MARKS.items():
         folder = make_tiny_model(tmp_path_factory.mktemp("models") / form)
         (folder / "chat_template.jinja").write_text(TEMPLATE + f"{{# {mark} #}}")
@@ -98,7 +98,7 @@ def test_a_required_call_is_valid_whatever_is_drawn(api: openai.OpenAI, form: st
 @pytest.mark.parametrize(
     ("form", "choice"), each_value(MARKS, ["required", {"type": "function", "function": {"name": "open"}}])
 )
-def test_a_stream_says_the_same_calls(api: openai.OpenAI, form: str, choice: Any) -> None:
+def test_stream_has_the_same_calls(api: openai.OpenAI, form: str, choice: Any) -> None:
     options = {"tool_choice": choice, "n": 4, "seed": 5}
     whole = ask(api, form, **options).choices
     pieces = [piece.choices[0] for piece in ask(api, form, stream=True, **options)]
@@ -123,7 +123,7 @@ def test_a_named_function_is_called_once_and_ends_as_openai_has_it(api: openai.O
             assert choice.finish_reason == "stop"
 
 
-def test_a_call_that_max_tokens_cuts_is_none_and_ends_by_length(api: openai.OpenAI) -> None:
+def test_call_cut_by_max_tokens_is_no_call_and_ends_by_length(api: openai.OpenAI) -> None:
     (choice,) = ask(api, "hermes", tool_choice="required", max_tokens=5).choices
     assert (choice.message.tool_calls, choice.finish_reason) == (None, "length")
 
@@ -134,7 +134,7 @@ def test_strict_functions_leave_the_model_free(api: openai.OpenAI, form: str) ->
     assert choice.message.content and choice.message.tool_calls is None
 
 
-def test_an_answer_is_calls_or_what_it_was_asked_to_be(api: openai.OpenAI) -> None:
+def test_answer_is_calls_or_the_requested_structured_output(api: openai.OpenAI) -> None:
     asked = {"tools": [tool(name, strict=True) for name in FUNCTIONS], "response_format": Weather, "seed": 3, "n": 8}
     asked |= {"messages": [{"role": "user", "content": "the gate"}], "max_tokens": 900}
     choices = [
@@ -159,7 +159,7 @@ def test_an_answer_is_calls_or_what_it_was_asked_to_be(api: openai.OpenAI) -> No
         ),
     ],
 )
-def test_what_a_node_refuses_is_named_as_it_was_written(api: openai.OpenAI, options: Any, param: str) -> None:
+def test_refusal_by_a_node_names_the_callers_field(api: openai.OpenAI, options: Any, param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         api.chat.completions.create(model="hermes", messages=[{"role": "user", "content": "x"}], **options)
     assert caught.value.param == param
@@ -182,7 +182,7 @@ def test_what_a_node_refuses_is_named_as_it_was_written(api: openai.OpenAI, opti
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_choice_that_cannot_be_kept_is_refused_by_field(
+def test_unenforceable_tool_choice_is_refused_by_field(
     api: openai.OpenAI, options: dict[str, Any], param: str, stream: bool
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

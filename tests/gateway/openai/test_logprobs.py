@@ -1,4 +1,4 @@
-"""How likely tokens were, in OpenAI's two dialects: whole and streamed alike, through a cut as well."""
+"""Log-probabilities in OpenAI's two formats: equal in whole answers and streams, also after a reconnect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 def join(parts: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
-    """The lists of several objects, one behind the other."""
+    """Concatenate the lists of several objects."""
     joined: dict[str, list[Any]] = {}
     for part in filter(None, parts):
         for name, values in part.items():
@@ -27,7 +27,7 @@ def join(parts: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
 
 
 def completion(api, *, stream: bool, **options: Any) -> dict[int, tuple[str, dict[str, list[Any]]]]:
-    """Text and log-probabilities of each choice."""
+    """Return text and log-probabilities of each choice."""
     answer = api.completions.create(model=MODEL, max_tokens=64, stream=stream, **options)
     choices = [choice for piece in answer for choice in piece.choices] if stream else answer.choices
     said = {choice.index: [one for one in choices if one.index == choice.index] for choice in choices}
@@ -38,7 +38,7 @@ def completion(api, *, stream: bool, **options: Any) -> dict[int, tuple[str, dic
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_completions_tokens_values_and_places(api, stream):
+def test_logprobs_of_a_completion_have_tokens_values_and_offsets(api, stream):
     (text, likely) = completion(api, stream=stream, prompt=SAID, logprobs=2)[0]
     assert text == SAID
     assert likely["tokens"] == ["a", " ", *(f"bytes:\\x{byte:02x}" for byte in BYTES[2:])]
@@ -48,13 +48,13 @@ def test_a_completions_tokens_values_and_places(api, stream):
     assert likely["text_offset"] == [0, 1, 2, 2, 2, 2, 3, 3]
 
 
-def test_no_alternatives_leave_the_token_itself(api):
+def test_zero_alternatives_report_only_the_token_itself(api):
     (_, likely) = completion(api, stream=False, prompt="ab", logprobs=0)[0]
     assert likely["top_logprobs"] == [{"a": -1.0}, {"b": -1.0}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_choice_of_every_prompt_has_its_own(api, stream):
+def test_every_choice_of_every_prompt_has_its_own_logprobs(api, stream):
     said = completion(api, stream=stream, prompt=["abc", "de"], n=2, logprobs=1, echo=True)
     for index, prompt in enumerate(("abc", "abc", "de", "de")):
         text, likely = said[index]
@@ -80,7 +80,7 @@ def test_an_echo_without_logprobs_is_text_alone(api, stream, prompt):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompts_own_stand_beside_its_first_choice(api, stream):
+def test_logprobs_of_a_prompt_are_in_its_first_choice(api, stream):
     asked = {"model": MODEL, "prompt": [97, 98, 127], "n": 2, "extra_body": {"prompt_logprobs": 1}}
     answer = api.completions.create(stream=stream, **asked)
     (first, *rest) = answer if stream else [answer]
@@ -96,7 +96,7 @@ def test_a_prompts_own_stand_beside_its_first_choice(api, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chats_tokens_with_their_bytes_and_alternatives(api, stream):
+def test_logprobs_of_a_chat_have_bytes_and_alternatives(api, stream):
     options = {"model": MODEL, "messages": user(SAID), "n": 2, "logprobs": True, "top_logprobs": 2}
     answer = api.chat.completions.create(stream=stream, **options)
     choices = [choice for piece in answer for choice in piece.choices] if stream else answer.choices
@@ -109,12 +109,12 @@ def test_a_chats_tokens_with_their_bytes_and_alternatives(api, stream):
         assert tops[0] == [("a", -1.0, [97]), ("b", -2.0, [98])]
 
 
-def test_a_chat_may_want_its_own_tokens_alone(api):
+def test_logprobs_of_a_chat_may_have_no_alternatives(api):
     answer = api.chat.completions.create(model=MODEL, messages=user("ab"), logprobs=True)
     assert [one.top_logprobs for one in answer.choices[0].logprobs.content] == [[], []]
 
 
-def test_a_long_prompts_come_in_parts_before_all_text(api):
+def test_logprobs_of_a_long_prompt_come_in_parts_before_the_text(api):
     prompt = [1 + i % 100 for i in range(200)]
     asked = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "extra_body": {"prompt_logprobs": 0}}
     (whole,) = api.completions.create(**asked).choices
@@ -133,7 +133,7 @@ def test_a_long_prompts_come_in_parts_before_all_text(api):
         {"prompt": "x" * 200, "max_tokens": 3, "prompt_logprobs": 0, "logprobs": 2, "n": 2},
     ],
 )
-def test_a_cut_stream_goes_on_with_the_right_places(http, engine, options):
+def test_resumed_stream_continues_with_the_right_offsets(http, engine, options):
     engine.step_s = 0.01
     body = {"model": MODEL, "max_tokens": 64, "stream": True} | options
     whole = http.post("/v1/completions", json=body, headers={"idempotency-key": " ".join(options)})

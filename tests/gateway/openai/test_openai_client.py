@@ -1,4 +1,4 @@
-"""The official client, unmodified: what it asks for is what it gets."""
+"""The official, unmodified OpenAI client: answers agree with its requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_chat_streams_pieces_that_make_up_the_text(api):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_any_text_arrives_as_it_was_said(api, stream):
+def test_any_text_arrives_unchanged(api, stream):
     if stream:
         chunks = api.completions.create(model=MODEL, prompt=NASTY, max_tokens=200, stream=True)
         text = "".join(c.choices[0].text for c in chunks)
@@ -52,7 +52,7 @@ def test_any_text_arrives_as_it_was_said(api, stream):
     assert text == NASTY
 
 
-def test_half_a_character_sends_no_empty_piece(api):
+def test_incomplete_character_sends_no_empty_event(api):
     chunks = list(api.chat.completions.create(model=MODEL, messages=user("🐢!"), stream=True))
     assert "".join(c.choices[0].delta.content for c in chunks) == "🐢!"
     assert all(c.choices[0].delta.content for c in chunks)
@@ -68,14 +68,14 @@ def test_usage_comes_in_a_last_chunk_without_choices_when_asked_for(api):
     assert all(piece.usage is None and piece.choices for piece in pieces)
 
 
-def test_completions_say_16_tokens_unless_told_otherwise(api):
+def test_completions_have_16_tokens_by_default(api):
     answer = api.completions.create(model=MODEL, prompt="x" * 40)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("x" * 16, "length")
     assert answer.id.startswith("cmpl-echo.")
     assert len(api.completions.create(model=MODEL, prompt="x" * 40, max_tokens=20).choices[0].text) == 20
 
 
-def test_chat_without_a_limit_goes_on_to_the_end(api):
+def test_chat_without_a_limit_continues_to_its_end(api):
     answer = api.chat.completions.create(model=MODEL, messages=user("y" * 100))
     assert len(answer.choices[0].message.content) == 100
 
@@ -99,7 +99,7 @@ def test_prompts_may_be_text_or_token_ids_or_lists_of_them(api, prompt, texts):
     assert list(streamed.values()) == texts
 
 
-def test_choices_count_on_over_prompts_and_usage_is_summed(api):
+def test_choices_are_numbered_over_all_prompts_and_usage_is_summed(api):
     answer = api.completions.create(model=MODEL, prompt=["ab", "cde"], n=2)
     assert [(c.index, c.text) for c in answer.choices] == [(0, "ab"), (1, "ab"), (2, "cde"), (3, "cde")]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 10)
@@ -244,7 +244,7 @@ def test_the_clients_own_parsing_gets_an_answer_of_the_model_that_it_asked_for(a
     assert answer.choices[0].message.parsed == River(name="Oder", length_km=840)
 
 
-def test_answers_streams_and_refusals_have_the_id_that_the_log_tells(api, caplog):
+def test_answers_streams_and_refusals_have_the_request_id_of_the_log(api, caplog):
     with caplog.at_level("INFO", "penstock.gateway.access"):
         answer = api.chat.completions.create(model=MODEL, messages=user("a"))
         raw = api.completions.with_raw_response.create(model=MODEL, prompt="a", stream=True)
@@ -276,7 +276,7 @@ def test_every_option_of_openais_may_be_null(api, dialect):
     assert create(**said, **dict.fromkeys(options)).choices[0].finish_reason == "stop"
 
 
-def test_a_conflict_is_not_asked_for_again(api, http):
+def test_client_does_not_retry_a_conflict(api, http):
     def num_conflicts() -> float:
         lines = http.get("/metrics").text.splitlines()
         return sum(float(line.split()[1]) for line in lines if "refusals_total" in line and "conflict" in line)

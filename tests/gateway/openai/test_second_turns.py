@@ -1,7 +1,7 @@
-"""Second requests of agent frameworks, recorded as each version sent them: they are accepted, and lose nothing.
+"""Second requests of agent frameworks, recorded for each version: they are accepted without loss.
 
 `second_turns.json` has each body as the framework sent it to a server that had answered the first request, often with a
-call. Only the long system texts are shortened. `given` is what the model must be given of the messages.
+call. Only the long system texts are shortened. `given` is what the model must get of the messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def agent_url(stack: Stack, agent_engine: EchoEngine) -> str:
 
 
 def last_chat(engine: EchoEngine) -> tuple[Any, str | None]:
-    """The messages and tools that the model was given last."""
+    """Return the messages and tools that the model got last."""
     messages, tools = engine.tokenizer.last_chat or (None, None)
     return messages, tools
 
@@ -41,15 +41,13 @@ def as_json(value: object) -> object:
     return json.loads(json.dumps(value))
 
 
-def test_all_frameworks_are_there() -> None:
+def test_requests_of_all_frameworks_are_recorded() -> None:
     clients = {turn["client"].split()[0] for turn in RECORDED}
     assert clients == {"openai", "litellm", "langchain", "pydantic-ai", "openai-agents", "autogen", "instructor"}
 
 
 @pytest.mark.parametrize("turn", RECORDED, ids=[turn["client"] for turn in RECORDED])
-def test_the_model_is_given_the_whole_conversation(
-    agent_url: str, agent_engine: EchoEngine, turn: dict[str, Any]
-) -> None:
+def test_model_receives_the_whole_conversation(agent_url: str, agent_engine: EchoEngine, turn: dict[str, Any]) -> None:
     answer = httpx.post(f"{agent_url}/v1/chat/completions", json=turn["body"] | {"model": MODEL}, timeout=30)
     assert answer.status_code == 200, answer.text
     messages, tools = last_chat(agent_engine)

@@ -1,4 +1,4 @@
-"""Reasoning that a request turns off, of a model whose chat template opens it; the node says the last turn back."""
+"""A request disables reasoning of a model whose chat template starts it. The node echoes the last message."""
 
 from __future__ import annotations
 

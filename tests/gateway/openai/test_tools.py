@@ -1,4 +1,4 @@
-"""Tool calls and reasoning through the official client; the node says each chat's last turn as its answer."""
+"""Tool calls and reasoning through the official client. The node echoes each chat's last message as its answer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_calls_come_as_calls_and_the_text_before_them_as_content(calling, callin
     assert json.loads(calling_engine.tokenizer.last_chat[1]) == TOOLS
 
 
-def test_a_stream_gives_each_call_once_under_the_same_form(calling):
+def test_stream_has_each_call_once_in_the_same_shape(calling):
     text = f"<think>{'hm ' * 5}</think>\n{CALLS}"
     stream = calling.chat.completions.create(model=MODEL, messages=user(text), tools=TOOLS, stream=True, n=2)
     pieces = [chunk.choices[0] for chunk in stream]
@@ -83,7 +83,7 @@ def test_a_stream_gives_each_call_once_under_the_same_form(calling):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_of_parallel_calls_that_are_not_wanted_the_first_one_comes(calling, stream):
+def test_without_parallel_tool_calls_only_the_first_call_is_returned(calling, stream):
     options = {"tools": TOOLS, "parallel_tool_calls": False, "stream": stream}
     answer = calling.chat.completions.create(model=MODEL, messages=user(CALLS), **options)
     said = [piece.choices[0].delta for piece in answer] if stream else [answer.choices[0].message]
@@ -113,7 +113,7 @@ OTHER = {"type": "function", "function": {"name": "g"}}
         ({"tools": STRICT, "response_format": JSON, "tool_choice": "required"}, {"required": True, "parallel": True}),
     ],
 )
-def test_what_the_node_keeps_a_text_to(calling, calling_engine, options, wanted):
+def test_tool_choice_becomes_a_constraint_of_the_job(calling, calling_engine, options, wanted):
     calling.chat.completions.create(model=MODEL, messages=user("a"), **options)
     form = calling_engine.last_params.structured_outputs
     if wanted is None:
@@ -153,7 +153,7 @@ def test_beside_a_strict_function_the_arguments_of_others_are_any_object(calling
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_the_caller_named_is_no_reason_to_end(calling, stream):
+def test_call_of_a_named_function_ends_with_finish_reason_stop(calling, stream):
     named = {"type": "function", "function": {"name": "f"}}
     answer = calling.chat.completions.create(
         model=MODEL, messages=user(CALLS), tools=TOOLS, tool_choice=named, stream=stream
@@ -161,7 +161,7 @@ def test_a_call_that_the_caller_named_is_no_reason_to_end(calling, stream):
     assert [piece.choices[0] for piece in (answer if stream else [answer])][-1].finish_reason == "stop"
 
 
-def test_an_answer_may_be_sent_back_with_what_its_calls_gave(calling, calling_engine):
+def test_calls_and_their_results_can_be_sent_back(calling, calling_engine):
     chat = user(CALLS)
     message = calling.chat.completions.create(model=MODEL, messages=chat, tools=TOOLS).choices[0].message
     gave = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in message.tool_calls]
@@ -180,7 +180,7 @@ def test_without_tools_a_call_is_text_and_none_are_offered(calling, calling_engi
     assert calling_engine.tokenizer.last_chat[1] is None
 
 
-def test_a_cut_stream_goes_on_in_the_middle_of_a_call(calling_url):
+def test_stream_resumes_in_the_middle_of_a_call(calling_url):
     body = {"model": MODEL, "messages": user(f"<think>hm</think>{CALLS}"), "tools": TOOLS, "stream": True}
     body["stream_options"] = {"include_event_ids": True}
     with httpx.Client(base_url=calling_url, timeout=30) as http:
@@ -216,6 +216,6 @@ def test_tools_that_a_model_cannot_call_are_refused_before_anything_is_queued(ap
         assert int(queue.hget(keys.counts("echo"), "submitted")) == before > 0
 
 
-def test_completions_are_never_read(calling):
+def test_completions_are_never_parsed_for_calls(calling):
     text = f"<think>hm</think>{CALLS}"
     assert calling.completions.create(model=MODEL, prompt=text, max_tokens=250).choices[0].text == text

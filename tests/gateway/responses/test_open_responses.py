@@ -1,6 +1,6 @@
 """The compliance checks of Open Responses (openresponses.org), each request with the members that its schema requires.
 
-The node says a text, or a call if the request offers tools.
+The node answers with a text, or with a call if the request has tools.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory of stored responses: what their readers and the requests that name them hold."""
+"""Memory of stored responses that readers and requests naming them use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ECHOED = {"user": "u" * RECORD_BYTES}
 
 @pytest.fixture(scope="module")
 def narrow(stack: Any, shared_engine: Any) -> str:
-    """A gateway that has memory for one large record."""
+    """A gateway with enough memory for one large record."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.gateway.app.MAX_RESULT_BYTES_HELD_OF_TENANT", 3 * RECORD_BYTES)
         patch.setattr("penstock.gateway.app.MAX_RESULT_WAIT_S", MAX_WAIT_S)
@@ -36,7 +36,7 @@ def held_bytes(url: str) -> float:
 
 
 def slow_reader(url: str, path: str, body: dict[str, Any] | None = None) -> socket.socket:
-    """Ask for an answer, and read nothing of it."""
+    """Request an answer, and read nothing of it."""
     address, raw = urlsplit(url), b"" if body is None else json.dumps(body).encode()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,4 +1,4 @@
-"""What becomes of a response whose caller leaves its stream, and the headers of a response's answers."""
+"""Responses whose client closes the stream, and the headers of a response's answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOB = "x-penstock-job"
 
 @pytest.fixture(scope="module")
 def slow(stack: Any, shared_engine: Any) -> Any:
-    """A node whose jobs may be without a reader for a minute."""
+    """A node whose jobs may have no reader for a minute."""
     engine = type(shared_engine)()
     engine.step_s = 0.03
     stack.start_node(engine, model=MODEL, pool="slow_responses", reattach_grace_ms=60_000)
@@ -23,7 +23,7 @@ def slow(stack: Any, shared_engine: Any) -> Any:
 
 
 def left_stream(http: httpx.Client, **options: Any) -> str:
-    """The job of a response whose caller leaves the stream at the first event."""
+    """Return the job of a response whose client closes the stream at the first event."""
     body = {"model": MODEL, "input": "gates open by pressure", "stream": True, **options}
     with http.stream("POST", "/v1/responses", json=body) as response:
         next(response.iter_lines())

@@ -1,4 +1,4 @@
-"""Calls and reasoning in responses; the node says each conversation's last message as its answer."""
+"""Calls and reasoning in responses. The node echoes each conversation's last message as its answer."""
 
 from __future__ import annotations
 

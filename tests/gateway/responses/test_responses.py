@@ -1,4 +1,4 @@
-"""The Responses API through the official client; the node says each conversation's last message as its answer."""
+"""The Responses API through the official client. The node echoes each conversation's last message as its answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RIVER = '{"name": "Oder", "length_km": 840}'
 
 
 def ended(api: Any, response_id: str) -> Any:
-    """Polls a background response, as its owner does."""
+    """Poll a background response until it has ended. Return it."""
     while (response := api.responses.retrieve(response_id)).status in ("queued", "in_progress"):
         time.sleep(0.02)
     return response
@@ -49,7 +49,7 @@ def begun(api: Any, response_id: str) -> Any:
 
 
 def forget_log(redis_url: str, response_id: str) -> None:
-    """As time does, two minutes after the end."""
+    """Delete the log, as its expiry does two minutes after the end."""
     with redis.Redis.from_url(redis_url) as queue:
         assert queue.delete(keys.log(response_id.removeprefix("resp_"))) == 1
 

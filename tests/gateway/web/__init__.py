@@ -1,1 +1,1 @@
-"""Tests of the web page. As a package they share a browser, which closes behind the last of them."""
+"""Tests of the web page. They are a package so that they share a browser, which closes after the last one."""

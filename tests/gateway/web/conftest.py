@@ -44,7 +44,7 @@ def tab(browser: Browser) -> Iterator[Page]:
 
 @pytest.fixture
 def page(tab: Page) -> Iterator[Page]:
-    """An empty tab that remembers nothing. A script error or a violated policy fails the test.
+    """An empty tab without stored data. A script error or a violated policy fails the test.
 
     It shows no animations, whose frames would take most of the browser's CPU time.
     """
@@ -72,7 +72,7 @@ def page(tab: Page) -> Iterator[Page]:
 
 
 def leave(tab: Page) -> None:
-    """Forget what the page keeps, and end its streams by leaving it."""
+    """Delete the page's stored data, and end its streams by leaving it."""
     if tab.url != BLANK:
         tab.evaluate("localStorage.clear(); sessionStorage.clear()")
         tab.goto(BLANK)
@@ -110,7 +110,7 @@ class Playground:
 
     @property
     def status(self) -> Locator:
-        """Where the last answer is, or why it ended."""
+        """The state of the last answer, or why it ended."""
         return self.answer.get_by_role("status")
 
 

@@ -1,4 +1,4 @@
-"""The dashboard: the feed of its states, and what a browser shows of them. Also the frame of both views."""
+"""The dashboard: its stream of states, and what a browser shows of them. Also the frame of both views."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ STEP_S = 0.01
 
 
 def read_states(url: str, count: int, found: list[dict[str, Any]]) -> None:
-    """Read so many states as a viewer."""
+    """Read this many states as a viewer."""
     with httpx.stream("GET", f"{url}/dashboard", headers=EVENTS, timeout=10) as stream:
         lines = (line for line in stream.iter_lines() if line.startswith("data: "))
         found += [json.loads(line[6:]) for line, _ in zip(lines, range(count), strict=False)]
 
 
 def num_reads(redis_url: str) -> int:
-    """How often anything looked for tenants with queued jobs; only the dashboard does."""
+    """How many reads of tenants with queued jobs there were. Only the dashboard does them."""
     with sync_redis.Redis.from_url(redis_url) as client:
         stats: dict[str, Any] = client.info("commandstats")
     return int(stats.get("cmdstat_hscan", {"calls": 0})["calls"])
@@ -115,7 +115,7 @@ def test_further_viewers_are_refused(stack: Stack, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def nodes(redis_url: str) -> Iterator[dict[str, NodeProcess]]:
-    """Two nodes of one pool, in processes of their own."""
+    """Two nodes of one pool, each in its own process."""
     with ExitStack() as stack:
         settings: dict[str, Any] = {"pool": POOL, "lease_ms": 3000, "step_s": STEP_S, "aliases": '["pair-model"]'}
         started = {name: NodeProcess(redis_url, name=name, **settings) for name in ("node-a", "node-b")}

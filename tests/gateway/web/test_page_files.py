@@ -1,4 +1,4 @@
-"""The files of the web page: their callers and headers, and that they need nothing else."""
+"""The files of the web page: access and headers, and that they load nothing from elsewhere."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_waiting_request_shows_its_position(page: Page, stack: Stack, url: str) 
 
 @pytest.fixture
 def limited_key(stack: Stack, url: str) -> Iterator[str]:
-    """A key that permits one job per minute. It closes its own gateway only: others have seen no key."""
+    """A key that permits one job per minute. It closes only its own gateway: others do not know it."""
 
     async def add() -> str:
         async with connect(stack.redis_url) as redis:

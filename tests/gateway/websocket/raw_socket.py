@@ -1,4 +1,4 @@
-"""A WebSocket client that can break the protocol: it sends any bytes, and reads the server's frames."""
+"""A WebSocket client that can violate the protocol: it sends any bytes, and reads the server's frames."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ServerFrame(NamedTuple):
 
     @property
     def close_code(self) -> int:
-        """The code of a close frame; 1005 stands for none."""
+        """The code of a close frame, 1005 if it has none."""
         return int(struct.unpack("!H", self.data[:2])[0]) if self.data else 1005
 
 
@@ -49,7 +49,7 @@ def frame(opcode: int, data: bytes = b"", *, fin: bool = True, masked: bool = Tr
 
 
 class RawSocket:
-    """A connection to the gateway at `url`; `received_bytes` limits what its system keeps unread."""
+    """A connection to the gateway at `url`. `received_bytes`: the size of its receive buffer."""
 
     def __init__(self, url: str, *, received_bytes: int | None = None, opens: bool = True, **headers: str) -> None:
         address = urlsplit(url)
@@ -70,7 +70,7 @@ class RawSocket:
         self.socket.close()
 
     def ask(self, headers: dict[str, str], *, line: str = "GET /v1/stream HTTP/1.1") -> tuple[int, bytes]:
-        """Send a handshake. The status and the rest of what came with it."""
+        """Send a handshake. Return the status and the rest of the received bytes."""
         lines = [line, *(f"{name}: {value}" for name, value in (HANDSHAKE | headers).items() if value), "", ""]
         self.socket.sendall("\r\n".join(lines).encode())
         answer = b""
@@ -88,7 +88,7 @@ class RawSocket:
         self.send(frame(TEXT, json.dumps(message).encode()))
 
     def receive(self) -> ServerFrame:
-        """The next frame. An end of the connection is an empty close frame."""
+        """Return the next frame. The end of the connection is an empty close frame."""
         try:
             head = self._read(2)
             size = head[1]

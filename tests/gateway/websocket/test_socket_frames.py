@@ -1,4 +1,4 @@
-"""Frames that break the WebSocket protocol or flood it: close codes, and what other callers notice."""
+"""Frames that violate the WebSocket protocol or flood it: close codes, and the effect on other callers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def longest_round(stack: Stack) -> Iterator[list[float]]:
 
 
 def assert_no_long_round(stack: Stack, load: Callable[[], None]) -> None:
-    """A load that holds the loop holds it each time. A machine with other work may make any single round longer."""
+    """Assert that no load holds the loop each time. Other work on the machine may lengthen any single round."""
     found_s = []
     for _ in range(3):
         with longest_round(stack) as longest:
@@ -141,7 +141,7 @@ def test_messages_before_a_violation_are_answered_or_dropped_but_the_close_comes
     assert raw.close_code() == 1002
 
 
-def test_unfinished_message_of_a_lost_connection_harms_nobody_else(url: str, http: httpx.Client) -> None:
+def test_unfinished_message_of_a_lost_connection_affects_no_other(url: str, http: httpx.Client) -> None:
     with RawSocket(url) as connection:
         connection.send(frame(TEXT, SUBMIT)[:-1])
     assert http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}).status_code == 200
@@ -211,7 +211,7 @@ def test_origin_that_is_no_page_of_this_gateway_may_not(url: str, engine: EchoEn
         assert connection.ask({"Origin": origin})[0] == 403
 
 
-def test_frames_right_behind_the_handshake_are_handled_after_it(url: str, engine: EchoEngine) -> None:
+def test_frames_right_after_the_handshake_are_handled(url: str, engine: EchoEngine) -> None:
     with RawSocket(url, opens=False) as connection:
         head = "\r\n".join(f"{name}: {value}" for name, value in HANDSHAKE.items())
         early = f"GET /v1/stream HTTP/1.1\r\n{head}\r\n\r\n".encode() + frame(PING, b"early") + frame(TEXT, SUBMIT)

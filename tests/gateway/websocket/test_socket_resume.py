@@ -1,4 +1,4 @@
-"""Streams that outlive their WebSocket: resumed after any event or the death of a gateway, and slow readers."""
+"""Streams that survive their WebSocket: resumed after any event or after a gateway's death, and slow readers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_stream_resumes_after_any_event_at_another_gateway(
 
 
 def _said(messages: list[Message]) -> list[Any]:
-    """The events without the time of the answer, which a resumed stream has anew."""
+    """Return the events without the creation time, which differs in a resumed stream."""
     return [{**data, "created": None} for data in data_of(messages)]
 
 
@@ -156,7 +156,7 @@ def close_code_of(socket: SocketClient) -> int:
 
 @pytest.fixture
 def protocols(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
-    """The connections that could not be written to at once."""
+    """The connections whose send buffer was full."""
     found: set[Any] = set()
     pause = socket_protocol.BoundedSocket.pause_writing
 
@@ -223,7 +223,7 @@ def test_streams_of_a_reader_that_takes_nothing_end_with_a_named_error(
         assert http.get("/health").status_code == 200
 
 
-def test_many_websockets_at_once_stay_apart(url: str, engine: EchoEngine) -> None:
+def test_concurrent_websockets_do_not_mix(url: str, engine: EchoEngine) -> None:
     failures: list[str] = []
 
     def talk(number: int) -> None:

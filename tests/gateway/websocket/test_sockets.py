@@ -105,7 +105,7 @@ def test_cancel_of_a_background_job_cancels_it(socket: SocketClient, http: httpx
 
 
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/completions", "/v1/responses"])
-def test_cancel_right_behind_its_submit_ends_the_job(
+def test_cancel_right_after_its_submit_ends_the_job(
     socket: SocketClient, http: httpx.Client, engine: EchoEngine, path: str
 ) -> None:
     engine.step_s = 0.05

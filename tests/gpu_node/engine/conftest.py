@@ -1,4 +1,4 @@
-"""The engine on the tiny model, and what its results are compared with."""
+"""The engine on the tiny model, and the reference for its results."""
 
 from __future__ import annotations
 

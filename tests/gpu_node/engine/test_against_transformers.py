@@ -1,4 +1,4 @@
-"""Greedy tokens against transformers in float32, with everything on that could change them."""
+"""Greedy tokens equal transformers' in float32, with every feature enabled that could change them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def _all_was_on(stats: EngineStats) -> bool:
     return stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0
 
 
-def test_the_tiny_model_says_what_transformers_generate_says(
-    make_engine: Callable[..., Engine], tiny_model: Path
-) -> None:
+def test_tiny_model_generates_the_tokens_of_transformers(make_engine: Callable[..., Engine], tiny_model: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model)
     engine = make_engine(**TORCH, num_kv_blocks=40, max_num_batched_tokens=48, max_num_seqs=16)
     params = SamplingParams(temperature=0.0, max_tokens=20)
@@ -45,7 +43,7 @@ def test_the_tiny_model_says_what_transformers_generate_says(
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
-def test_repetition_penalty_is_transformers(
+def test_repetition_penalty_equals_that_of_transformers(
     make_engine: Callable[..., Engine], tiny_model: Path, penalty: float
 ) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -68,7 +66,7 @@ def test_repetition_penalty_is_transformers(
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_the_demo_model_says_what_transformers_says(demo_model: Path) -> None:
+def test_demo_model_generates_the_tokens_of_transformers(demo_model: Path) -> None:
     engine = Engine(
         EngineConfig(
             model=str(demo_model), dtype="float32", kv_cache_tokens=640, max_num_batched_tokens=96, max_num_seqs=32

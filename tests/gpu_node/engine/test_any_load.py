@@ -1,4 +1,4 @@
-"""Scheduler and memory under any order of events: every sequence always reads its own keys, and everything adds up.
+"""Scheduler and memory under any order of events: every sequence reads its own keys, and all counts agree.
 
 HYPOTHESIS_PROFILE=full runs more than 100,000 steps.
 """
@@ -31,7 +31,7 @@ RARE_EVENTS = ("in place", "failure", "no memory", "overshot")
 
 
 class Whim(FirstComeFirstServed):
-    """A policy of which a test sets the order: which sequence preempts, which may pass, and which is the victim."""
+    """A policy that follows the test: which sequence preempts, which may pass, and which is the victim."""
 
     def __init__(self) -> None:
         self.pressed: tuple[int, int] | None = None
@@ -60,7 +60,7 @@ class Whim(FirstComeFirstServed):
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Any order of arrivals, removals, steps, failures and preemptions; what comes while a step runs too."""
+    """Any order of arrivals, aborts, steps, failures and preemptions, also while a step is in flight."""
 
     seen: ClassVar[Counter[str]] = Counter()
 
@@ -116,7 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
         penalty=st.sampled_from((*[0.0] * 7, 1.0)),
     )
     def add(self, num_prompt: int, num_output: int, n: int, cut: int, **settings: Any) -> None:
-        """With `cut`, a request that another node began: some choices have tokens already."""
+        """Add a request. `cut`: another node has generated some tokens of some choices."""
         num_prompt = min(num_prompt, self.room - 1)
         num_output = min(num_output, self.room - num_prompt)
         name, self.num_added = str(self.num_added), self.num_added + 1
@@ -170,7 +170,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(num_steps=st.integers(1, 3))
     def go_on(self, num_steps: int) -> None:
-        """Some steps of which each is as good as any."""
+        """Run several steps."""
         for _ in range(num_steps):
             self._go_on()
 
@@ -190,7 +190,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flights)
     @rule(for_memory=st.booleans(), ahead=st.booleans())
     def fail(self, for_memory: bool, ahead: bool) -> None:
-        """With whatever is planned ahead of it."""
+        """Fail a step, with those planned ahead of it."""
         if ahead and len(self.flights) < self.max_in_flight:
             self.launch()
         self.seen["no memory" if for_memory else "failure"] += 1
@@ -240,7 +240,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert 0 <= self.scheduler.num_tokens_unused <= self.memory.num_held * BLOCK_SIZE
 
     def teardown(self) -> None:
-        """All sequences end, and all blocks are free again."""
+        """Assert that after all sequences have ended, all blocks are free."""
         if self.num_added == 0:
             return
         for _ in range(2000):
@@ -259,7 +259,7 @@ def _hashes(seq: Sequence, tokens: list[int]) -> list[bytes]:
 
 
 @pytest.mark.timeout(3600 if FULL else 120)
-def test_any_load_is_served_in_full_and_every_sequence_reads_its_own() -> None:
+def test_any_load_is_served_in_full_and_every_sequence_reads_its_own_blocks() -> None:
     examples, steps = (2500, 50) if FULL else (60, 40)
     stateful.run_state_machine_as_test(
         EngineMachine,

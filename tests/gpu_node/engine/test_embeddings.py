@@ -1,4 +1,4 @@
-"""Embeddings are transformers' hidden states, pooled, whatever the batch goes through."""
+"""Embeddings equal transformers' pooled hidden states, in any batch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _values(embeddings: Sequence[Embedding]) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_of_every_prompt_of_a_batch_in_chunks(
+def test_embeddings_of_a_batch_in_chunks_equal_transformers(
     model: Any, make_engine: Callable[..., Engine], runner: str, pooling: Pooling
 ) -> None:
     settings, most = RUNNERS[runner]
@@ -85,7 +85,9 @@ def test_many_short_prompts_share_steps(make_engine: Callable[..., Engine]) -> N
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_the_same_bits_alone_and_in_any_batch_and_chunks(make_engine: Callable[..., Engine], pooling: Pooling) -> None:
+def test_embeddings_have_the_same_bits_alone_and_in_any_batch_and_chunks(
+    make_engine: Callable[..., Engine], pooling: Pooling
+) -> None:
     settings, prompts = RUNNERS["native"][0], [*_prompts(12, seed=5), list(range(290))]
     alone = make_engine(**settings, max_num_batched_tokens=512)
     wanted = [alone.embed([prompt], pooling=pooling)[0].values for prompt in prompts]
@@ -96,7 +98,7 @@ def test_the_same_bits_alone_and_in_any_batch_and_chunks(make_engine: Callable[.
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_the_same_bits_through_preemption(
+def test_embeddings_have_the_same_bits_through_preemption(
     make_engine: Callable[..., Engine], pooling: Pooling, preemption: str
 ) -> None:
     """Each prompt is more urgent than those before it, and arrives while they are computed."""
@@ -117,7 +119,7 @@ def test_the_same_bits_through_preemption(
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
-def test_the_same_bits_through_failed_steps(make_engine: Callable[..., Engine], is_ahead: bool) -> None:
+def test_embeddings_have_the_same_bits_through_failed_steps(make_engine: Callable[..., Engine], is_ahead: bool) -> None:
     """Also with steps that are planned before the steps ahead of them are done."""
     settings, prompts = RUNNERS["native"][0], _prompts(30, seed=7)
     wanted = _values(make_engine(**settings).embed(prompts))
@@ -149,7 +151,7 @@ def _note(found: dict[str, tuple[float, ...]], outputs: Sequence[StepOutput]) ->
             found[output.request_id] = tuple(np.frombuffer(output.embedding, "<f4").tolist())
 
 
-def test_text_beside_them_is_not_changed(model: Any, make_engine: Callable[..., Engine]) -> None:
+def test_embeddings_do_not_change_text_in_the_same_batch(model: Any, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(**TORCH, max_num_batched_tokens=32, max_num_seqs=4)
     params = SamplingParams(temperature=0.0, max_tokens=12)
     (wanted,) = engine.generate([[1, 2, 3]], params)
@@ -214,7 +216,7 @@ def test_the_models_files_name_the_default_pooling(model_copy: Path, make_engine
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_of_a_prompt_with_an_adapter(
+def test_embedding_of_a_prompt_with_an_adapter(
     model: Any, tmp_path: Path, make_engine: Callable[..., Engine], pooling: Pooling
 ) -> None:
     adapter = make_adapter(tmp_path / "tuned", model)

@@ -43,7 +43,7 @@ def greedy_alone(plain: Engine) -> list[tuple[int, ...]]:
         {"block_size": 32},
     ],
 )
-def test_how_requests_are_batched_does_not_change_what_they_say(
+def test_batching_changes_no_tokens(
     make_engine: MakeEngine, greedy_alone: list[tuple[int, ...]], settings: dict[str, Any]
 ) -> None:
     engine = make_engine(**settings)
@@ -53,7 +53,7 @@ def test_how_requests_are_batched_does_not_change_what_they_say(
     check_idle(engine)
 
 
-def test_blocks_of_eight_tokens_do_not_change_what_torch_says(make_engine: MakeEngine) -> None:
+def test_block_size_8_changes_no_tokens_on_torch(make_engine: MakeEngine) -> None:
     """The native runner has none."""
     alone = make_engine(**TORCH)
     want = [alone.generate([prompt], GREEDY)[0].choices for prompt in PROMPTS]
@@ -70,7 +70,7 @@ def test_last_outputs_count_the_preemptions_of_their_choices(make_engine: MakeEn
     assert sum(output.num_preemptions for output in ends) == small.stats().num_preemptions > 0
 
 
-def test_small_pools_do_preempt_and_known_prompts_are_not_computed_again(make_engine: MakeEngine) -> None:
+def test_small_pools_preempt_and_cached_prompts_are_not_computed_again(make_engine: MakeEngine) -> None:
     small, large = make_engine(num_kv_blocks=12), make_engine()
     small.generate(PROMPTS, GREEDY)
     assert small.stats().num_preemptions > 0
@@ -246,7 +246,7 @@ def test_what_is_no_list_of_prompts_is_refused(plain: Engine, prompts: Any) -> N
     assert caught.value.param == "prompts"
 
 
-def test_a_request_whose_logits_break_fails_alone(make_engine: MakeEngine) -> None:
+def test_request_with_nonfinite_logits_fails_alone(make_engine: MakeEngine) -> None:
     engine = make_engine(**TORCH, enable_prefix_caching=True)
     want = engine.generate(["the gate"], GREEDY)[0].choices[0].token_ids
     with poisoned(engine._runner, 300):
@@ -262,7 +262,7 @@ def test_a_request_whose_logits_break_fails_alone(make_engine: MakeEngine) -> No
     check_idle(engine)
 
 
-def test_blocks_of_an_aborted_prompt_that_was_no_numbers_can_be_used_again(make_engine: MakeEngine) -> None:
+def test_blocks_of_an_aborted_nonfinite_prompt_can_be_used_again(make_engine: MakeEngine) -> None:
     engine = make_engine(**TORCH, enable_prefix_caching=False, num_kv_blocks=8, max_num_batched_tokens=64)
     want = engine.generate(["the gate"] * 2, GREEDY)
     with poisoned(engine._runner, 300):
@@ -333,7 +333,7 @@ def test_stats_count_what_was_done(make_engine: MakeEngine) -> None:
     "settings",
     [{"num_kv_blocks": 4, "kv_cache_tokens": 64}, {"max_num_batched_tokens": 8}, {"block_size": 7}, {"colour": "red"}],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         EngineConfig(model="x", **settings)
 

@@ -9,7 +9,7 @@ import pytest
 from penstock import ConfigError, Engine, EngineConfig, SamplingParams
 
 
-def test_engine_of_a_path_says_what_an_engine_of_a_config_says(tiny_model: Path) -> None:
+def test_engine_of_a_path_generates_what_an_engine_of_a_config_generates(tiny_model: Path) -> None:
     settings = {"runner": "torch", "num_kv_blocks": 40}
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     by_path = Engine(tiny_model, **settings)

@@ -1,4 +1,4 @@
-"""Every family against transformers: the same logits and the same tokens, however the work is cut up."""
+"""Every family against transformers: the same logits and tokens, however the prompt is split into chunks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _logits(model: Any, token_ids: list[int], *, one_by_one: bool) -> NDArray[np
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_transformers_in_one_step_in_any_and_after_a_prefix(family_folder: Folder, name: str) -> None:
+def test_logits_equal_transformers_in_one_step_in_chunks_and_after_a_prefix(family_folder: Folder, name: str) -> None:
     runner: Any = load_model(str(family_folder(name)), OPTIONS, lambda stage, fraction: None).runner
     whole, cut, other = (random.Random(seed).choices(range(384), k=LENGTH) for seed in (0, 0, 1))
     # Rotations that depend on how long a text has become are known for texts that grow token by token.
@@ -82,7 +82,7 @@ EACH_RUN = ("llama", "mistral", "falcon 7b", "gpt-neox")
         if name not in (*GROWN_BY_LENGTH, *LOGITS_ONLY)
     ],
 )
-def test_greedy_tokens_are_transformers_beside_each_other(family_folder: Folder, name: str) -> None:
+def test_greedy_tokens_of_a_batch_equal_transformers(family_folder: Folder, name: str) -> None:
     engine = Engine(
         EngineConfig(
             model=str(family_folder(name)),

@@ -1,4 +1,4 @@
-"""How likely tokens were, of outputs and of prompts: transformers' log-softmax, whatever the batch goes through."""
+"""Log-probabilities of outputs and prompts equal transformers' log-softmax, in any batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PARAMS = [
 
 
 def _log_softmax(model: Any, token_ids: Sequence[int]) -> NDArray[np.float32]:
-    """Of what follows each token, [tokens, vocab]."""
+    """Return the log-probabilities of the token after each position, [tokens, vocab]."""
     with torch.inference_mode():
         values: NDArray[np.float32] = model(torch.tensor([list(token_ids)])).logits[0].log_softmax(-1).numpy()
     return values
@@ -78,7 +78,7 @@ def _check_all(model: Any, said: Sequence[Generation], params: Sequence[Sampling
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_of_every_row_of_a_mixed_batch(model: Any, make_engine: Callable[..., Engine], runner: str) -> None:
+def test_logprobs_of_every_row_of_a_mixed_batch(model: Any, make_engine: Callable[..., Engine], runner: str) -> None:
     settings, most = RUNNERS[runner]
     engine = make_engine(max_num_batched_tokens=24, max_num_seqs=16, **settings)
     for _ in range(2):  # the second time all prompts are cached
@@ -87,7 +87,7 @@ def test_of_every_row_of_a_mixed_batch(model: Any, make_engine: Callable[..., En
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_the_same_through_preemption(make_engine: Callable[..., Engine], runner: str) -> None:
+def test_logprobs_are_the_same_through_preemption(make_engine: Callable[..., Engine], runner: str) -> None:
     """A pool that holds two of these at a time: what was scored or said before is not said otherwise later."""
     settings, _ = RUNNERS[runner]
     roomy, tight = (
@@ -108,7 +108,7 @@ def test_the_same_through_preemption(make_engine: Callable[..., Engine], runner:
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
-def test_the_same_through_failed_steps(make_engine: Callable[..., Engine], is_ahead: bool) -> None:
+def test_logprobs_are_the_same_through_failed_steps(make_engine: Callable[..., Engine], is_ahead: bool) -> None:
     """Also with steps that are planned before the tokens ahead of them are known."""
     settings, rng = RUNNERS["native"][0], random.Random(1)
     sizes = {"max_num_batched_tokens": 24, "max_num_seqs": 12, "num_kv_blocks": 24, "num_swap_blocks": 20}
@@ -141,7 +141,7 @@ def _outputs(engine: Engine) -> list[StepOutput]:
 
 
 @pytest.mark.parametrize("num_logged", [0, 1, 5])
-def test_another_engine_goes_on_with_the_same(make_engine: Callable[..., Engine], num_logged: int) -> None:
+def test_another_engine_continues_with_the_same_logprobs(make_engine: Callable[..., Engine], num_logged: int) -> None:
     params = SamplingParams(max_tokens=12, seed=3, logprobs=3, prompt_logprobs=2)
     first, second = make_engine(**TORCH), make_engine(**TORCH)
     first.add(EngineRequest("whole", PROMPTS[0], params, seed=3))

@@ -1,4 +1,4 @@
-"""The engine while a step runs: what may happen meanwhile, and that nothing of it is seen by a client."""
+"""Calls of the engine while a step is in flight have no effect that a client sees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def greedy_alone(plain: Engine) -> list[tuple[int, ...]]:
     return [plain.generate([prompt], GREEDY)[0].choices[0].token_ids for prompt in PROMPTS]
 
 
-def test_what_a_step_gave_is_handed_out_while_the_next_one_runs(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_of_a_step_are_returned_while_the_next_one_runs(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     may_land, submit, plans = threading.Semaphore(0), plain._runner.submit, []
 
     class Held:
@@ -49,7 +49,7 @@ def test_what_a_step_gave_is_handed_out_while_the_next_one_runs(plain: Engine, m
     assert output.finish_reason == "length" and not plain.has_work()
 
 
-def test_a_token_sampled_behind_a_stop_string_is_neither_shown_nor_counted(plain: Engine) -> None:
+def test_token_sampled_after_a_stop_string_is_neither_shown_nor_counted(plain: Engine) -> None:
     whole = plain.generate([PROMPTS[0]], GREEDY)[0].choices[0]
     stop = whole.text[6:9]
     counted_before = plain.stats().decode_tokens
@@ -68,7 +68,7 @@ def test_a_token_sampled_behind_a_stop_string_is_neither_shown_nor_counted(plain
     check_idle(plain)
 
 
-def test_an_id_may_come_back_while_a_step_of_its_first_life_runs(
+def test_request_id_can_be_reused_while_a_step_of_the_first_request_runs(
     plain: Engine, greedy_alone: list[tuple[int, ...]]
 ) -> None:
     plain.add(EngineRequest("x", plain.tokenizer.encode(PROMPTS[1]), GREEDY, seed=0))
@@ -98,7 +98,7 @@ def test_an_aborted_requests_step_may_still_fail(make_engine: MakeEngine, monkey
     check_idle(fresh)
 
 
-def test_a_second_interrupt_ends_a_step_that_never_would_and_leaves_an_engine_that_goes_on(
+def test_second_interrupt_ends_a_hanging_step_and_the_engine_stays_usable(
     plain: Engine, greedy_alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit, hangs = plain._runner.submit, iter([True, True, True, False])
@@ -121,7 +121,7 @@ def test_a_second_interrupt_ends_a_step_that_never_would_and_leaves_an_engine_th
     check_idle(plain)
 
 
-def test_an_interrupt_at_any_call_leaves_an_engine_that_goes_on(make_engine: MakeEngine) -> None:
+def test_interrupt_at_any_call_leaves_the_engine_usable(make_engine: MakeEngine) -> None:
     engine, uncached = make_engine(), make_engine(enable_prefix_caching=False)
     short, num_calls, interrupted_at = GREEDY.model_copy(update={"max_tokens": 3}), 0, 0
 

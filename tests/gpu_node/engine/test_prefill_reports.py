@@ -1,4 +1,4 @@
-"""A request that asks for it learns how far its prompt is computed, in outputs without tokens."""
+"""A request may ask for reports on how much of its prompt is computed, in outputs without tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A choice that another node began goes on exactly where its log ends."""
+"""A choice that another node began continues exactly where its log ends."""
 
 from __future__ import annotations
 
@@ -44,13 +44,15 @@ def _log(outputs: list[StepOutput], choice: int = 0) -> ResumedChoice:
 
 
 def _stop_in(text: str) -> str:
-    """A stop string of several characters, first found far into the text."""
+    """Return a stop string of several characters, which occurs first far into the text."""
     return next(text[at : at + 4] for at in range(len(text) // 2, len(text)) if text.index(text[at : at + 4]) == at)
 
 
 @pytest.mark.parametrize("with_stop", [False, True])
 @pytest.mark.parametrize("params", [SAMPLED, SAMPLED.model_copy(update={"temperature": 0.0, "min_tokens": 10})])
-def test_any_cut_gives_the_same_tokens_and_text(engine: Engine, params: SamplingParams, with_stop: bool) -> None:
+def test_resuming_after_any_token_gives_the_same_tokens_and_text(
+    engine: Engine, params: SamplingParams, with_stop: bool
+) -> None:
     whole = _run(engine, params)
     if with_stop:
         params = params.model_copy(update={"stop": (_stop_in(_log(whole).text), "never said")})
@@ -72,7 +74,7 @@ def test_text_generated_but_not_logged_comes_with_the_next_output(engine: Engine
     assert rest[0].text.startswith(log.text[-3:])
 
 
-def test_closed_choices_stay_closed_and_open_ones_go_on(engine: Engine) -> None:
+def test_closed_choices_stay_closed_and_open_ones_continue(engine: Engine) -> None:
     params = SAMPLED.model_copy(update={"n": 3})
     whole = _run(engine, params)
     logs = [_log(whole, 0), _log([output for output in whole if output.position < 11], 1)]

@@ -1,4 +1,4 @@
-"""Sampling options in the engine: its tokens are the reference sampler's over transformers' logits."""
+"""Sampling options in the engine: its tokens equal the reference sampler's over transformers' logits."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
         {"temperature": 1.5, "seed": 7, "min_p": 0.02, "top_k": 20, "top_p": 0.9, "frequency_penalty": 1.0},
     ],
 )
-def test_tokens_are_the_references(engine: Engine, model: Any, options: dict[str, Any]) -> None:
+def test_tokens_equal_those_of_the_reference(engine: Engine, model: Any, options: dict[str, Any]) -> None:
     prompt = engine.tokenizer.encode(PROMPT)
     assert _said(engine, **options) == _said_by_reference(model, prompt, **options)
 
 
 def _word(engine: Engine, said: list[int], num_tokens: int) -> str:
-    """A text of so many tokens that stands in what was said, and that the tokenizer takes apart in the same way."""
+    """Return a text of this many tokens from the output, which the tokenizer splits in the same way."""
     for at in range(len(said)):
         ids = tuple(said[at : at + num_tokens])
         word = engine.tokenizer.decode(ids)
@@ -75,7 +75,7 @@ def _word(engine: Engine, said: list[int], num_tokens: int) -> str:
     raise LookupError(num_tokens)
 
 
-def test_bad_words_are_transformers(engine: Engine, model: Any) -> None:
+def test_bad_words_equal_those_of_transformers(engine: Engine, model: Any) -> None:
     prompt, plain = engine.tokenizer.encode(PROMPT), _said(engine, temperature=0.0)
     # Of what it would say: one token, and two that follow each other.
     words = [_word(engine, plain, 1), _word(engine, plain, 2)]
@@ -135,13 +135,13 @@ def test_rows_with_and_without_options_stand_side_by_side(engine: Engine) -> Non
     assert together[1] == [7] * NUM_TOKENS
 
 
-def test_a_token_that_is_not_there_cannot_be_biased(engine: Engine) -> None:
+def test_bias_of_an_unknown_token_is_refused(engine: Engine) -> None:
     with pytest.raises(RequestError, match="logit_bias has a token id outside the vocabulary of 384"):
         _said(engine, logit_bias={384: 1.0})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # of torch, and of the native kernels
-def test_what_only_the_tokenizer_knows_is_nothing_to_the_model_nor_to_others(
+def test_tokens_outside_the_models_vocabulary_change_no_output(
     make_engine: Callable[..., Engine], model_copy: Path, dtype: str
 ) -> None:
     said = _said(make_engine(model=str(model_copy), dtype=dtype), temperature=1.0, seed=3)
@@ -166,7 +166,7 @@ def test_a_frequency_penalty_makes_a_text_repeat_less_and_a_negative_one_more(en
     assert different[0] < different[1] < different[2]
 
 
-def test_penalties_of_a_resumed_choice_count_what_it_said_before(engine: Engine) -> None:
+def test_penalties_of_a_resumed_choice_count_its_logged_tokens(engine: Engine) -> None:
     options = {"temperature": 0.0, "presence_penalty": 1.0, "frequency_penalty": 0.5}
     whole = _said(engine, **options)
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **options)

@@ -1,4 +1,4 @@
-"""Faults at allocation, copy and forward: only a faulty sequence ends; the others give the same answers as without."""
+"""Faults at allocation, copy and forward: only a faulty sequence ends; the others' answers do not change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _add_all(engine: Engine) -> None:
 
 
 def _drain(engine: Engine) -> list[StepOutput]:
-    """Steps as a node does: whatever fails is taken again."""
+    """Step as a node does, again after each failure."""
     outputs, num_failures = [], 0
     while engine.has_work():
         try:
@@ -69,7 +69,7 @@ def _inject(engine: Engine, fault: Callable[[Place, StepPlan | None], Exception 
 
 @pytest.fixture(scope="module")
 def want(make_engine: MakeEngine) -> Answers:
-    """What is said where nothing fails."""
+    """The answers of an engine without faults."""
     engine = make_engine(**NATIVE)
     _add_all(engine)
     return _answers(_drain(engine))
@@ -78,7 +78,7 @@ def want(make_engine: MakeEngine) -> Answers:
 @pytest.mark.parametrize(
     ("place", "error", "policy"), pairwise(["start", "copy", "forward"], [RuntimeError, MemoryError], ["fcfs", "fair"])
 )
-def test_faults_that_pass_end_nobody(
+def test_transient_faults_end_no_request(
     make_engine: MakeEngine, want: Answers, place: Place, error: type[Exception], policy: str
 ) -> None:
     engine, rng = make_engine(**NATIVE | TIGHT, scheduling_policy=policy), random.Random(0)
@@ -93,7 +93,7 @@ def test_faults_that_pass_end_nobody(
     assert stats.num_memory_failures == (faulty.num_failures if error is MemoryError else 0)
 
 
-def test_a_plan_that_cannot_be_allocated_ends_nobody(
+def test_plan_that_cannot_be_allocated_ends_no_request(
     make_engine: MakeEngine, want: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(**NATIVE | TIGHT)
@@ -110,7 +110,7 @@ def test_a_plan_that_cannot_be_allocated_ends_nobody(
 
 
 @pytest.mark.parametrize(("most", "policy"), each_value([1, 5, 40], ["fcfs", "priority"]))
-def test_out_of_memory_makes_steps_smaller_and_ends_nobody(
+def test_out_of_memory_makes_steps_smaller_and_ends_no_request(
     make_engine: MakeEngine, want: Answers, policy: str, most: int
 ) -> None:
     engine = make_engine(**NATIVE | TIGHT, scheduling_policy=policy)
@@ -122,7 +122,7 @@ def test_out_of_memory_makes_steps_smaller_and_ends_nobody(
     assert max(faulty.num_tokens) <= most and engine.stats().max_step_tokens < 512
 
 
-def test_who_shares_what_a_failed_step_was_to_store_computes_it(make_engine: MakeEngine) -> None:
+def test_sequence_that_shares_blocks_of_a_failed_step_computes_them(make_engine: MakeEngine) -> None:
     engine, prefix = make_engine(**NATIVE), list(range(3, 99))
     one = PARAMS.model_copy(update={"n": 1})
     want = engine.generate([[*prefix, 7]], one)[0].choices[0].token_ids
@@ -156,7 +156,7 @@ def test_steps_grow_again_once_there_is_memory(make_engine: MakeEngine, want: An
     ("guilty", "position", "policy", "error"),
     pairwise([0, 3, 7], [2, 50], ["fcfs", "fair"], [RuntimeError, MemoryError]),
 )
-def test_one_that_fails_wherever_it_runs_ends_alone(
+def test_request_that_fails_in_any_batch_ends_alone(
     make_engine: MakeEngine, want: Answers, guilty: int, position: int, policy: str, error: type[Exception]
 ) -> None:
     engine = make_engine(**NATIVE | TIGHT, scheduling_policy=policy)
@@ -182,7 +182,7 @@ def test_one_that_fails_wherever_it_runs_ends_alone(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_a_runner_that_computes_nothing_ends_nobody(make_engine: MakeEngine, error: type[Exception]) -> None:
+def test_broken_runner_ends_no_request(make_engine: MakeEngine, error: type[Exception]) -> None:
     engine = make_engine(**NATIVE | TIGHT)
     _inject(engine, lambda at, _: error() if at == "start" else None)
     _add_all(engine)
@@ -212,7 +212,7 @@ class _FailingDetokenizer:
         return str(self._inner.flush())
 
 
-def test_a_choice_whose_text_cannot_be_made_ends_alone(
+def test_choice_whose_tokens_cannot_be_decoded_ends_alone(
     make_engine: MakeEngine, want: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(**NATIVE)
@@ -228,7 +228,7 @@ def test_a_choice_whose_text_cannot_be_made_ends_alone(
     assert _answers(outputs) == {key: tokens[:5] if key == broken else tokens for key, tokens in want.items()}
 
 
-def test_who_is_preempted_when_its_text_has_ended_it_does_not_come_back(make_engine: MakeEngine) -> None:
+def test_sequence_preempted_after_its_stop_string_is_not_resumed(make_engine: MakeEngine) -> None:
     engine, rng = make_engine(**NATIVE, num_kv_blocks=24, max_num_seqs=24, max_num_batched_tokens=96), random.Random(0)
     params = [PARAMS.model_copy(update={"n": 1, "stop": stop, "max_tokens": 24}) for stop in (("e",), ("t", "a"))]
     num_added = num_ended = 0
@@ -244,7 +244,7 @@ def test_who_is_preempted_when_its_text_has_ended_it_does_not_come_back(make_eng
     check_idle(engine)
 
 
-def test_torchs_lack_of_memory_is_known_as_such(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_errors_of_torch_are_recognized(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(**TORCH)
     runner: Any = engine._runner
     with monkeypatch.context() as patch:
@@ -258,7 +258,7 @@ def test_torchs_lack_of_memory_is_known_as_such(make_engine: MakeEngine, monkeyp
 
 
 @pytest.mark.parametrize("fails_at_once", [False, True])
-def test_blocks_of_a_choice_whose_logits_broke_are_used_again(make_engine: MakeEngine, fails_at_once: bool) -> None:
+def test_blocks_of_a_choice_with_nonfinite_logits_are_used_again(make_engine: MakeEngine, fails_at_once: bool) -> None:
     engine = make_engine(
         **TORCH, num_kv_blocks=12, max_num_batched_tokens=512 if fails_at_once else 16, max_num_seqs=16
     )
@@ -272,7 +272,7 @@ def test_blocks_of_a_choice_whose_logits_broke_are_used_again(make_engine: MakeE
     assert engine.generate([PROMPTS[0]] * 4, PARAMS)[3].choices == good
 
 
-def test_the_trail_says_who_held_what_when_memory_ran_out(
+def test_memory_trace_names_the_largest_holders_at_an_out_of_memory_error(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(num_kv_blocks=40)
@@ -291,7 +291,7 @@ def test_the_trail_says_who_held_what_when_memory_ran_out(
     assert " 4 run 0 wait 0 swapped  steps of 512 " in last and "kv 19 held" in last
 
 
-def test_growth_is_logged_before_a_system_might_kill_for_it(
+def test_growth_of_memory_is_logged_at_once(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, now_s = make_engine(), iter(range(1_000_000))
@@ -304,7 +304,7 @@ def test_growth_is_logged_before_a_system_might_kill_for_it(
     assert [next(mib for mib in (100, 120, 200) if f" {mib} MiB " in line) for line in told] == [100, 120, 200]
 
 
-def test_the_trail_counts_what_happened_between_two_records_and_stays_short(make_engine: MakeEngine) -> None:
+def test_memory_trace_counts_events_between_two_records_and_is_bounded(make_engine: MakeEngine) -> None:
     engine = make_engine(**NATIVE, num_kv_blocks=12)
     now_s = iter(i * 0.3 for i in range(1_000_000))
     engine._memory_trace._now_s = lambda: next(now_s)

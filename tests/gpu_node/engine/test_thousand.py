@@ -1,4 +1,4 @@
-"""Requests of every sort, against a KV cache far too small for them: each ends as it would have alone.
+"""Requests of every kind with a KV cache far too small: each answer is the same as if it ran alone.
 
 Every run has 200 of them, `make check-full` a thousand.
 """
@@ -121,7 +121,7 @@ def _check(together: _Answers, alone: Iterable[_Choices], requests: list[_Reques
 
 @pytest.fixture(scope="module", params=[200, pytest.param(1000, marks=pytest.mark.slow)])
 def many(request: pytest.FixtureRequest, make_engine: MakeEngine) -> tuple[list[_Request], list[_Choices]]:
-    """Requests, and what each says alone."""
+    """Requests, and the answer of each when it runs alone."""
     alone = make_engine(**NATIVE, enable_prefix_caching=False)
     requests = _requests(random.Random(0), request.param, alone.vocab_size, max_prompt=80)
     return requests, [_run_alone(alone, request) for request in requests]

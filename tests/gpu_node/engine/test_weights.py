@@ -52,7 +52,7 @@ def test_weights_count_in_the_engine(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_weight_that_is_none_is_refused(make_engine: MakeEngine, weight: float) -> None:
+def test_invalid_weight_is_refused(make_engine: MakeEngine, weight: float) -> None:
     with pytest.raises(RequestError, match="weight") as refused:
         make_engine().add(EngineRequest("a", [5], SamplingParams(), seed=1, weight=weight))
     assert refused.value.param == "weight"

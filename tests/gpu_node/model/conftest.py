@@ -1,4 +1,4 @@
-"""Quantized models in the layouts of other tools, made once for all tests that ask for the same one."""
+"""Quantized models in the layouts of other tools, each made once per session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Quantized: TypeAlias = Callable[[str, str], tuple[Path, NDArray[Any]]]
 
 @pytest.fixture(scope="session")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
-    """Folder of a family's model in a layout, and transformers' logits of TOKEN_IDS by the numbers that it means."""
+    """Folder of a family's model in a layout, and transformers' logits of TOKEN_IDS for its dequantized values."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -165,7 +165,7 @@ def test_revision_changes_with_any_of_the_files(model_copy: Path) -> None:
     assert len(set(revisions)) == 5
 
 
-def test_revision_does_not_tell_who_wrote_the_configs(model_copy: Path) -> None:
+def test_revision_does_not_depend_on_the_version_that_wrote_the_configs(model_copy: Path) -> None:
     (model_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     before = _load(model_copy).revision
     _edit_config(model_copy, transformers_version="0.0")
@@ -189,7 +189,7 @@ def test_revision_does_not_tell_who_wrote_the_configs(model_copy: Path) -> None:
         },
     ],
 )
-def test_rotary_angles_are_transformers(rope: dict[str, Any]) -> None:
+def test_rope_angles_equal_those_of_transformers(rope: dict[str, Any]) -> None:
     config = LlamaConfig(
         hidden_size=256, num_attention_heads=4, max_position_embeddings=512, rope_parameters=rope, num_hidden_layers=1
     )
@@ -223,7 +223,7 @@ def test_configs_of_older_transformers_are_read() -> None:
     assert spec.rope == Rope(500_000.0, 4, Llama3Scaling(8.0, 1.0, 4.0, 8192))
 
 
-def test_names_of_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_missing_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     (tmp_path / "broken.gguf").write_bytes(b"GGUF but not really")
     for name in (str(tmp_path / "none"), "./none", "missing.gguf", str(tmp_path / "broken.gguf"), "not a/valid/id"):
@@ -252,7 +252,7 @@ def test_a_folder_without_a_vocabulary_is_refused(model_copy: Path, chosen: str)
         plain_tokenizer(model_copy)
 
 
-def test_a_tokenizer_that_cannot_be_used_is_said_in_one_line(model_copy: Path) -> None:
+def test_unusable_tokenizer_is_one_line(model_copy: Path) -> None:
     (model_copy / "tokenizer.json").rename(model_copy / "vocab.txt")
     with pytest.raises(ConfigError, match=f"^no usable tokenizer in {model_copy}: [^\n]+$"):
         plain_tokenizer(model_copy)
@@ -287,7 +287,7 @@ def test_two_processes_may_convert_one_file_at_once(some_gguf: Path, monkeypatch
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_what_a_dead_conversion_left_is_swept_and_a_running_one_is_not(
+def test_folder_of_a_dead_conversion_is_removed_and_of_a_running_one_kept(
     some_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "describe_gguf", lambda gguf, folder, progress: folder.mkdir())
@@ -328,7 +328,9 @@ def test_a_folder_is_its_own_source(tiny_model: Path) -> None:
     assert resolve_model(str(tiny_model), lambda stage, fraction: None) == ModelSource(tiny_model)
 
 
-def test_revision_knows_a_gguf_file_by_content_and_arithmetic_not_by_place(tiny_model: Path, tmp_path: Path) -> None:
+def test_revision_of_a_gguf_file_depends_on_content_and_arithmetic_and_not_on_its_path(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     files = [tmp_path / name for name in ("a.gguf", "b.gguf", "c.gguf")]
     for path in files:
         path.write_bytes(bytes(50_000) + (b"c" if path.name == "c.gguf" else b"a"))
@@ -340,7 +342,7 @@ def test_revision_knows_a_gguf_file_by_content_and_arithmetic_not_by_place(tiny_
 
 
 @pytest.mark.model
-def test_a_gguf_file_is_described_once_and_says_what_transformers_says(demo_gguf: Path) -> None:
+def test_gguf_file_is_described_once_and_as_by_transformers(demo_gguf: Path) -> None:
     stages: list[str] = []
     resolve_model(str(demo_gguf), lambda stage, fraction: None)
     found = resolve_model(str(demo_gguf), lambda stage, fraction: stages.append(stage))

@@ -49,19 +49,19 @@ def later(signs: HealthSample, by_s: float = 2.0, **changes: Any) -> HealthSampl
         ({"wall_s": 4990.0}, "clock", "jumped by -12.0 s"),
     ],
 )
-def test_the_part_that_is_not_well_is_named(changes: dict[str, Any], part: str, why: str) -> None:
+def test_unhealthy_part_is_named(changes: dict[str, Any], part: str, why: str) -> None:
     health = Health()
     assert health.look(WELL) == {}
     assert health.look(later(WELL, **changes)) == {part: why}
 
 
-def test_what_is_usual_is_no_trouble() -> None:
+def test_ordinary_samples_are_healthy() -> None:
     health = Health()
     health.look(WELL)
     assert health.look(later(WELL, steps=200, num_preemptions=5, unsent_bytes=1000, engine_stalled_s=2.0)) == {}
 
 
-def test_a_passing_trouble_is_told_for_a_while_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_transient_problem_stays_reported_for_a_while_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     health = Health()
     health.look(WELL)
     with caplog.at_level(logging.INFO):

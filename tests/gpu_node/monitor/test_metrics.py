@@ -53,7 +53,7 @@ async def scrape(port: int) -> dict[str, float]:
     }
 
 
-async def test_a_working_node_tells_what_it_did(redis_url: str) -> None:
+async def test_metrics_of_a_working_node(redis_url: str) -> None:
     async with running(redis_url) as node, AsyncClient(redis_url) as client:
         with serving_metrics(node, settings_of(redis_url)) as port:
             before = await scrape(port)
@@ -74,7 +74,7 @@ async def test_a_working_node_tells_what_it_did(redis_url: str) -> None:
 
 
 @pytest.mark.parametrize(("is_core_free", "limit"), [(False, 0.03), (True, 0.25)], ids=["no free core", "free core"])
-async def test_a_node_tells_its_pace_and_the_cpu_time_of_sending(
+async def test_metrics_of_the_pace_and_of_the_cpu_time_of_sending(
     redis_url: str, is_core_free: bool, limit: float
 ) -> None:
     async with running(redis_url, leaves_core_free=is_core_free) as node, AsyncClient(redis_url) as client:
@@ -221,7 +221,7 @@ async def test_takeovers_returns_and_lost_jobs_are_counted(redis_url: str) -> No
             assert (second.ledger.counts.taken, second.ledger.counts.taken_over) == (1, 1)
 
 
-async def test_a_port_that_is_taken_is_said_to_be(redis_url: str) -> None:
+async def test_port_in_use_is_a_config_error(redis_url: str) -> None:
     async with running(redis_url) as node:
         taken = serving_metrics(node, settings_of(redis_url))
         port = taken.__enter__()
@@ -233,7 +233,7 @@ async def test_a_port_that_is_taken_is_said_to_be(redis_url: str) -> None:
         taken.__exit__(None, None, None)
 
 
-async def test_a_node_tells_how_long_its_loop_was_held(redis_url: str) -> None:
+async def test_metrics_of_the_blocked_event_loop(redis_url: str) -> None:
     watch = LoopWatch(interval_s=0.005)
     watch.start()
     async with running(redis_url) as node:

@@ -34,16 +34,16 @@ def test_no_step_or_no_answer_for_long_is_a_hang(watchdog: Watchdog, stats: Engi
 
 
 @pytest.mark.parametrize("stats", [IDLE, BUSY])
-def test_nothing_to_do_and_not_being_allowed_to_is_no_hang(watchdog: Watchdog, stats: EngineStats) -> None:
+def test_idle_or_paused_engine_is_no_hang(watchdog: Watchdog, stats: EngineStats) -> None:
     look_until(watchdog, stats, 100, may_step=stats is IDLE)
 
 
-def test_a_step_now_and_then_is_enough(watchdog: Watchdog) -> None:
+def test_occasional_steps_are_no_hang(watchdog: Watchdog) -> None:
     for now_s in range(100):
         watchdog.look(replace(BUSY, steps=now_s // 9), may_step=True, now_s=float(now_s))
 
 
-def test_a_process_that_stood_still_itself_does_not_blame_its_engine(watchdog: Watchdog) -> None:
+def test_pause_of_the_whole_process_is_no_hang_of_the_engine(watchdog: Watchdog) -> None:
     watchdog.look(BUSY, may_step=True, now_s=1.0)
     watchdog.look(BUSY, may_step=True, now_s=1000.0)
     watchdog.look(replace(BUSY, steps=1), may_step=True, now_s=1001.0)

@@ -32,7 +32,7 @@ PATIENCE_S = 30.0
 
 
 class ScriptedBroker(NodeBroker):
-    """Says what the test says to each call that sends chunks."""
+    """Answers each call that sends chunks as the test sets."""
 
     def __init__(self) -> None:
         self.num_emitted = self.num_started = 0
@@ -120,7 +120,7 @@ async def running_rig() -> AsyncIterator[Rig]:
 
 
 @pytest.mark.usefixtures("slow_pace")
-async def test_a_token_that_comes_while_the_first_one_leaves_waits_without_keeping_others_from_the_loop() -> None:
+async def test_token_that_arrives_during_a_send_waits_without_polling() -> None:
     async with running_rig() as rig:
         rig.broker.on_emit = lambda: rig.outbox.deliver(step(1)) if rig.broker.num_emitted == 1 else None
         rig.outbox.deliver(step(0))
@@ -131,7 +131,7 @@ async def test_a_token_that_comes_while_the_first_one_leaves_waits_without_keepi
 
 
 @pytest.mark.usefixtures("slow_pace")
-async def test_an_engine_that_was_held_for_a_job_goes_on_when_that_job_is_lost() -> None:
+async def test_engine_paused_by_the_backlog_of_a_job_resumes_when_that_job_is_lost() -> None:
     def fail() -> None:
         raise UnavailableError("away")
 

@@ -170,7 +170,7 @@ def test_stale_cells_past_the_context_do_not_count(
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("kept", KvFormat)
-def test_attention_is_the_references_at_every_context(new_cache: NewCache, kept: KvFormat, context: int) -> None:
+def test_attention_equals_the_reference_at_every_context(new_cache: NewCache, kept: KvFormat, context: int) -> None:
     filled = _fill(new_cache, kept, 64, context)
     for rows in range(1, MAX_QUERY_ROWS + 1):
         limits = [max(1, context - i) for i in range(rows)]
@@ -179,7 +179,7 @@ def test_attention_is_the_references_at_every_context(new_cache: NewCache, kept:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("kept", KvFormat)
-def test_attention_is_the_references_at_every_head_size(new_cache: NewCache, kept: KvFormat, head_dim: int) -> None:
+def test_attention_equals_the_reference_at_every_head_size(new_cache: NewCache, kept: KvFormat, head_dim: int) -> None:
     for block_size, context in ((16, 70), (32, 129)):
         filled = _fill(new_cache, kept, head_dim, context, block_size=block_size)
         for rows in range(1, MAX_QUERY_ROWS + 1):
@@ -219,7 +219,7 @@ def test_each_row_sees_its_own_share_of_the_context(
         [False, True],
     ),
 )
-def test_windows_and_biases_are_the_references(
+def test_windows_and_biases_equal_the_reference(
     new_cache: NewCache, kept: KvFormat, limits: list[int], window: int, by_span: bool
 ) -> None:
     filled = _fill(new_cache, kept, 48, max(limits))
@@ -288,7 +288,7 @@ def test_nan_in_other_blocks_and_heads_is_not_seen(new_cache: NewCache, kept: Kv
 
 
 @pytest.mark.parametrize("kept", KvFormat)
-def test_a_row_that_is_not_finite_keeps_it_to_itself(new_cache: NewCache, kept: KvFormat) -> None:
+def test_nonfinite_row_affects_no_other_row(new_cache: NewCache, kept: KvFormat) -> None:
     filled = _fill(new_cache, kept, 64, 100)
     queries = random_floats(3, 64)
     before = filled.cache.attend(queries, [100] * 3, filled.blocks, 0)
@@ -300,7 +300,7 @@ def test_a_row_that_is_not_finite_keeps_it_to_itself(new_cache: NewCache, kept: 
 
 @pytest.mark.parametrize("in_keys", [True, False])
 @pytest.mark.parametrize("kept", KvFormat)
-def test_nan_in_the_context_reaches_whoever_sees_it(new_cache: NewCache, kept: KvFormat, in_keys: bool) -> None:
+def test_nan_in_the_context_reaches_every_row_that_sees_it(new_cache: NewCache, kept: KvFormat, in_keys: bool) -> None:
     filled = _fill(new_cache, kept, 64, 100)
     clean, poison = np.ones(64, np.float32), np.full(64, np.nan, np.float32)
     filled.cache.set(_slot(filled.blocks, 99), 0, *((poison, clean) if in_keys else (clean, poison)))

@@ -113,7 +113,7 @@ def test_a_prebuilt_library_comes_first_and_needs_no_compiler(
         library_path(ISA, tmp_path / "cache", _silent)
 
 
-def test_without_a_compiler_it_is_said_which_were_looked_for(
+def test_error_without_a_compiler_names_those_that_were_looked_for(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CXX")
@@ -122,7 +122,7 @@ def test_without_a_compiler_it_is_said_which_were_looked_for(
         library_path(ISA, tmp_path / "cache", _silent)
 
 
-def test_what_the_compiler_says_is_said_and_no_library_is_left(sources: Path, tmp_path: Path) -> None:
+def test_compilers_error_is_reported_and_no_library_is_left(sources: Path, tmp_path: Path) -> None:
     (sources / "other.cpp").write_text("this is no C++;\n")
     with pytest.raises(BuildError, match="this"):
         library_path(ISA, tmp_path / "cache", _silent)

@@ -21,7 +21,7 @@ def test_the_exponential_is_as_precise_as_it_says(kernels: Single) -> None:
     assert kernels.exp_of_negative(np.zeros(5, np.float32)).tolist() == [1.0] * 5
 
 
-def test_the_exponential_ends_in_almost_nothing_and_keeps_nan(kernels: Single) -> None:
+def test_exponential_of_very_negative_numbers_is_almost_zero_and_keeps_nan(kernels: Single) -> None:
     low = kernels.exp_of_negative(np.array([-88, -1e4, -3e38, -np.inf], np.float32))
     assert (low >= 0).all() and (low < 2e-38).all()
     assert np.isnan(kernels.exp_of_negative(np.array([np.nan], np.float32))).all()
@@ -57,7 +57,7 @@ def test_gelu_is_within_a_few_millionths(kernels: Single, is_tanh: bool) -> None
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("count", [1, 15, 16, 33, 576])
-def test_a_norm_is_the_references(kernels: Single, count: int, has_bias: bool) -> None:
+def test_norm_equals_the_reference(kernels: Single, count: int, has_bias: bool) -> None:
     rng = np.random.default_rng(count)
     row, weight, bias = (rng.standard_normal(count).astype(np.float32) for _ in range(3))
     row = row * np.float32(3) + np.float32(5)

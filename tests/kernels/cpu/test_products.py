@@ -54,7 +54,7 @@ def _assert_is_reference(got: Floats, weights: Format, x: Floats, matrix: Floats
 
 @pytest.mark.parametrize("rows", NUM_ROWS)
 @pytest.mark.parametrize("weights", PLAIN_FORMATS)
-def test_products_are_the_references(kernels: Single, weights: Format, rows: int) -> None:
+def test_products_equal_the_reference(kernels: Single, weights: Format, rows: int) -> None:
     for outputs, columns in SHAPES:
         x, matrix = random_floats(rows, columns, seed=rows), random_floats(outputs, columns, seed=columns)
         _assert_is_reference(_product(kernels, weights, x, matrix), weights, x, matrix)
@@ -69,7 +69,7 @@ def test_products_are_the_references(kernels: Single, weights: Format, rows: int
     seed=st.integers(0, 1 << 32),
     num_threads=st.sampled_from([1, 2, 3]),
 )
-def test_products_of_any_shape_are_the_references(
+def test_products_of_any_shape_equal_the_reference(
     kernels: Single, weights: Format, rows: int, outputs: int, columns: int, seed: int, num_threads: int
 ) -> None:
     x, matrix = random_floats(rows, columns, seed=seed), random_floats(outputs, columns, seed=seed + 1)
@@ -116,7 +116,7 @@ def test_a_rows_bits_do_not_depend_on_rows_beside_it_or_threads(
 
 @pytest.mark.parametrize("weights", PLAIN_FORMATS)
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_in_its_row(kernels: Single, weights: Format, odd: float) -> None:
+def test_nonfinite_values_stay_in_their_row(kernels: Single, weights: Format, odd: float) -> None:
     x, matrix = random_floats(14, 100), np.abs(random_floats(40, 100, seed=1)) + 0.1
     clean = _product(kernels, weights, x, matrix)
     x[4, 37] = odd
@@ -133,7 +133,7 @@ def _blocks(source: Source, outputs: int, columns: int, seed: int) -> NDArray[np
 
 @cache
 def _values(source: Source, outputs: int, columns: int, seed: int) -> NDArray[np.float64]:
-    """What these blocks say. Reading them takes longer than a product, and tests multiply each matrix 32 times."""
+    """Return the values of these blocks, cached: reading takes longer than a product, and each is used 32 times."""
     return values_of(source, _blocks(source, outputs, columns, seed)).astype(np.float64)
 
 
@@ -174,7 +174,7 @@ def test_a_rows_bits_with_stored_formats_do_not_depend_on_rows_beside_it_or_thre
 
 @pytest.mark.parametrize("weights", OWN_SOURCES)
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_in_its_row_with_stored_formats(kernels: Single, weights: Format, odd: float) -> None:
+def test_nonfinite_values_stay_in_their_row_with_stored_formats(kernels: Single, weights: Format, odd: float) -> None:
     x = random_floats(14, 256)
     clean = _stored_product(kernels, weights, x, 40, seed=1)
     x[4, 37] = odd

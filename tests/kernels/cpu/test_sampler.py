@@ -32,7 +32,7 @@ def _tokens(kernels: Single, case: SamplingCase) -> NDArray[np.int32]:
 
 @settings(max_examples=examples(80))
 @given(sampling_cases())
-def test_tokens_are_the_references(kernels: Single, case: SamplingCase) -> None:
+def test_tokens_equal_those_of_the_reference(kernels: Single, case: SamplingCase) -> None:
     assert case.disagreements(_tokens(kernels, case)) == []
 
 
@@ -54,7 +54,7 @@ def test_vocabularies_of_every_size(kernels: Single, vocab: int, rules: str) -> 
 
 
 @pytest.mark.parametrize("rules", ["top_k", "top_p", "all"])
-def test_logits_may_differ_by_less_than_can_be_divided(kernels: Single, rules: str) -> None:
+def test_logits_may_differ_by_denormal_numbers(kernels: Single, rules: str) -> None:
     logits = np.zeros((4, 40), np.float32)
     logits[:, ::3] = -np.float32(1e-44)
     case = SamplingCase(logits, rows_of(4, seed=np.arange(4), **RULES[rules]))
@@ -121,7 +121,7 @@ def test_logits_beyond_the_last_are_not_read(kernels: Single) -> None:
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 40, 1000, 49152])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_logprobs_are_the_references(kernels: Single, vocab: int, scale: float) -> None:
+def test_logprobs_equal_the_reference(kernels: Single, vocab: int, scale: float) -> None:
     rng = np.random.default_rng(vocab)
     logits = (rng.standard_normal(vocab) * scale).astype(np.float32)
     logits[rng.integers(0, vocab, vocab // 3)] = np.float32(scale)  # of equal ones the lowest come first

@@ -33,7 +33,7 @@ LOSSLESS = {
 
 
 @pytest.mark.parametrize(("weights", "source", "rows"), pairwise(PLAIN_FORMATS, Source, [1, 31, 32, 33, 70]))
-def test_packed_rows_are_the_references(kernels: Single, weights: Format, source: Source, rows: int) -> None:
+def test_packed_rows_equal_the_reference(kernels: Single, weights: Format, source: Source, rows: int) -> None:
     for columns in (256, 768) if source in K_BLOCKS else (32, 96, 160) if source in BLOCKS else (1, 31, 32, 50, 160):
         data = stored(source, random_floats(rows, columns, seed=rows))
         values = values_of(source, data)

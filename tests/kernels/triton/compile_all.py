@@ -40,7 +40,7 @@ from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
 
 
 class NoCard(DriverBase):
-    """Says which GPU to compile for."""
+    """Names the GPU to compile for."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability

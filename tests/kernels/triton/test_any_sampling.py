@@ -16,5 +16,5 @@ from .test_sampler import sampled_tokens
 
 @settings(max_examples=4, deadline=None)
 @given(case=sampling_cases(max_kinds=1))
-def test_tokens_are_the_references(case: SamplingCase, device: torch.device) -> None:
+def test_tokens_equal_those_of_the_reference(case: SamplingCase, device: torch.device) -> None:
     assert case.disagreements(sampled_tokens(case, device)) == []

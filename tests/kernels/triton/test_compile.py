@@ -20,13 +20,13 @@ Facts = list[dict[str, Any]]
 
 @pytest.fixture(scope="module", params=[pytest.param(80, marks=pytest.mark.slow), 90])
 def compiled(request: pytest.FixtureRequest) -> Facts:
-    """What `compile_all.py` says of each kernel, in the cache that a GPU would use too."""
+    """The output of `compile_all.py` for each kernel, in the cache that a GPU would use too."""
     return _compiled(request.param)
 
 
 @pytest.fixture(scope="module", params=[(80,), (89,), (90,), (90, "--dependent")], ids=str)
 def binaries(request: pytest.FixtureRequest) -> Facts:
-    """What `compile_all.py` says of each kernel and of its machine code."""
+    """The output of `compile_all.py` for each kernel and its machine code."""
     return _compiled(*request.param, "--binaries")
 
 

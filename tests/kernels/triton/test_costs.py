@@ -1,4 +1,4 @@
-"""The formulas of `costs` say what kernels load, and quantized matrices are fewer bytes."""
+"""The formulas of `costs` equal what kernels load, and quantized matrices are fewer bytes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_was_measured_on_the_card_goes_before_the_rule(tuned: Path) -> None:
+def test_tuned_launch_of_a_gpu_goes_before_the_rule(tuned: Path) -> None:
     by_rule = attention_launch("decode_attention", 128, 8, SHORT, CARD)
     launches._table.cache_clear()
     table = {"decode_attention": {shape_name(128, 4, SHORT): [32, 8, 4]}}
@@ -41,7 +41,7 @@ def test_what_was_measured_on_the_card_goes_before_the_rule(tuned: Path) -> None
 
 @pytest.mark.usefixtures("tuned")
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
-def test_a_card_that_nobody_measured_goes_by_the_rule_that_holds_without_one(head_dim: int) -> None:
+def test_gpu_without_a_tuned_table_uses_the_rule(head_dim: int) -> None:
     for kernel in ("decode_attention", "prefill_attention"):
         tile, warps, stages = launch = attention_launch(kernel, head_dim, 4, SHORT, CARD)
         assert launch == attention_launch(kernel, head_dim, 4, SHORT, CPU)

@@ -134,7 +134,7 @@ def test_norms_and_activations_quantize_as_the_kernel_that_does_only_that(
     ],
     ids=["all turned", "half turned", "none turned"],
 )
-def test_queries_turn_and_keys_and_values_are_kept(
+def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     shape: dict[str, Any], kept: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(0)

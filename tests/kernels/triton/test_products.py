@@ -38,7 +38,7 @@ def test_products_of_quantized_rows(shape: tuple[int, int, int], kept: torch.dty
 @pytest.mark.skipif(
     not torch.cuda.is_available() and torch.__version__ < "2.12", reason="torch 2.11 has no row scales on the CPU"
 )
-def test_the_librarys_products_of_float8_are_the_references(device: torch.device) -> None:
+def test_float8_products_of_the_library_equal_the_reference(device: torch.device) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(18, 64, device=device), torch.randn(48, 64, device=device)
     given = *products.quantize_vectors(x, torch.float8_e4m3fn), *products.quantize_vectors(weight, torch.float8_e4m3fn)

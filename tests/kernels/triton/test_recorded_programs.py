@@ -42,7 +42,7 @@ def _want(number: int, factor: float, offset: int, times: int) -> list[float]:
 
 
 @pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") == "full", reason="the full profile records no programs")
-def test_each_program_goes_its_own_way_on_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_recorded_program_follows_its_own_branches_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     recordings, record = [], recorded_programs._Launch._record
 
     def counted(launch: Any, *given: Any) -> None:

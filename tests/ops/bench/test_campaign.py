@@ -1,4 +1,4 @@
-"""A campaign runs what is missing, repeats what was dirty, and goes on where it was broken off."""
+"""A campaign runs what is missing, repeats dirty runs, and resumes where it was aborted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def journal(tmp_path: Path) -> Journal:
 
 
 class Watched:
-    """Stands for the processes: what each would give, in order, and which contestants were run."""
+    """Replaces the processes: the result of each run, in order, and which contestants were run."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, foreign: tuple[float, ...] = (), fails: bool = False
@@ -147,7 +147,7 @@ def test_pins_are_exact() -> None:
         assert peers.versions(peer)
 
 
-def test_memory_counts_children_and_not_strangers() -> None:
+def test_memory_counts_children_and_no_other_processes() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert child.pid in memory.descendants(os.getpid())
@@ -166,7 +166,7 @@ def test_a_spec_cuts_a_workload() -> None:
 
 
 class Answering:
-    """A session that answers at once, and keeps how many requests each workload had."""
+    """A session that answers at once, and counts the requests of each workload."""
 
     in_own_process = True
 

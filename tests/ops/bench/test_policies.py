@@ -1,4 +1,4 @@
-"""What each policy is for shows on a simulated node: shorter completions, interactive work at once, even shares."""
+"""Each policy has its effect on a simulated node: shorter completions, interactive jobs at once, fair shares."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_interactive_work_does_not_wait_for_batch_work() -> None:
     assert min(one.ttft_p99["interactive"] for one in run("classes", "fcfs", 1)) > 1000
 
 
-def test_fair_turns_give_every_tenant_as_much() -> None:
+def test_fair_policy_serves_every_tenant_equally() -> None:
     assert min(stats.jain for stats in run("tenants", "fair")) > 0.95
     assert mean(stats.jain for stats in run("tenants", "fcfs")) < 0.5
 

@@ -1,4 +1,4 @@
-"""The clock that stands in for an engine, and the readers that count what comes of it."""
+"""The clock that replaces an engine, and the readers that count the chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader of streams counts chunks and tokens however the bytes are cut, and takes no error for an answer."""
+"""The reader of streams counts chunks and tokens however bytes are split, and does not count errors as answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def event(content: dict[str, object]) -> str:
 
 
 async def answer(body: str, *, status: str = "200 OK", cut: int = 7) -> tuple[int, int]:
-    """What the reader makes of a body that comes in pieces of `cut` bytes, each an HTTP chunk."""
+    """Return what the reader counts in a body that arrives in HTTP chunks of `cut` bytes."""
     seen = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

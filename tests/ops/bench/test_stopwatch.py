@@ -1,4 +1,4 @@
-"""Arrivals become latencies, on a clock that the test moves; drivers keep to the workload."""
+"""Latencies from arrival times, with a clock that the test advances. Drivers send exactly the workload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked: the same requests on every run, of the shapes that the tables promise."""
+"""Workloads: the same requests on every run, with the shapes that the tables state."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _rows(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_nothing_else_is_there(bare_python: Path) -> None:
+def test_bare_machine_has_no_other_packages(bare_python: Path) -> None:
     for name in ("redis", "pydantic", "pytest_asyncio", "hypothesis", "transformers"):
         assert "ModuleNotFoundError" in _run(bare_python, "-c", f"import {name}").stderr
 

@@ -1,4 +1,4 @@
-"""What the GPU benchmark checks and measures, and in which order."""
+"""The checks and measurements of the GPU benchmark, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU benchmark does with a GPU's clock, on stand-ins for it; and what it does with wrong results."""
+"""How the GPU benchmark reads a GPU's clock, with substitutes for it, and how it treats wrong results."""
 
 from __future__ import annotations
 

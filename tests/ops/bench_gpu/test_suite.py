@@ -1,4 +1,4 @@
-"""How the GPU benchmark runs test files and other programs: with a time limit, and with what they said."""
+"""How the GPU benchmark runs test files and other programs: with a time limit, and with their output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench_gpu.programs import run_program
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether a process is there, and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 

@@ -1,4 +1,4 @@
-"""What the GPU benchmark makes of compute-sanitizer and Nsight Compute, by programs that end as those do."""
+"""How the GPU benchmark reads results of compute-sanitizer and Nsight Compute, tested with programs that end alike."""
 
 from __future__ import annotations
 

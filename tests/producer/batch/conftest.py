@@ -1,4 +1,4 @@
-"""A Redis with a reference node behind it, and processes that run against them."""
+"""A Redis with a reference node, and processes that use them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ CELERY_IMPORTS = ("celery.bin.celery", "celery.concurrency.prefork", "penstock.p
 
 @contextmanager
 def process(*argv: str, log: Path | None = None, forked: bool = True, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, killed with all its children at the end; what it says goes to `log`.
+    """A process in its own group, killed with all its children at the end. Its output goes to `log`.
 
-    A Python that is not `forked` is an interpreter of its own.
+    A Python that is not `forked` starts a new interpreter.
     """
     with log.open("wb") if log else nullcontext(subprocess.PIPE) as said:
         options: dict[str, Any] = {"env": {**os.environ, **env}, "stdout": said, "stderr": subprocess.STDOUT}
@@ -45,7 +45,7 @@ def process(*argv: str, log: Path | None = None, forked: bool = True, **env: str
 
 
 def kill_group(running: subprocess.Popen[str]) -> None:
-    """kill -9, as for a container."""
+    """Send SIGKILL to a process group, as when a container is killed."""
     with suppress(ProcessLookupError):
         os.killpg(running.pid, signal.SIGKILL)
     running.wait()
@@ -54,7 +54,7 @@ def kill_group(running: subprocess.Popen[str]) -> None:
 
 
 def reference_node(url: str, *, pool: str = "ref", step_s: float = 0.002, **settings: Any) -> NodeProcess:
-    """A node around the reference engine, ready when its block begins."""
+    """Run a node with the reference engine, ready when the block begins."""
     return NodeProcess(url, pool=pool, step_s=step_s, lease_ms=5000, **settings)
 
 
@@ -90,7 +90,7 @@ def num_lines(path: Path) -> int:
 
 
 def wait_for_lines(path: Path, count: int, writer: subprocess.Popen[str]) -> None:
-    """Returns when `writer` has written so many rows."""
+    """Wait until `writer` has written this many rows."""
     deadline = time.monotonic() + 30
     while num_lines(path) < count:
         assert writer.poll() is None, writer.communicate()[0]

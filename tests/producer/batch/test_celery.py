@@ -1,4 +1,4 @@
-"""The same through real Celery workers: killed, stopped, and given a task twice."""
+"""Batches through real Celery workers: killed, stopped, and given a task twice."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PENSTOCK = (sys.executable, "-m", "penstock")
 def worker(
     url: str, *, visibility_timeout_s: int = 2, log: Path | None = None, **env: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A worker as compose starts it."""
+    """Start a worker as compose does."""
     settings = {
         "PENSTOCK_REDIS_URL": url,
         "PENSTOCK_CELERY_VISIBILITY_TIMEOUT_S": str(visibility_timeout_s),
@@ -73,7 +73,7 @@ def idle_log(served_url: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def app(served_url: str) -> Iterator[Celery]:
-    """What a program that sends tasks holds."""
+    """A Celery app as a program that sends tasks has it."""
     app = make_app(CelerySettings.load(), served_url)
     yield app
     app.close()
@@ -86,7 +86,7 @@ def send_file(app: Celery, tmp_path: Path, rows: list[Row]) -> AsyncResult:
 
 
 def slow(case: tuple[object, ...]) -> Any:
-    """Left to `make check-full`."""
+    """Mark as slow: only `make check-full` runs it."""
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
@@ -115,7 +115,7 @@ def test_200_rows_through_a_worker_that_is_killed_once(app: Celery, served_url: 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("lease", "within_s"), [({"PENSTOCK_CELERY_TASK_LEASE_S": "1"}, 10), slow(({}, 20))])
-def test_a_killed_worker_s_batch_goes_on_beside_a_healthy_one(
+def test_batch_of_a_killed_worker_continues_in_a_healthy_one(
     app: Celery, served_url: str, tmp_path: Path, lease: dict[str, str], within_s: int
 ) -> None:
     rows = [chat_row(f"row-{i}", max_tokens=100) for i in range(200)]
@@ -195,7 +195,7 @@ def has_tasks(url: str) -> bool:
         return bool(client.exists("penstock:celery:penstock-batch", "penstock:celery:unacked"))
 
 
-def test_a_stopped_worker_gives_its_task_back_at_once(app: Celery, served_url: str, tmp_path: Path) -> None:
+def test_stopped_worker_returns_its_task_at_once(app: Celery, served_url: str, tmp_path: Path) -> None:
     rows = [chat_row(f"row-{i}", max_tokens=100) for i in range(100)]
     task = send_file(app, tmp_path, rows)
     with worker(served_url, visibility_timeout_s=3600, REMAP_SIGTERM="SIGQUIT") as first:
@@ -209,7 +209,7 @@ def test_a_stopped_worker_gives_its_task_back_at_once(app: Celery, served_url: s
     assert_whole(tmp_path, rows)
 
 
-def test_one_answer_as_a_task_and_its_text_in_no_log(app: Celery, idle_log: Path) -> None:
+def test_answer_as_a_task_whose_text_is_in_no_log(app: Celery, idle_log: Path) -> None:
     messages = [{"role": "user", "content": "unspeakable"}]
     chat = app.send_task(GENERATE, kwargs={"messages": messages, "max_tokens": 50})
     text = app.send_task(GENERATE, args=["unspeakable"], kwargs={"max_tokens": 40, "model": "reference"})
@@ -235,7 +235,7 @@ def test_a_task_delivered_again_is_the_same_job(app: Celery, idle_log: Path) -> 
     assert second.get(timeout=30, interval=0.05)["id"] == first["id"]
 
 
-def test_a_locked_batch_is_tried_as_often_as_it_takes(app: Celery, idle_log: Path, tmp_path: Path) -> None:
+def test_locked_batch_is_retried_until_it_is_free(app: Celery, idle_log: Path, tmp_path: Path) -> None:
     with (tmp_path / "out.jsonl.partial").open("ab") as partial:
         fcntl.flock(partial, fcntl.LOCK_EX)
         task = send_file(app, tmp_path, [chat_row("a")])
@@ -276,7 +276,7 @@ def test_a_batch_by_command_through_a_worker(served_url: str, idle_log: Path, tm
     assert_whole(tmp_path, rows)
 
 
-def test_a_task_that_goes_on_between_two_looks_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_that_advances_between_two_reads_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     progress = {"status": "PROGRESS", "result": asdict(BatchProgress(2))}
     states = [progress, progress, {"status": "FAILURE", "result": RequestError("the input is gone")}]
 
@@ -292,7 +292,7 @@ def test_a_task_that_goes_on_between_two_looks_is_followed(monkeypatch: pytest.M
     assert set(seen) == {BatchProgress(2)}
 
 
-def test_celery_reads_the_addresses_we_write() -> None:
+def test_celery_accepts_our_redis_urls() -> None:
     assert celery_url("unix:///tmp/redis.sock") == "redis+socket:///tmp/redis.sock"
     assert celery_url("rediss://:secret@host:1/2") == "rediss://:secret@host:1/2"
 

@@ -1,4 +1,4 @@
-"""A Redis that loses data, and results that expire, become no error rows: what is gone is asked again."""
+"""If Redis loses data or a result expires, there is no error row: the request is submitted again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def batch_in(tmp_path: Path) -> Batch:
     return Batch(str(source), str(tmp_path / "out.jsonl"))
 
 
-async def test_a_row_whose_job_redis_lost_after_its_end_is_asked_again(
+async def test_row_whose_ended_job_redis_lost_is_submitted_again(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, codes = ProducerBroker.result, list[str]()
@@ -44,7 +44,9 @@ async def test_a_row_whose_job_redis_lost_after_its_end_is_asked_again(
     assert (done.num_answered, done.num_failed) == (1, 0)
 
 
-async def test_a_row_whose_result_has_expired_is_asked_once_again(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+async def test_row_whose_result_has_expired_is_submitted_once_more(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
     """As after a run that fetched a large result and was killed before it wrote the row."""
     batch, ids = batch_in(tmp_path), list[str]()
     async with FakeNode(redis_url):

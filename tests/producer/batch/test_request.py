@@ -1,4 +1,4 @@
-"""What a line may say, and that it means the same here as over HTTP."""
+"""The fields of a line in a batch file have the same meaning as over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of requests becomes a file of results, each row once, whatever happens on the way."""
+"""A file of requests becomes a file of results, each row once, whatever fails during the run."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def test_an_answer_of_a_pool_whose_record_has_gone_names_the_pool() -> Non
 
 
 @pytest.mark.parametrize(("code", "kind"), [("unavailable", JobFailedError), ("not_found", NotFoundError)])
-async def test_a_job_that_has_ended_is_not_asked_again(code: str, kind: type[PenstockError]) -> None:
+async def test_job_that_has_ended_is_not_submitted_again(code: str, kind: type[PenstockError]) -> None:
     """Whatever a job failed of, its idempotency key would only find it again."""
     client, job = AsyncMock(), AsyncMock()
     client.submit.return_value = job
@@ -184,7 +184,7 @@ async def test_no_more_than_the_limit_is_in_flight(served_url: str, tmp_path: Pa
     assert most == 5
 
 
-async def test_a_full_pool_is_waited_for(served_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_waits_for_a_full_pool(served_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A node of which nothing is known yet says: in some seconds.
     monkeypatch.setattr("penstock.producer.batch.runner.random", SimpleNamespace(uniform=lambda *_: 0.05))
     seen: list[str] = []
@@ -211,7 +211,7 @@ async def test_a_batch_waits_for_its_first_node(redis_url: str, tmp_path: Path) 
         assert (await running).num_answered == 1
 
 
-def test_killed_and_run_again_it_goes_on_where_it_was(served_url: str, tmp_path: Path) -> None:
+def test_killed_batch_continues_where_it_was(served_url: str, tmp_path: Path) -> None:
     rows = [chat_row(f"row-{i}", max_tokens=40) for i in range(200)]
     write_rows(tmp_path / "in.jsonl", rows)
     command = (
@@ -310,7 +310,7 @@ async def test_a_writer_that_waited_at_the_lock_finds_the_published_file(
     assert num_lines(tmp_path / "out.jsonl") == 1
 
 
-async def test_a_new_batch_id_asks_anew(served_url: str, tmp_path: Path) -> None:
+async def test_new_batch_id_answers_every_row_again(served_url: str, tmp_path: Path) -> None:
     rows = [chat_row("a")]
     ids = []
     for batch_id in ("one", "one", "two"):
@@ -320,7 +320,7 @@ async def test_a_new_batch_id_asks_anew(served_url: str, tmp_path: Path) -> None
     assert ids[0] == ids[1] != ids[2]
 
 
-async def test_what_fsspec_knows_can_be_read_and_written(
+async def test_fsspec_urls_can_be_read_and_written(
     served_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -347,9 +347,7 @@ async def test_what_fsspec_knows_can_be_read_and_written(
         ("memory://missing.jsonl", "out.jsonl", "input"),
     ],
 )
-async def test_a_place_that_cannot_be_used_is_named(
-    tmp_path: Path, input_name: str, output_name: str, param: str
-) -> None:
+async def test_unusable_path_is_named(tmp_path: Path, input_name: str, output_name: str, param: str) -> None:
     write_rows(tmp_path / "in.jsonl", [chat_row("a")])
     source = input_name if "://" in input_name else str(tmp_path / input_name)
     with pytest.raises(RequestError) as caught:
@@ -357,7 +355,7 @@ async def test_a_place_that_cannot_be_used_is_named(
     assert caught.value.param == param
 
 
-async def test_redis_away_is_said_at_once(tmp_path: Path) -> None:
+async def test_unreachable_redis_is_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError):
         await run_batch(NOWHERE, batch_of(tmp_path, [chat_row("a")]))
     assert files_in(tmp_path) == {"in.jsonl"}
@@ -389,7 +387,7 @@ async def test_a_pipe_is_read_as_a_file_is(served_url: str, tmp_path: Path) -> N
     assert await run_batch(NOWHERE, batch) == done
 
 
-async def test_an_input_that_is_changed_meanwhile_is_no_whole_batch(served_url: str, tmp_path: Path) -> None:
+async def test_input_that_changes_during_the_run_is_an_error(served_url: str, tmp_path: Path) -> None:
     batch = batch_of(tmp_path, [chat_row("a"), chat_row("b")])
     with pytest.raises(RequestError, match="changed"):
         await run_batch(served_url, batch, lambda _: Path(batch.input).write_text(""))
@@ -397,7 +395,7 @@ async def test_an_input_that_is_changed_meanwhile_is_no_whole_batch(served_url: 
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
-async def test_an_output_that_cannot_be_put_into_place_is_refused(tmp_path: Path, kind: str) -> None:
+async def test_output_that_cannot_be_published_is_refused(tmp_path: Path, kind: str) -> None:
     batch = batch_of(tmp_path, [chat_row("a")])
     {"folder": os.mkdir, "pipe": os.mkfifo}[kind](batch.output)
     with pytest.raises(RequestError, match="not a regular file"):
@@ -405,7 +403,7 @@ async def test_an_output_that_cannot_be_put_into_place_is_refused(tmp_path: Path
     assert files_in(tmp_path) == {"in.jsonl", "out.jsonl"}
 
 
-def test_a_batch_whose_disk_was_full_goes_on_later(served_url: str, tmp_path: Path) -> None:
+def test_batch_whose_disk_was_full_continues_later(served_url: str, tmp_path: Path) -> None:
     batch = batch_of(tmp_path, [chat_row(str(number)) for number in range(9)])
     run = (sys.executable, "-m", "penstock", "batch", "run", batch.input, batch.output, "--redis-url", served_url)
     with process("sh", "-c", f"ulimit -f 2; exec {shlex.join(run)} --in-flight 1") as small:
@@ -418,7 +416,7 @@ def test_a_batch_whose_disk_was_full_goes_on_later(served_url: str, tmp_path: Pa
     assert sorted(row["custom_id"] for row in rows_in(Path(batch.output))) == [str(number) for number in range(9)]
 
 
-def test_ctrl_c_is_heeded_while_the_input_is_read(tmp_path: Path) -> None:
+def test_ctrl_c_works_while_the_input_is_read(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "penstock", "batch", "run", "/dev/stdin", str(tmp_path / "out.jsonl"))
     with subprocess.Popen(
         (*command, "--redis-url", NOWHERE), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True

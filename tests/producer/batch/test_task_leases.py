@@ -1,4 +1,4 @@
-"""The thread that renews a worker's task leases goes on after any error."""
+"""The thread that renews a worker's task leases continues after any error."""
 
 from __future__ import annotations
 

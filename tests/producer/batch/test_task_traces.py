@@ -34,7 +34,7 @@ def collector() -> Iterator[OtlpCollector]:
 
 @pytest.fixture(scope="module")
 def app(collector: OtlpCollector) -> Iterator[Celery]:
-    """What a program holds that sends tasks to a traced worker in front of a traced node."""
+    """A Celery app that sends tasks to a traced worker in front of a traced node."""
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
     with (
         EmbeddedRedis() as server,
@@ -48,7 +48,7 @@ def app(collector: OtlpCollector) -> Iterator[Celery]:
 
 @contextmanager
 def sending(*, sampled: bool = True) -> Iterator[tuple[str, str]]:
-    """The ids of the current trace and span of the program that sends tasks. Its spans go nowhere."""
+    """Yield the ids of the current trace and span of the program that sends tasks. Its spans are not exported."""
     provider = TracerProvider(sampler=ALWAYS_ON if sampled else ALWAYS_OFF, shutdown_on_exit=False)
     with provider.get_tracer("test").start_as_current_span("caller") as span:
         at = span.get_span_context()
@@ -56,7 +56,7 @@ def sending(*, sampled: bool = True) -> Iterator[tuple[str, str]]:
 
 
 def spans_of(collector: OtlpCollector, trace_id: str, num_jobs: int = 1) -> list[CollectedSpan]:
-    """The spans of a trace, once those of the worker and of so many jobs are there."""
+    """Return the spans of a trace, once those of the worker and of this many jobs have arrived."""
 
     def has_all(spans: list[CollectedSpan]) -> bool:
         names = [(span.service, span.name) for span in spans if span.trace_id == trace_id]

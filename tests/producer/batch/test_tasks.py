@@ -1,4 +1,4 @@
-"""What a Celery task says on its way holds nothing up, and a retry that Celery's Redis cannot take loses no task."""
+"""Progress messages of a Celery task delay nothing, and a retry that Celery's Redis cannot store loses no task."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_last_report_is_stored_before_the_block_ends() -> None:
     assert stored == [BatchProgress(1)]
 
 
-def test_a_task_whose_retry_celery_s_redis_cannot_take_goes_on_in_its_worker(
+def test_task_whose_retry_celerys_redis_cannot_store_continues_in_its_worker(
     redis_url: str, served_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = make_app(CelerySettings(broker_url=redis_url, visibility_timeout_s=1), served_url)

@@ -30,7 +30,7 @@ def scrape(port: int) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_a_worker_tells_what_its_child_processes_did(served_url: str, tmp_path: Path) -> None:
+def test_metrics_of_a_worker_include_its_child_processes(served_url: str, tmp_path: Path) -> None:
     port, folders = free_port(), tmp_path / "folders"
     folders.mkdir()
     app = make_app(CelerySettings.load(), served_url)

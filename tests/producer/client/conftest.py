@@ -40,27 +40,27 @@ def node_on_thread(redis_url: str, step_s: float = 0.002) -> Iterator[FakeNode]:
 
 @pytest.fixture
 async def node(redis_url: str) -> AsyncIterator[FakeNode]:
-    """Takes and steps by itself."""
+    """A node that takes jobs and steps by itself."""
     async with FakeNode(redis_url) as node:
         yield node
 
 
 @pytest.fixture
 async def told_node(redis_url: str) -> AsyncIterator[FakeNode]:
-    """Does what the test tells it; forgets logs soon."""
+    """A node that acts only when the test calls it. Its logs expire soon."""
     async with FakeNode(redis_url, auto=False, log_ttl_ms=300) as node:
         yield node
 
 
 @pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
-    """With the clocks of production."""
+    """A client with the default timeouts."""
     async with AsyncClient(redis_url) as client:
         yield client
 
 
 @pytest.fixture
 async def quick_client(redis_url: str) -> AsyncIterator[AsyncClient]:
-    """With clocks that notice trouble soon."""
+    """A client with short timeouts, which detects failures soon."""
     async with AsyncClient(redis_url, settings=QUICK) as client:
         yield client

@@ -1,4 +1,4 @@
-"""What tests say of streams."""
+"""Helpers that read and check streams."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from penstock.producer.client import AsyncJob
 
 
 async def read_all(chunks: AsyncIterator[Chunk]) -> list[Chunk]:
-    """The whole stream."""
+    """Read the whole stream."""
     return [chunk async for chunk in chunks]
 
 
 async def read_some(chunks: AsyncIterator[Chunk], num_chunks: int) -> list[Chunk]:
-    """The next so many chunks."""
+    """Read this many chunks."""
     return [await anext(chunks) for _ in range(num_chunks)]
 
 
 def check_whole(
     chunks: Iterable[Chunk], job: AsyncJob, num_tokens: int, *, num_choices: int = 1, ended: bool = True
 ) -> None:
-    """The stream is exactly what the fake node says: in order, nothing lost, nothing doubled, the end last."""
+    """Assert that the stream equals the fake node's tokens: in order, none lost or repeated, the outcome last."""
     seen = list(chunks)
     assert [chunk.index for chunk in seen] == list(range(num_tokens * num_choices + ended))
     for choice in range(num_choices):

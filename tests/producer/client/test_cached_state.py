@@ -30,7 +30,7 @@ class Fetch:
         return self.num_calls
 
 
-async def test_many_askers_share_one_fetch() -> None:
+async def test_concurrent_callers_share_one_fetch() -> None:
     fetch = Fetch()
     copy = CachedState(fetch, ttl_s=60)
     asking = [asyncio.create_task(copy.get()) for _ in range(10)]
@@ -49,7 +49,7 @@ async def test_a_copy_is_fetched_again_when_it_is_old() -> None:
     assert await copy.get() == 2
 
 
-async def test_a_renewed_copy_was_fetched_since_it_was_asked_for() -> None:
+async def test_renewed_copy_was_fetched_after_the_call() -> None:
     fetch = Fetch()
     copy = CachedState(fetch, ttl_s=60)
     early = asyncio.create_task(copy.get())
@@ -62,7 +62,7 @@ async def test_a_renewed_copy_was_fetched_since_it_was_asked_for() -> None:
     assert await copy.get() == 2
 
 
-async def test_renewals_begin_apart_however_many_ask() -> None:
+async def test_renewals_start_apart_for_any_number_of_callers() -> None:
     clock = asyncio.get_running_loop().time
     begun: list[float] = []
 
@@ -80,7 +80,7 @@ async def test_renewals_begin_apart_however_many_ask() -> None:
     assert min(after - before for before, after in pairwise(begun)) >= RENEWED_S - 1e-3
 
 
-async def test_a_failed_fetch_fails_for_all_who_waited_and_only_them() -> None:
+async def test_failed_fetch_fails_only_for_the_callers_that_waited() -> None:
     fetch = Fetch()
     fetch.error = UnavailableError("away")
     copy = CachedState(fetch, ttl_s=60)
@@ -94,7 +94,7 @@ async def test_a_failed_fetch_fails_for_all_who_waited_and_only_them() -> None:
     assert await copy.get() == 2
 
 
-async def test_a_cancelled_asker_leaves_the_fetch_to_the_next() -> None:
+async def test_canceled_caller_leaves_the_fetch_to_the_next() -> None:
     fetch = Fetch()
     copy = CachedState(fetch, ttl_s=60)
     first, second = asyncio.create_task(copy.get()), asyncio.create_task(copy.get())
@@ -106,7 +106,7 @@ async def test_a_cancelled_asker_leaves_the_fetch_to_the_next() -> None:
     assert first.cancelled()
 
 
-async def test_the_door_counts_what_it_let_in_by_class() -> None:
+async def test_admission_counts_admitted_cost_by_class() -> None:
     node = NodePressure("n", kv_tokens_available=100, drain_cost_per_s=0.001)
 
     async def fetch() -> PoolPressure:
@@ -119,7 +119,7 @@ async def test_the_door_counts_what_it_let_in_by_class() -> None:
         await door.admit(80, Priority.INTERACTIVE)
 
 
-async def test_who_gets_an_old_copy_waits_for_none_and_lets_it_be_fetched_for_others() -> None:
+async def test_old_copy_is_returned_at_once_and_fetched_in_the_background() -> None:
     fetch = Fetch()
     fetch.gate.set()
     copy = CachedState(fetch, ttl_s=0.01, stale_s=60)
@@ -144,7 +144,7 @@ async def test_a_copy_that_is_too_old_is_waited_for() -> None:
     assert await copy.recent() == 2
 
 
-async def test_an_old_copy_lives_on_while_fetches_fail() -> None:
+async def test_old_copy_stays_in_use_while_fetches_fail() -> None:
     fetch = Fetch()
     fetch.gate.set()
     copy = CachedState(fetch, ttl_s=0.01, stale_s=60)
@@ -159,7 +159,7 @@ async def test_an_old_copy_lives_on_while_fetches_fail() -> None:
     await copy.close()
 
 
-async def test_nobody_is_refused_for_what_was_so_a_moment_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_job_is_refused_because_of_an_old_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached_state, "PRESSURE_TTL_S", 0.01)
     nodes = [NodePressure("n", kv_tokens_available=0, drain_cost_per_s=0.001)]
 
@@ -189,17 +189,17 @@ async def test_a_node_that_has_just_joined_is_found() -> None:
     await door.close()
 
 
-async def test_a_copy_at_hand_is_the_last_one_while_there_is_no_newer() -> None:
+async def test_last_copy_is_returned_while_there_is_no_newer_one() -> None:
     fetch = Fetch()
     copy = CachedState(fetch, ttl_s=0.01)
     with pytest.raises(UnavailableError):
-        await copy.at_hand(0.01)
+        await copy.get_or_last(0.01)
     fetch.gate.set()
-    number = await copy.at_hand(30)
+    number = await copy.get_or_last(30)
     fetch.gate.clear()
     await asyncio.sleep(0.02)
-    assert await copy.at_hand(0.01) == number
+    assert await copy.get_or_last(0.01) == number
     assert fetch.num_calls > number, "it was asked for"
     fetch.error = UnavailableError("away")
     fetch.gate.set()
-    assert await copy.at_hand(30) == number
+    assert await copy.get_or_last(30) == number

@@ -1,4 +1,4 @@
-"""The client on a good day."""
+"""The client without failures."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_second_stream_after_the_end_reads_the_log(client: AsyncClient, to
     assert client.stats.log_reads == 3
 
 
-async def test_attach_goes_on_behind_an_index(client: AsyncClient, told_node: FakeNode, redis_url: str) -> None:
+async def test_attach_continues_after_an_index(client: AsyncClient, told_node: FakeNode, redis_url: str) -> None:
     job = await client.submit("hello", max_tokens=20)
     [run] = await told_node.take()
     await run.say(10)
@@ -194,7 +194,9 @@ async def test_a_second_reader_keeps_a_non_background_job(client: AsyncClient, r
         assert rest[-1].outcome.state == "done"
 
 
-async def test_a_forgotten_non_background_job_is_cancelled(client: AsyncClient, redis_url: str) -> None:
+async def test_job_whose_handle_is_dropped_is_canceled_unless_it_is_a_background_job(
+    client: AsyncClient, redis_url: str
+) -> None:
     async with FakeNode(redis_url, step_s=0.01, reattach_grace_ms=50) as node:
         job_id = (await client.submit("hello", max_tokens=3000, background=False)).id
         while job_id not in node.jobs:
@@ -204,13 +206,13 @@ async def test_a_forgotten_non_background_job_is_cancelled(client: AsyncClient, 
         assert (await client.status(job_id)).state == "cancelled"
 
 
-async def test_detach_says_that_nobody_reads(client: AsyncClient, told_node: FakeNode, redis: Redis) -> None:
+async def test_detach_removes_the_reader_in_redis(client: AsyncClient, told_node: FakeNode, redis: Redis) -> None:
     job = await client.submit("hello", background=False)
     await job.detach()
     assert await redis.hget(keys.job(job.id), "inboxes") == b""
 
 
-async def test_a_reader_may_come_back(client: AsyncClient, node: FakeNode) -> None:
+async def test_reader_may_attach_again(client: AsyncClient, node: FakeNode) -> None:
     node.step_s = 0.005
     job = await client.submit("hello", max_tokens=60)
     for num_chunks in (1, 5, 10):
@@ -271,7 +273,7 @@ async def test_jobs_of_another_tenant_do_not_exist(client: AsyncClient, node: Fa
     await job.result()
 
 
-async def test_an_id_that_is_none_is_not_found(client: AsyncClient) -> None:
+async def test_invalid_job_id_is_not_found(client: AsyncClient) -> None:
     for bad in ("", "nonsense", "fake.123", "fake.{x}:*"):
         with pytest.raises(NotFoundError):
             await client.attach(bad)
@@ -304,7 +306,7 @@ async def test_model_must_be_named_where_there_are_two(client: AsyncClient, node
         assert (await client.submit("hello", model="acme/second", max_tokens=2)).pool == "second"
 
 
-async def test_pressure_is_what_the_nodes_say(client: AsyncClient, told_node: FakeNode) -> None:
+async def test_pressure_is_what_the_nodes_report(client: AsyncClient, told_node: FakeNode) -> None:
     await client.submit("hello", max_tokens=10)
     pressure = await client.pressure(POOL)
     assert pressure.nodes == (told_node.pressure,)
@@ -327,7 +329,7 @@ async def test_a_pool_without_live_nodes_is_unavailable(client: AsyncClient, tol
     assert caught.value.code == "no_node"
 
 
-async def test_a_full_pool_says_when_to_come_back(client: AsyncClient, told_node: FakeNode) -> None:
+async def test_full_pool_says_when_to_retry(client: AsyncClient, told_node: FakeNode) -> None:
     told_node.pressure = NodePressure(told_node.node_id, kv_tokens_available=0, drain_cost_per_s=1.0)
     await told_node.heartbeat()
     with pytest.raises(BusyError) as caught:
@@ -412,7 +414,7 @@ async def test_connecting_to_nothing_is_unavailable_at_once() -> None:
     await client.close()
 
 
-async def test_a_closed_client_says_so(redis_url: str, node: FakeNode) -> None:
+async def test_closed_client_raises_unavailable(redis_url: str, node: FakeNode) -> None:
     client = AsyncClient(redis_url)
     with pytest.raises(UnavailableError) as caught:
         await client.submit("hello")

@@ -1,4 +1,4 @@
-"""The pure core of a stream: every chunk once and in order, whatever arrives."""
+"""A stream's cursor, without I/O: every chunk once and in order, whatever arrives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text_of(tokens: Iterable[int]) -> str:
 
 
 def log_of(sizes: Sequence[tuple[int, int]], lag: int = 0) -> list[Chunk]:
-    """A whole log: the prompt's, chunks of (choice, number of tokens), what is left; text lags by `lag` tokens."""
+    """Return a log: the prompt's chunk, chunks of (choice, number of tokens), the rest. `lag`: tokens without text."""
     first, rest = PROMPT[:PROMPT_TOKENS_PER_CHUNK], PROMPT[PROMPT_TOKENS_PER_CHUNK:]
     chunks = [
         Chunk(JOB, 0, prompt_logprobs=first, num_prompt_tokens=7),
@@ -72,7 +72,7 @@ def take(cursor: StreamCursor, chunks: Iterable[Chunk]) -> list[Chunk]:
 
 
 def contents(chunks: Iterable[Chunk]) -> dict[int, tuple[tuple[int, ...], str]]:
-    """Tokens and text of each choice; token positions must be seamless."""
+    """Return tokens and text of each choice. Assert that token positions have no gaps."""
     tokens: dict[int, list[int]] = {c: [] for c in TOKENS}
     text = dict.fromkeys(TOKENS, "")
     for chunk in chunks:
@@ -108,7 +108,7 @@ def test_arrivals_in_any_order_give_the_log(cuts: list[tuple[int, int]], lag: in
 
 
 @given(sizes, sizes, lags, st.data())
-def test_a_log_cut_otherwise_is_walked_again_without_repeating(
+def test_log_with_other_chunk_borders_is_read_again_without_repetition(
     first: list[tuple[int, int]], second: list[tuple[int, int]], lag: int, data: st.DataObject
 ) -> None:
     """Redis lost the log, and the job was run again: same tokens, other chunks."""

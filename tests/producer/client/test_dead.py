@@ -1,4 +1,4 @@
-"""Dead letters through the client: tried again as new jobs, for the same tenant and on the same terms."""
+"""Dead letters through the client: retried as new jobs, for the same tenant and with the same options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS: list[dict[str, Any]] = [
 
 
 async def make_dead_letter(redis: Redis, **fields: Any) -> Job:
-    """A job that three nodes have died of, in a pool that has a node again."""
+    """Return a job whose three nodes died, in a pool that has a node again."""
     queue = Queue(redis)
     await queue.node("watcher")
     fields = {"params": SamplingParams(max_tokens=9, seed=5), **fields}
@@ -43,7 +43,7 @@ async def make_dead_letter(redis: Redis, **fields: Any) -> Job:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-async def test_a_retry_asks_for_the_same_under_a_new_id(
+async def test_retry_submits_the_same_request_under_a_new_id(
     client: AsyncClient, redis: Redis, prompt: dict[str, Any]
 ) -> None:
     dead = await make_dead_letter(redis, **prompt)
@@ -65,7 +65,7 @@ async def test_a_retry_asks_for_the_same_under_a_new_id(
         await client.dead.retry(dead.id)
 
 
-async def test_a_retry_that_was_cut_short_is_the_same_job(client: AsyncClient, redis: Redis) -> None:
+async def test_interrupted_retry_gives_the_same_job_again(client: AsyncClient, redis: Redis) -> None:
     dead = await make_dead_letter(redis)
     request = await cast(Any, redis.get(keys.request(dead.id)))
     job = await client.dead.retry(dead.id)

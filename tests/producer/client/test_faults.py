@@ -1,4 +1,4 @@
-"""Streams stay whole when messages, connections, logs or jobs are lost."""
+"""Streams stay complete when messages, connections, logs or jobs are lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_doubled_messages_are_dropped(client: AsyncClient, node: FakeNode)
     assert client.stats.log_reads == 0
 
 
-async def test_nonsense_in_the_inbox_harms_nobody(client: AsyncClient, node: FakeNode, redis: Redis) -> None:
+async def test_malformed_messages_on_the_inbox_are_ignored(client: AsyncClient, node: FakeNode, redis: Redis) -> None:
     node.step_s = 0.01
     job = await client.submit("hello", max_tokens=20)
     [channel] = await redis.pubsub_channels(keys.inbox_channel("*"))
@@ -73,7 +73,7 @@ async def test_a_client_is_alive_from_connect_to_close(redis_url: str) -> None:
     assert not client.is_alive
 
 
-async def test_a_slow_reader_goes_on_from_the_log(redis_url: str, told_node: FakeNode) -> None:
+async def test_slow_reader_continues_from_the_log(redis_url: str, told_node: FakeNode) -> None:
     settings = ClientSettings(max_queued_chunks=10)
     async with AsyncClient(redis_url, settings=settings) as client:
         slow, fast = await client.submit("hello", max_tokens=200), await client.submit("hello", max_tokens=200)
@@ -97,7 +97,7 @@ async def test_a_slow_reader_goes_on_from_the_log(redis_url: str, told_node: Fak
         assert client.stats.log_reads - reads_before == 1
 
 
-async def test_a_slow_reader_past_the_logs_life_gets_the_rest_of_the_result(
+async def test_slow_reader_gets_the_rest_from_the_result_once_the_log_has_expired(
     redis_url: str, told_node: FakeNode, redis: Redis
 ) -> None:
     async with AsyncClient(redis_url, settings=ClientSettings(max_queued_chunks=10)) as client:
@@ -151,7 +151,7 @@ async def test_the_last_message_may_be_lost_too(quick_client: AsyncClient, told_
     check_whole(await asyncio.wait_for(reading, PATIENCE_S), job, 10)
 
 
-async def test_a_silent_stream_looks_for_itself(redis_url: str, told_node: FakeNode) -> None:
+async def test_silent_stream_reads_the_state_of_its_job(redis_url: str, told_node: FakeNode) -> None:
     async with AsyncClient(redis_url, settings=ClientSettings(silent_after_s=0.4)) as client:
         job = await client.submit("hello", max_tokens=6)
         stream = job.stream()
@@ -163,7 +163,7 @@ async def test_a_silent_stream_looks_for_itself(redis_url: str, told_node: FakeN
         await read_all(stream)
 
 
-async def test_a_subscription_that_lives_but_hears_nothing_is_renewed(
+async def test_open_subscription_that_receives_nothing_is_renewed(
     quick_client: AsyncClient, node: FakeNode, redis: Redis
 ) -> None:
     """The echo is what proves it: here messages go nowhere, as behind a half-dead proxy."""
@@ -196,7 +196,7 @@ async def test_a_reader_beyond_the_jobs_sixteen_follows_the_log(
 
 
 async def forget(redis: Redis, job_id: str) -> None:
-    """As after a fail-over to a replica that never heard of the job."""
+    """Delete the job, as in a fail-over to a replica that never received it."""
     for key in await redis.keys(f"*{job_id}*"):
         await redis.delete(key)
     for key in await redis.keys(f"penstock:{{{POOL}}}:*"):
@@ -222,7 +222,7 @@ async def test_a_lost_queued_job_is_submitted_again(
     assert quick_client.stats.resubmits >= 1
 
 
-async def test_a_lost_running_job_goes_on_behind_what_was_delivered(
+async def test_lost_running_job_continues_after_the_delivered_tokens(
     quick_client: AsyncClient, told_node: FakeNode, redis: Redis
 ) -> None:
     job = await quick_client.submit("hello", max_tokens=10)
@@ -299,7 +299,7 @@ async def test_a_log_with_other_tokens_than_those_delivered_is_refused(
         await asyncio.wait_for(read_all(stream), PATIENCE_S)
 
 
-async def test_somebody_elses_lost_job_is_not_found(
+async def test_lost_job_of_another_process_is_not_found(
     quick_client: AsyncClient, told_node: FakeNode, redis: Redis, redis_url: str
 ) -> None:
     job = await quick_client.submit("hello")
@@ -311,7 +311,7 @@ async def test_somebody_elses_lost_job_is_not_found(
             await asyncio.wait_for(read_all(stream), PATIENCE_S)
 
 
-async def test_a_job_lost_with_its_nodes_tells_so(client: AsyncClient, told_node: FakeNode) -> None:
+async def test_job_that_lost_its_nodes_raises_node_lost(client: AsyncClient, told_node: FakeNode) -> None:
     job = await client.submit("hello")
     [run] = await told_node.take()
     await run.finish("failed", "node_lost")
@@ -323,7 +323,7 @@ async def test_a_job_lost_with_its_nodes_tells_so(client: AsyncClient, told_node
 # Redis goes away ---------------------------------------------------------------------------------
 
 
-async def test_an_absence_of_redis_is_waited_out() -> None:
+async def test_short_outage_of_redis_is_waited_out() -> None:
     with EmbeddedRedis() as server:
         async with AsyncClient(server.url, settings=QUICK) as client, FakeNode(server.url, auto=False) as node:
             job = await client.submit("hello", max_tokens=10)
@@ -337,12 +337,12 @@ async def test_an_absence_of_redis_is_waited_out() -> None:
 
 
 async def pause(node: FakeNode, seconds: float) -> None:
-    """Redis runs, but answers no client."""
+    """Pause Redis: it runs, but answers no client."""
     await node.redis.client_pause(int(1000 * seconds))
     await asyncio.sleep(seconds)
 
 
-async def test_patience_has_an_end() -> None:
+async def test_outage_longer_than_the_limit_raises_unavailable() -> None:
     settings = QUICK.model_copy(update={"outage_s": 0.5})
     with EmbeddedRedis() as server:
         async with FakeNode(server.url, auto=False):
@@ -382,7 +382,7 @@ async def test_a_submission_whose_answer_is_lost_is_one_job(
     check_whole(await read_all(job.stream()), job, 5)
 
 
-async def test_a_process_that_was_held_up_does_not_blame_its_subscription(client: AsyncClient, node: FakeNode) -> None:
+async def test_blocked_process_does_not_renew_its_subscription(client: AsyncClient, node: FakeNode) -> None:
     job = await client.submit("hello", max_tokens=100)
     chunks = []
     async for chunk in job.stream():

@@ -44,7 +44,7 @@ async def small_node(redis_url: str) -> AsyncIterator[FakeNode]:
 
 @pytest.fixture
 def refusals(client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> list[BusyError]:
-    """Every refusal that the client's calls met."""
+    """Every refusal of the client's submits."""
     met: list[BusyError] = []
     submit = client.submit
 
@@ -60,7 +60,7 @@ def refusals(client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> list[BusyE
 
 
 class Endless(Iterator[str]):
-    """Prompts without end, and how many were read."""
+    """An endless iterator of prompts that counts how many were read."""
 
     num_read = 0
 
@@ -75,7 +75,7 @@ async def num_submitted(redis: Redis) -> int:
 
 
 async def is_canceled(job: FakeJob) -> bool:
-    """Whether the node is told to end the job because it was canceled, not because it is unread."""
+    """Whether the node is told to end the job because it was canceled, not because it has no reader."""
     (answer,) = await job.node.emit([job.emission(job.next_chunks())], Say.PUBLISHED)
     return answer == "CANCEL"
 

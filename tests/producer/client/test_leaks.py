@@ -1,4 +1,4 @@
-"""Nothing stays behind: no task, no subscription, no connection, no key."""
+"""Closed clients and jobs leave no task, subscription, connection or key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.producer.client.reading import read_all, read_some
 
 
 def our_tasks() -> set[asyncio.Task[object]]:
-    """All tasks but those in which redis-py sends a command of the fake node."""
+    """Return all tasks except those in which redis-py sends a command of the fake node."""
     return {task for task in asyncio.all_tasks() if "_send_packed_command" not in repr(task)}
 
 
@@ -31,7 +31,7 @@ CONNECTIONS_WITHOUT_CLIENT = 3
 
 
 async def connections_are_closed(redis: Redis) -> bool:
-    """Redis notices closed connections soon after."""
+    """Whether Redis notices within two seconds that all of the client's connections are closed."""
     for _ in range(100):
         channels, connections = await redis.pubsub_channels(keys.inbox_channel("*")), await redis.client_list()
         if not channels and len(connections) <= CONNECTIONS_WITHOUT_CLIENT:
@@ -41,7 +41,7 @@ async def connections_are_closed(redis: Redis) -> bool:
 
 
 async def use(client: AsyncClient, number: int) -> None:
-    """One job, in one of the ways that people leave jobs behind."""
+    """Use one job in one of the ways in which callers abandon jobs."""
     job = await client.submit("hello", max_tokens=10, background=number % 2 == 0)
     match number % 6:
         case 0:
@@ -108,7 +108,7 @@ async def test_closing_in_the_middle_leaves_nothing_behind(redis_url: str, redis
 
 
 def num_chunks() -> int:
-    """In all of the process; by type, as some of torch's objects warn of being asked anything."""
+    """Return the chunks in the process, found by type: some of torch's objects warn on attribute access."""
     gc.collect()
     return sum(type(thing) is Chunk for thing in gc.get_objects())
 

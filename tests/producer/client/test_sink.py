@@ -15,7 +15,7 @@ NUM_TOKENS = 60
 
 
 class NoteSink:
-    """Notes what it takes and what the reader gets, in one list."""
+    """Records the chunks that it takes and those that the reader gets, in one list."""
 
     def __init__(self) -> None:
         self.is_ready = True

@@ -1,4 +1,4 @@
-"""The way of a request from `AsyncClient.submit` to the submit script stays short."""
+"""A request passes few files and shapes between `AsyncClient.submit` and the submit script."""
 
 from __future__ import annotations
 
@@ -117,18 +117,18 @@ def shape_of(value: object) -> str:
 
 
 async def submit_by_arguments(client: AsyncClient) -> None:
-    """As a Python caller submits."""
+    """Submit as a Python caller does."""
     await client.submit(f"a {MARK} prompt", model=MODEL, max_tokens=4, stop=f"a {MARK} end")
 
 
 async def submit_chat(client: AsyncClient) -> None:
-    """As a Python caller submits a chat."""
+    """Submit a chat as a Python caller does."""
     messages = [{"role": "user", "content": f"a {MARK} prompt"}]
     await client.submit(messages, model=MODEL, max_tokens=4, stop=[f"a {MARK} end"])
 
 
 async def submit_by_gateway(client: AsyncClient) -> None:
-    """As the gateway submits a small body."""
+    """Submit a small body as the gateway does."""
     params = SamplingParams(max_tokens=4, stop=f"a {MARK} end")
     content = RequestContent(MODEL, [f"a {MARK} prompt"], params)
     async with open_jobs(client, GenerationRequest(content, tenant="acme", terms=Terms(weight=2.0))):
@@ -136,7 +136,7 @@ async def submit_by_gateway(client: AsyncClient) -> None:
 
 
 async def submit_packed_by_gateway(client: AsyncClient) -> None:
-    """As the gateway submits a large body, whose prompt another process has packed."""
+    """Submit a large body as the gateway does, with a prompt packed in another process."""
     params = SamplingParams(max_tokens=4, stop=f"a {MARK} end")
     content = RequestContent(MODEL, [pack_prompt_of(f"a {MARK} prompt")], params)
     async with open_jobs(client, GenerationRequest(content)):

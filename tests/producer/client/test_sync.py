@@ -1,4 +1,4 @@
-"""The synchronous client: the same, from any thread."""
+"""The synchronous client behaves as the asynchronous one does, from any thread."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_errors_come_through(client: Client) -> None:
         list(stream)
 
 
-def test_leaving_early_lets_go_of_the_job(client: Client, node: FakeNode) -> None:
+def test_leaving_a_stream_early_detaches_the_job(client: Client, node: FakeNode) -> None:
     job = client.submit("hello", max_tokens=3000)
     for _ in job.stream():
         break
@@ -106,7 +106,7 @@ def test_closing_wakes_waiting_threads(redis_url: str, node: FakeNode) -> None:
     assert client_threads() == []
 
 
-def test_a_forgotten_client_is_closed(redis_url: str, node: FakeNode) -> None:
+def test_client_that_is_garbage_collected_is_closed(redis_url: str, node: FakeNode) -> None:
     job = Client(redis_url).submit("hello", max_tokens=5)
     assert job.result().outcome.state == "done"
     del job
@@ -121,7 +121,7 @@ def test_connecting_to_nothing_leaves_no_thread() -> None:
     assert client_threads() == []
 
 
-def test_a_forked_process_is_told_to_make_its_own(client: Client) -> None:
+def test_forked_process_must_create_its_own_client(client: Client) -> None:
     read_end, write_end = os.pipe()
     if os.fork() == 0:
         with suppress(BaseException):
@@ -139,9 +139,7 @@ def test_a_forked_process_is_told_to_make_its_own(client: Client) -> None:
     assert client.submit("hello", max_tokens=3).result().outcome.state == "done"
 
 
-def test_a_stream_that_is_collected_in_the_middle_of_a_call_holds_nobody_up(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_collected_during_a_call_blocks_no_other_call(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     job = client.submit("hello", max_tokens=3000)
     stream = job.stream()
     next(stream)
@@ -158,7 +156,7 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_call_holds_nobody_up(
     assert job.cancel() == "running"
 
 
-def test_the_interpreter_ends_although_nobody_closed(redis_url: str, node: FakeNode) -> None:
+def test_interpreter_exits_although_the_client_is_open(redis_url: str, node: FakeNode) -> None:
     program = f"""
 from penstock.producer.client import Client
 client = Client({redis_url!r})
@@ -170,7 +168,7 @@ print(next(stream).index)
     assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)
 
 
-def test_a_user_without_logging_sees_no_bare_lines_of_it() -> None:
+def test_nothing_is_logged_unless_the_application_configures_logging() -> None:
     script = "import logging, penstock.producer.client; logging.getLogger('penstock.queue').warning('nodes are lost')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""

@@ -1,4 +1,4 @@
-"""`result(timeout=)`: the caller stops waiting, and learns what becomes of the job."""
+"""`result(timeout=)`: the caller stops waiting, and the error tells whether the job continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a choice of tools makes of a job."""
+"""The effect of `tool_choice` on the submitted job."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_required_call_may_be_of_every_tool_and_a_named_one_of_its_own() -> No
     assert named.tools == job.tools
 
 
-def test_an_answer_may_keep_to_a_schema_where_nothing_is_called() -> None:
+def test_answer_without_calls_may_have_a_schema() -> None:
     for wanted, answer in (({"json": SCHEMA}, json.dumps(SCHEMA)), ({"json_object": True}, '{"type": "object"}')):
         form = made(tools=TOOLS, structured_outputs=wanted).params.structured_outputs
         assert form is not None and form.calls is not None
@@ -77,7 +77,7 @@ def test_no_tools_are_shown_that_may_not_be_called() -> None:
         ({"tools": TOOLS, "tool_choice": "required", "record": PoolRecord("m", "m")}, "tools"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_argument(options: dict[str, Any], param: str) -> None:
+def test_arguments_that_contradict_each_other_are_refused_by_name(options: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         made(**options)
     assert caught.value.param == param

@@ -1,4 +1,4 @@
-"""What a user sees of an error: one traceback, and a message that names the remedy."""
+"""An error is shown to users as one traceback, with a message that names the remedy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sync_client(redis_url: str) -> Iterator[Client]:
 
 
 def shown(error: BaseException) -> str:
-    """The error as Python prints it, once it is checked to be one traceback."""
+    """Return the error as Python prints it. Assert that it is one traceback."""
     text = "".join(traceback.format_exception(error))
     assert text.count("Traceback (most recent call last)") == 1, text
     assert "During handling" not in text

@@ -78,7 +78,7 @@ async def test_the_sync_client_carries_the_trace_of_the_calling_thread(
     assert (await carried(redis, job_id))[0].split("-")[1] == trace_id
 
 
-async def test_a_long_trace_state_is_left_out() -> None:
+async def test_long_trace_state_is_left_out() -> None:
     state = trace.TraceState([(f"vendor{i}", "v" * 100) for i in range(6)])
     parent = trace.SpanContext(1, 2, is_remote=True, trace_flags=trace.TraceFlags(1), trace_state=state)
     assert carried_by(trace.NonRecordingSpan(parent)) == (f"00-{1:032x}-{2:016x}-01",)

@@ -35,7 +35,7 @@ async def publish(redis: Redis, job: AsyncJob, *progress: PrefillProgress) -> No
         await redis.publish(keys.inbox_channel(inbox), encode_progress(job.id, one))
 
 
-async def test_positions_go_down_as_jobs_are_taken_and_end_with_the_first_chunk(
+async def test_positions_decrease_as_jobs_are_taken_and_end_with_the_first_chunk(
     client: AsyncClient, told_node: FakeNode
 ) -> None:
     # It holds two jobs of 200 tokens each, and completes 100 tokens a second.

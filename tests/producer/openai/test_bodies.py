@@ -1,4 +1,4 @@
-"""A body that is wrong in a hundred thousand places is refused for the first, before the others are listed."""
+"""A body with a hundred thousand errors is refused for the first one, without listing the others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CALLS = {"form": "hermes", "functions": [{"name": "f", "parameters": "{}"}]}
         {"prompt": [-1] * MANY},
     ],
 )
-def test_few_errors_are_made_of_many_mistakes(change: dict[str, Any]) -> None:
+def test_many_invalid_members_make_few_errors(change: dict[str, Any]) -> None:
     body = CompletionBody if "prompt" in change else ChatBody
     neutral = {} if "prompt" in change else {"messages": [{"role": "user", "content": "x"}]}
     with pytest.raises(ValidationError) as caught:

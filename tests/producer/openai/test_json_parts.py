@@ -1,4 +1,4 @@
-"""JSON in parts is the JSON of the whole."""
+"""JSON encoded in parts equals the JSON of the whole object."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAZY = st.recursive(
 
 @settings(max_examples=examples(100))
 @given(LAZY)
-def test_the_parts_make_up_the_whole(value: Any) -> None:
+def test_joined_parts_are_the_whole_json(value: Any) -> None:
     whole = to_json(plain(value))
     for _ in range(2):
         assert json.loads(b"".join(json_parts(value))) == json.loads(whole)

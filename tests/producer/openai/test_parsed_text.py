@@ -1,4 +1,4 @@
-"""What a text says, told apart: the same however it is cut into pieces, and unchanged where it says no more."""
+"""Parsing of reasoning, calls and content: equal however the text is split, and plain text stays unchanged."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read(form: AnswerFormat, pieces: list[str]) -> ParsedText:
 
 
 def read_in_order(form: AnswerFormat, pieces: list[str]) -> list[str | Call]:
-    """Return the texts and calls of an answer in their order; neighboring texts are joined."""
+    """Return the texts and calls of an answer in order. Adjacent texts are joined."""
     reader = AnswerReader(form)
     parts = [part for piece in pieces for part in reader.push_in_order(piece)] + reader.end_in_order()
     found: list[str | Call] = []
@@ -82,7 +82,7 @@ def next_message(said: ParsedText) -> Message:
 
 
 @given(st.sampled_from(FORMS), TEXTS, st.data())
-def test_any_cut_of_a_text_says_the_same(form: AnswerFormat, text: str, data: st.DataObject) -> None:
+def test_parsing_does_not_depend_on_how_a_text_is_cut(form: AnswerFormat, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
     said = form.read(text)
@@ -96,7 +96,9 @@ def test_any_cut_of_a_text_says_the_same(form: AnswerFormat, text: str, data: st
 @example("llama3_json", " " * 40, '{"name": "f", "parameters": {}}', 0)
 @example("llama3_json", "", '{"type": ' + " " * 40 + '"function", "name": "f", "parameters": {}}', 0)
 @given(st.sampled_from([*CALL_FORMS]), BLANKS, INDENTED, st.integers(0, 100))
-def test_any_cut_of_an_indented_bare_call_says_the_same(form: str, blank: str, call: str, cut: int) -> None:
+def test_parsing_does_not_depend_on_how_an_indented_bare_call_is_cut(
+    form: str, blank: str, call: str, cut: int
+) -> None:
     text = blank + call
     said = AnswerFormat(form).read(text)
     assert read(AnswerFormat(form), [text[:cut], text[cut:]]) == read(AnswerFormat(form), list(text)) == said
@@ -188,7 +190,7 @@ def test_plain_text_is_late_by_no_more_than_the_longest_mark(form: AnswerFormat,
         ),
     ],
 )
-def test_calls_are_read_in_each_familys_form(form: str, text: str, content: str, calls: list[object]) -> None:
+def test_calls_are_parsed_in_the_format_of_each_family(form: str, text: str, content: str, calls: list[object]) -> None:
     said = AnswerFormat(form).read(text)
     assert read(AnswerFormat(form), list(text)) == said
     assert said.content == content
@@ -205,19 +207,19 @@ def test_calls_are_read_in_each_familys_form(form: str, text: str, content: str,
         ("think", "<think>\n\n</think>\n\nyes", "", "yes"),
     ],
 )
-def test_reasoning_is_told_from_content(parser: str, text: str, reasoning: str, content: str) -> None:
+def test_reasoning_is_separated_from_content(parser: str, text: str, reasoning: str, content: str) -> None:
     assert AnswerFormat("none", parser).read(text) == ParsedText(content, reasoning)
     assert read(AnswerFormat("none", parser), list(text)) == ParsedText(content, reasoning)
 
 
-def test_calls_stand_behind_reasoning_and_never_in_it() -> None:
+def test_calls_are_found_after_reasoning_and_never_in_it() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     said = AnswerFormat("hermes", "think").read(f"<think>{call}</think>\n{call}")
     assert (said.reasoning, said.content, len(said.calls)) == (call, "", 1)
 
 
 @pytest.mark.parametrize("form", CALL_FORMS)
-def test_of_one_call_the_others_are_left_out_however_the_text_is_cut(form: str) -> None:
+def test_without_parallel_calls_all_but_the_first_call_are_dropped(form: str) -> None:
     text = written_as(form, [call_text(form, name, {}) for name in "fgh"])
     wanted = AnswerFormat(form, one_call=True)
     for pieces in ([text], list(text)):

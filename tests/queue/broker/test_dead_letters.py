@@ -1,4 +1,4 @@
-"""A dead-lettered job keeps its request and its history, until an operator forgets it or a week has passed."""
+"""A dead letter keeps its request and its ledger until an operator deletes it or a week has passed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEEK_MS = 7 * 24 * 3600 * 1000
 
 
 async def die(queue: Queue, job: Job, first: int = 0) -> None:
-    """Three nodes die of a job, each after it has written a chunk."""
+    """Let three nodes die while they run a job, each after it has written a chunk."""
     await queue.node("watcher")
     await queue.submit(job, cost=30, weight=2.0)
     for number in range(first, first + 3):
@@ -27,7 +27,7 @@ async def die(queue: Queue, job: Job, first: int = 0) -> None:
         await queue.kill(node)
 
 
-async def test_a_dead_letter_tells_its_history_and_keeps_its_request(queue: Queue) -> None:
+async def test_dead_letter_has_its_history_and_its_request(queue: Queue) -> None:
     job = new_job(priority=Priority.BATCH, tenant="acme", params=SamplingParams(max_tokens=9))
     started_ms = await queue.now_ms()
     await die(queue, job)
@@ -57,7 +57,7 @@ async def test_the_newest_come_first_and_no_more_than_asked_for(queue: Queue) ->
     assert [letter.job_id for letter in letters] == [jobs[2].id, jobs[1].id]
 
 
-async def test_what_is_purged_is_gone(queue: Queue) -> None:
+async def test_purged_dead_letter_is_gone(queue: Queue) -> None:
     job = new_job()
     await die(queue, job)
     letters = DeadLetters(queue.redis)
@@ -89,7 +89,7 @@ async def test_a_job_that_ended_otherwise_is_no_dead_letter(queue: Queue) -> Non
             await DeadLetters(queue.redis).get(job_id)
 
 
-async def test_only_so_many_are_kept_and_only_for_a_week(queue: Queue) -> None:
+async def test_dead_letters_are_kept_for_a_week_and_up_to_a_limit(queue: Queue) -> None:
     now_ms = await queue.now_ms()
     fillers = {f"m.{number:05}": now_ms - 10_000_000 + number for number in range(10_000)}
     await queue.redis.zadd(f"{P}:dead_letters", fillers)

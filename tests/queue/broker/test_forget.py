@@ -18,7 +18,7 @@ from penstock.queue.broker.dead_letters import DeadLetters
 
 
 async def a_full_life(queue: Queue) -> str:
-    """Jobs of all classes that ended, one that nodes died of, a reader; the finished job's id."""
+    """Create ended jobs of all classes, a dead letter and a reader. Return the finished job's id."""
     node = await queue.node("n1")
     for priority in Priority:
         done = await queue.running(node, priority=priority)
@@ -35,7 +35,7 @@ async def a_full_life(queue: Queue) -> str:
     return done.job_id
 
 
-async def test_what_is_left_of_a_pool_goes_but_for_what_runs_out_by_itself(queue: Queue) -> None:
+async def test_forget_deletes_all_keys_of_a_pool_that_do_not_expire(queue: Queue) -> None:
     done = await a_full_life(queue)
     await AdminBroker(queue.redis).forget(POOL)
     assert await queue.producer.pools() == {}
@@ -47,7 +47,7 @@ async def test_what_is_left_of_a_pool_goes_but_for_what_runs_out_by_itself(queue
         await AdminBroker(queue.redis).forget(POOL)
 
 
-async def test_a_pool_begins_anew_with_its_next_node(queue: Queue) -> None:
+async def test_forgotten_pool_is_created_anew_by_its_next_node(queue: Queue) -> None:
     await a_full_life(queue)
     await AdminBroker(queue.redis).forget(POOL)
     node = await queue.node("n2")
@@ -55,7 +55,7 @@ async def test_a_pool_begins_anew_with_its_next_node(queue: Queue) -> None:
     await node.finish(await queue.running(node), 0, 3)
 
 
-async def test_a_node_that_joins_meanwhile_is_found(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_node_that_joins_during_forget_keeps_the_pool(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     await a_full_life(queue)
 
     async def call(redis: Redis, name: str, *arguments: str) -> Any:

@@ -1,4 +1,4 @@
-"""What producers are told about pools, and what they may not submit to one."""
+"""The pool information that producers get, and the jobs that a pool refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.queue.broker.producer import ServedPool, Submission
 from penstock.queue.msgpack_codec import MAX_BYTES
 
 
-async def test_a_pool_is_alive_while_one_of_its_nodes_gives_signs_of_life(queue: Queue) -> None:
+async def test_pool_is_alive_while_one_of_its_nodes_sends_heartbeats(queue: Queue) -> None:
     await queue.node("n1")
     await queue.node("n2")
     served = ServedPool(**asdict(RECORD), is_alive=True, max_open_jobs=CONFIG["max_open_jobs"])

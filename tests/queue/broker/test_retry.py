@@ -1,4 +1,4 @@
-"""Calls for many streams: a call that waits for other calls waits no longer than for Redis itself."""
+"""Calls shared by many streams: a call that waits for other calls waits no longer than for Redis itself."""
 
 from __future__ import annotations
 

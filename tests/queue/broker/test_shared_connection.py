@@ -1,4 +1,4 @@
-"""The connection that many calls share: order, loss, silence, and messages in between."""
+"""The connection that many calls share: order, connection loss, timeouts, and messages between replies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = "return {#ARGV[1], ARGV[2]}"
 
 
 class Recorder:
-    """A transport that notes the size of each write."""
+    """A transport that records the size of each write."""
 
     def __init__(self, transport: asyncio.Transport, sizes: list[int]) -> None:
         self._transport = transport
@@ -50,7 +50,7 @@ async def test_answers_come_to_their_calls_in_order(line: SharedConnection) -> N
     assert await asyncio.gather(*calls) == [str(i).encode() for i in range(1000)]
 
 
-async def test_a_refused_call_harms_no_other(line: SharedConnection) -> None:
+async def test_refused_call_affects_no_other_call(line: SharedConnection) -> None:
     before, bad, after = line.call("ECHO", "1"), line.call("NONSENSE"), line.call("ECHO", "2")
     assert await before == b"1"
     with pytest.raises(exceptions.ResponseError, match="unknown command"):
@@ -58,7 +58,7 @@ async def test_a_refused_call_harms_no_other(line: SharedConnection) -> None:
     assert await after == b"2"
 
 
-async def test_a_call_given_up_does_not_shift_the_answers(line: SharedConnection) -> None:
+async def test_canceled_call_does_not_shift_the_answers(line: SharedConnection) -> None:
     calls = [line.call("ECHO", str(i)) for i in range(10)]
     calls[3].cancel()
     done = await asyncio.gather(*calls, return_exceptions=True)
@@ -83,16 +83,14 @@ async def test_large_arguments_are_sent_in_pieces_and_keep_the_order_of_calls(
     assert max(sizes) <= line_module.PIECE_BYTES and sum(sizes) > 2 * len(large)
 
 
-async def test_a_large_call_under_way_fails_when_the_connection_is_closed(line: SharedConnection) -> None:
+async def test_large_call_being_sent_fails_when_the_connection_is_closed(line: SharedConnection) -> None:
     call = line.call("ECHO", b"x" * (64 << 20))
     line.close()
     with pytest.raises(exceptions.ConnectionError):
         await call
 
 
-async def test_calls_under_way_and_later_ones_fail_when_the_connection_is_cut(
-    line: SharedConnection, redis: Redis
-) -> None:
+async def test_pending_and_later_calls_fail_when_the_connection_is_lost(line: SharedConnection, redis: Redis) -> None:
     number = await line.call("CLIENT", "ID")
     waits = line.call("BLPOP", "nothing", "0")
     await redis.client_kill_filter(_id=number)
@@ -101,7 +99,7 @@ async def test_calls_under_way_and_later_ones_fail_when_the_connection_is_cut(
             await call
 
 
-async def test_commands_go_on_over_a_new_line_when_one_was_cut(redis_url: str, redis: Redis) -> None:
+async def test_commands_use_a_new_connection_after_a_lost_one(redis_url: str, redis: Redis) -> None:
     other = connect(redis_url)
     await redis.client_kill_filter(_id=await other.client_id())
     with suppress(exceptions.ConnectionError):  # where the cut was not noticed yet
@@ -137,7 +135,7 @@ async def test_calls_that_wait_for_a_connection_fail_together_when_there_is_none
     await client.aclose()
 
 
-async def test_a_connection_to_what_has_become_a_replica_is_given_up(redis_url: str, redis: Redis) -> None:
+async def test_connection_to_a_master_that_became_a_replica_is_closed(redis_url: str, redis: Redis) -> None:
     other, script = connect(redis_url), "return redis.call('SET', KEYS[1], '1')"
     number = await other.client_id()
     await redis.replicaof("127.0.0.1", "1")
@@ -150,7 +148,7 @@ async def test_a_connection_to_what_has_become_a_replica_is_given_up(redis_url: 
     await other.aclose()
 
 
-async def test_messages_come_in_order_and_readers_get_their_turn_between_two(
+async def test_messages_arrive_in_order_and_readers_run_between_two(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a machine with other work Redis may be held up for longer than the ten seconds after which it counts as away.
@@ -183,7 +181,7 @@ async def test_messages_come_in_order_and_readers_get_their_turn_between_two(
 
 @asynccontextmanager
 async def line_to(folder: Path, serve: Serve) -> AsyncIterator[SharedConnection]:
-    """A connection to a server that only looks like Redis."""
+    """Return a connection to a server that imitates Redis."""
     serving: set[Any] = set()
 
     async def noted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -200,7 +198,7 @@ async def line_to(folder: Path, serve: Serve) -> AsyncIterator[SharedConnection]
         await asyncio.wait(serving)
 
 
-async def test_a_redis_that_does_not_answer_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_redis_that_does_not_answer_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_module, "REPLY_TIMEOUT_S", 0.05)
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -228,7 +226,7 @@ async def test_unsent_bytes_do_not_keep_a_closed_connection_open(tmp_path: Path)
 
 
 @pytest.mark.parametrize("nonsense", [b"?what\r\n", b"+OK\r\n+OK\r\n"])
-async def test_nonsense_ends_the_line(tmp_path: Path, nonsense: bytes) -> None:
+async def test_invalid_reply_closes_the_connection(tmp_path: Path, nonsense: bytes) -> None:
     async def lying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.read(1 << 16):
             writer.write(nonsense)

@@ -1,4 +1,4 @@
-"""A job whose adapter a node lacks goes to one that may have it, each is asked once, and it ends where none is left."""
+"""A job whose adapter a node lacks goes to one that may have it, each node at most once, and then fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.queue.wire import PoolRecord
 NOT_FOUND = Outcome("failed", "adapter_not_found", "it is not here", "adapter")
 
 
-async def test_a_job_goes_from_node_to_node_and_to_none_twice(queue: Queue) -> None:
+async def test_job_is_offered_once_to_each_node_without_its_adapter(queue: Queue) -> None:
     nodes = [await queue.node(f"n{i}") for i in range(3)]
     job_id = await queue.submit()
     for place, node in enumerate(nodes[:2]):
@@ -29,7 +29,7 @@ async def test_a_job_goes_from_node_to_node_and_to_none_twice(queue: Queue) -> N
     assert await cast(Any, queue.redis.hget(keys.counts(POOL), "given_back_lacking")) == b"2"
 
 
-async def test_the_last_one_keeps_it_and_ends_it_once(queue: Queue) -> None:
+async def test_last_node_keeps_the_job_and_ends_it_once(queue: Queue) -> None:
     nodes = [await queue.node(f"n{i}") for i in range(2)]
     job_id = await queue.submit()
     assert await nodes[0].give_back(await nodes[0].take_one(), why="lacking") == "OK"
@@ -39,14 +39,14 @@ async def test_the_last_one_keeps_it_and_ends_it_once(queue: Queue) -> None:
     assert (await queue.state(job_id), len(await queue.log(job_id))) == ("failed", 1)
 
 
-async def test_a_repeated_return_is_fenced(queue: Queue) -> None:
+async def test_repeated_give_back_is_fenced(queue: Queue) -> None:
     node, _ = await queue.node("n1"), await queue.node("n2")
     await queue.submit()
     taken = await node.take_one()
     assert [await node.give_back(taken, why="lacking") for _ in range(2)] == ["OK", "FENCED"]
 
 
-async def test_who_lacks_it_takes_it_when_the_other_one_has_died(queue: Queue) -> None:
+async def test_node_that_lacks_the_adapter_takes_the_job_once_the_other_node_has_died(queue: Queue) -> None:
     first, other = await queue.node("n1"), await queue.node("n2")
     job_id = await queue.submit()
     assert await first.give_back(await first.take_one(), why="lacking") == "OK"
@@ -57,7 +57,7 @@ async def test_who_lacks_it_takes_it_when_the_other_one_has_died(queue: Queue) -
     assert (taken.job_id, await first.give_back(taken, why="lacking")) == (job_id, "KEEP")
 
 
-async def test_a_node_that_comes_later_is_asked_too(queue: Queue) -> None:
+async def test_node_that_joins_later_is_offered_the_job_too(queue: Queue) -> None:
     first = await queue.node("n1")
     job_id = await queue.submit()
     taken = await first.take_one()
@@ -68,7 +68,9 @@ async def test_a_node_that_comes_later_is_asked_too(queue: Queue) -> None:
 
 
 @pytest.mark.parametrize(("num_chunks", "answer"), [(0, "OK"), (1, "KEEP")])
-async def test_only_who_could_go_on_counts_as_another(queue: Queue, num_chunks: int, answer: str) -> None:
+async def test_only_a_node_that_could_continue_the_job_counts_as_another(
+    queue: Queue, num_chunks: int, answer: str
+) -> None:
     """One that drains does not; one of another revision does for a job that has no tokens yet."""
     node, foreign = await queue.node("n1", "r1"), await queue.node("n2", "r2")
     await queue.submit()

@@ -1,4 +1,4 @@
-"""Jobs that wait for capacity: a node empties itself for a large job, isolated jobs run alone, none waits for ever."""
+"""Jobs that wait for capacity: a node drains for a large job, isolated jobs run alone, no job waits forever."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOLDER = f"{P}:reservations"
 # Large jobs
 
 
-async def test_one_node_makes_room_and_the_others_go_on(queue: Queue) -> None:
+async def test_one_node_reserves_capacity_and_the_others_continue(queue: Queue) -> None:
     one, two = await queue.node("n1"), await queue.node("n2")
     large, small, smaller = [await queue.submit(cost=cost) for cost in (90, 20, 10)]
 
@@ -25,7 +25,7 @@ async def test_one_node_makes_room_and_the_others_go_on(queue: Queue) -> None:
     assert await queue.keys("reservations") == set()
 
 
-async def test_each_node_makes_room_for_another_job(queue: Queue) -> None:
+async def test_each_node_reserves_capacity_for_another_job(queue: Queue) -> None:
     one, two, three = [await queue.node(name) for name in ("n1", "n2", "n3")]
     first, second, third = [await queue.submit(cost=cost) for cost in (90, 91, 10)]
     assert ids_of(await one.take(50)) == ids_of(await two.take(50)) == []
@@ -34,7 +34,7 @@ async def test_each_node_makes_room_for_another_job(queue: Queue) -> None:
     assert ids_of(await one.take(95)) == [second]
 
 
-async def test_another_node_makes_room_when_the_first_does_not_call_any_more(queue: Queue) -> None:
+async def test_another_node_reserves_capacity_when_the_first_stops_calling(queue: Queue) -> None:
     one, two = await queue.node("n1"), await queue.node("n2")
     large, small = [await queue.submit(cost=cost) for cost in (90, 20)]
     await one.take(50)
@@ -45,14 +45,14 @@ async def test_another_node_makes_room_when_the_first_does_not_call_any_more(que
 
 
 async def _until(queue: Queue) -> int:
-    """When the first node's hold ends: a lease after it was last renewed."""
+    """Return the end of the first node's reservation: a lease after its last renewal."""
     until_ms = int((await queue.redis.hget(HOLDER, "n1") or b"").split()[1])
     assert LEASE_MS - 2000 < until_ms - await queue.now_ms() <= LEASE_MS
     return until_ms
 
 
 @pytest.mark.parametrize("how", ["leaves", "dies"])
-async def test_a_node_that_is_gone_makes_room_for_nobody(queue: Queue, how: str) -> None:
+async def test_node_that_is_gone_reserves_no_capacity(queue: Queue, how: str) -> None:
     one, two = await queue.node("n1"), await queue.node("n2")
     await queue.submit(cost=90)
     await one.take(50)
@@ -73,7 +73,7 @@ async def test_a_job_larger_than_a_node_runs_where_it_has_the_whole_node(queue: 
     assert ids_of(await small.take(1000, kv_total=1000)) == [job_id]
 
 
-async def test_a_large_job_gets_its_turn_and_costs_one_node_its_room(queue: Queue) -> None:
+async def test_large_job_starts_although_others_wait_and_occupies_one_node(queue: Queue) -> None:
     """Three full nodes, and always more small jobs than they can take: what runs longest ends first."""
     nodes = [await queue.node(f"n{number}", policy="fair") for number in range(3)]
     running: dict[str, list[Taken]] = {node.name: [] for node in nodes}
@@ -102,14 +102,14 @@ async def test_a_large_job_gets_its_turn_and_costs_one_node_its_room(queue: Queu
 
 
 async def lost_with(queue: Queue, name: str, expected: int) -> FakeNode:
-    """A node that takes so many jobs and dies of them."""
+    """Create a node that takes this many jobs and dies."""
     node = await queue.node(name)
     assert len((await node.take()).jobs) == expected
     await queue.kill(node)
     return node
 
 
-async def test_a_suspect_is_taken_by_an_empty_node_which_then_takes_nothing_else(queue: Queue) -> None:
+async def test_isolated_job_is_taken_by_an_empty_node_which_then_takes_no_other(queue: Queue) -> None:
     busy, empty = await queue.node("busy"), await queue.node("empty")
     await queue.running(busy)
     suspect = await queue.submit()
@@ -123,7 +123,7 @@ async def test_a_suspect_is_taken_by_an_empty_node_which_then_takes_nothing_else
     assert ids_of(await busy.take()) == [other]
 
 
-async def test_a_suspect_that_shows_progress_is_none_any_more(queue: Queue) -> None:
+async def test_isolated_job_with_progress_is_no_longer_isolated(queue: Queue) -> None:
     node, busy = await queue.node("n0"), await queue.node("busy")
     await queue.running(busy)
     job_id = await queue.submit()
@@ -139,7 +139,7 @@ async def test_a_suspect_that_shows_progress_is_none_any_more(queue: Queue) -> N
     assert ids_of(await busy.take()) == [job_id], "nor when it is queued again"
 
 
-async def test_suspects_keep_one_node_from_its_work_and_no_more(queue: Queue) -> None:
+async def test_isolated_jobs_occupy_one_node_at_a_time(queue: Queue) -> None:
     nodes = [await queue.node(f"busy{number}") for number in range(3)]
     for node in nodes:
         await queue.running(node)
@@ -153,7 +153,7 @@ async def test_suspects_keep_one_node_from_its_work_and_no_more(queue: Queue) ->
     assert {await queue.state(job_id) for job_id in suspects} == {"queued"}
 
 
-async def test_what_kills_its_nodes_is_found_out_and_nobody_that_ran_beside_it_fails(queue: Queue) -> None:
+async def test_job_that_kills_nodes_is_isolated_and_no_other_job_fails(queue: Queue) -> None:
     await queue.node("watcher")
     jobs = [await queue.submit(cost=10) for _ in range(12)]
     poison = jobs[5]
@@ -173,13 +173,13 @@ async def test_what_kills_its_nodes_is_found_out_and_nobody_that_ran_beside_it_f
     assert len({entry.partition("@")[0] for entry in lost}) == 3
 
 
-async def test_a_pool_that_forgives_no_loss_has_no_suspects(queue: Queue) -> None:
+async def test_pool_that_forgives_no_loss_isolates_no_job(queue: Queue) -> None:
     node = await queue.node("n0", max_losses=1)
     jobs = [await queue.submit() for _ in range(2)]
     assert ids_of(await node.take()) == jobs
 
 
-async def test_jobs_of_a_node_that_was_draining_are_not_to_blame(queue: Queue) -> None:
+async def test_loss_of_a_draining_node_does_not_count_against_its_jobs(queue: Queue) -> None:
     node, other = await queue.node("n1"), await queue.node("n2")
     taken, second = await queue.running(node), await queue.running(other)
     await node.heartbeat(draining=True)
@@ -204,7 +204,7 @@ async def test_jobs_of_a_node_that_was_draining_are_not_to_blame(queue: Queue) -
         (100, {"revision": "r2"}, "KEEP"),
     ],
 )
-async def test_a_job_goes_where_there_is_room_for_it_or_stays(
+async def test_job_is_given_back_only_if_another_node_has_capacity(
     queue: Queue, free: int, record: dict[str, object], answer: str
 ) -> None:
     node, other = await queue.node("n1"), await queue.node("n2")
@@ -216,7 +216,7 @@ async def test_a_job_goes_where_there_is_room_for_it_or_stays(
     assert await queue.state(taken.job_id) == ("queued" if answer == "OK" else "running")
 
 
-async def test_rooms_are_given_away_once(queue: Queue) -> None:
+async def test_free_capacity_of_a_node_is_counted_once(queue: Queue) -> None:
     node, other = await queue.node("n1"), await queue.node("n2")
     jobs = [await queue.submit() for _ in range(3)]
     taken = (await node.take()).jobs
@@ -226,7 +226,7 @@ async def test_rooms_are_given_away_once(queue: Queue) -> None:
     assert answers == ["OK", "OK", "KEEP"]
 
 
-async def test_a_job_that_was_moved_often_counts_as_all_that_it_may_hold(queue: Queue) -> None:
+async def test_often_moved_job_costs_its_maximum(queue: Queue) -> None:
     node = await queue.node("n1", avoid_ms=0)
     await queue.submit(cost=50)
     costs = []

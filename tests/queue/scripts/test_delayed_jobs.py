@@ -1,4 +1,4 @@
-"""Jobs that must not be taken before their time, and tenants that get more than others."""
+"""Jobs with a start time, and tenants with larger weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.contract.job import Priority, SamplingParams
 
 
 async def is_due(queue: Queue, job_id: str, ago_ms: int = 0) -> int:
-    """Lets a job's time come; answers when it came."""
+    """Let a job's start time pass. Return that time."""
     due_ms = await queue.now_ms() - ago_ms
     await queue.change(job_id, submitted=due_ms)
     await queue.redis.zadd(f"{P}:delayed", {job_id: due_ms}, xx=True)
@@ -50,7 +50,7 @@ async def test_a_job_does_not_age_before_its_time(queue: Queue) -> None:
     assert status.taken_ms - status.submitted_ms < 5000
 
 
-async def test_sweeps_let_jobs_in_whose_time_has_come(queue: Queue) -> None:
+async def test_sweep_queues_delayed_jobs_that_are_due(queue: Queue) -> None:
     node = await queue.node()
     await node.heartbeat(free=100)
     bell = await queue.listen(f"{P}:doorbell:n1")
@@ -77,7 +77,7 @@ async def test_a_deadline_may_pass_while_a_job_waits_for_its_time(queue: Queue) 
     assert await queue.keys("delayed") == await queue.keys("waiting:*") == await queue.keys("deadlines") == set()
 
 
-async def test_a_waiting_job_can_be_cancelled_and_asked_for_again(queue: Queue) -> None:
+async def test_delayed_job_can_be_canceled_and_submitted_again(queue: Queue) -> None:
     await queue.node()
     job = new_job(not_before_ms=60_000)
     for _ in range(2):

@@ -46,7 +46,7 @@ async def test_repeated_chunks_are_published_again_but_not_appended(queue: Queue
     assert await inbox.messages() == [b"".join(chunks[:3]), b"".join(chunks[:3]), b"".join(chunks[1:5])]
 
 
-async def test_gap_is_answered_with_what_is_needed_and_writes_nothing(queue: Queue) -> None:
+async def test_gap_is_answered_with_the_needed_index_and_writes_nothing(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node, inbox="me")
     inbox = await queue.listen(keys.inbox_channel("me"))
@@ -81,7 +81,7 @@ async def test_progress_reaches_inboxes_before_the_chunks_and_is_stored_nowhere(
     assert await queue.log(taken.job_id) == [*chunks]
 
 
-async def test_one_call_serves_many_jobs_and_a_bad_one_harms_no_other(queue: Queue) -> None:
+async def test_one_call_serves_many_jobs_and_a_damaged_job_affects_no_other(queue: Queue) -> None:
     node = await queue.node()
     await queue.submit_many(3)
     one, two, three = (await node.take()).jobs

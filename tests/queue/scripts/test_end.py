@@ -1,4 +1,4 @@
-"""The ways to a terminal state, what each leaves behind, and for how long."""
+"""The ways to a terminal state, the keys that each leaves, and their expiry."""
 
 from __future__ import annotations
 
@@ -193,9 +193,7 @@ DEAD_LIFE_MS = 7 * 24 * 3600 * 1000
 
 
 @pytest.mark.parametrize("end", [end_by_finish, end_in_the_queue, end_after_give_back, end_by_sweep])
-async def test_ended_job_leaves_nothing_that_lives_for_ever(
-    queue: Queue, end: Callable[[Queue], Awaitable[str]]
-) -> None:
+async def test_all_keys_of_an_ended_job_expire(queue: Queue, end: Callable[[Queue], Awaitable[str]]) -> None:
     job_id = await end(queue)
 
     limits = {f"job:{job_id}": CONFIG["result_ttl_ms"], f"log:{job_id}": CONFIG["log_ttl_ms"]}
@@ -233,7 +231,7 @@ async def test_ended_job_leaves_nothing_that_lives_for_ever(
         assert set(await queue.redis.hvals(f"{P}:{sums}")) <= {b"0"}
 
 
-async def test_open_job_has_no_end_of_life(queue: Queue) -> None:
+async def test_keys_of_an_open_job_do_not_expire(queue: Queue) -> None:
     node = await queue.node()
     await queue.submit(new_job())
     taken = await node.take_one()

@@ -1,4 +1,4 @@
-"""A Redis that is full, has forgotten its scripts, or is away."""
+"""A Redis that is full, has lost its scripts, or is unreachable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 
 @pytest.fixture
 async def full(redis: Redis) -> AsyncIterator[None]:
-    """The test calls `fill`; afterwards the server has memory again."""
+    """A function that fills the server. After the test, memory is free again."""
     yield
     await redis.config_set("maxmemory", "512mb")
 
@@ -76,7 +76,7 @@ async def test_forgotten_scripts_are_loaded_again(queue: Queue) -> None:
     assert await queue.producer.cancel(job_id, "default") == "cancelled"
 
 
-async def test_absent_redis_is_unavailable() -> None:
+async def test_unreachable_redis_is_unavailable() -> None:
     with EmbeddedRedis() as server:
         client = connect(server.url)
         broker = ProducerBroker(client)
@@ -94,7 +94,7 @@ async def test_absent_redis_is_unavailable() -> None:
     await client.aclose()
 
 
-def test_wrong_url_is_a_wrong_setting() -> None:
+def test_wrong_url_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="redis_url: Redis URL must") as caught:
         connect("ftp://host")
     assert caught.value.param == "redis_url"
@@ -128,7 +128,7 @@ async def test_errors_of_redis_are_translated(foreign: Exception, ours: type[Exc
     assert caught.value.__suppress_context__
 
 
-async def test_bug_in_the_data_is_a_bug_not_an_outage(queue: Queue) -> None:
+async def test_damaged_data_is_an_invariant_error_and_not_an_outage(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node)
     await queue.redis.set(f"{P}:log:{taken.job_id}", "no list")

@@ -1,4 +1,4 @@
-"""A job's ledger says when and why each node lost it; its tenant's list has it as long as its record is kept."""
+"""A job's ledger has the time and reason of each lost lease. Its tenant's list has it until its record expires."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_undisturbed_job_has_four_events_and_what_it_used(queue: Queue) ->
     assert not {"past_leases", "num_past_leases", "retaken"} & (await queue.record(taken.job_id)).keys()
 
 
-async def test_each_way_back_to_the_queue_is_told_with_its_node(queue: Queue, redis: Redis) -> None:
+async def test_each_return_to_the_queue_is_recorded_with_its_node(queue: Queue, redis: Redis) -> None:
     one, two = await queue.node("one"), await queue.node("two")
     taken = await queue.running(one)
     await one.emit(taken, 0)

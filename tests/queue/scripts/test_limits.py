@@ -1,4 +1,4 @@
-"""submit's limits: of a pool, of a tenant, of Redis's memory; and what the refused are told."""
+"""submit's limits: of a pool, of a tenant, of Redis's memory; and the refusals' texts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_job_above_a_tenants_cap_is_accepted_when_nothing_of_it_waits(queu
     assert await submit(queue, Terms(max_queued_cost=50), cost=1000)
 
 
-async def test_rate_lets_a_burst_in_and_then_says_when_the_next_may_come(queue: Queue) -> None:
+async def test_rate_allows_a_burst_and_then_says_when_to_retry(queue: Queue) -> None:
     await queue.node()
     terms = Terms(jobs_per_minute=60, burst_s=5)
     for _ in range(5):
@@ -88,7 +88,7 @@ async def test_rate_lets_a_burst_in_and_then_says_when_the_next_may_come(queue: 
 
 
 async def pass_time(queue: Queue, tenant: str, ms: int) -> None:
-    """Moves a tenant's rates into the past."""
+    """Move a tenant's rates into the past."""
     rates = await queue.redis.hgetall(f"{P}:rate:{tenant}")
     for name in (b"jobs", b"tokens"):
         if name in rates:
@@ -107,7 +107,7 @@ async def test_tokens_are_counted_by_cost_and_the_refused_cost_nothing(queue: Qu
     await submit(queue, terms, cost=50)
 
 
-async def test_who_owes_nothing_may_send_more_than_a_burst(queue: Queue) -> None:
+async def test_tenant_without_debt_may_send_more_than_a_burst(queue: Queue) -> None:
     await queue.node()
     terms = Terms(tokens_per_minute=60, burst_s=10)
     await submit(queue, terms, cost=50_000)
@@ -155,7 +155,7 @@ async def test_repeated_submit_is_answered_above_every_limit(queue: Queue) -> No
     assert (await queue.producer.submit(Submission(job, 10, terms=terms))).existed
 
 
-async def test_refused_are_told_when_the_nodes_will_have_made_room(queue: Queue) -> None:
+async def test_refusal_says_when_the_nodes_will_have_capacity(queue: Queue) -> None:
     await queue.node(max_queued_cost=1000)
     await drain(queue, 60.0, 40.0)
     await submit(queue, Terms(), cost=1000)
@@ -220,7 +220,7 @@ async def test_idempotency_key_of_an_open_job_never_ends(queue: Queue) -> None:
     assert await queue.submit(new_job(idempotency_key="k")) == job_id
 
 
-async def test_no_window_lets_in_more_than_rate_and_burst_and_the_told_wait_is_enough(queue: Queue) -> None:
+async def test_no_window_exceeds_rate_and_burst_and_the_reported_wait_suffices(queue: Queue) -> None:
     await queue.node()
     terms, chance = Terms(tokens_per_minute=6000, burst_s=2), random.Random(5)
     accepted: list[tuple[int, int]] = []

@@ -46,7 +46,7 @@ events = st.one_of(submits, submits, submits, takes, takes, ends, ends, waits)
 
 
 class Pool:
-    """A pool of one node, and the model of it."""
+    """A pool of one node, and its model."""
 
     def __init__(self, url: str, policy: PolicyConfig) -> None:
         self.runner = asyncio.Runner()
@@ -125,7 +125,7 @@ class Pool:
 
 @pytest.fixture
 def new_pool(redis_url: str) -> Iterator[Any]:
-    """Makes pools of a policy's name."""
+    """Create pools with a given policy."""
     pools: list[Pool] = []
 
     def make(name: PolicyName, bypass_ms: int = 0) -> Pool:
@@ -157,7 +157,7 @@ def test_take_orders_as_policy_does(redis_url: str, name: PolicyName) -> None:
 
 
 def started(pool: Pool) -> ModelJob:
-    """The one job that a node with one free place starts."""
+    """Return the one job that a node with one free slot starts."""
     before = len(pool.taken)
     pool.take([1000] * 3, [1] * 3, 1.0)
     assert len(pool.taken) == before + 1
@@ -165,9 +165,7 @@ def started(pool: Pool) -> ModelJob:
 
 
 @pytest.mark.parametrize("num_queued", [500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_whoever_comes_beside_a_long_backlog_starts_with_the_second_end_at_the_latest(
-    new_pool: Any, num_queued: int
-) -> None:
+def test_new_tenant_beside_a_long_backlog_starts_after_two_ends_at_the_latest(new_pool: Any, num_queued: int) -> None:
     pool = new_pool("fair")
     for _ in range(num_queued):
         pool.submit("a", Priority.STANDARD, 40, 1)
@@ -182,7 +180,7 @@ def test_whoever_comes_beside_a_long_backlog_starts_with_the_second_end_at_the_l
         assert "b" in tenants
 
 
-def test_a_backlog_and_a_tenant_that_comes_and_goes_share_evenly(new_pool: Any) -> None:
+def test_tenant_with_a_backlog_and_intermittent_tenant_share_evenly(new_pool: Any) -> None:
     """The latter never has a backlog; it neither gains nor loses by that."""
     pool = new_pool("fair")
     for _ in range(130):
@@ -196,7 +194,7 @@ def test_a_backlog_and_a_tenant_that_comes_and_goes_share_evenly(new_pool: Any) 
     assert shares == {"a": 60, "b": 60}
 
 
-def test_what_a_job_really_used_is_what_its_tenant_paid(new_pool: Any) -> None:
+def test_tenant_is_charged_what_its_job_actually_used(new_pool: Any) -> None:
     """b's jobs last four times as long as predicted, so it gets a fourth of the starts."""
     pool = new_pool("fair")
     for tenant in "ab" * 60:
@@ -208,7 +206,7 @@ def test_what_a_job_really_used_is_what_its_tenant_paid(new_pool: Any) -> None:
     assert starts.count("b") == 10
 
 
-def test_jobs_that_a_node_lost_are_not_paid_for(new_pool: Any) -> None:
+def test_jobs_lost_with_a_node_are_not_charged(new_pool: Any) -> None:
     pool = new_pool("fair")
     for tenant in "aaaabbbb":
         pool.submit(tenant, Priority.STANDARD, 40, 1)

@@ -1,4 +1,4 @@
-"""attach, detach, reader_heartbeat, messages, and the rules by which a job without readers is given up."""
+"""attach, detach, reader_heartbeat, messages, and the rules by which a job without readers is canceled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRACE_MS = 5_001
 
 
 async def unheard(queue: Queue, taken: Taken, *, swept_ms_ago: int | None = 0) -> bool:
-    """Whether emit says that the job has no reader, when the pool was last swept so long ago."""
+    """Whether emit reports that the job has no reader, if the last sweep was this long ago."""
     if swept_ms_ago is None:
         await queue.redis.delete(f"{P}:sweep")
     else:
@@ -152,7 +152,7 @@ async def test_detached_reader_gets_nothing_more(queue: Queue) -> None:
     await queue.producer.detach(new_id(), "one")
 
 
-async def test_reader_whose_name_begins_like_anothers_is_another(queue: Queue) -> None:
+async def test_reader_whose_name_begins_like_that_of_another_is_separate(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node, inbox="me-too")
     await queue.producer.attach(taken.job_id, "default", inbox="me")
@@ -162,7 +162,7 @@ async def test_reader_whose_name_begins_like_anothers_is_another(queue: Queue) -
 # Unheard
 
 
-async def test_job_whose_only_reader_fell_silent_is_unheard(queue: Queue) -> None:
+async def test_job_whose_only_reader_fell_silent_is_unread(queue: Queue) -> None:
     taken = await queue.running(await queue.node(), background=False, inbox="me")
     assert not await unheard(queue, taken)
     await queue.age("readers", "me", ABANDONED_MS)
@@ -173,7 +173,7 @@ async def test_job_whose_only_reader_fell_silent_is_unheard(queue: Queue) -> Non
     assert await unheard(queue, taken)
 
 
-async def test_one_living_reader_is_enough(queue: Queue) -> None:
+async def test_one_live_reader_keeps_a_job(queue: Queue) -> None:
     taken = await queue.running(await queue.node(), background=False, inbox="dead")
     await queue.producer.attach(taken.job_id, "default", inbox="alive")
     await queue.age("readers", "dead", ABANDONED_MS)
@@ -192,7 +192,7 @@ async def test_background_job_needs_no_reader(queue: Queue) -> None:
     assert await queue.state(taken.job_id) == "queued"
 
 
-async def test_job_with_its_own_channel_is_never_unheard(queue: Queue) -> None:
+async def test_job_with_its_own_channel_is_never_unread(queue: Queue) -> None:
     taken = await queue.running(await queue.node(), background=False, inbox="me", channel=True)
     await queue.age("readers", "me", ABANDONED_MS)
     await queue.producer.detach(taken.job_id, "me")
@@ -219,7 +219,9 @@ async def test_job_submitted_without_a_reader_has_the_grace_time_too(queue: Queu
 
 
 @pytest.mark.parametrize("swept_ms_ago", [None, -5000, LEASE_MS // 2 + 200, LEASE_MS])
-async def test_nobody_is_judged_while_the_pool_is_not_swept(queue: Queue, swept_ms_ago: int | None) -> None:
+async def test_silent_readers_do_not_count_as_gone_while_the_pool_is_not_swept(
+    queue: Queue, swept_ms_ago: int | None
+) -> None:
     taken = await queue.running(await queue.node(), background=False, inbox="me")
     await queue.age("readers", "me", ABANDONED_MS)
     assert not await unheard(queue, taken, swept_ms_ago=swept_ms_ago)

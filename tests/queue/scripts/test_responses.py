@@ -49,7 +49,7 @@ async def end(node: FakeNode, *, state: Any = "done", num_bytes: int = 100, has_
 
 
 async def findings(queue: Queue) -> list[Any]:
-    """What an audit finds, but for results that these tests make up."""
+    """Return an audit's findings, except those about results that these tests invent."""
     return [found for found in await audit(AdminBroker(queue.redis), POOL) if found.name != "result_differs"]
 
 

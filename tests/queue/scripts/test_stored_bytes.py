@@ -1,4 +1,4 @@
-"""Stored bytes have owners: what each tenant keeps is counted exactly, follows expiry, and is refused to it alone."""
+"""Stored bytes count for a tenant: exactly, until they expire, and the limit refuses only that tenant's jobs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def ended(queue: Queue, num_bytes: int, **fields: Any) -> str:
 
 
 async def pass_time(queue: Queue, ms: int) -> None:
-    """What is to expire by then does so, and a sweep sees it."""
+    """Expire what is due by then, and sweep."""
     for member in await queue.ids("expiry"):
         await queue.age("expiry", member, ms)
     await queue.sweep()
@@ -123,7 +123,7 @@ async def test_a_large_result_that_was_pushed_to_a_waiting_caller_goes_with_the_
     assert life_ms - 5000 < await queue.redis.pttl(keys.result(job_id)) <= life_ms
 
 
-async def test_small_results_live_on_when_they_were_fetched_and_strangers_fetch_none(queue: Queue) -> None:
+async def test_small_results_are_kept_after_delivery_and_other_tenants_cannot_fetch_them(queue: Queue) -> None:
     job_id = await ended(queue, 100)
     assert await queue.producer.result(job_id, "acme") is not None
     assert await queue.redis.pttl(keys.result(job_id)) > RESULT_TTL_MS - 5000
@@ -131,7 +131,7 @@ async def test_small_results_live_on_when_they_were_fetched_and_strangers_fetch_
         await queue.producer.result(job_id, "rival")
 
 
-async def test_a_stranger_s_delivery_shortens_no_life(queue: Queue) -> None:
+async def test_delivery_by_another_tenant_changes_no_expiry(queue: Queue) -> None:
     job_id = await ended(queue, 2 * LARGE_RESULT_BYTES, background=True)
     assert await scripts.call(queue.redis, "deliver", POOL, job_id, "rival") == b"NOT_FOUND"
     assert await queue.redis.pttl(keys.result(job_id)) > RESULT_TTL_MS - 5000
@@ -167,7 +167,7 @@ async def test_a_dead_letter_whose_request_has_expired_is_purged_without_its_byt
 
 
 async def attack(queue: Queue, node: FakeNode, terms: Terms = UNLIMITED) -> tuple[int, BusyError]:
-    """Results of 3 MB, none of them read, until the attacker is refused."""
+    """Submit jobs with unread results of 3 MB until the attacker is refused."""
     result = b"x" * (3 << 20)
     for num_stored in range(100):
         try:
@@ -179,7 +179,7 @@ async def attack(queue: Queue, node: FakeNode, terms: Terms = UNLIMITED) -> tupl
 
 
 @pytest.mark.usefixtures("small")
-async def test_who_keeps_too_much_is_refused_and_nobody_else(queue: Queue) -> None:
+async def test_only_a_tenant_that_keeps_too_many_bytes_is_refused(queue: Queue) -> None:
     node = await queue.node()
     num_stored, error = await attack(queue, node)
     assert num_stored == 11, "half of 64 MB, and the one that it was not known of"
@@ -198,14 +198,14 @@ async def test_who_keeps_too_much_is_refused_and_nobody_else(queue: Queue) -> No
 
 
 @pytest.mark.usefixtures("small")
-async def test_a_tenants_share_is_its_keys_or_its_pools(queue: Queue) -> None:
+async def test_memory_limit_of_a_tenant_comes_from_its_key_or_its_pool(queue: Queue) -> None:
     node = await queue.node(tenant_memory_percent=20)
     assert (await attack(queue, node, Terms(memory_percent=10)))[0] == 3
     num_more, error = await attack(queue, node)
     assert (num_more, "20 %" in error.message) == (2, True)
 
 
-async def test_audit_finds_and_mends_what_is_counted_wrongly(queue: Queue) -> None:
+async def test_audit_finds_and_repairs_wrong_counts(queue: Queue) -> None:
     await ended(queue, 100)
     gone = await ended(queue, 100)
     right = await kept(queue)

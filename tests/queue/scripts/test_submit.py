@@ -1,4 +1,4 @@
-"""submit: one job per id and per idempotency key, refusals that leave nothing behind."""
+"""submit: one job per id and per idempotency key. A refusal leaves no keys."""
 
 from __future__ import annotations
 
@@ -92,9 +92,7 @@ async def test_idempotency_key_outlives_the_job_and_then_ends(queue: Queue) -> N
 
 
 @pytest.mark.parametrize(("code", "is_free"), [("unread", True), ("cancelled", False)])
-async def test_idempotency_key_of_a_job_that_nobody_read_is_free_for_who_asks_again(
-    queue: Queue, code: str, is_free: bool
-) -> None:
+async def test_idempotency_key_of_an_unread_job_is_free_again(queue: Queue, code: str, is_free: bool) -> None:
     node = await queue.node()
     first = await queue.submit(new_job(idempotency_key="k", background=False), inbox="me")
     await node.finish(await node.take_one(), 0, outcome=Outcome("cancelled", code, "why"))
@@ -104,7 +102,7 @@ async def test_idempotency_key_of_a_job_that_nobody_read_is_free_for_who_asks_ag
     assert await queue.submit(new_job(idempotency_key="k", background=False), inbox="me") == second
 
 
-async def test_idempotency_key_of_a_forgotten_job_is_free_again(queue: Queue) -> None:
+async def test_idempotency_key_of_a_job_whose_record_is_gone_is_free_again(queue: Queue) -> None:
     node = await queue.node()
     first = await queue.submit(new_job(idempotency_key="k"))
     await node.finish(await node.take_one(), 0)
@@ -201,7 +199,7 @@ async def test_job_above_the_cap_is_accepted_by_an_empty_queue(queue: Queue) -> 
     assert await queue.submit(cost=1000)
 
 
-async def test_bell_rings_the_node_with_most_room_then_the_next(queue: Queue) -> None:
+async def test_doorbell_rings_the_node_with_the_most_capacity_then_the_next(queue: Queue) -> None:
     bells = {}
     for name, free in (("big", 1000), ("small", 950)):
         node = await queue.node(name)

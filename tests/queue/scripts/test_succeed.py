@@ -1,4 +1,4 @@
-"""A node that holds a seat of its host declares those dead that held it before, and no other node."""
+"""A node that holds a seat of its host declares its previous holders dead, and no other node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def queue(redis: Redis) -> Queue:
 
 
 async def be_silent_for(queue: Queue, node: FakeNode, silent_ms: float) -> None:
-    """As if its last heartbeat had been so long ago."""
+    """Make a node's last heartbeat that old."""
     await queue.redis.zincrby(f"{P}:nodes", -silent_ms, node.name)
 
 
@@ -33,7 +33,7 @@ async def seats_of(queue: Queue) -> dict[str, str]:
     return {k.decode(): v.decode() for k, v in (await cast(Any, queue.redis.hgetall(f"{P}:seats"))).items()}
 
 
-async def test_a_dead_predecessor_s_job_goes_on_long_before_its_lease_ends(queue: Queue) -> None:
+async def test_job_of_a_dead_predecessor_continues_long_before_its_lease_ends(queue: Queue) -> None:
     before = await queue.node("n-1")
     assert (await before.broker.succeed(["seat"], has_joined=True)).num_left == 0
     taken = await queue.running(before)
@@ -49,7 +49,7 @@ async def test_a_dead_predecessor_s_job_goes_on_long_before_its_lease_ends(queue
     assert await before.emit(taken, 0) == "FENCED"
 
 
-async def test_one_that_still_beats_is_not_declared_dead(queue: Queue) -> None:
+async def test_predecessor_that_sends_heartbeats_is_not_declared_dead(queue: Queue) -> None:
     living, after = await queue.node("n-1"), await queue.node("n-2")
     await living.broker.succeed(["seat"], has_joined=True)
     for _ in range(4):
@@ -62,7 +62,7 @@ async def test_one_that_still_beats_is_not_declared_dead(queue: Queue) -> None:
     assert await seats_of(queue) == {"seat": "n-1 n-2"}
 
 
-async def test_a_beat_revives_one_that_was_declared_dead_by_mistake(queue: Queue) -> None:
+async def test_heartbeat_revives_a_node_that_was_declared_dead_by_mistake(queue: Queue) -> None:
     living, after = await queue.node("n-1"), await queue.node("n-2")
     await living.broker.succeed(["seat"], has_joined=True)
     await be_silent_for(queue, living, SILENCE_MS + 50)
@@ -72,7 +72,7 @@ async def test_a_beat_revives_one_that_was_declared_dead_by_mistake(queue: Queue
     assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) > 0
 
 
-async def test_other_seats_say_nothing(queue: Queue) -> None:
+async def test_holder_of_another_seat_is_not_declared_dead(queue: Queue) -> None:
     one, other = await queue.node("n-1"), await queue.node("n-2")
     await one.broker.succeed(["seat"], has_joined=True)
     await be_silent_for(queue, one, LEASE_MS - 200)
@@ -80,7 +80,7 @@ async def test_other_seats_say_nothing(queue: Queue) -> None:
     assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) > 0
 
 
-async def test_one_that_has_not_joined_takes_no_seat(queue: Queue) -> None:
+async def test_node_that_has_not_joined_takes_no_seat(queue: Queue) -> None:
     before = await queue.node("n-1")
     await before.broker.succeed(["seat"], has_joined=True)
     await be_silent_for(queue, before, SILENCE_MS + 50)
@@ -91,7 +91,7 @@ async def test_one_that_has_not_joined_takes_no_seat(queue: Queue) -> None:
     assert await seats_of(queue) == {}, "with a node its seat goes"
 
 
-async def test_one_that_died_while_it_waited_is_found_by_the_next(queue: Queue) -> None:
+async def test_predecessor_that_died_while_it_waited_is_found_by_the_next_node(queue: Queue) -> None:
     for name in ("n-1", "n-2"):
         node = await queue.node(name)
         await node.broker.succeed(["seat"], has_joined=True)
@@ -104,7 +104,7 @@ async def test_one_that_died_while_it_waited_is_found_by_the_next(queue: Queue) 
     assert await queue.redis.zrange(f"{P}:nodes", 0, -1) == [b"n-3"]
 
 
-async def test_one_that_left_is_nobody_s_predecessor(queue: Queue) -> None:
+async def test_node_that_left_is_no_predecessor(queue: Queue) -> None:
     before, other = await queue.node("n-1"), await queue.node("n-2")
     await before.broker.succeed(["seat"], has_joined=True)
     await other.broker.succeed(["other"], has_joined=True)
@@ -112,7 +112,7 @@ async def test_one_that_left_is_nobody_s_predecessor(queue: Queue) -> None:
     assert await seats_of(queue) == {"other": "n-2"}
 
 
-async def test_a_sweep_that_starts_all_leases_anew_leaves_the_dead_dead(queue: Queue) -> None:
+async def test_sweep_that_restarts_all_leases_revives_no_dead_node(queue: Queue) -> None:
     before, after = await queue.node("n-1"), await queue.node("n-2")
     await before.broker.succeed(["seat"], has_joined=True)
     await be_silent_for(queue, before, SILENCE_MS + 50)

@@ -21,7 +21,7 @@ async def test_sweep_without_a_pool_does_nothing(queue: Queue) -> None:
 
 
 @pytest.mark.parametrize("since_last_ms", [None, -5000, LEASE_MS // 2 + 200])
-async def test_after_a_gap_everybody_starts_anew_and_nobody_is_judged(queue: Queue, since_last_ms: int | None) -> None:
+async def test_first_sweep_after_a_gap_restarts_all_leases(queue: Queue, since_last_ms: int | None) -> None:
     node = await queue.node()
     taken = await queue.running(node, inbox="me")
     await queue.age("nodes", "n1", 10 * LEASE_MS)
@@ -74,7 +74,7 @@ async def test_jobs_of_a_silent_node_are_queued_again(queue: Queue) -> None:
     assert {job.losses for job in taken} == {1}
 
 
-async def test_whoever_finds_a_dead_node_says_which(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
+async def test_process_that_finds_a_dead_node_logs_it_once(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
     node = await queue.node("n1")
     await queue.submit_many(2, cost=30)
     await node.take()
@@ -87,7 +87,7 @@ async def test_whoever_finds_a_dead_node_says_which(queue: Queue, caplog: pytest
     assert (said["pool"], said["node_ids"], said["num_requeued"], said["num_ended"]) == (POOL, ["n1"], 2, 0)
 
 
-async def test_node_that_beat_within_its_lease_keeps_its_jobs(queue: Queue) -> None:
+async def test_node_with_a_heartbeat_within_its_lease_keeps_its_jobs(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node)
     await queue.age("nodes", "n1", LEASE_MS - 500)
@@ -109,7 +109,7 @@ async def test_node_with_many_jobs_is_emptied_over_several_sweeps(queue: Queue) 
 
 
 async def lose(queue: Queue, name: str, *, chunks: int = 0, earlier: FakeNode | None = None) -> FakeNode:
-    """The only job is taken by a node of this name, which logs some chunks and dies."""
+    """Have a node with this name take the only job, log some chunks and die."""
     node = earlier or FakeNode(queue.redis, name, "r1")
     await node.join()
     taken = await node.take_one()
@@ -149,7 +149,7 @@ async def test_progress_forgives_losses(queue: Queue) -> None:
     assert (await queue.record(job_id))["losses"] == "1"
 
 
-async def test_one_node_counts_once(queue: Queue) -> None:
+async def test_several_losses_by_one_node_count_once(queue: Queue) -> None:
     await queue.node("watcher")
     job_id = await queue.submit()
     node = await lose(queue, "same")
@@ -195,7 +195,7 @@ async def test_a_reader_is_remembered_for_as_long_as_it_may_be_silent(queue: Que
 # Heartbeats
 
 
-async def test_beat_tells_what_the_node_is_like(queue: Queue) -> None:
+async def test_heartbeat_stores_the_pressure_record(queue: Queue) -> None:
     node = await queue.node()
     pressure = NodePressure("n1", kv_blocks_total=100, kv_blocks_free=40, num_running=3, draining=True, revision="r1")
     assert await node.broker.heartbeat(pressure, free=640, answered_call=0, held=None) == HeartbeatAnswer()
@@ -203,7 +203,7 @@ async def test_beat_tells_what_the_node_is_like(queue: Queue) -> None:
     assert await queue.redis.zscore(f"{P}:free", "n1") == 640
 
 
-async def test_swept_node_is_told_so_and_may_join_again(queue: Queue) -> None:
+async def test_swept_node_learns_of_it_and_may_join_again(queue: Queue) -> None:
     node = await queue.node()
     await queue.kill(node)
     with pytest.raises(LeaseLostError):
@@ -246,7 +246,7 @@ async def test_held_jobs_that_belong_to_others_are_named(queue: Queue) -> None:
 # Join and leave
 
 
-async def test_node_configured_otherwise_is_refused_while_another_lives(queue: Queue) -> None:
+async def test_node_with_another_configuration_is_refused_while_a_node_is_alive(queue: Queue) -> None:
     await queue.node("n1")
     with pytest.raises(ConfigError, match="max_losses=3, this node with 5") as caught:
         await queue.node("n2", max_losses=5)
@@ -255,7 +255,7 @@ async def test_node_configured_otherwise_is_refused_while_another_lives(queue: Q
 
 
 @pytest.mark.parametrize("how", ["left", "died"])
-async def test_schema_may_change_once_nobody_lives(queue: Queue, how: str) -> None:
+async def test_configuration_may_change_once_no_node_is_alive(queue: Queue, how: str) -> None:
     node = await queue.node("n1")
     await queue.running(node)
     if how == "left":

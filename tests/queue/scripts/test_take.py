@@ -14,7 +14,7 @@ from penstock.queue.wire import encode_request
 CLASSES = (Priority.INTERACTIVE, Priority.STANDARD, Priority.BATCH)
 
 
-async def test_oldest_first_whoever_the_tenant_is(queue: Queue) -> None:
+async def test_oldest_job_is_first_whatever_its_tenant(queue: Queue) -> None:
     node = await queue.node()
     submitted = [await queue.submit(tenant=tenant) for tenant in ("a", "a", "b", "a", "c", "b")]
     for age, job_id in enumerate(submitted):
@@ -32,7 +32,7 @@ async def test_more_urgent_classes_first(queue: Queue) -> None:
     assert answer.depth == (0, 0, 0)
 
 
-async def test_taken_job_says_what_its_node_must_know(queue: Queue) -> None:
+async def test_taken_job_has_what_its_node_must_know(queue: Queue) -> None:
     node = await queue.node()
     job = new_job(deadline_ms=60_000)
     await queue.submit(job, cost=77)
@@ -52,7 +52,7 @@ async def test_taken_job_says_what_its_node_must_know(queue: Queue) -> None:
     assert (request, nothing) == (encode_request(job), None)
 
 
-async def test_head_that_does_not_fit_is_not_passed(queue: Queue) -> None:
+async def test_head_that_does_not_fit_is_not_overtaken(queue: Queue) -> None:
     node = await queue.node()
     (big,) = await queue.submit_many(1, cost=500)
     small = await queue.submit(cost=1)
@@ -65,7 +65,7 @@ async def test_head_that_does_not_fit_is_not_passed(queue: Queue) -> None:
     assert ids_of(await node.take(tokens=502)) == [big, small, batch]
 
 
-async def test_room_is_counted_per_class(queue: Queue) -> None:
+async def test_capacity_is_counted_per_class(queue: Queue) -> None:
     node = await queue.node()
     urgent = await queue.submit_many(3, cost=100, priority=Priority.INTERACTIVE)
     await queue.submit_many(1, cost=100, priority=Priority.BATCH)
@@ -75,7 +75,7 @@ async def test_room_is_counted_per_class(queue: Queue) -> None:
     assert answer.depth == (1, 0, 1)
 
 
-async def test_job_lowers_the_room_of_its_class_and_of_lower_ones_only(queue: Queue) -> None:
+async def test_job_reduces_the_capacity_of_its_class_and_of_less_urgent_ones_only(queue: Queue) -> None:
     node = await queue.node()
     standard = await queue.submit(cost=100)
     batch = await queue.submit(cost=100, priority=Priority.BATCH)

@@ -29,7 +29,7 @@ async def is_sound(queue: Queue) -> bool:
 
 
 async def grow_old(queue: Queue, job_id: str, name: str = "waiting:1") -> None:
-    """Submit a job a minute earlier than it was."""
+    """Make a job's submission a minute earlier."""
     await queue.age(name, job_id, 60_000)
     await queue.change(job_id, submitted=await queue.now_ms() - 60_000)
 

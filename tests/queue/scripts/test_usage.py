@@ -131,7 +131,7 @@ async def test_usage_by_hour_is_kept_for_three_days_and_by_day_for_three_months(
     }
 
 
-async def test_more_than_predicted_is_a_debt_and_less_comes_back(queue: Queue) -> None:
+async def test_use_above_the_prediction_is_a_debt_and_below_it_is_refunded(queue: Queue) -> None:
     node, terms = await queue.node(), Terms(tokens_per_minute=6000, burst_s=10)
     await run(queue, node, terms, cost=100, used=3000)
     assert await owed_ms(queue) == pytest.approx(30_000, abs=TOLERANCE_MS)
@@ -149,7 +149,7 @@ async def test_more_than_predicted_is_a_debt_and_less_comes_back(queue: Queue) -
     await submit(queue, terms, cost=100, tenant="other")
 
 
-async def test_a_job_that_outlived_its_charge_owes_all_that_it_used_beyond_it(queue: Queue) -> None:
+async def test_job_that_used_more_than_its_charge_leaves_the_difference_as_debt(queue: Queue) -> None:
     node, terms = await queue.node(), Terms(tokens_per_minute=6000, burst_s=10)
     await submit(queue, terms, cost=100)
     await queue.redis.delete(f"{P}:rate:acme")  # as if by its end of life
@@ -175,7 +175,7 @@ async def test_refund_of_tokens_leaves_the_debt_of_jobs(queue: Queue) -> None:
         await submit(queue, terms, cost=100)
 
 
-async def test_what_comes_back_makes_no_more_than_a_burst(queue: Queue) -> None:
+async def test_refund_allows_no_more_than_a_burst(queue: Queue) -> None:
     node, terms = await queue.node(), Terms(tokens_per_minute=6000, burst_s=2)
     for _ in range(5):
         await run(queue, node, terms, cost=150, used=0)

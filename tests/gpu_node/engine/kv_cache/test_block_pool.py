@@ -1,4 +1,4 @@
-"""The block pool under any order of use, and the order in which it forgets."""
+"""The block pool under any order of calls, and its order of eviction."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _take(pool: BlockPool, count: int) -> list[int]:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders take, share, name and free blocks; a model keeps count of them."""
+    """Holders allocate, share, name and free blocks. A model of the pool predicts the counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,14 +130,14 @@ def _cached(pool: BlockPool, name: int, length: int, num_uses: int = 0) -> list[
     return blocks
 
 
-def test_what_is_used_often_outlives_what_was_used_last() -> None:
+def test_lfu_keeps_prefixes_that_were_used_often_over_recent_ones() -> None:
     pool, _ = _pool(6, "lfu")
     often, once = _cached(pool, 1, 2, num_uses=3), _cached(pool, 2, 2)
     last = _cached(pool, 3, 2)
     assert _take(pool, 6) == [*reversed(once), *reversed(last), *reversed(often)]
 
 
-def test_what_is_not_used_any_more_does_not_stay_for_what_it_once_was_worth() -> None:
+def test_unused_prefixes_lose_their_eviction_value_with_time() -> None:
     pool, index = _pool(4, "lfu")
     _cached(pool, 0, 2, num_uses=5)
     for name in range(1, 30):
@@ -154,7 +154,7 @@ def test_long_prefixes_outlive_short_ones() -> None:
     assert _take(pool, 14) == [*short, *reversed(middle), *reversed(long)]
 
 
-def test_a_shared_head_counts_by_its_longest_tail() -> None:
+def test_shared_prefix_has_the_value_of_its_longest_sequence() -> None:
     pool, index = _pool(20, "length")
     head = _cached(pool, 1, 8)[:2]
     for block in head:
@@ -165,14 +165,14 @@ def test_a_shared_head_counts_by_its_longest_tail() -> None:
     assert not set(taken) & set(head) and _hash(1, 0) in index and _hash(2, 0) not in index
 
 
-def test_an_empty_pool_has_nothing() -> None:
+def test_taking_a_block_of_an_empty_pool_is_an_error() -> None:
     pool, _ = _pool(0)
     pool.check_integrity()
     with pytest.raises(InvariantError):
         pool.take()
 
 
-def test_hashes_are_the_same_in_every_process_and_salts_keep_apart() -> None:
+def test_hashes_are_the_same_in_every_process_and_differ_by_salt() -> None:
     assert _hash(1, 2, 3).hex() == "b30a3c159d7e8193559a42a84f1fcae1"
     names = {_hash(1, 2, 3, parent=salted_root(salt)) for salt in (None, "", "a", "b")}
     assert len(names) == 4 and salted_root("a") == salted_root("a")

@@ -1,4 +1,4 @@
-"""Two tiers of blocks: what moves between them, and that a prefix is known in one place."""
+"""Two tiers of blocks: moves between them, and each prefix cached in one tier only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_without_caching_nothing_matches() -> None:
     assert memory.match(_chain(1, 1)) == []
 
 
-def test_an_evicted_prefix_moves_to_the_host_and_back_to_who_asks_for_it() -> None:
+def test_evicted_prefix_moves_to_the_host_and_back_when_it_is_used() -> None:
     memory, names = KvCacheManager(4, 6), _chain(1, 3)
     old = _cached(memory, names)
     held = memory.alloc(4)
@@ -54,7 +54,7 @@ def test_an_evicted_prefix_moves_to_the_host_and_back_to_who_asks_for_it() -> No
     memory.check_integrity(Counter(back))
 
 
-def test_a_full_host_forgets_its_own_oldest_prefix() -> None:
+def test_full_host_evicts_its_oldest_prefix() -> None:
     memory = KvCacheManager(2, 3)
     for name in range(3):
         _cached(memory, _chain(name, 2))
@@ -62,7 +62,7 @@ def test_a_full_host_forgets_its_own_oldest_prefix() -> None:
     assert known == [1, 2, 2] and memory.host.num_cached == 3
 
 
-def test_swapping_copies_only_what_nobody_else_holds() -> None:
+def test_swapping_copies_only_blocks_that_no_other_sequence_holds() -> None:
     memory, names = KvCacheManager(6, 6), _chain(1, 3)
     blocks = memory.alloc(3)
     for block, name in zip(blocks, names, strict=True):
@@ -79,7 +79,7 @@ def test_swapping_copies_only_what_nobody_else_holds() -> None:
     memory.check_integrity(Counter([*shared, *back]))
 
 
-def test_who_comes_back_takes_what_others_computed_meanwhile() -> None:
+def test_resumed_sequence_uses_blocks_that_others_cached_meanwhile() -> None:
     memory, names = KvCacheManager(6, 6), _chain(1, 2)
     swapped = memory.swap_out(memory.alloc(2))
     memory.take_copies()
@@ -90,7 +90,7 @@ def test_who_comes_back_takes_what_others_computed_meanwhile() -> None:
     assert memory.take_copies().tolist() == [[swapped[1], back[1]]]
 
 
-def test_of_several_who_share_a_block_all_but_the_last_copy_it() -> None:
+def test_all_but_the_last_holder_of_a_shared_block_copy_it() -> None:
     memory = KvCacheManager(6)
     (block,) = memory.alloc(1)
     memory.hold([block, block])
@@ -101,14 +101,14 @@ def test_of_several_who_share_a_block_all_but_the_last_copy_it() -> None:
     memory.check_integrity(Counter(owned))
 
 
-def test_a_known_block_is_copied_also_by_the_last_who_writes_to_it() -> None:
+def test_last_holder_of_a_cached_block_copies_it_before_writing() -> None:
     memory, names = KvCacheManager(6), _chain(1, 1)
     (block,), (spare,) = memory.alloc(1), memory.alloc(1)
     memory.cache(block, names[0])
     assert memory.own(block, spare) == spare and memory.match(names) == [block]
 
 
-def test_who_does_not_fit_on_the_device_gets_host_blocks_too() -> None:
+def test_sequence_that_does_not_fit_on_the_device_gets_host_blocks_too() -> None:
     memory = KvCacheManager(2, 3)
     blocks = memory.alloc_anywhere(4)
     assert [memory.is_on_device(block) for block in blocks] == [True, True, False, False]

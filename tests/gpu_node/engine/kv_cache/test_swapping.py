@@ -39,7 +39,7 @@ MOSTLY_NATIVE = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module", params=RUNNERS)
 def make(request: pytest.FixtureRequest, make_engine: MakeEngine) -> MakeEngine:
-    """Makes engines whose tokens are the same bits however they are batched: torch in float32 on this small a model."""
+    """Make an engine whose tokens are identical in any batch: the torch runner in float32 on this small model."""
 
     def make(**settings: Any) -> Engine:
         dtype = "bfloat16" if request.param == "native" else "float32"
@@ -81,7 +81,7 @@ def tokens_alone(make: MakeEngine) -> dict[tuple[bool, int], list[tuple[tuple[in
     indirect=["make"],
     scope="module",
 )
-def test_tokens_with_swap_are_those_with_recompute_and_those_alone(
+def test_tokens_are_the_same_with_swap_with_recompute_and_alone(
     make: MakeEngine, tokens_alone: dict[Any, Any], settings: dict[str, Any], n: int, drawn: bool
 ) -> None:
     engine = make(**{"num_kv_blocks": 16, "max_num_seqs": 12} | settings)
@@ -121,9 +121,7 @@ def test_choices_share_their_prompt_and_copy_no_more_than_its_last_block(
 
 
 @MOSTLY_NATIVE
-def test_a_long_prefix_that_left_the_first_tier_is_computed_again_but_for_one_token(
-    make: MakeEngine, tmp_path: Path
-) -> None:
+def test_prefix_evicted_to_the_host_is_not_computed_again(make: MakeEngine, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "long", max_position=4096)
     engine = make(model=str(folder), num_kv_blocks=140, num_swap_blocks=200)
     long, other = [7 + i % 300 for i in range(2049)], [9 + i % 200 for i in range(2100)]
@@ -155,7 +153,7 @@ def test_a_sequence_larger_than_the_kv_cache_runs_in_both_pools(make: MakeEngine
 
 
 @MOSTLY_NATIVE
-def test_what_both_pools_together_cannot_hold_is_refused_by_name(make: MakeEngine) -> None:
+def test_request_larger_than_device_and_host_blocks_is_refused_by_name(make: MakeEngine) -> None:
     engine = make(num_kv_blocks=5, num_swap_blocks=9)
     with pytest.raises(PromptTooLongError, match="KV cache holds 80 tokens, the swap space 144") as refusal:
         engine.add(EngineRequest("x", [1] * 224, GREEDY, seed=0))
@@ -228,7 +226,7 @@ def test_tokens_used_are_counted_once_wherever_they_are_shared(make: MakeEngine)
     assert used == 2 * 16 + (42 - 32) + (41 - 32)
 
 
-def test_vllms_names_are_understood_and_what_needs_a_card_is_refused_by_name(tiny_model: Path) -> None:
+def test_vllms_names_are_accepted_and_gpu_settings_are_refused_by_name(tiny_model: Path) -> None:
     config = EngineConfig(model="x", swap_space=2, num_gpu_blocks_override=7)  # type: ignore[call-arg]
     assert (config.swap_space_gib, config.num_kv_blocks) == (2.0, 7)
     with pytest.raises(ValueError, match="another name for swap_space_gib"):

@@ -1,4 +1,4 @@
-"""Policies inside the engine: the order of starts, the choice of victims, and an even share of KV per tenant."""
+"""Policies inside the engine: the order of starts, the choice of victims, and fair shares of KV per tenant."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MakeEngine = Callable[..., Engine]
 
 
 @pytest.mark.parametrize(("name", "order"), [("priority", "CEABD"), ("sjf", "ECDBA"), ("fair", "CEADB")])
-def test_waiting_ones_start_in_the_policys_order(name: PolicyName, order: str) -> None:
+def test_waiting_sequences_start_in_the_policys_order(name: PolicyName, order: str) -> None:
     bench = Bench(name, max_num_seqs=1)
     bench.add("A", 20, 4)
     bench.add("B", 12, 4)
@@ -34,7 +34,7 @@ def test_waiting_ones_start_in_the_policys_order(name: PolicyName, order: str) -
 
 
 @pytest.mark.parametrize("name", PREEMPTIVE)
-def test_less_urgent_ones_give_way_to_a_newcomer_at_once(name: PolicyName) -> None:
+def test_new_urgent_sequence_preempts_less_urgent_ones_at_once(name: PolicyName) -> None:
     bench = Bench(name, num_blocks=8)
     older, newer = bench.add("B", 12, 8, priority=Priority.BATCH), bench.add("C", 12, 8, priority=Priority.BATCH)
     bench.step()
@@ -52,7 +52,7 @@ def test_less_urgent_ones_give_way_to_a_newcomer_at_once(name: PolicyName) -> No
     bench.run()
 
 
-def test_nobody_is_preempted_in_vain() -> None:
+def test_no_sequence_is_preempted_unless_the_urgent_one_then_fits() -> None:
     bench = Bench("priority", num_blocks=8)
     bench.add("A", 16, 4, priority=Priority.INTERACTIVE)
     batch = bench.add("B", 4, 4, priority=Priority.BATCH)
@@ -64,7 +64,7 @@ def test_nobody_is_preempted_in_vain() -> None:
     bench.run()
 
 
-def test_fcfs_preempts_for_nobody() -> None:
+def test_fcfs_never_preempts_for_a_waiting_sequence() -> None:
     bench = Bench("fcfs", num_blocks=8)
     batch = [bench.add(name, 12, 4, priority=Priority.BATCH) for name in "AB"]
     bench.step()
@@ -73,7 +73,7 @@ def test_fcfs_preempts_for_nobody() -> None:
     assert bench.scheduler.running == batch
 
 
-def test_a_small_one_passes_one_that_does_not_fit_until_that_is_old() -> None:
+def test_small_sequence_overtakes_one_that_does_not_fit_until_that_is_old() -> None:
     for bypass_ms, order in ((0, "ABC"), (1000, "ACB")):
         bench = Bench("priority", num_blocks=8, bypass_ms=bypass_ms)
         bench.add("A", 16, 12)
@@ -97,7 +97,7 @@ def test_tenants_get_equal_shares_of_the_cache_however_many_wait() -> None:
     assert num_before_last < 40, "a backlog of fifty does not stand before it"
 
 
-def test_who_has_waited_long_starts_as_more_urgent_and_does_not_give_way() -> None:
+def test_aged_sequence_starts_in_a_more_urgent_class_and_is_not_preempted() -> None:
     bench = Bench("priority", num_blocks=8)
     aged = bench.add("A", 20, 8, priority=Priority.BATCH)
     bench.now_ms += 3 * AGING_MS
@@ -108,7 +108,7 @@ def test_who_has_waited_long_starts_as_more_urgent_and_does_not_give_way() -> No
     bench.run()
 
 
-def test_for_want_of_blocks_the_newest_of_the_least_urgent_gives_way() -> None:
+def test_without_free_blocks_the_newest_least_urgent_sequence_is_preempted() -> None:
     bench = Bench("priority", num_blocks=12)
     bench.add("B", 12, 12, priority=Priority.BATCH)
     bench.add("C", 12, 12, priority=Priority.BATCH)
@@ -124,7 +124,7 @@ def test_for_want_of_blocks_the_newest_of_the_least_urgent_gives_way() -> None:
     bench.run()
 
 
-def test_shortest_first_learns_whose_outputs_are_short() -> None:
+def test_shortest_first_learns_which_tenants_have_short_outputs() -> None:
     bench = Bench("sjf", num_blocks=40, max_num_seqs=2)
     for tenant, num_output in (("brief", 3), ("wordy", 30)):
         for i in range(9):
@@ -172,7 +172,7 @@ def test_shortest_first_resumes_by_what_is_left() -> None:
     assert bench.run() == "AB"
 
 
-def test_what_a_start_is_charged_follows_what_others_really_held() -> None:
+def test_charge_of_a_start_follows_the_measured_use_of_others() -> None:
     """One long sequence of a; short ones of both tenants beside it. At first it is charged a hundred times too much."""
     bench = Bench("fair", num_blocks=200, max_num_seqs=2)
     for i in range(150):
@@ -202,7 +202,7 @@ requests = st.tuples(
     aging_ms=st.sampled_from((30, AGING_MS)),
     story=st.lists(st.one_of(requests, st.integers(0, 9), st.none()), max_size=30),
 )
-def test_whatever_comes_and_goes_everybody_ends(
+def test_every_sequence_ends_under_any_arrivals_and_aborts(
     name: PolicyName, num_host_blocks: int, bypass_ms: int, aging_ms: int, story: list[Any]
 ) -> None:
     """Requests, aborts (a number) and steps (None) in any order; pools hold little more than one of them."""
@@ -229,7 +229,7 @@ def test_whatever_comes_and_goes_everybody_ends(
 
 @pytest.mark.parametrize("name", get_args(PolicyName))
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_an_interactive_request_is_served_at_once_and_nobodys_tokens_change(
+def test_interactive_request_is_served_at_once_and_no_tokens_change(
     make_engine: MakeEngine, name: PolicyName, preemption: str
 ) -> None:
     settings = {"num_kv_blocks": 24, "num_swap_blocks": 48, "max_num_seqs": 8, "preemption": preemption}
@@ -259,7 +259,7 @@ def test_an_interactive_request_is_served_at_once_and_nobodys_tokens_change(
         assert tokens_of(outputs, request_id) == tokens_of(alone, "alone")
 
 
-def test_outputs_say_how_much_cache_was_held_for_how_long(make_engine: MakeEngine) -> None:
+def test_outputs_report_their_kv_token_milliseconds(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(EngineRequest("a", [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True), seed=1))
     held = []

@@ -1,4 +1,4 @@
-"""Predicted lengths: the promised share of outputs is not longer, whatever their distribution, also while it moves."""
+"""Predicted lengths cover the promised share of outputs, for any distribution, also one that changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.engine.policy.length_predictor import MAX_GROUPS, MAX_TOLD, WINDOW, LengthPredictor
+from penstock.gpu_node.engine.policy.length_predictor import MAX_GROUPS, MAX_REPORTED, WINDOW, LengthPredictor
 
 NUM_JOBS = 1000
 LIMIT = 1 << 14
@@ -45,7 +45,7 @@ def test_coverage_of_a_thousand_jobs_is_within_five_points_of_nominal(name: str,
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_coverage_holds_when_short_ones_end_first(name: str) -> None:
+def test_coverage_holds_when_short_outputs_end_first(name: str) -> None:
     """32 run at a time, a token each step; they are predicted when they start and known when they end."""
     predictor, num_covered, now = LengthPredictor(0.9), 0, 0
     running: list[tuple[int, int, int]] = []
@@ -68,7 +68,7 @@ def learned(predictor: LengthPredictor, tenant: str, num_prompt_tokens: int, len
 LENGTHS = random.Random(0).choices(range(1, 100), k=200)
 
 
-def test_each_tenant_and_kind_of_prompt_is_known_by_itself() -> None:
+def test_each_tenant_and_class_of_prompt_has_its_own_prediction() -> None:
     predictor = LengthPredictor(0.8)
     learned(predictor, "brief", 10, LENGTHS)
     learned(predictor, "brief", 1000, [10 * length for length in LENGTHS])
@@ -77,7 +77,7 @@ def test_each_tenant_and_kind_of_prompt_is_known_by_itself() -> None:
     assert [60 <= length / scale <= 99 for length, scale in zip(predicted, (1, 10, 30), strict=True)] == [True] * 3
 
 
-def test_what_is_not_known_is_taken_from_all_tenants() -> None:
+def test_unknown_tenant_gets_the_prediction_of_all_tenants() -> None:
     predictor = LengthPredictor(0.9)
     assert predictor.predict("new", 10, 4000) is None
     learned(predictor, "old", 10, LENGTHS)
@@ -88,17 +88,17 @@ def test_what_is_not_known_is_taken_from_all_tenants() -> None:
     assert (predictor.predict("new", 10, 4000) or 0) > 3, "one is not enough for a ninth decile"
 
 
-def test_many_that_were_longer_than_predicted_make_it_say_that_it_does_not_know() -> None:
+def test_after_many_outputs_longer_than_predicted_there_is_no_prediction() -> None:
     assert learned(LengthPredictor(0.9), "t", 10, list(range(1, 100))).predict("t", 10, 4000) is None
 
 
-def test_what_is_told_to_others_is_what_would_be_predicted_of_a_new_tenant() -> None:
+def test_reported_predictions_are_those_of_a_new_tenant() -> None:
     predictor = LengthPredictor(0.9)
     for number in range(600):
         prompt, limit = 1 << number % 20, 100 << number % 3
         predictor.ended("ab"[number % 2], prompt, limit, 10 + number % 7, 50)
     told = predictor.of_all_tenants()
-    assert len(told) == MAX_TOLD
+    assert len(told) == MAX_REPORTED
     for prompt_bits, limit_bits, tokens in told:
         assert tokens == predictor.predict("new", (1 << prompt_bits) - 1, (1 << limit_bits) - 1) is not None
 

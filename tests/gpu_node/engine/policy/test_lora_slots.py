@@ -1,4 +1,4 @@
-"""Adapters in the engine: chosen by request, more of them than places, never mixed up in the prefix cache."""
+"""Adapters in the engine: chosen by request, more adapters than slots, never mixed up in the prefix cache."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _merged(tiny_model: Path, adapters: Path, name: str | None) -> Any:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])
-def test_more_adapters_than_places_all_get_their_turn(
+def test_more_adapters_than_slots_all_run(
     make_engine: MakeEngine, tiny_model: Path, adapters: Path, policy: str
 ) -> None:
     engine = make_engine(
@@ -83,7 +83,7 @@ def test_a_prompt_shares_its_cached_prefix_with_those_of_its_adapter_only(
     assert len(set(said.values())) == 3
 
 
-def test_what_is_not_there_is_refused_and_nothing_else(make_engine: MakeEngine, adapters: Path) -> None:
+def test_only_requests_for_missing_adapters_are_refused(make_engine: MakeEngine, adapters: Path) -> None:
     engine = make_engine(lora_dir=adapters)
     assert sorted(engine.adapters()) == sorted(NAMES)
     for adapter, kind in ((AdapterRef(name="z"), NotFoundError), (AdapterRef(name="a", digest="0" * 32), RequestError)):
@@ -100,7 +100,7 @@ class _Named:
 
 
 class _Table:
-    """A runner's places."""
+    """The slots of a runner."""
 
     def __init__(self) -> None:
         self.places: dict[int, str] = {}
@@ -142,7 +142,7 @@ def test_every_step_computes_with_the_adapters_of_its_sequences_and_all_end(
     scheduler.check_integrity()
 
 
-def test_who_waits_for_a_place_gets_one_though_others_keep_coming() -> None:
+def test_request_that_waits_for_a_slot_gets_one_although_others_keep_arriving() -> None:
     places = AdapterSlots(1)
     scheduler, _ = new_scheduler(40, max_num_seqs=4, policy=ByAdapter(FirstComeFirstServed(), places))
     known = {name: _Named(name) for name in "ab"}
@@ -180,7 +180,7 @@ def test_a_prepared_adapter_is_not_read_again_although_others_were_read_since(
     assert tuple(tokens_of(drain(engine), "x")) == want.choices[0].token_ids
 
 
-def test_who_began_with_an_adapter_goes_on_with_it_when_its_file_is_written_over(
+def test_running_request_keeps_its_adapter_when_the_file_is_overwritten(
     make_engine: MakeEngine, adapters: Path, tmp_path: Path
 ) -> None:
     for name in "ab":

@@ -1,4 +1,4 @@
-"""What a plan says of how each row samples, while rows come and go."""
+"""A plan's sampling options for each row, while rows come and go."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_plans_share_their_settings_until_the_batch_changes() -> None:
     assert len(_step(scheduler)[1].sampling.temperature) == 3
 
 
-def test_a_row_that_another_sequence_takes_over_is_all_its_own() -> None:
+def test_reused_row_keeps_nothing_of_its_former_sequence() -> None:
     scheduler = _scheduler(max_num_seqs=1)
     scheduler.add(_sequence(3, KINDS[3], max_tokens=2))
     scheduler.add(_sequence(0, KINDS[0]))

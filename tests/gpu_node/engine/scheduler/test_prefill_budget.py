@@ -1,4 +1,4 @@
-"""Prompts may lengthen the steps of sequences that decode by a bounded time, whatever the machine and the prompts."""
+"""Prefill lengthens the steps of decoding sequences by at most a bounded time, on any machine and for any prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_STEP_TOKENS = 512
 
 
 class Machine:
-    """Says how long steps take: a linear cost with weights that the scheduler does not know."""
+    """Computes step times: a linear cost whose weights the scheduler does not know."""
 
     def __init__(self, fixed: float, decoded: float, prefilled: float, context: float, scored: float) -> None:
         self.fixed, self.decoded, self.prefilled, self.context, self.scored = fixed, decoded, prefilled, context, scored
@@ -88,7 +88,7 @@ def work_of(step: Step) -> StepWork:
 
 
 def run(scheduler: Scheduler, times: LearnedTimes, machine: Machine, num_steps: int) -> list[tuple[StepWork, float]]:
-    """Compute steps; of each, its work and its milliseconds."""
+    """Run steps. Return the work and the milliseconds of each."""
     ran = []
     for _ in range(num_steps):
         if (step := scheduler.schedule()) is None:

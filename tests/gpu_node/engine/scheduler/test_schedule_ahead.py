@@ -1,4 +1,4 @@
-"""Steps planned before the tokens of the step ahead are known give the same answers."""
+"""Steps planned before the previous step's tokens are known give the same answers."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ MakeEngine = Callable[..., Engine]
 
 
 def _commit(scheduler: Scheduler, step: Step, *tokens: int) -> list[str]:
-    """The names of those that ended."""
+    """Commit a step. Return the names of the sequences that ended."""
     outcome = scheduler.commit(step, np.array(tokens, dtype=np.int32))
     scheduler.check_integrity()
     return sorted(seq.request_id for seq in outcome.ended)
 
 
 def _launched(scheduler: Scheduler, *, ahead: bool = False) -> tuple[Step, list[int]]:
-    """A step, and its token ids."""
+    """Launch a step. Return it and its token ids."""
     step = scheduler.schedule_ahead() if ahead else scheduler.schedule()
     assert step is not None
     return step, check_plan(scheduler, step, 64).token_ids.tolist()
 
 
-def test_who_decodes_gets_a_token_ahead_and_what_is_behind_an_end_is_dropped() -> None:
+def test_decoding_sequence_is_planned_a_token_ahead_and_tokens_after_its_end_are_dropped() -> None:
     scheduler, memory = new_scheduler(20, budget=64)
     seqs = [new_sequence(name, 3, 9, first_token=100 * i) for i, name in enumerate("ab")]
     for seq in seqs:
@@ -60,7 +60,7 @@ def test_who_decodes_gets_a_token_ahead_and_what_is_behind_an_end_is_dropped() -
     assert seqs[0].token_ids.tolist() == [0, 1, 2, EOS]
 
 
-def test_who_gets_to_its_length_is_in_no_step_behind_that() -> None:
+def test_sequence_at_its_length_limit_is_in_no_later_step() -> None:
     scheduler, memory = new_scheduler(20, budget=64)
     scheduler.add(new_sequence("short", 3, 1))
     scheduler.add(new_sequence("long", 3, 2, first_token=100))
@@ -72,7 +72,7 @@ def test_who_gets_to_its_length_is_in_no_step_behind_that() -> None:
     assert _commit(scheduler, second, 1001) == ["long"] and memory.num_held == 0
 
 
-def test_a_row_that_is_given_on_gets_no_token_of_the_one_that_left_it() -> None:
+def test_reassigned_row_gets_no_token_of_its_former_sequence() -> None:
     scheduler, _ = new_scheduler(20, max_num_seqs=2, budget=64)
     stays, leaves, comes = (new_sequence(name, n, 9, first_token=100 * n) for name, n in (("s", 3), ("l", 3), ("c", 7)))
     for seq in (stays, leaves, comes):
@@ -88,7 +88,7 @@ def test_a_row_that_is_given_on_gets_no_token_of_the_one_that_left_it() -> None:
     assert scheduler.tokens_of(comes)[7:].tolist() == [1003]
 
 
-def test_a_block_is_known_once_all_of_its_tokens_are() -> None:
+def test_block_is_cached_once_all_of_its_tokens_are_known() -> None:
     scheduler, memory = new_scheduler(20, budget=64)
     seq = new_sequence("a", BLOCK_SIZE - 1, 9)
     scheduler.add(seq)
@@ -102,7 +102,7 @@ def test_a_block_is_known_once_all_of_its_tokens_are() -> None:
 
 
 @pytest.mark.parametrize("for_memory", [False, True])
-def test_with_a_failed_step_goes_the_one_that_was_planned_ahead_of_it(for_memory: bool) -> None:
+def test_failed_step_discards_the_step_that_was_planned_ahead(for_memory: bool) -> None:
     scheduler, memory = new_scheduler(20, budget=64)
     scheduler.add(new_sequence("one", BLOCK_SIZE + 1, 1))
     scheduler.add(*(new_sequence("two", 2 * BLOCK_SIZE, 5, choice=i, first_token=100) for i in range(2)))
@@ -119,7 +119,7 @@ def test_with_a_failed_step_goes_the_one_that_was_planned_ahead_of_it(for_memory
     assert scheduler.schedule_ahead() is None, "until it is clear who failed"
 
 
-def test_what_needs_room_or_tokens_waits_for_the_step() -> None:
+def test_step_that_needs_blocks_or_known_tokens_is_not_planned_ahead() -> None:
     scheduler, _ = new_scheduler(2, budget=64)
     scheduler.add(new_sequence("grows", 2 * BLOCK_SIZE - 2, 2))
     first, _ = _launched(scheduler)
@@ -137,7 +137,7 @@ def test_what_needs_room_or_tokens_waits_for_the_step() -> None:
 
 
 class _Urgent(FirstComeFirstServed):
-    """Every waiting sequence asks for preemption."""
+    """A policy in which every waiting sequence requests preemption."""
 
     def preemption_request(
         self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens
@@ -146,7 +146,7 @@ class _Urgent(FirstComeFirstServed):
         return None if seq is None else (seq, running[::-1])
 
 
-def test_who_presses_is_made_way_for_when_the_step_has_landed() -> None:
+def test_urgent_sequence_preempts_after_the_running_step_completes() -> None:
     scheduler, _ = new_scheduler(4, max_num_seqs=1, budget=64, policy=_Urgent())
     runs, presses = (new_sequence(name, 3, 9, first_token=100 * i) for i, name in enumerate("rp"))
     scheduler.add(runs)
@@ -168,13 +168,13 @@ CONFIGS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def alone(make_engine: MakeEngine) -> Engine:
-    """Blocks for every sequence, and no step ahead of another."""
+    """An engine with blocks for every sequence that plans no step ahead."""
     return make_engine(**NATIVE, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="module")
 def engines(make_engine: MakeEngine) -> list[Engine]:
-    """Few blocks, and steps ahead."""
+    """Engines with few blocks that plan steps ahead."""
     made = [make_engine(**NATIVE, **config) for config in CONFIGS]
     for engine in made:
         engine._runner = AheadRunner(engine._runner)
@@ -183,7 +183,7 @@ def engines(make_engine: MakeEngine) -> list[Engine]:
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int, int | None, int]:
-    """A prompt, its parameters, its class, after which step it is dropped, and after which it comes."""
+    """A prompt, its parameters, its class, the step after which it is aborted, and the step after which it arrives."""
     params = {
         "temperature": draw(st.sampled_from((0.0, 1.0))),
         "max_tokens": draw(st.integers(1, 30)),
@@ -220,9 +220,7 @@ def _ends(outputs: list[StepOutput]) -> dict[tuple[str, int], Any]:
 
 @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(batch=st.lists(requests(), min_size=1, max_size=8), which=st.integers(0, len(CONFIGS) - 1))
-def test_the_same_is_said_with_steps_planned_ahead(
-    alone: Engine, engines: list[Engine], batch: list[Any], which: int
-) -> None:
+def test_planning_ahead_changes_no_tokens(alone: Engine, engines: list[Engine], batch: list[Any], which: int) -> None:
     want, got = _run(alone, [(*request[:3], None, 0) for request in batch]), _run(engines[which], batch)
     ends, ended = _ends(want), _ends(got)
     for i, (_, params, _, dropped, _) in enumerate(batch):
@@ -233,7 +231,7 @@ def test_the_same_is_said_with_steps_planned_ahead(
                 assert said == full and ended[str(i), choice][0] == ends[str(i), choice][0]
 
 
-def test_faults_that_pass_end_nobody(make_engine: MakeEngine, alone: Engine) -> None:
+def test_transient_faults_end_no_request(make_engine: MakeEngine, alone: Engine) -> None:
     batch = [
         ([5 + i, *range(20, 60)], SamplingParams(max_tokens=30, ignore_eos=True, n=2), 1, None, 0) for i in range(6)
     ]
@@ -259,7 +257,7 @@ def test_faults_that_pass_end_nobody(make_engine: MakeEngine, alone: Engine) -> 
         assert 1 < engine.stats().num_failed_steps <= faulty.num_failures and ahead.num_ahead > 10
 
 
-def test_one_that_fails_wherever_it_runs_ends_alone(make_engine: MakeEngine, alone: Engine) -> None:
+def test_request_that_fails_in_any_batch_ends_alone(make_engine: MakeEngine, alone: Engine) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     batch = [([300 + i, *range(20, 40)], params, 1, None, 0) for i in range(6)]
     want, engine = _run(alone, batch), make_engine(**NATIVE)
@@ -281,7 +279,7 @@ def test_one_that_fails_wherever_it_runs_ends_alone(make_engine: MakeEngine, alo
         assert tokens_of(got, str(i)) == tokens_of(want, str(i))
 
 
-def test_who_takes_over_from_a_node_that_planned_ahead_says_the_rest(make_engine: MakeEngine, alone: Engine) -> None:
+def test_takeover_from_a_node_that_planned_ahead_continues_exactly(make_engine: MakeEngine, alone: Engine) -> None:
     prompt, params = list(range(20, 50)), SamplingParams(max_tokens=20, ignore_eos=True)
     want, engine = _run(alone, [(prompt, params, 1, None, 0)]), make_engine(**NATIVE)
     engine._runner = ahead = AheadRunner(engine._runner)
@@ -294,7 +292,7 @@ def test_who_takes_over_from_a_node_that_planned_ahead_says_the_rest(make_engine
     assert [*said, *tokens_of(drain(alone), "0")] == tokens_of(want, "0")
 
 
-def test_what_a_row_that_was_not_finite_left_reaches_nobody(make_engine: MakeEngine) -> None:
+def test_nonfinite_values_of_a_row_reach_no_other_sequence(make_engine: MakeEngine) -> None:
     engine = make_engine(**TORCH, num_kv_blocks=6)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     good = engine.generate([[5] * 20], params)[0].choices[0].token_ids

@@ -22,7 +22,7 @@ def _scheduler(num_blocks: int, *, max_num_seqs: int = 8, budget: int = 16) -> t
 
 
 def _finish_step(scheduler: Scheduler, step: Step, token: int = 1000) -> list[str]:
-    """Give each sampling sequence a token; the names of those that are done."""
+    """Give each sampling sequence a token. Return the names of those that are done."""
     landed = scheduler.commit(step, np.full(len(step.sampled), token, dtype=np.int32))
     return [seq.request_id for seq in landed.seqs if seq.row < 0]
 
@@ -32,7 +32,7 @@ def _counts(step: Step) -> list[int]:
     return counts
 
 
-def test_prompts_are_cut_to_the_budget_and_to_less_of_it_beside_others_that_decode() -> None:
+def test_prompts_are_cut_to_the_budget_and_to_less_beside_decoding_sequences() -> None:
     scheduler, _ = _scheduler(20, budget=8)
     scheduler.add(_sequence("a", 3, 5))
     scheduler.add(_sequence("b", 17, 5, first_token=100))
@@ -53,7 +53,7 @@ def test_first_come_first_served_even_when_a_later_one_would_fit() -> None:
     assert step is not None and [seq.request_id for seq in step.seqs] == ["a"]
 
 
-def test_the_one_admitted_last_is_preempted_and_comes_back_first() -> None:
+def test_sequence_admitted_last_is_preempted_and_resumes_first() -> None:
     scheduler, memory = _scheduler(5, budget=64)
     scheduler.add(_sequence("a", 8, 12))
     scheduler.add(_sequence("b", 4, 8, first_token=100))
@@ -82,7 +82,7 @@ def test_two_prompts_of_one_step_share_their_blocks() -> None:
     assert second.cached_tokens == 8 and scheduler.prefix_hits.hit_tokens == 8
 
 
-def test_the_last_token_of_a_known_prompt_is_computed_again() -> None:
+def test_last_token_of_a_cached_prompt_is_computed_again() -> None:
     scheduler, _ = _scheduler(20, budget=64)
     for name in ("a", "b"):
         scheduler.add(_sequence(name, 8, 1))
@@ -92,7 +92,7 @@ def test_the_last_token_of_a_known_prompt_is_computed_again() -> None:
     assert step.seqs[0].cached_tokens == 4
 
 
-def test_after_a_failed_step_nothing_it_named_is_believed() -> None:
+def test_blocks_that_a_failed_step_was_to_fill_are_uncached() -> None:
     scheduler, memory = _scheduler(20, budget=64)
     scheduler.add(_sequence("a", 11, 1))
     scheduler.add(_sequence("b", 11, 1))
@@ -113,7 +113,7 @@ def test_no_more_sequences_run_than_there_are_rows(max_num_seqs: int) -> None:
     assert step is not None and len(step.seqs) == max_num_seqs
 
 
-def test_who_is_removed_while_its_step_runs_is_not_removed_again_by_what_the_step_gives() -> None:
+def test_sequence_removed_during_its_step_is_not_removed_again_by_its_token() -> None:
     scheduler, memory = _scheduler(20, max_num_seqs=3, budget=64)
     seqs = [_sequence(name, 8, 1, first_token=100 * i) for i, name in enumerate("abc")]
     for seq in seqs:

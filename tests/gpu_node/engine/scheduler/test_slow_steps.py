@@ -1,4 +1,4 @@
-"""Steps that take a good part of the watchdog's time: the request at fault is found and ended, the others go on."""
+"""Steps that take a large part of the watchdog's time: the faulty sequence is found and ended, others continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOW_MS = 20_000.0
 
 
 class SlowRunner:
-    """Says of some steps that they took long."""
+    """Reports long times for some steps."""
 
     def __init__(self, runner: ModelRunner, is_slow: Callable[[StepPlan], bool]) -> None:
         self._runner = runner

@@ -1,4 +1,4 @@
-"""Drafts change how many steps an answer takes, and nothing else."""
+"""Drafts change how many steps an answer takes, and nothing else in it."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def plain(make_engine: MakeEngine) -> Engine:
 
 @pytest.fixture(scope="module")
 def oracle() -> Oracle:
-    """Says what the engine drafts."""
+    """A drafting policy that knows the coming tokens."""
     return Oracle()
 
 
 @pytest.fixture(scope="module")
 def drafting(make_engine: MakeEngine, oracle: Oracle) -> Engine:
-    """One that drafts as much as it can, in a KV cache far too small."""
+    """An engine that drafts as much as possible, with a KV cache far too small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.gpu_node.engine.engine.speculation_of", lambda *_: oracle)
         return make_engine(runner="native", dtype="bfloat16", **TIGHT)
@@ -124,7 +124,7 @@ def _run(engine: Engine) -> ParsedText:
 
 @settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(wanted=requests, luck=st.integers(0, 1000))
-def test_every_answer_is_what_it_is_without_drafts(
+def test_drafts_change_no_answer(
     plain: Engine, drafting: Engine, oracle: Oracle, wanted: list[tuple[list[int], int, dict[str, Any]]], luck: int
 ) -> None:
     _add(plain, wanted)
@@ -135,7 +135,7 @@ def test_every_answer_is_what_it_is_without_drafts(
     assert _run(drafting) == want
 
 
-def test_drafts_stand_and_save_steps(plain: Engine, drafting: Engine, oracle: Oracle) -> None:
+def test_drafts_are_accepted_and_save_steps(plain: Engine, drafting: Engine, oracle: Oracle) -> None:
     before = drafting.stats()
     wanted = [([5, 6, 7, i], 40, {"temperature": 1.0, "ignore_eos": True}) for i in range(3, 6)]
     _add(plain, wanted)
@@ -150,7 +150,7 @@ def test_drafts_stand_and_save_steps(plain: Engine, drafting: Engine, oracle: Or
 
 
 @pytest.mark.parametrize("num_logged", [1, 7, 30])
-def test_an_answer_that_another_node_began_goes_on_as_it_would_have(
+def test_answer_that_another_node_began_continues_exactly_with_drafts(
     plain: Engine, drafting: Engine, oracle: Oracle, num_logged: int
 ) -> None:
     prompt, params = [5, 6, 7, 5, 6], SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, min_tokens=40)
@@ -165,7 +165,7 @@ def test_an_answer_that_another_node_began_goes_on_as_it_would_have(
 
 @pytest.mark.parametrize(("runner", "dtype"), [("native", "bfloat16"), ("torch", "float32")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_eight_at_once_say_what_they_say_without_drafts(
+def test_drafts_change_no_answer_of_eight_concurrent_requests(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, runner: str, dtype: str, temperature: float
 ) -> None:
     monkeypatch.setattr(DraftBudget, "needs", lambda self, num, most: [0.0] * min(most, num * self.max_draft_tokens))
@@ -183,7 +183,7 @@ def test_eight_at_once_say_what_they_say_without_drafts(
     assert engines[1].stats().steps < engines[0].stats().steps
 
 
-def test_what_followed_the_longest_run_is_found() -> None:
+def test_tokens_after_the_longest_earlier_run_are_drafted() -> None:
     rng = np.random.default_rng(0)
     for alphabet in (2, 5, 300):
         tokens = rng.integers(0, alphabet, 400).astype(np.int32)
@@ -207,7 +207,7 @@ def _last_place(tokens: list[int], size: int) -> int:
     return next((at for at in range(len(tokens) - 1, size - 1, -1) if tokens[at - size : at] == tail), 0)
 
 
-def test_a_loop_goes_on_behind_the_last_token() -> None:
+def test_draft_repeats_a_loop_past_the_last_token() -> None:
     lookup = NgramDrafter(50)
     lookup.extend(np.array([1, 2, 3] * 4, np.int32))
     at, _ = lookup.find()
@@ -235,7 +235,7 @@ def test_a_sequence_learns_whether_its_drafts_are_right_without_drafting() -> No
     st.lists(st.lists(st.floats(0.05, 1), max_size=4).map(lambda own: sorted(own, reverse=True)), max_size=4),
     st.lists(st.floats(0, 8), min_size=1, max_size=12),
 )
-def test_no_other_drafts_would_gain_more(chances: list[list[float]], needs: list[float]) -> None:
+def test_chosen_drafts_have_the_largest_expected_gain(chances: list[list[float]], needs: list[float]) -> None:
     counts = DraftBudget(4, StepCost()).choose(chances, needs)
 
     def gain(counts: Items[int]) -> float:
@@ -248,7 +248,7 @@ def test_no_other_drafts_would_gain_more(chances: list[list[float]], needs: list
 
 
 def _step_ms(num_rows: int) -> float:
-    """A machine that computes rows by tiles of eight."""
+    """Return the time of a step on a machine that computes rows in tiles of eight."""
     return 8.0 + 2.0 * -(-num_rows // 8)
 
 
@@ -259,7 +259,7 @@ def _experience(cost: StepCost, rng: random.Random, num_steps: int, *, slow: flo
         cost.note(8, num_drafted, noise * _step_ms(8 + num_drafted), slow * (0.3 + 0.1 * (num_drafted > 0)))
 
 
-def test_what_tokens_cost_is_learnt_by_the_tile_and_through_noise() -> None:
+def test_cost_of_rows_is_learned_by_tile_despite_noise() -> None:
     for seed in range(5):
         rng, cost = random.Random(seed), StepCost()
         for slow in (1.0, 3.0, 1.0):  # others come and go
@@ -272,7 +272,7 @@ def test_what_tokens_cost_is_learnt_by_the_tile_and_through_noise() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 70), st.integers(0, 30), st.floats(0, 1e6)), max_size=60), st.integers(1, 99))
-def test_whatever_steps_took_a_draft_may_be_asked_for(steps: list[tuple[int, int, float]], num_seqs: int) -> None:
+def test_needs_are_valid_for_any_step_times(steps: list[tuple[int, int, float]], num_seqs: int) -> None:
     cost = StepCost()
     for num_running, num_drafted, ms in steps:
         for _ in range(3):
@@ -283,7 +283,7 @@ def test_whatever_steps_took_a_draft_may_be_asked_for(steps: list[tuple[int, int
     assert not needs or needs[-1] < len(needs)
 
 
-def test_what_is_not_known_is_tried_once_plain_steps_are() -> None:
+def test_unknown_numbers_of_rows_are_tried_once_plain_steps_are_known() -> None:
     cost = StepCost()
     assert cost.needs(8, 64) == []
     for _ in range(20):
@@ -301,7 +301,7 @@ def test_what_is_not_known_is_tried_once_plain_steps_are() -> None:
 
 @dataclass(frozen=True)
 class _Timed:
-    """A step on its way on the machine by tiles."""
+    """A step in flight on that machine."""
 
     handle: StepHandle
     num_rows: int
@@ -311,7 +311,7 @@ class _Timed:
 
 
 @pytest.mark.parametrize(("alphabet", "least"), [(16, 0.98), (1, 2.0)])
-def test_drafts_are_left_off_where_they_do_not_pay_and_save_time_where_they_do(
+def test_drafts_are_off_where_they_do_not_pay_and_save_time_where_they_do(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, alphabet: int, least: float
 ) -> None:
     spent_ms = {}

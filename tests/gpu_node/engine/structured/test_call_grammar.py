@@ -1,4 +1,4 @@
-"""A grammar of calls: whatever tokens are drawn, the parsers read them as calls of the offered tools."""
+"""Grammars of tool calls: whatever tokens are sampled, the parsers read them as calls of the offered tools."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def allowed(guides: GrammarCompiler, guide: Guide) -> list[int]:
 
 
 def draw(guides: GrammarCompiler, tokenizer: Tokenizer, wanted: StructuredOutputs, rng: random.Random) -> str | None:
-    """A text of tokens drawn among those that may come, those of marks more often; None for one that does not end."""
+    """Return a text of random allowed tokens, marker tokens more often. None if it does not end."""
     guide, token_ids = guides.new_guide(guides.prepare(wanted)), []
     marks = {tokenizer.id_of(mark) for mark in MARKS} | {EOS}
     for _ in range(200):
@@ -117,7 +117,7 @@ def check_calls(said: ParsedText) -> None:
 
 
 @pytest.mark.parametrize(("tokenizer", "form", "reasoning"), DRAWN, indirect=["tokenizer"], scope="module")
-def test_whatever_is_drawn_reads_as_calls(
+def test_any_sampled_text_parses_as_calls(
     guides: GrammarCompiler, tokenizer: Tokenizer, form: str, reasoning: str
 ) -> None:
     rng, read = random.Random(form + reasoning), AnswerFormat(form, reasoning)
@@ -132,7 +132,7 @@ def test_whatever_is_drawn_reads_as_calls(
 
 
 @pytest.mark.parametrize(("tokenizer", "form", "reasoning"), DRAWN, indirect=["tokenizer"], scope="module")
-def test_among_other_text_what_reads_as_a_call_is_one(
+def test_text_that_parses_as_a_call_among_other_text_is_a_valid_call(
     guides: GrammarCompiler, tokenizer: Tokenizer, form: str, reasoning: str
 ) -> None:
     rng, read = random.Random(form + reasoning), AnswerFormat(form, reasoning)
@@ -148,7 +148,7 @@ def derives(guides: GrammarCompiler, tokenizer: Tokenizer, wanted: StructuredOut
 
 
 def written(form: str, *arguments: object, name: str = "move") -> str:
-    """Calls as models of a family write them."""
+    """Return calls as models of a family write them."""
     key = "parameters" if form == "llama3_json" else "arguments"
     said = [json.dumps({"name": name, key: one}) for one in arguments]
     if form == "mistral":
@@ -176,7 +176,7 @@ def test_a_required_call_is_all_of_a_text(guides: GrammarCompiler, tokenizer: To
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_call_that_is_not_required_is_kept_to_its_schema_and_text_is_free(
+def test_optional_call_matches_its_schema_and_other_text_is_free(
     guides: GrammarCompiler, tokenizer: Tokenizer, form: str
 ) -> None:
     def may(text: str, **options: Any) -> bool:
@@ -193,7 +193,7 @@ def test_a_call_that_is_not_required_is_kept_to_its_schema_and_text_is_free(
 
 @pytest.mark.parametrize("form", ["hermes", "mistral"])
 @pytest.mark.parametrize("reasoning", ["none", "think"])
-def test_what_is_no_call_keeps_to_the_answers_schema(
+def test_text_without_a_call_matches_the_answers_schema(
     guides: GrammarCompiler, tokenizer: Tokenizer, form: str, reasoning: str
 ) -> None:
     wanted = calls(form, reasoning=reasoning, required=False, answer=json.dumps(Location.model_json_schema()))
@@ -207,7 +207,7 @@ def test_what_is_no_call_keeps_to_the_answers_schema(
     assert may('<think>hm</think>\n\n{"x": 3}') is (reasoning == "think")
 
 
-def test_an_answers_schema_that_cannot_be_kept_to_is_named(guides: GrammarCompiler) -> None:
+def test_unenforceable_schema_of_an_answer_is_named(guides: GrammarCompiler) -> None:
     with pytest.raises(RequestError) as caught:
         guides.prepare(calls("hermes", required=False, answer='{"type": "text"}'))
     assert caught.value.param == "structured_outputs.json_schema"
@@ -229,7 +229,9 @@ def test_reasoning_stands_before_calls(
 
 
 @pytest.mark.parametrize("mark", ["</think>", "<tool_call>"])
-def test_a_mark_that_is_a_token_is_never_spelled(guides: GrammarCompiler, tokenizer: Tokenizer, mark: str) -> None:
+def test_mark_with_a_special_token_is_never_spelled_out(
+    guides: GrammarCompiler, tokenizer: Tokenizer, mark: str
+) -> None:
     spelled = [token_id for char in mark for token_id in tokenizer.encode(char)]
     guide = guides.new_guide(guides.prepare(calls("hermes", reasoning="think_open", required=False)))
     guide.take(tokenizer.encode("so " if mark == "</think>" else "so</think>well ") + spelled[:-1])
@@ -238,7 +240,7 @@ def test_a_mark_that_is_a_token_is_never_spelled(guides: GrammarCompiler, tokeni
     assert bool(allowed(guides, guide)) is (tokenizer.id_of(mark) is None)
 
 
-def test_the_function_whose_parameters_cannot_be_kept_to_is_named(guides: GrammarCompiler) -> None:
+def test_function_with_unenforceable_parameters_is_named(guides: GrammarCompiler) -> None:
     unenforceable = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
     own_options = {"type": "object", "x-guidance": {"lenient": True}}
     for parameters in ({"type": "array"}, unenforceable, own_options, {"type": ["string", "null"]}):

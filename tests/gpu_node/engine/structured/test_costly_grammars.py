@@ -1,4 +1,4 @@
-"""Grammars that cost too much are refused or end by name, and the streams beside them go on, token for token."""
+"""Grammars that cost too much are refused or ended with an error; streams in the same batch keep every token."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _signal(pids: list[int], number: int) -> None:
 
 
 def _run(engine: Engine, during: Callable[[int], None] = lambda step: None) -> list[StepOutput]:
-    """A guided stream and a free one, side by side."""
+    """Run a guided stream and one without a guide in the same batch."""
     for name, wanted in (("guided", REGEX), ("free", None)):
         params = _params(wanted, ignore_eos=wanted is None)
         engine.add(EngineRequest(name, PROMPT, params, seed=7))
@@ -91,7 +91,7 @@ def test_a_trial_that_takes_too_much_time_or_memory_is_killed(
     engine._guides.close()
 
 
-def test_a_thousand_texts_with_one_beginning_are_no_trouble(engine: Engine) -> None:
+def test_a_thousand_choices_with_one_prefix_are_cheap(engine: Engine) -> None:
     texts = ["the same beginning " * 12 + f"{i:04d}" for i in range(1024)]
     (answer,) = engine.generate([PROMPT], _params({"choice": texts}, max_tokens=400))
     assert answer.choices[0].text in texts
@@ -116,7 +116,7 @@ def test_a_killed_grammar_process_changes_no_token(engine: Engine) -> None:
     check_idle(engine)
 
 
-def test_a_late_mask_keeps_no_other_row_waiting(engine: Engine) -> None:
+def test_late_mask_delays_no_other_row(engine: Engine) -> None:
     """While the worker is stopped the free stream goes on, and then the guided one says what it would have said."""
     whole, late_before = _run(engine), engine.stats().late_masks
     (template,) = engine._guides.process_ids
@@ -140,7 +140,7 @@ def test_a_late_mask_keeps_no_other_row_waiting(engine: Engine) -> None:
     check_idle(engine)
 
 
-def test_a_choice_whose_masks_take_too_long_ends_by_name_and_its_neighbor_does_not(
+def test_only_the_choice_whose_masks_take_too_long_ends_with_a_named_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = tokens_of(_run(engine), "free")
@@ -154,7 +154,7 @@ def test_a_choice_whose_masks_take_too_long_ends_by_name_and_its_neighbor_does_n
     check_idle(engine)
 
 
-def test_a_grammar_that_kills_the_worker_of_cheap_ones_goes_on_among_costly_ones(
+def test_grammar_that_kills_the_cheap_worker_continues_in_the_costly_one(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = tokens_of(_run(engine), "guided")
@@ -174,7 +174,7 @@ def test_a_grammar_that_kills_the_worker_of_cheap_ones_goes_on_among_costly_ones
 
 
 class _FailingForks:
-    """Lets the system refuse processes: those whose numbers, counted from 0, a test names."""
+    """Makes some forks fail: those whose numbers, from 0, the test names."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refused: Collection[int]) -> None:
         self.num_asked = 0
@@ -189,9 +189,7 @@ class _FailingForks:
         monkeypatch.setattr(Template, "fork", fork_or_fail)
 
 
-def test_a_trial_whose_process_the_system_refuses_is_tried_again_and_refuses_no_grammar(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trial_is_repeated_if_the_system_refuses_its_process(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     forks = _FailingForks(monkeypatch, range(5))
     wanted = _params({"regex": "tried again"})
     assert engine.prepare(wanted).grammar is not None
@@ -199,7 +197,7 @@ def test_a_trial_whose_process_the_system_refuses_is_tried_again_and_refuses_no_
     assert engine.generate([PROMPT], wanted)[0].choices[0].text == "tried again"
 
 
-def test_a_worker_that_the_system_refuses_keeps_no_other_worker_from_its_masks(
+def test_refused_start_of_one_worker_does_not_delay_masks_of_the_other(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cheap, costly = _params(REGEX, seed=5), _params({"regex": "[a-d]{40,60}"}, seed=5)
@@ -225,16 +223,14 @@ def test_a_worker_that_the_system_refuses_keeps_no_other_worker_from_its_masks(
     check_idle(engine)
 
 
-def test_a_log_of_another_form_and_a_grammar_that_was_refused_leave_nothing(engine: Engine) -> None:
+def test_refused_grammar_leaves_nothing_in_the_engine(engine: Engine) -> None:
     with pytest.raises(RequestError, match="cannot be enforced"):
         engine.add(EngineRequest("x", PROMPT, _params({"regex": "(a"}), seed=1))
     assert drain(engine) == []
     check_idle(engine)
 
 
-def test_rows_whose_masks_are_always_late_say_the_same_among_preemptions(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_masks_and_preemptions_change_no_tokens(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = {"model": str(tiny_model), "runner": "native", "dtype": "bfloat16", "weight_cache": False}
     roomy = Engine(EngineConfig(**plain, num_kv_blocks=400))
     tight = Engine(EngineConfig(**plain, num_kv_blocks=30, max_num_batched_tokens=32, max_num_seqs=16))

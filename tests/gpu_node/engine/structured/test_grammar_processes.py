@@ -1,4 +1,4 @@
-"""Grammar processes that fail at a bad moment, and large messages to them, delay and end nothing else."""
+"""Grammar processes that fail at any moment, and large messages to them, neither delay nor end other requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _calls(num_functions: int, last: str = "{}") -> StructuredOutputs:
 
 
 def _peak_bytes(guides: GrammarCompiler, wanted: StructuredOutputs) -> tuple[int, RequestError | None]:
-    """The memory that a trial takes for a while in this process, and its refusal."""
+    """Return the peak memory of a compilation in this process, and its refusal."""
     refusal = None
     tracemalloc.start()
     try:

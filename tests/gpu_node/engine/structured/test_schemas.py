@@ -1,4 +1,4 @@
-"""JSON schemas as tools write them: each is enforced, or refused by the keyword that cannot be."""
+"""JSON schemas as tools write them: each is enforced, or refused by the unsupported keyword."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine(tiny_model: Path) -> Engine:
 
 
 def answers_to(engine: Engine, schema: dict[str, Any], max_tokens: int = 120) -> list[Any]:
-    """The whole answers among some random ones."""
+    """Return the complete ones of some random answers."""
     params = SamplingParams(
         structured_outputs={"json": schema}, temperature=1.0, max_tokens=max_tokens, n=NUM_ANSWERS, seed=1
     )

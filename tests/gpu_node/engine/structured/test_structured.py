@@ -1,4 +1,4 @@
-"""Answers of a given form: every one keeps to it, beside rows that are free, wherever a node takes over."""
+"""Structured answers: each has its form, in a batch with other rows, and after a takeover at any token."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ MOSTLY_NATIVE = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module", params=["torch", "native"])
 def make(request: pytest.FixtureRequest, tiny_model: Path) -> Callable[..., Engine]:
-    """Makes an engine on each runner."""
+    """Make an engine on each runner."""
     dtype = {"torch": "float32", "native": "bfloat16"}[request.param]
     plain = {
         "model": str(tiny_model),
@@ -99,7 +99,7 @@ def _batch(forms: list[str | None], **options: Any) -> list[SamplingParams]:
     return [_params(form, seed=i, **options) for i, form in enumerate(forms)]
 
 
-def test_every_answer_keeps_to_its_form_and_free_rows_are_not_touched(engine: Engine) -> None:
+def test_every_answer_matches_its_grammar_and_unconstrained_rows_do_not_change(engine: Engine) -> None:
     forms = [*FORMS, None] * 6
     answers = engine.generate(["the gate"] * len(forms), _batch(forms))
     for form, answer in zip(forms, answers, strict=True):
@@ -116,7 +116,7 @@ def test_every_answer_keeps_to_its_form_and_free_rows_are_not_touched(engine: En
 
 @MOSTLY_NATIVE
 @pytest.mark.parametrize("form", FORMS)
-def test_all_choices_of_a_request_keep_to_it_and_options_are_heeded(engine: Engine, form: str) -> None:
+def test_all_choices_match_the_grammar_and_sampling_options_apply(engine: Engine, form: str) -> None:
     (answer,) = engine.generate(["the gate"], _params(form, n=5, seed=3, frequency_penalty=0.5, top_k=40))
     assert all(FORMS[form][1](choice.text) for choice in answer.choices)
     greedy = engine.generate(["the gate"] * 2, _params(form, temperature=0.0))
@@ -124,7 +124,9 @@ def test_all_choices_of_a_request_keep_to_it_and_options_are_heeded(engine: Engi
 
 
 @MOSTLY_NATIVE
-def test_preemption_chunks_and_company_change_nothing(make: Callable[..., Engine], engine: Engine) -> None:
+def test_preemption_chunks_and_batching_change_no_constrained_tokens(
+    make: Callable[..., Engine], engine: Engine
+) -> None:
     forms = ["json", "regex", None, "calls", "grammar"] * 4
     tight = make(num_kv_blocks=30, max_num_batched_tokens=32, max_num_seqs=16)
     prompts = [f"the gate {i} opens by pressure and stays" for i in range(len(forms))]
@@ -137,7 +139,7 @@ def test_preemption_chunks_and_company_change_nothing(make: Callable[..., Engine
 
 @MOSTLY_NATIVE
 @pytest.mark.parametrize("form", FORMS)
-def test_a_node_that_takes_over_goes_on_to_the_token(engine: Engine, form: str) -> None:
+def test_takeover_of_a_constrained_choice_is_token_exact(engine: Engine, form: str) -> None:
     prompt, params = engine.tokenizer.encode("the gate"), _params(form)
     engine.add(EngineRequest("whole", prompt, params, seed=7))
     whole = tokens_of(drain(engine), "whole")
@@ -173,7 +175,9 @@ NAMED = {"<|im_end|>": "a<|im_end|>b"}
         ),
     ],
 )
-def test_text_that_names_a_special_token_is_spelt_by_others(engine: Engine, wanted: dict[str, Any], text: str) -> None:
+def test_name_of_a_special_token_is_spelled_with_ordinary_tokens(
+    engine: Engine, wanted: dict[str, Any], text: str
+) -> None:
     params = SamplingParams(structured_outputs=wanted, temperature=1.0, max_tokens=MAX_TOKENS, n=3, seed=1)
     (answer,) = engine.generate(["the gate"], params)
     assert [(choice.text, choice.finish_reason) for choice in answer.choices] == [(text, "stop")] * 3
@@ -187,7 +191,7 @@ def test_text_that_names_a_special_token_is_spelt_by_others(engine: Engine, want
 
 
 @MOSTLY_NATIVE
-def test_a_log_of_another_form_ends_the_choice_by_name(engine: Engine) -> None:
+def test_log_that_does_not_match_the_grammar_ends_the_choice_with_a_named_error(engine: Engine) -> None:
     prompt = engine.tokenizer.encode("the gate")
     logged = ResumedChoice(tuple(engine.tokenizer.encode("yes")), "yes", None)
     engine.add(EngineRequest("x", prompt, _params("regex"), seed=7, resume=[logged]))
@@ -210,7 +214,7 @@ def test_a_log_of_another_form_ends_the_choice_by_name(engine: Engine) -> None:
         ({"json": '{"items":' * 200 + "{}" + "}" * 200}, "json_schema"),
     ],
 )
-def test_forms_that_cannot_be_kept_to_are_refused_by_field(engine: Engine, wanted: dict[str, Any], param: str) -> None:
+def test_unenforceable_grammars_are_refused_by_field(engine: Engine, wanted: dict[str, Any], param: str) -> None:
     params = SamplingParams(structured_outputs=wanted)
     for refusing in (lambda: engine.prepare(params), lambda: engine.generate(["x"], params)):
         with pytest.raises(RequestError, match="cannot be enforced") as caught:
@@ -220,7 +224,7 @@ def test_forms_that_cannot_be_kept_to_are_refused_by_field(engine: Engine, wante
 
 
 @MOSTLY_NATIVE
-def test_a_remembered_refusal_keeps_nothing_alive_of_the_calls_that_met_it(engine: Engine) -> None:
+def test_cached_refusal_keeps_no_frames_of_its_callers_alive(engine: Engine) -> None:
     params = SamplingParams(structured_outputs={"regex": "(b"})
 
     class Local:
@@ -238,7 +242,7 @@ def test_a_remembered_refusal_keeps_nothing_alive_of_the_calls_that_met_it(engin
 
 
 @MOSTLY_NATIVE
-def test_a_text_that_gets_past_the_limits_of_guides_is_not_taken_for_whole(engine: Engine) -> None:
+def test_choice_whose_grammar_exceeds_the_limits_ends_with_an_error_not_with_stop(engine: Engine) -> None:
     params = _params(None, structured_outputs={"regex": r"(\p{L}{0,1000}\w{0,1000}){0,100}-end"}, n=8, seed=1)
     (answer,) = engine.generate(["the gate"], params)
     assert "error" in [choice.finish_reason for choice in answer.choices]
@@ -247,7 +251,7 @@ def test_a_text_that_gets_past_the_limits_of_guides_is_not_taken_for_whole(engin
 
 
 @MOSTLY_NATIVE
-def test_a_grammar_may_be_forgotten_as_long_as_somebody_holds_what_was_prepared(
+def test_prepared_grammar_stays_usable_after_its_eviction_from_the_cache(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = _params(None, structured_outputs={"regex": "held"})

@@ -1,4 +1,4 @@
-"""Bad words: which tokens they ban, and what looking for them costs a step."""
+"""Bad words: which tokens they ban, and the cost of the search per step."""
 
 from __future__ import annotations
 

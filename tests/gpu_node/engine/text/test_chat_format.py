@@ -1,4 +1,4 @@
-"""Tools and calls through chat templates, against transformers; and what a template shows of its model."""
+"""Tools and calls in chat templates, compared with transformers, and the properties found from a template."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("form", TEMPLATES)
-def test_tools_calls_and_what_they_gave_render_as_in_transformers(form: str, model_copy: Path) -> None:
+def test_tools_calls_and_results_render_as_in_transformers(form: str, model_copy: Path) -> None:
     (model_copy / "chat_template.jinja").write_text(TEMPLATES[form])
     theirs: Any = AutoTokenizer.from_pretrained(model_copy)
     ours = Tokenizer(model_copy)
@@ -75,11 +75,11 @@ def test_tools_calls_and_what_they_gave_render_as_in_transformers(form: str, mod
 
 
 @pytest.mark.parametrize("form", CALL_FORMS)
-def test_a_template_shows_the_form_of_calls(form: str) -> None:
+def test_call_format_is_detected_from_the_template(form: str) -> None:
     assert tool_parser_of(ChatTemplate(TEMPLATES[form], {})) == form
 
 
-def test_no_form_is_claimed_that_no_parser_reads() -> None:
+def test_call_format_without_a_parser_is_not_detected() -> None:
     for source in ("<tool_call>{{ messages }}", "{{ tools }}", "{{ tools }}<tool_call><function=f>"):
         assert tool_parser_of(ChatTemplate(source, {})) == "none"
 
@@ -93,7 +93,7 @@ def test_no_form_is_claimed_that_no_parser_reads() -> None:
         ("{{ raise_exception('no') }}<think>", "think"),
     ],
 )
-def test_a_template_shows_whether_the_model_reasons(source: str, parser: str) -> None:
+def test_reasoning_parser_is_detected_from_the_template(source: str, parser: str) -> None:
     assert reasoning_parser_of(ChatTemplate(source, {})) == parser
 
 
@@ -146,13 +146,13 @@ def test_parser_of_an_answer_follows_what_the_template_renders(
     assert parser == ("think_open" if is_open else "think")
 
 
-def test_tools_are_refused_where_the_template_has_no_place_for_them(model_copy: Path) -> None:
+def test_tools_are_refused_if_the_template_does_not_render_them(model_copy: Path) -> None:
     (model_copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(RequestError, match="takes no tools"):
         Tokenizer(model_copy).encode_chat(CHAT, json.dumps(TOOLS))
 
 
-def test_marks_of_calls_stand_in_the_text_although_they_are_special_tokens(model_copy: Path) -> None:
+def test_marks_of_calls_stay_in_the_text_although_they_are_special_tokens(model_copy: Path) -> None:
     path = model_copy / "tokenizer.json"
     config = json.loads(path.read_text())
     first = max(token["id"] for token in config["added_tokens"]) + max(config["model"]["vocab"].values()) + 1

@@ -1,4 +1,4 @@
-"""Chats piece by piece against whole texts."""
+"""Chats encoded in pieces give the same tokens as whole texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEPARATORS = ["<|im_start|>", "<|im_end|>", "<|im_end|>\n"]
 
 
 class Counting:
-    """A backend that notes how many characters it is asked for."""
+    """A backend that counts the characters that it encodes."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -51,7 +51,7 @@ def backend(tiny_model: Path) -> Backend:
 
 
 @given(pieces=st.lists(st.one_of(st.sampled_from(SEPARATORS), st.text(max_size=30)), max_size=12))
-def test_pieces_give_the_tokens_of_the_whole(tiny_model: Path, pieces: list[str]) -> None:
+def test_encoding_in_pieces_gives_the_tokens_of_the_whole_text(tiny_model: Path, pieces: list[str]) -> None:
     backend = Backend.from_file(str(tiny_model / "tokenizer.json"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "MIN_CACHED_CHARS", 8)
@@ -73,7 +73,9 @@ def _normalizing(backend: Backend) -> Backend:
         max_size=12,
     )
 )
-def test_pieces_give_the_tokens_of_the_whole_with_a_normalizer(tiny_model: Path, pieces: list[str]) -> None:
+def test_encoding_in_pieces_gives_the_tokens_of_the_whole_text_with_a_normalizer(
+    tiny_model: Path, pieces: list[str]
+) -> None:
     backend = _normalizing(Backend.from_file(str(tiny_model / "tokenizer.json")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "MIN_CACHED_CHARS", 8)
@@ -93,7 +95,7 @@ def test_a_long_system_prompt_is_encoded_once(backend: Backend, change: Callable
     assert len(system) < counting.num_chars < len(system) + 20 * 100
 
 
-def test_what_was_used_longest_ago_is_forgotten(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_piece_is_evicted(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = [f"<|im_start|>{chr(97 + i) * MIN_CACHED_CHARS}<|im_end|>" for i in range(3)]
     sizes = [len(_whole(backend, piece)) for piece in pieces]
     monkeypatch.setattr(encoder, "MAX_CACHED_TOKENS", sizes[0] + max(sizes[1:]))
@@ -128,7 +130,7 @@ def _has_a_token_that_takes_spaces(backend: Backend) -> Backend:
 @pytest.mark.parametrize(
     "change", [_looks_for_added_tokens_in_normalized_text, _begins_pieces_with_a_space, _has_a_token_that_takes_spaces]
 )
-def test_a_tokenizer_whose_pieces_hang_together_encodes_whole_texts(backend: Backend, change: Any) -> None:
+def test_tokenizer_whose_pieces_depend_on_each_other_encodes_whole_texts(backend: Backend, change: Any) -> None:
     backend = change(backend)
     text = "<|im_start|>" + "a e\u0301 " * MIN_CACHED_CHARS + "<|im_end|> <|wide|> b<|im_end|> c"
     counting = Counting(backend)
@@ -159,7 +161,7 @@ def _turns_of_another_thread() -> Iterator[list[int]]:
         thread.join()
 
 
-def test_a_long_prompt_does_not_hold_up_other_threads(tiny_model: Path) -> None:
+def test_long_prompt_does_not_block_other_threads(tiny_model: Path) -> None:
     tokenizer, text = Tokenizer(tiny_model), " ." * 100_000
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])):
         with _turns_of_another_thread() as turns:
@@ -168,7 +170,7 @@ def test_a_long_prompt_does_not_hold_up_other_threads(tiny_model: Path) -> None:
             assert turns[0] > before
 
 
-def test_half_a_character_is_the_callers_mistake(tiny_model: Path) -> None:
+def test_lone_surrogate_is_a_request_error(tiny_model: Path) -> None:
     tokenizer = Tokenizer(tiny_model)
     for refusing in (tokenizer.encode, lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])):
         with pytest.raises(RequestError, match="lone surrogates"):

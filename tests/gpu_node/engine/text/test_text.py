@@ -1,4 +1,4 @@
-"""Tokens to text: whole characters only, stop strings held back, ends found."""
+"""Tokens to text: whole characters only, stop strings withheld, ends found."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _output(
 
 
 def _say(output: ChoiceOutput, text: str | bytes) -> list[str]:
-    """Push bytes one by one until the choice ends; what each released."""
+    """Push bytes one by one until the choice ends. Return the text that each released."""
     pieces = []
     for token_id in text.encode() if isinstance(text, str) else text:
         output.push(token_id)
@@ -41,7 +41,7 @@ def _say(output: ChoiceOutput, text: str | bytes) -> list[str]:
 
 
 @given(st.text())
-def test_text_split_into_bytes_comes_back_whole_and_never_half(text: str) -> None:
+def test_detokenizer_returns_all_text_and_only_whole_characters(text: str) -> None:
     detokenizer = Detokenizer(BYTES)
     pieces = [detokenizer.push((byte,)) for byte in text.encode()]
     assert "".join(pieces) == text and detokenizer.flush() == ""
@@ -54,7 +54,7 @@ def test_invalid_bytes_decode_as_they_do_in_one_piece(data: bytes) -> None:
     assert text == data.decode(errors="replace")
 
 
-def test_the_first_space_goes_once_where_the_model_adds_one() -> None:
+def test_first_space_that_the_model_adds_is_stripped_once() -> None:
     detokenizer = Detokenizer([b" a", b" b"], strip_first_space=True)
     assert detokenizer.push((0,)) + detokenizer.push((1,)) == "a b"
 
@@ -75,7 +75,7 @@ def test_stop_strings_cut_at_the_first_and_release_everything_else(
     assert shown + checker.flush() == (seen[: min(ends)] if stopped else text)
 
 
-def test_what_ends_a_choice_stays_in_its_text_where_it_is_asked_to() -> None:
+def test_stop_string_stays_in_the_text_on_request() -> None:
     output = _output(stop=("stop", "op", "stopped"), includes_stop=True)
     assert "".join(_say(output, "we stopped")) == "we stop" and output.finish_reason == "stop"
     for included, text in ((False, "a"), (True, "a!")):
@@ -88,7 +88,7 @@ def test_what_ends_a_choice_stays_in_its_text_where_it_is_asked_to() -> None:
         assert output.take_text() == "a" and output.finish_reason == "stop"
 
 
-def test_what_may_become_a_stop_string_is_held_back_until_it_does_not() -> None:
+def test_possible_start_of_a_stop_string_is_held_back() -> None:
     output = _output(stop=("</end>",))
     assert _say(output, "a </e b") == ["a", " ", "", "", "", "</e ", "b"]
     assert output.finish_reason is None

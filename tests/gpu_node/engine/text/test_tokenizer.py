@@ -102,7 +102,7 @@ ADDED = {"content": "the gate", "lstrip": False, "normalized": False, "rstrip": 
         ("special_tokens_map.json", {"eos_token": "gate", "pad_token": ADDED}),
     ],
 )
-def test_what_the_configs_say_of_tokens_is_heard_as_transformers_hears_it(
+def test_tokens_of_the_configs_are_read_as_transformers_reads_them(
     name: str, changes: dict[str, Any], model_copy: Path
 ) -> None:
     _edit(model_copy, name, **changes)
@@ -116,7 +116,7 @@ def test_what_the_configs_say_of_tokens_is_heard_as_transformers_hears_it(
     assert ours.eos_token_ids == {theirs.eos_token_id}
 
 
-def test_a_post_processors_tokens_stand_around_a_prompt_and_not_around_a_chat(model_copy: Path) -> None:
+def test_tokens_of_a_post_processor_are_added_to_a_prompt_and_not_to_a_chat(model_copy: Path) -> None:
     backend: Any = Backend.from_file(str(model_copy / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
@@ -166,13 +166,13 @@ def test_the_default_one_of_many_templates_is_used(model_copy: Path) -> None:
         "{{ messages[9].content.x }}",
     ],
 )
-def test_what_a_template_refuses_or_may_not_do_is_the_requests_fault(template: str, model_copy: Path) -> None:
+def test_error_of_a_template_is_a_request_error(template: str, model_copy: Path) -> None:
     (model_copy / "chat_template.jinja").write_text(template)
     with pytest.raises(RequestError, match="refuses these messages"):
         Tokenizer(model_copy).encode_chat(CHAT)
 
 
-def test_what_a_template_never_saw_is_not_said_to_be_refused_by_it(
+def test_bug_before_rendering_is_not_reported_as_a_refusal_by_the_template(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug of ours is none of the request's faults."""
@@ -185,13 +185,13 @@ def test_what_a_template_never_saw_is_not_said_to_be_refused_by_it(
         tokenizer.encode_chat(CHAT)
 
 
-def test_a_template_that_is_no_template_is_the_models_fault(model_copy: Path) -> None:
+def test_template_that_does_not_compile_is_a_config_error(model_copy: Path) -> None:
     (model_copy / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ConfigError, match="template"):
         Tokenizer(model_copy)
 
 
-def test_files_that_do_not_say_all_are_completed_by_transformers_once(
+def test_incomplete_tokenizer_files_are_exported_by_transformers_once(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A class of its own builds normalizer and decoder itself; vocabulary and merges are no tokenizer.json."""
@@ -222,7 +222,7 @@ def _modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_a_tokenizer_saved_with_limits_neither_cuts_nor_fills_up_prompts(tiny_model: Path, tmp_path: Path) -> None:
+def test_saved_truncation_and_padding_do_not_apply_to_prompts(tiny_model: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model, tmp_path / "copy"))
     backend: Any = Backend.from_file(str(folder / "tokenizer.json"))
     backend.enable_truncation(4)
@@ -234,13 +234,13 @@ def test_a_tokenizer_saved_with_limits_neither_cuts_nor_fills_up_prompts(tiny_mo
     assert ours.encode_chat(CHAT) == Tokenizer(tiny_model).encode_chat(CHAT)
 
 
-def test_developer_speaks_as_system(tokenizer: Tokenizer) -> None:
+def test_developer_messages_render_as_system_messages(tokenizer: Tokenizer) -> None:
     by_role = [tokenizer.encode_chat([{"role": role, "content": "x"}]) for role in ("developer", "system", "user")]
     assert by_role[0] == by_role[1] != by_role[2]
 
 
 @given(text=st.text())
-def test_any_text_survives(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     special = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     if not any(name in text for name in special):
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -286,7 +286,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
-def test_ids_past_the_tokenizer_stand_for_nothing(tiny_model: Path) -> None:
+def test_ids_past_the_tokenizer_have_no_text(tiny_model: Path) -> None:
     padded = Tokenizer(tiny_model, vocab_size=1000)
     assert padded.decode([999, *padded.encode("the"), 500]) == "the"
 
@@ -305,7 +305,7 @@ def test_no_text_has_fewer_tokens_than_its_bytes_allow(tokenizer: Tokenizer, tex
     assert len(text.encode()) <= tokenizer.max_token_bytes * len(tokenizer.encode(text))
 
 
-def test_a_normalizer_leaves_no_bound(tiny_model: Path, tmp_path: Path) -> None:
+def test_normalizer_removes_the_bound_of_bytes_per_token(tiny_model: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model, tmp_path / "copy"))
     backend: Any = Backend.from_file(str(folder / "tokenizer.json"))
     backend.normalizer = normalizers.Strip()
@@ -313,7 +313,7 @@ def test_a_normalizer_leaves_no_bound(tiny_model: Path, tmp_path: Path) -> None:
     assert Tokenizer(folder).max_token_bytes == 0
 
 
-def test_a_chat_that_its_template_blows_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_that_renders_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{{ tools }}{% endfor %}", {})
     turns = [{"role": "user", "content": "x" * 100}] * 50
     assert len(template.render(turns, [])) == 50 * 102

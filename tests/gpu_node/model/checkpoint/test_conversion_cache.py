@@ -1,4 +1,4 @@
-"""The cache of converted models: its files are whole after a power failure, and its errors name the right place."""
+"""The cache of converted models: its files are complete after a power failure, and errors name the right path."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_full_disk_is_not_blamed_on_the_model(tmp_path: Path, monkeypatch: pyt
         resolve_model(str(model), lambda *_: None)
 
 
-def test_a_model_with_a_long_name_has_a_place_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_a_long_name_can_be_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def described(_header: object, folder: Path) -> bool:
         folder.mkdir()
         return True

@@ -1,4 +1,4 @@
-"""Random weights: which names and folders have a shape, and what the numbers are like."""
+"""Random weights: the names and folders that define a shape, and the distribution of the values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_known_shape_is_that_of_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("runner", ["native", "torch", "gpu"])
-def test_every_runner_computes_with_them(runner: str) -> None:
+def test_every_runner_computes_with_random_weights(runner: str) -> None:
     # The interpreter of the GPU kernels is exact in float32 only, unless it is mended.
     given = SETTINGS | ({"dtype": "float32"} if runner == "gpu" else {})
     engine = Engine("tiny", runner=runner, max_num_seqs=2, max_num_batched_tokens=32, **given)
@@ -71,7 +71,7 @@ def test_a_folder_gives_its_shape_and_its_tokenizer(tmp_path: Path, tiny_model: 
         ("folder", {"vocab_size": 100}, "vocab_size is 100 but must be at least 259"),
     ],
 )
-def test_what_has_no_usable_shape_is_refused(
+def test_model_without_a_usable_shape_is_refused(
     model: str, config: dict[str, int] | None, message: str, tmp_path: Path
 ) -> None:
     if config is not None:
@@ -86,7 +86,7 @@ def test_a_revision_is_refused() -> None:
         load_model("tiny", runner_options(load_format="dummy"), lambda *_: None, revision="main")
 
 
-def test_numbers_keep_the_scale_of_what_they_multiply() -> None:
+def test_random_matrices_keep_the_scale_of_activations() -> None:
     checkpoint = Checkpoint.open(ModelSource(Path("none"), is_dummy=True))
     matrix = checkpoint.get("model.layers.0.mlp.up_proj.weight", 300, 400).to_float32()
     assert abs(matrix.std() * 400**0.5 - 1) < 0.02
@@ -96,7 +96,7 @@ def test_numbers_keep_the_scale_of_what_they_multiply() -> None:
     assert (checkpoint.get("model.norm.bias", 5).to_float32() == 0).all()
 
 
-def test_a_matrix_larger_than_what_is_drawn_has_no_equal_rows() -> None:
+def test_matrix_larger_than_the_drawn_numbers_has_no_equal_rows() -> None:
     columns = 4096
     rows = RandomWeights().tensor("large", (2060, columns)).view(np.uint16).reshape(-1, columns)
     assert len(np.unique(rows[:, :8], axis=0)) == len(rows)

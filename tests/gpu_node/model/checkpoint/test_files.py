@@ -1,4 +1,4 @@
-"""Reading weight files: what they keep, under which names, and what is said of broken ones."""
+"""Reading weight files: their tensors and names, and the errors for broken ones."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FORMATS = {"q4_0": 0.2, "q4_1": 0.2, "q8_0": 0.02, "f16": 1e-3, "bf16": 1e-2, "f
 
 
 def _interleave(weight: Any, num_heads: int) -> Any:
-    """What llama.cpp's converter does to queries and keys."""
+    """Reorder queries and keys as llama.cpp's converter does."""
     rows, columns = weight.shape
     return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def _write_gguf(path: Path, kind: str = "f32", *, architecture: str = "llama", **metadata: int) -> dict[str, Any]:
-    """A file of one layer; the values that went in, under Hugging Face's names."""
+    """Write a file of one layer. Return its values under Hugging Face's names."""
     rng = np.random.default_rng(0)
     values = {
         "model.embed_tokens.weight": rng.uniform(-1, 1, (VOCAB, HIDDEN)),
@@ -71,7 +71,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_gguf_files_tensors_come_back_under_hugging_faces_names(kind: str, tmp_path: Path) -> None:
+def test_gguf_tensors_are_found_under_hugging_faces_names(kind: str, tmp_path: Path) -> None:
     values = _write_gguf(tmp_path / "m.gguf", kind)
     checkpoint = _open_gguf(tmp_path / "m.gguf")
     for name, want in values.items():
@@ -94,7 +94,7 @@ def test_row_order_says_where_a_row_is_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_safetensors_come_back_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_safetensors_are_read_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 5).to(dtype), "b": torch.randn(7).to(dtype)}
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(ModelSource(tmp_path))
@@ -105,7 +105,7 @@ def test_safetensors_come_back_to_the_bit(dtype: torch.dtype, tmp_path: Path) ->
         assert not tensor.data.flags.owndata
 
 
-def test_what_is_missing_or_of_another_shape_is_named(tiny_model: Path, tmp_path: Path) -> None:
+def test_missing_tensor_or_tensor_of_another_shape_is_named(tiny_model: Path, tmp_path: Path) -> None:
     _write_gguf(tmp_path / "m.gguf")
     for checkpoint in (Checkpoint.open(ModelSource(tiny_model)), _open_gguf(tmp_path / "m.gguf")):
         with pytest.raises(ConfigError, match=r"no tensor model\.layers\.9\.mlp\.up_proj\.weight"):
@@ -187,7 +187,7 @@ def test_safetensors_headers_that_make_no_sense_are_refused(header: bytes, tmp_p
         Checkpoint.open(ModelSource(tmp_path))
 
 
-def test_a_format_that_cannot_be_computed_with_is_named(tmp_path: Path) -> None:
+def test_unsupported_tensor_format_is_named(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(4, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="tensor a is stored as i8"):
         Checkpoint.open(ModelSource(tmp_path)).get("a", 4).to_float32()
@@ -203,7 +203,7 @@ def test_a_format_that_only_gguf_files_have_is_refused_in_safetensors(dtype: str
 
 
 @pytest.mark.model
-def test_the_demo_models_tensors_are_what_transformers_makes_of_them(demo_gguf: Path, demo_model: Path) -> None:
+def test_tensors_of_the_demo_model_equal_those_of_transformers(demo_gguf: Path, demo_model: Path) -> None:
     ours = Checkpoint.open(ModelSource(demo_model, demo_gguf))
     theirs = load_file(demo_model / "model.safetensors")
     assert len(theirs) == 272

@@ -1,4 +1,4 @@
-"""Every format of GGUF files has the logits of what the package gguf says that it means, on every runner."""
+"""Every format of GGUF files has the logits of the values that the package gguf reads, on every runner."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHAPES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
-    """A Llama whose weights are in a GGUF file, and transformers' logits of what they mean."""
+    """A Llama with weights in a GGUF file, and transformers' logits for their values."""
     folder = make_family_model(tmp_path_factory.mktemp("plain"), "llama", "bfloat16", **SHAPES)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -85,7 +85,7 @@ def _load(source: ModelSource, monkeypatch: pytest.MonkeyPatch, **options: Any) 
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_logits_are_those_of_what_the_file_means(made: Made, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_equal_those_of_the_models_float_weights(made: Made, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, want = made(kind)
     torch_runner = _load(source, monkeypatch).runner
     np.testing.assert_allclose(logits_alone(torch_runner, TOKEN_IDS), want, rtol=0, atol=1e-4)

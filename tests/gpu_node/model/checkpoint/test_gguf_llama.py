@@ -115,7 +115,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_it_is_described_as_transformers_does(variant: str, tmp_path: Path) -> None:
+def test_description_equals_that_of_transformers(variant: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", **VARIANTS[variant])
     header = header_of(path)
     assert describe_llama(header, tmp_path / "ours")
@@ -126,7 +126,7 @@ def test_it_is_described_as_transformers_does(variant: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_so_is_the_demo_model(demo_gguf: Path, tmp_path: Path) -> None:
+def test_description_of_the_demo_model_equals_that_of_transformers(demo_gguf: Path, tmp_path: Path) -> None:
     header = header_of(demo_gguf)
     assert describe_llama(header, tmp_path / "ours")
     gguf.describe_by_transformers(demo_gguf, header, tmp_path / "theirs", lambda stage, fraction: None)
@@ -140,7 +140,7 @@ def test_an_unusual_file_is_left_to_transformers(variant: str, tmp_path: Path) -
     assert not (tmp_path / "ours").exists()
 
 
-def test_its_tokenizer_works(tmp_path: Path) -> None:
+def test_tokenizer_of_the_description_works(tmp_path: Path) -> None:
     gguf.describe_gguf(write(tmp_path / "m.gguf", add_bos=True), tmp_path / "m", lambda stage, fraction: None)
     tokenizer = Tokenizer(tmp_path / "m")
     token_ids = tokenizer.encode("the win é 12<|im_end|>")

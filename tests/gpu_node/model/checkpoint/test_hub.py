@@ -1,4 +1,4 @@
-"""Models of the hub, through huggingface_hub, from a stand-in of its HTTP API."""
+"""Models of the hub, loaded through huggingface_hub from a substitute of its HTTP API."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 @pytest.fixture
 def change(model_copy: Path) -> Callable[..., Path]:
-    """The tiny model's folder with changes of its config, and some files more."""
+    """Return a copy of the tiny model's folder with changes of its config, and some additional files."""
 
     def change(*files: str, **config: Any) -> Path:
         path = model_copy / "config.json"
@@ -66,9 +66,7 @@ def _same_files(folder: Path, other: Path) -> bool:
     return all((folder / path.name).read_bytes() == path.read_bytes() for path in other.iterdir())
 
 
-def test_what_a_model_needs_comes_and_nothing_else(
-    hub: HubServer, change: Callable[..., Path], tiny_model: Path
-) -> None:
+def test_only_needed_files_are_downloaded(hub: HubServer, change: Callable[..., Path], tiny_model: Path) -> None:
     others = ("pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx", "original/params.json", "README.md")
     hub.add(MODEL, change(*others))
     fractions: list[float] = []
@@ -90,9 +88,7 @@ def test_shards_are_those_of_the_index(hub: HubServer, change: Callable[..., Pat
     assert sorted(path.name for path in _get(MODEL).glob("*.safetensors")) == sorted(index["weight_map"].values())
 
 
-def test_a_download_that_was_cut_goes_on_where_it_was(
-    hub: HubServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_download_continues(hub: HubServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 500)
     hub.add(MODEL, tiny_model)
     hub.cuts[WEIGHTS] = 1000
@@ -101,7 +97,7 @@ def test_a_download_that_was_cut_goes_on_where_it_was(
     assert ranges[0] == "" and ranges[-1] == "bytes=1000-"
 
 
-def test_files_that_are_there_are_not_fetched_again_after_a_failure(
+def test_downloaded_files_are_not_fetched_again_after_a_failure(
     hub: HubServer, tiny_model: Path, change: Callable[..., Path]
 ) -> None:
     source = change()
@@ -133,7 +129,7 @@ def test_revisions_are_branches_tags_and_commits(
         _get(f"{MODEL}@v2", "v3")
 
 
-def test_a_gguf_file_is_named_behind_a_colon(hub: HubServer, change: Callable[..., Path]) -> None:
+def test_gguf_file_is_named_after_a_colon(hub: HubServer, change: Callable[..., Path]) -> None:
     folder = change("m.q4_0.gguf", "m.q8_0.gguf")
     (folder / WEIGHTS).unlink()
     hub.add(MODEL, folder)
@@ -147,7 +143,7 @@ def test_a_gguf_file_is_named_behind_a_colon(hub: HubServer, change: Callable[..
         _get(f"{MODEL}:model.bin")
 
 
-def test_a_token_opens_what_is_gated(hub: HubServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_gives_access_to_gated_models(hub: HubServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(GATED, tiny_model)
     with pytest.raises(ConfigError, match=f"org/gated is gated: accept its terms at {hub.url}/org/gated .*HF_TOKEN"):
         _get(GATED)
@@ -156,14 +152,16 @@ def test_a_token_opens_what_is_gated(hub: HubServer, tiny_model: Path, monkeypat
     assert hub.tokens == {"", TOKEN}
 
 
-def test_models_that_nobody_has_are_named(hub: HubServer) -> None:
+def test_unknown_models_are_named(hub: HubServer) -> None:
     with pytest.raises(ConfigError, match="the hub has no model org/none"):
         _get("org/none")
     with pytest.raises(ConfigError, match="not a/valid/id is not a folder"):
         _get("not a/valid/id")
 
 
-def test_what_cannot_be_run_is_refused_before_weights_are_fetched(hub: HubServer, change: Callable[..., Path]) -> None:
+def test_unsupported_model_is_refused_before_its_weights_are_downloaded(
+    hub: HubServer, change: Callable[..., Path]
+) -> None:
     hub.add(MODEL, change(architectures=["OwnForCausalLM"], auto_map={"AutoModelForCausalLM": "own.Own"}))
     with pytest.raises(ConfigError, match=r"OwnForCausalLM is not supported.*\(trust_remote_code\) is never run"):
         _get(MODEL)
@@ -179,9 +177,7 @@ def test_pickles_are_refused_by_name(hub: HubServer, change: Callable[..., Path]
     assert "pytorch_model.bin" not in hub.fetched()
 
 
-def test_offline_only_what_is_in_the_cache_is_had(
-    hub: HubServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_mode_uses_only_the_cache(hub: HubServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(MODEL, tiny_model)
     folder = _get(MODEL)
     hub.requests.clear()
@@ -219,7 +215,7 @@ print(found.folder, *dict.fromkeys(stages))
 """
 
 
-def test_the_environment_says_where_the_hub_is_and_who_asks(tiny_model: Path, tmp_path: Path) -> None:
+def test_environment_sets_the_address_of_the_hub_and_the_token(tiny_model: Path, tmp_path: Path) -> None:
     with HubServer().running() as server:
         server.add(GATED, tiny_model)
         env = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}

@@ -1,4 +1,4 @@
-"""Quantized checkpoints have the logits of the numbers that they store, in every layout."""
+"""Quantized checkpoints have the logits of their dequantized values, in every layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _load(folder: Path) -> LoadedModel:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "gpt-neox"])
-def test_logits_are_those_of_the_numbers_that_are_meant(quantized: Quantized, family: str, layout: str) -> None:
+def test_logits_equal_those_of_the_dequantized_weights(quantized: Quantized, family: str, layout: str) -> None:
     folder, want = quantized(family, layout)
     runner: Any = _load(folder).runner
     np.testing.assert_allclose(logits_alone(runner, TOKEN_IDS), want, rtol=0, atol=1e-4)
@@ -98,7 +98,7 @@ def _change_settings(folder: Path, target: Path, **changes: Any) -> None:
         ("packed int4", {"transform_config": {"config_groups": {}}}, "transform_config"),
     ],
 )
-def test_what_is_not_read_is_refused_by_name(
+def test_unsupported_quantization_is_refused_by_name(
     quantized: Quantized, layout: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     _change_settings(quantized("llama", layout)[0], tmp_path, **changes)

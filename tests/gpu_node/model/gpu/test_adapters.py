@@ -38,7 +38,7 @@ def _tracks() -> list[Track]:
 
 
 def _said(runner: Any) -> tuple[np.ndarray, list[int]]:
-    """Logits behind all tokens, and tokens behind the last one of prompts and of sequences that decode."""
+    """Return logits after all tokens, and after the last token of prompts and of decoding sequences."""
     tracks, again, greedy = _tracks(), _tracks(), rows_of(4, temperature=0.0)
     parts = logits_of_step(runner, [(track, 3 + i % 2) for i, track in enumerate(tracks)])
     parts += logits_of_step(runner, [(track, 1) for track in tracks])
@@ -48,7 +48,7 @@ def _said(runner: Any) -> tuple[np.ndarray, list[int]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon 7b"])
-def test_logits_and_tokens_are_the_torch_runners(name: str, tmp_path: Path) -> None:
+def test_logits_and_tokens_equal_those_of_the_torch_runner(name: str, tmp_path: Path) -> None:
     folder = make_family_model(tmp_path / "model", name)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     make_adapter(tmp_path / "adapters" / "all", base, rank=4, seed=1)

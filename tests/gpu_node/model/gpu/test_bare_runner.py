@@ -56,7 +56,7 @@ def test_a_second_attention_backend_computes_the_same(device: Device) -> None:
 
 
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.05), ("fp8", 0.1), ("int4", 0.2)])
-def test_short_weights_err_a_little(quantization: str, most: float, device: Device) -> None:
+def test_errors_of_quantized_weights_are_small(quantization: str, most: float, device: Device) -> None:
     logits = []
     for name in ("none", quantization):
         model = tiny_runner(device, quantization=name)

@@ -25,7 +25,7 @@ def test_a_graph_and_its_step_without_one_give_the_same_bits(name: str, device: 
     assert {str(row["check"]).split(",")[0] for row in rows} == {f"tiny graph of {size}" for size in (1, 2, 4)}
 
 
-def test_two_steps_in_flight_say_what_single_ones_say(device: Device) -> None:
+def test_two_steps_in_flight_sample_the_tokens_of_single_steps(device: Device) -> None:
     assert model_checks.check_in_flight(tiny_runner(device), 3, 20, num_steps=3)
 
 
@@ -69,7 +69,7 @@ class Adapter:
         )
 
     def added(self, layer: int, matrix: MatrixName) -> torch.Tensor:
-        """What the terms add to the matrix."""
+        """Return the sum that the terms add to the matrix."""
         parts = self.spec.parts_of(matrix)
         by_part = {term.part: term.up @ term.down for term in self.low_ranks(layer, matrix)}
         zeros = [np.zeros((rows, self.spec.columns_of(matrix)), np.float32) for _, rows in parts]

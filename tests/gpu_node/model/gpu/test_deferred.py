@@ -1,6 +1,6 @@
-"""On a GPU that works as late as it may, steps, swaps, adapters and offloaded layers give the same results.
+"""On a GPU that works as late as possible, steps, swaps, adapters and offloaded layers give the same results.
 
-Each wait for an event in the runner is left out in turn; then results differ, or pinned memory changes too early.
+Each wait for an event in the runner is omitted in turn. Then results differ, or pinned memory changes too early.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def prompt(length: int, seed: int) -> Ints:
 
 
 def previous(count: int) -> Ints:
-    """Return what stands for the tokens that the step before samples."""
+    """Return placeholders for the tokens that the previous step samples."""
     return (-1 - np.arange(count)).astype(np.int32)
 
 

@@ -1,4 +1,4 @@
-"""Matrices of few bits give products of what they are rounded to."""
+"""Products of low-bit matrices equal those of their dequantized values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU runner refuses, and how its cache is sized."""
+"""Models that the GPU runner refuses, and the size of its KV cache."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def _load(folder: Path, **options: Any) -> None:
         ({"deterministic": True, "quantization": "fp8"}, "deterministic needs quantization none or int8"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(options: dict[str, Any], name: str, tiny_model: Path) -> None:
+def test_unsupported_settings_are_refused_by_name(options: dict[str, Any], name: str, tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=name):
         _load(tiny_model, **options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card is there")
-def test_without_a_card_it_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_runner_is_refused_without_a_gpu(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="no CUDA device"):
         _load(tiny_model)
 
 
-def test_the_cache_gets_what_the_largest_step_leaves_of_a_share_of_the_card() -> None:
+def test_kv_cache_gets_what_the_largest_step_leaves_of_its_share_of_the_gpu() -> None:
     plain = {"total": 100 * GIB, "free": 80 * GIB, "peak": 6 * GIB, "utilization": 0.9}
     assert bytes_left(reserved=0, **plain) == (90 - 20 - 6) * GIB
     assert bytes_left(reserved=4 * GIB, **plain) == (90 - 20 - 2) * GIB
@@ -69,7 +69,7 @@ def test_the_cache_gets_what_the_largest_step_leaves_of_a_share_of_the_card() ->
 
 
 @pytest.mark.parametrize("utilization", [0.5, 0.95])
-def test_a_card_without_a_number_of_blocks_is_filled(
+def test_memory_of_a_gpu_is_filled_without_a_number_of_blocks(
     utilization: float, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the CPU were a GPU of 256 MiB, of which a quarter is used and the steps use another quarter each."""
@@ -101,7 +101,7 @@ def test_graphs_take_their_pool_and_a_second_buffer_of_logits() -> None:
     assert memory == 256 * 128_256 * 2 + 2 * 4 * 256 * 8192 + (64 << 20) + 20 * (2 << 20)
 
 
-def test_a_size_in_gib_is_honored_or_refused_on_a_card(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_in_gib_is_honored_or_refused_on_a_gpu(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mib = 1 << 20
     given = _on_small_gpu(tiny_model, monkeypatch, kv_cache_gib=mib / GIB, max_num_seqs=4)
     block_bytes = given[3].block_bytes
@@ -113,7 +113,7 @@ def test_a_size_in_gib_is_honored_or_refused_on_a_card(tiny_model: Path, monkeyp
 
 
 def _on_small_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """Arguments of `_sizes`: the CPU as a GPU of 256 MiB, 64 of them taken, where every step takes 16 MiB."""
+    """Return arguments of `_sizes`: the CPU as a GPU of 256 MiB, 64 of them used, where every step takes 16 MiB."""
     mib = 1 << 20
     for name, value in {"mem_get_info": (192 * mib, 256 * mib), "memory_reserved": 0, "memory_allocated": 0}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -152,9 +152,7 @@ def test_the_largest_step_leaves_no_trace(tiny_model: Path) -> None:
     assert not any(cache.k.any() or cache.v.any() for cache in pool.layers)
 
 
-def test_the_largest_step_is_of_contexts_that_the_model_may_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_largest_step_has_contexts_within_the_models_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Biases end where those do: the address behind them on a GPU need not be memory."""
     device, layout, decoder = _parts(make_family_model(tmp_path, "falcon rw", num_hidden_layers=1))
     contexts: list[list[int]] = []
@@ -171,7 +169,7 @@ def test_the_largest_step_is_of_contexts_that_the_model_may_have(
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # A captured step is all padding.
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks at the interpreter's launches")
-def test_nothing_is_left_to_compile_once_a_runner_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_runner_compiles_all_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that waits for the compiler delays all steps, for seconds."""
     from triton.runtime.interpreter import GridExecutor
 
@@ -214,7 +212,7 @@ def test_nothing_is_left_to_compile_once_a_runner_is_there(tmp_path: Path, monke
     assert launched - ready == set()
 
 
-def test_a_card_that_is_too_old_is_refused_by_name(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_is_too_old_is_refused_by_name(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"is_available": True, "current_device": 0, "get_device_capability": (7, 5), "get_device_name": "Tesla T4"}
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
@@ -226,5 +224,5 @@ def test_a_card_that_is_too_old_is_refused_by_name(tiny_model: Path, monkeypatch
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_deterministic_runner_of_short_floats_computes(dtype: str, tiny_model: Path) -> None:
+def test_deterministic_runner_loads_in_float16_and_bfloat16(dtype: str, tiny_model: Path) -> None:
     _load(tiny_model, dtype=dtype, deterministic=True)

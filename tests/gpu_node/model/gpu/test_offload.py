@@ -1,4 +1,4 @@
-"""Layers streamed from host memory compute what they do on the GPU, use no more of it than stated, and never race."""
+"""Layers streamed from host memory give the same results as on the GPU, within the stated memory, without races."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _tensors(layer: LayerWeights) -> list[Tensor]:
 
 
 def _resident_bytes(layers: Sequence[LayerWeights]) -> int:
-    """Of the device memory that the matrices lie in, whatever shares it counted once."""
+    """Return the bytes of device memory of the matrices, with shared memory counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor for layer in layers for tensor in _tensors(layer)}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
@@ -138,7 +138,7 @@ def test_no_buffer_is_read_before_its_copy_nor_filled_before_it_was_read(count: 
 
 
 @pytest.mark.parametrize("quantization", ["none", "int4"])
-def test_the_matrices_of_a_layer_are_there_in_every_pass(quantization: str) -> None:
+def test_offloaded_matrices_are_correct_in_every_pass(quantization: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = [_layer(quantization, device) for _ in range(NUM_LAYERS)]
     x = torch.randn(3, HIDDEN, device=device)
@@ -153,7 +153,7 @@ def test_the_matrices_of_a_layer_are_there_in_every_pass(quantization: str) -> N
                     tensor.view(torch.uint8).fill_(255)  # NaN, for a layer that reads it without a copy
 
 
-def test_the_card_keeps_the_other_layers_and_two_buffers() -> None:
+def test_gpu_keeps_the_other_layers_and_two_buffers() -> None:
     given: list[weakref.ref[Tensor]] = []
     most = 0
 
@@ -175,7 +175,7 @@ def test_the_card_keeps_the_other_layers_and_two_buffers() -> None:
 
 
 @pytest.mark.parametrize(("of_layer", "reason"), [(7.5, "more than the layers' matrices"), (1.5, "frees nothing")])
-def test_too_much_and_what_frees_nothing_is_refused_by_name(of_layer: float, reason: str) -> None:
+def test_offload_sizes_that_are_too_large_or_free_nothing_are_refused_by_name(of_layer: float, reason: str) -> None:
     layers = [_layer() for _ in range(NUM_LAYERS)]
     size = sum(tensor.nbytes for tensor in _tensors(layers[0]))
     with pytest.raises(ConfigError, match=f"cpu_offload_gib .* {reason}"):
@@ -183,12 +183,12 @@ def test_too_much_and_what_frees_nothing_is_refused_by_name(of_layer: float, rea
 
 
 def _matrices_gib(folder: Path) -> float:
-    """Of the layers of a float32 checkpoint."""
+    """Return the size of the layers' matrices in a float32 checkpoint."""
     tensors = load_file(folder / "model.safetensors")
     return sum(tensor.nbytes for name, tensor in tensors.items() if "layers." in name and "norm" not in name) / GIB
 
 
-def test_an_engine_says_the_same_with_weights_in_host_memory(tmp_path: Path) -> None:
+def test_offloaded_weights_change_no_tokens(tmp_path: Path) -> None:
     folder = make_family_model(tmp_path, "llama", num_hidden_layers=3)
 
     def said(offload_gib: float) -> list[tuple[int, ...]]:

@@ -46,7 +46,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     return card
 
 
-def test_what_is_known_to_the_card_is_what_was_asked_for_until_its_last_view_is_gone(card: Card) -> None:
+def test_memory_is_registered_exactly_until_its_last_view_is_gone(card: Card) -> None:
     num_bytes = 5 * PAGE + 16
     tensor = page_locked(num_bytes, torch.device("cpu"))
     assert card.known == {tensor.data_ptr(): num_bytes}
@@ -63,7 +63,7 @@ def test_what_is_known_to_the_card_is_what_was_asked_for_until_its_last_view_is_
     assert card.events == ["waited", "unregistered while mapped"]
 
 
-def test_memory_that_cannot_be_had_is_an_error_and_nothing_is_given_back(card: Card) -> None:
+def test_failed_registration_is_an_error_and_releases_nothing(card: Card) -> None:
     card.code = 2
     with pytest.raises(MemoryError, match="failed with 2"):
         page_locked(PAGE, torch.device("cpu"))

@@ -43,7 +43,7 @@ def _runner(folder: Path, runner: str, **options: Any) -> Any:
 
 
 def _logits(runner: Any, length: int = 7) -> NDArray[np.float32]:
-    """Of a sequence that is computed in chunks, beside another one, and at last token by token."""
+    """Return the logits of a sequence computed in chunks, in a batch with another one, and at last token by token."""
     token_ids = random.Random(0).choices(range(300), k=length + 2)
     one, other = Track(token_ids, [3, 17, 5, 11, 8, 1]), Track(token_ids[::-1], [2, 4, 6, 7, 9, 10])
     parts = [logits_of_step(runner, [(one, length - 4)])[0], logits_of_step(runner, [(other, 2), (one, 4)])[1]]
@@ -52,7 +52,7 @@ def _logits(runner: Any, length: int = 7) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_logits_are_the_torch_runners(name: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_the_torch_runner(name: str, tmp_path: Path) -> None:
     num_layers = 2 if name in ("llama", *WINDOWED, *ALTERNATING) else 1
     folder = make_family_model(tmp_path, name, num_hidden_layers=num_layers, **ALTERNATING.get(name, {}))
     length = WINDOW + 3 if name in (*WINDOWED, "gemma2", "gemma3") else 7
@@ -64,7 +64,7 @@ def test_logits_are_the_torch_runners(name: str, tmp_path: Path) -> None:
     ("options", "most"),
     [({"kv_cache_dtype": "fp8"}, 0.2), ({"quantization": "int8"}, 0.2), ({"quantization": "fp8"}, 0.2)],
 )
-def test_few_bits_err_a_little(options: dict[str, str], most: float, tiny_model: Path) -> None:
+def test_errors_of_quantized_formats_are_small(options: dict[str, str], most: float, tiny_model: Path) -> None:
     want = _logits(_runner(tiny_model, "torch"))
     error = _logits(_runner(tiny_model, "gpu", **options)) - want
     assert 0 < np.sqrt(np.square(error).mean() / want.var()) < most
@@ -89,7 +89,7 @@ RULES: dict[str, list[dict[str, Any]]] = {
 def _generations(
     folder: Path, runner: str, rules: list[dict[str, Any]]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Greedy, drawn and penalised ones together, in memory that is too little for all of them."""
+    """Return greedy, sampled and penalized outputs of one batch, with too few blocks for all of them."""
     engine = Engine(
         EngineConfig(
             model=str(folder),
@@ -116,7 +116,7 @@ def _generations(
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_an_engine_says_the_same_on_it(tiny_model: Path, rules: str) -> None:
+def test_engine_generates_the_same_tokens_on_the_gpu_runner(tiny_model: Path, rules: str) -> None:
     want, got = (_generations(tiny_model, runner, RULES[rules]) for runner in ("torch", "gpu"))
     assert got == want
 
@@ -137,7 +137,7 @@ def test_a_step_may_be_submitted_before_the_tokens_ahead_of_it_are_known(tiny_mo
     assert _two_steps(_runner(tiny_model, "gpu", deterministic=True), ahead=False) == _two_steps(runner, ahead=False)
 
 
-def test_tables_of_whole_contexts_have_room_where_they_fill_no_line_of_memory(tiny_model: Path) -> None:
+def test_block_table_of_a_whole_context_fits_although_it_is_not_aligned(tiny_model: Path) -> None:
     """One sequence at the end of three blocks, as a replayed step and as the chunk that computes the same."""
     prompt = [5, 6, 7, 8, 9] * 4
     runner = _runner(tiny_model, "gpu", max_num_seqs=1, max_model_len=24)
@@ -159,7 +159,7 @@ def test_blocks_are_copied_where_the_host_has_none(tiny_model: Path) -> None:
     assert said[0] == said[1]
 
 
-def test_logprobs_are_the_torch_runners(tiny_model: Path) -> None:
+def test_logprobs_equal_those_of_the_torch_runner(tiny_model: Path) -> None:
     """Of sampled tokens and of a prompt's, one row with a mask among them."""
     allowed = np.arange(384) % 2 == 0
     track, other = Track([5, 6, 7, 8], [1, 2]), Track([9, 9, 7], [3])
@@ -179,7 +179,7 @@ def test_logprobs_are_the_torch_runners(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon 7b"])
-def test_hidden_states_are_the_torch_runners(name: str, tmp_path: Path) -> None:
+def test_hidden_states_equal_those_of_the_torch_runner(name: str, tmp_path: Path) -> None:
     """Of a prompt's tokens, beside a sequence that decodes and tokens that are scored."""
     folder = make_family_model(tmp_path, name)
     track, other = Track([5, 6, 7, 8], [1, 2]), Track([9, 9, 7], [3])
@@ -207,7 +207,7 @@ def test_hidden_states_are_the_torch_runners(name: str, tmp_path: Path) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(
+def test_out_of_memory_is_recognized_and_the_next_step_is_computed(
     error: RuntimeError, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_memory(*_: Any) -> Any:
@@ -222,7 +222,7 @@ def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(
     assert runner.submit(plan).result().tokens.tolist() == want.tolist()
 
 
-def test_lack_of_memory_for_masks_is_known_as_such(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_for_masks_is_recognized(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that waits for a step also gives the device the kernels that read masks."""
 
     def out_of_memory(*_: Any) -> Any:
@@ -252,7 +252,7 @@ def test_masks_may_be_written_while_the_step_runs(tiny_model: Path) -> None:
         assert flight.result().tokens[1] in (7, 300)
 
 
-def test_a_deterministic_runner_cuts_a_context_the_same_in_any_company(
+def test_deterministic_runner_splits_a_context_the_same_in_any_batch(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a context is cut into more parts the fewer there are."""

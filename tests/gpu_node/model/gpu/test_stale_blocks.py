@@ -1,4 +1,4 @@
-"""Blocks are not cleared between sequences: what an earlier one left in them must not reach a later one."""
+"""Blocks are not cleared between sequences: old contents must not affect a later sequence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _runner(folder: Path, kept: str) -> GpuRunner:
 
 
 @pytest.mark.parametrize(("cut", "kept"), each_value([(1, 1), (7, 3), (8, 8), (9, 9)], ["auto", "fp8"]))
-def test_what_is_not_finite_in_stale_blocks_reaches_no_other_sequence(
+def test_nonfinite_values_in_stale_blocks_reach_no_other_sequence(
     tiny_model: Path, cut: tuple[int, int], kept: str
 ) -> None:
     length, chunk = cut

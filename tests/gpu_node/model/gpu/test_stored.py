@@ -47,7 +47,7 @@ MOST = {"int4": 1e-3, "int8": 0.01, "fp8": 0.04, "none": 1e-6}
 
 
 def _check(source: ModelSource, kept: str) -> None:
-    """The products of a matrix that is kept in a format are those of its values."""
+    """Assert that products with a matrix in a storage format equal those with its values."""
     config = json.loads((source.folder / "config.json").read_text())
     checkpoint = Checkpoint.open(source, reader_of(config))
     matrix = DecoderTensors(checkpoint, family_of(config).spec_of(config)).qkv(0)
@@ -64,7 +64,7 @@ def _check(source: ModelSource, kept: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_products_are_those_of_the_numbers_that_are_meant(
+def test_products_equal_those_of_the_dequantized_weights(
     quantized: Callable[[str, str], tuple[Path, NDArray[Any]]], layout: str
 ) -> None:
     _check(ModelSource(quantized("llama", layout)[0]), AS_STORED.get(layout, "none"))

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format on the torch runner: as good as merged into the weights, in batches of several."""
+"""Adapters in PEFT's format on the torch runner equal merged weights, in batches with several adapters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def _load(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "falcon 40b", "falcon rw", "gpt-neox", "phi3 with windows"])
-def test_a_mixed_batch_says_what_each_merged_model_says(family_folder: Family, tmp_path: Path, name: str) -> None:
+def test_mixed_batch_generates_what_each_merged_model_generates(
+    family_folder: Family, tmp_path: Path, name: str
+) -> None:
     base = _model(family_folder(name))
     only = next((part for part in ("query_key_value", "qkv_proj") if part in str(base)), "v_proj")
     folders = [
@@ -63,7 +65,7 @@ def test_a_mixed_batch_says_what_each_merged_model_says(family_folder: Family, t
     assert np.abs(_logits(models[0], token_ids[0]) - _logits(models[1], token_ids[0])).max() > 1
 
 
-def test_a_place_may_get_another_adapter(family_folder: Family, tmp_path: Path) -> None:
+def test_slot_can_load_another_adapter(family_folder: Family, tmp_path: Path) -> None:
     base = _model(family_folder("llama"))
     folders = [
         make_adapter(tmp_path / str(seed), base, seed=seed, only=only) for seed, only in ((1, ""), (2, "o_proj"))
@@ -91,7 +93,7 @@ def test_a_place_may_get_another_adapter(family_folder: Family, tmp_path: Path) 
         ({"lora_alpha": "high"}, "lora_alpha is 'high'"),
     ],
 )
-def test_what_cannot_be_computed_is_refused_by_name(
+def test_unsupported_adapter_is_refused_by_name(
     family_folder: Family, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     folder = make_adapter(tmp_path / "one", _model(family_folder("llama")), only="q_proj")
@@ -131,7 +133,7 @@ def test_a_broken_file_is_refused_and_others_are_not(family_folder: Family, tmp_
         library.find(AdapterRef(name="other"))
 
 
-def test_a_folder_that_is_no_adapter_is_told_of_once(
+def test_folder_that_is_no_adapter_is_logged_once(
     family_folder: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = _load(family_folder("llama"), lora_dir=tmp_path).adapters
@@ -165,7 +167,7 @@ def test_folders_that_cannot_be_read_leave_the_others_usable(
     assert {name: "nested too deeply" in why or "denied" in why for name, why in said} == {"deep": True, "locked": True}
 
 
-def test_an_adapter_is_known_by_its_content(family_folder: Family, tmp_path: Path) -> None:
+def test_adapter_is_identified_by_its_content(family_folder: Family, tmp_path: Path) -> None:
     base = _model(family_folder("llama"))
     library = _load(family_folder("llama"), lora_dir=tmp_path).adapters
     assert library.digests() == {}
@@ -183,7 +185,7 @@ def test_an_adapter_is_known_by_its_content(family_folder: Family, tmp_path: Pat
     assert caught.value.code == "adapter_changed"
 
 
-def test_an_adapter_that_is_written_while_it_is_read_is_not_taken_for_what_it_was(
+def test_adapter_that_changes_while_it_is_read_is_refused(
     family_folder: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = _model(family_folder("llama"))

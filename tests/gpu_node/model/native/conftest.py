@@ -115,7 +115,7 @@ def library(isa: Isa) -> Path:
 
 @pytest.fixture
 def load(isa: Isa, library: Path, cache: Path) -> LoadNative:
-    """Loads a model the way two nodes of a machine do, and waits until it is packed, if that is wanted."""
+    """Load a model as two nodes of a machine do. Wait until it is packed if the test asks for it."""
 
     def load(folder: Path, *, waits: bool = True, **options: Any) -> NativeRunner:
         with (
@@ -134,7 +134,7 @@ def load(isa: Isa, library: Path, cache: Path) -> LoadNative:
 
 @pytest.fixture
 def packings() -> Iterator[list[Packer]]:
-    """Counts how often a model was packed; a model that reads the checkpoint's rows is not."""
+    """Counts how often a model is packed. Reading the checkpoint's rows does not count."""
     packed: list[Packer] = []
     pack = Packer.pack
 

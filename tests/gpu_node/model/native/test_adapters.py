@@ -1,4 +1,4 @@
-"""Adapters beside the native products: close to merged weights, and bit for bit the same in any company."""
+"""Adapters in native products: close to merged weights, and bit for bit the same in any batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _set(runner: NativeRunner, place: int, base: Any, folder: Path) -> None:
         ("phi3 with windows", "int8"),
     ],
 )
-def test_an_adapter_is_as_good_as_merged(
+def test_adapter_is_as_precise_as_merged_weights(
     llama: Callable[..., Path],
     family: Callable[..., Path],
     load_native: LoadNative,
@@ -72,7 +72,7 @@ def test_an_adapter_is_as_good_as_merged(
     num_threads=st.sampled_from([1, 3]),
     quantization=st.sampled_from(["none", "int8"]),
 )
-def test_logits_do_not_depend_on_whose_adapters_keep_company(
+def test_logits_do_not_depend_on_the_adapters_of_other_rows(
     llama: Callable[..., Path],
     load_native: LoadNative,
     tmp_path_factory: pytest.TempPathFactory,

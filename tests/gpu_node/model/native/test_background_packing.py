@@ -358,7 +358,7 @@ def test_a_model_serves_from_rows_when_it_cannot_be_packed(
     runner.close()
 
 
-def test_what_a_killed_process_left_of_the_same_file_needs_no_space_beside_it(
+def test_partial_file_of_a_killed_process_is_removed_before_space_is_checked(
     llama: Make, load: Load, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(llama())
@@ -447,7 +447,7 @@ while len(packs) < 2:
 
 
 @pytest.mark.slow
-def test_a_script_that_ends_while_its_weights_are_packed_ends_in_silence(
+def test_script_that_ends_while_its_weights_are_packed_prints_nothing(
     demo_gguf: Path, cache_with_kernels: Path
 ) -> None:
     env = os.environ | {"PENSTOCK_CACHE": str(cache_with_kernels.parent)}

@@ -67,7 +67,7 @@ def _tokens(vocab: int, count: int) -> list[int]:
 
 
 def _round_turned(model: Any) -> None:
-    """Rounds each matrix where it reads turned channels or writes them, and turns it back."""
+    """Round each matrix in the Hadamard-rotated channels that it reads or writes, and rotate it back."""
     hidden, inner = (hadamard_rotation(size) for size in (model.config.hidden_size, model.config.intermediate_size))
     # A tied head has gains that the embedding has not.
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
@@ -123,7 +123,7 @@ def test_logits_err_no_more_than_transformers_bfloat16(
         assert error <= error_of(theirs, want)
 
 
-def test_what_another_model_left_on_the_thread_does_not_count(llama: Llama, load_native: LoadNative) -> None:
+def test_buffers_of_another_model_on_the_same_thread_have_no_effect(llama: Llama, load_native: LoadNative) -> None:
     name = "sizes that fill no panel"
     small = load_native(llama(**SHAPES[name], initializer_range=0.1), quantization="int8")
     large = load_native(llama(), quantization="int8")
@@ -140,7 +140,7 @@ def test_what_another_model_left_on_the_thread_does_not_count(llama: Llama, load
     indirect=["isa"],
     scope="session",
 )
-def test_quantized_weights_mean_what_the_references_say(
+def test_quantized_weights_agree_with_the_references(
     llama: Llama, load_native: LoadNative, name: str, quantization: str, kv_cache_dtype: str
 ) -> None:
     """Against float32 with each matrix rounded by the reference: what is left is the rounding of activations."""
@@ -178,7 +178,7 @@ def test_every_family_errs_no_more_than_transformers_bfloat16(
     indirect=["isa"],
     scope="session",
 )
-def test_quantized_weights_of_every_family_mean_what_the_references_say(
+def test_quantized_weights_of_every_family_agree_with_the_references(
     family: Family, load_native: LoadNative, name: str, quantization: str
 ) -> None:
     folder = family(name, initializer_range=0.1)
@@ -255,7 +255,7 @@ def test_every_familys_tokens_survive_preemption_and_leave_transformers_path_at_
 
 
 def _greedy(folder: Path, count: int, **settings: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Prompts and what an engine goes on with, 16 tokens each."""
+    """Return prompts and an engine's next 16 tokens of each."""
     plain = {"dtype": "bfloat16", "kv_cache_tokens": 2048, "weight_cache": False}
     engine = Engine(EngineConfig(model=str(folder), **plain | settings))
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -295,7 +295,7 @@ def test_the_demo_model_errs_no_more_than_transformers_bfloat16(demo_model: Path
     "isa", [isa if isa == BEST_ISA else pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS], indirect=True
 )
 @pytest.mark.model
-def test_the_demo_models_own_blocks_say_what_its_dequantized_weights_say(
+def test_stored_blocks_of_the_demo_model_agree_with_its_dequantized_weights(
     demo_gguf: Path, demo_model: Path, load_native: LoadNative
 ) -> None:
     """Rows of heads in GGUF's order, blocks as they are: activations are rounded to int8 and nothing else is."""

@@ -47,7 +47,7 @@ def _hidden(runner: NativeRunner, token_ids: list[int], cuts: list[int]) -> NDAr
 
 @pytest.mark.parametrize("quantization", MOST)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_are_the_checkpoints(
+def test_hidden_states_equal_those_of_the_checkpoint(
     llama: Callable[..., Path], load_native: LoadNative, shape: dict[str, Any], quantization: str
 ) -> None:
     folder, token_ids = llama(**shape), random.Random(0).choices(range(131), k=50)
@@ -62,7 +62,7 @@ def test_are_the_checkpoints(
     np.testing.assert_array_equal(_hidden(runner, token_ids, [7, 8, 40, 49, 50]), got)
 
 
-def test_are_those_of_a_model_with_layer_norms(family: Callable[..., Path], load_native: LoadNative) -> None:
+def test_hidden_states_of_a_model_with_layer_norms(family: Callable[..., Path], load_native: LoadNative) -> None:
     folder, token_ids = family("falcon 7b"), random.Random(0).choices(range(131), k=50)
     with torch.inference_mode():
         want = bfloat16_model(folder).transformer(torch.tensor([token_ids])).last_hidden_state[0].numpy()
@@ -70,7 +70,9 @@ def test_are_those_of_a_model_with_layer_norms(family: Callable[..., Path], load
     np.testing.assert_allclose(got, want, rtol=0, atol=0.05 * np.abs(want).max())
 
 
-def test_tokens_are_the_same_with_and_without_them(llama: Callable[..., Path], load_native: LoadNative) -> None:
+def test_tokens_are_the_same_with_and_without_hidden_states(
+    llama: Callable[..., Path], load_native: LoadNative
+) -> None:
     runner, token_ids = load_native(llama()), random.Random(0).choices(range(131), k=40)
     plan = plan_of([(Track(token_ids, range(1, 4)), 40)], rows_of(1, temperature=0.0))
     tokens = np.array([0, 38, 39], np.int32)

@@ -59,7 +59,7 @@ def _logits_in_company(runner: NativeRunner, rng: random.Random, tracks: list[Tr
     num_others=st.sampled_from([0, 1, 3, 8, 14]),
     num_threads=st.sampled_from([1, 2, 3, 5]),
 )
-def test_logits_do_not_depend_on_company_chunks_blocks_or_threads(
+def test_logits_do_not_depend_on_batch_chunks_blocks_or_threads(
     llama: Llama,
     load_native: LoadNative,
     quantization: str,
@@ -107,7 +107,7 @@ def test_long_contexts_give_the_same_bits_when_spans_are_shared_out(
     indirect=["isa"],
     scope="session",
 )
-def test_every_familys_logits_do_not_depend_on_company_chunks_blocks_or_threads(
+def test_logits_of_every_family_do_not_depend_on_batch_chunks_blocks_or_threads(
     family: Callable[..., Path], load_native: LoadNative, name: str, kept: str
 ) -> None:
     rng, folder = random.Random(0), family(name)
@@ -121,9 +121,7 @@ def test_every_familys_logits_do_not_depend_on_company_chunks_blocks_or_threads(
 
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("kept", KV_CACHE_DTYPES)
-def test_a_prefix_that_is_there_already_gives_the_same_bits(
-    llama: Llama, load_native: LoadNative, kept: str, block_size: int
-) -> None:
+def test_cached_prefix_gives_the_same_bits(llama: Llama, load_native: LoadNative, kept: str, block_size: int) -> None:
     rng = random.Random(1)
     runner = load_native(llama(), kv_cache_dtype=kept, block_size=block_size, num_threads=2)
     prefix = _tokens(rng, 64)
@@ -138,7 +136,7 @@ def test_a_prefix_that_is_there_already_gives_the_same_bits(
 
 
 @pytest.mark.parametrize(("isa", "quantization", "kept"), ARITHMETICS, indirect=["isa"], scope="session")
-def test_a_sequence_that_was_preempted_goes_on_with_the_same_bits(
+def test_preempted_sequence_continues_with_the_same_bits(
     llama: Llama, load_native: LoadNative, quantization: str, kept: str
 ) -> None:
     rng = random.Random(2)

@@ -1,4 +1,4 @@
-"""Which runner a model gets, and what is said where it is not the native one."""
+"""Which runner a model gets, and the log message if it is not the native one."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_arithmetic_is_named_and_logged(
         ({"quantization": "fp8"}, "none, int8, int8_group and int4, not fp8"),
     ],
 )
-def test_options_that_the_kernels_have_not_are_named(
+def test_options_that_the_kernels_do_not_support_are_named(
     llama: Llama, this_isa: Isa, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"runner native: .*{reason}"):
@@ -116,7 +116,7 @@ def test_a_block_size_of_8_warns_that_torch_computes_and_names_the_remedy(
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 272])
-def test_heads_that_the_kernels_have_not_are_named(llama: Llama, this_isa: Isa, head_dim: int) -> None:
+def test_heads_that_the_kernels_do_not_support_are_named(llama: Llama, this_isa: Isa, head_dim: int) -> None:
     folder = llama(head_dim=head_dim)
     with pytest.raises(ConfigError, match=f"head_dim {head_dim}"):
         _load(folder, runner="native")
@@ -188,7 +188,7 @@ def test_a_poisoned_row_fails_alone_and_its_blocks_can_be_used_again(
     indirect=["isa"],
     scope="session",
 )
-def test_what_is_not_finite_in_stale_blocks_reaches_no_other_sequence(
+def test_nonfinite_values_in_stale_blocks_reach_no_other_sequence(
     llama: Llama, load_native: Callable[..., NativeRunner], kept: str, length: int, block_size: int, odd: float
 ) -> None:
     poisoned = 77
@@ -300,7 +300,7 @@ def test_a_thread_whose_core_is_taken_is_left_out_until_it_is_free_again(
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_model_ends_with_a_step_that_nobody_waits_for(llama: Llama, this_isa: Isa, closes: bool) -> None:
+def test_model_can_be_closed_with_a_step_in_flight(llama: Llama, this_isa: Isa, closes: bool) -> None:
     before = _cores().keys()
     runner = _load(llama(), runner="native", num_threads=3).runner
     assert isinstance(runner, NativeRunner)
@@ -314,7 +314,7 @@ def test_a_model_ends_with_a_step_that_nobody_waits_for(llama: Llama, this_isa: 
 
 @pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer ends the process instead")
 @pytest.mark.parametrize("runner", ["native", "torch"])
-def test_a_cache_that_no_memory_holds_is_refused_by_name(llama: Llama, this_isa: Isa, runner: str) -> None:
+def test_kv_cache_larger_than_memory_is_refused_by_name(llama: Llama, this_isa: Isa, runner: str) -> None:
     # More than the processor has addresses for: where a system promises any memory, that is what it cannot promise.
     folder, many = llama(num_key_value_heads=4, head_dim=256), 2_000_000_000
     with pytest.raises(ConfigError, match=f"no memory for the model with 8 KV blocks and num_swap_blocks {many}"):
@@ -322,7 +322,7 @@ def test_a_cache_that_no_memory_holds_is_refused_by_name(llama: Llama, this_isa:
 
 
 @pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer ends the process instead")
-def test_lack_of_memory_is_known_as_such(llama: Llama, this_isa: Isa) -> None:
+def test_out_of_memory_is_recognized(llama: Llama, this_isa: Isa) -> None:
     runner = _load(llama()).runner
     assert isinstance(runner, NativeRunner)
     with pytest.raises(MemoryError):
@@ -342,7 +342,7 @@ def _room_left(mib: int) -> Iterator[None]:
 
 
 @pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer's shadow is larger")
-def test_threads_that_the_system_has_not_are_refused_and_those_it_had_end(llama: Llama, this_isa: Isa) -> None:
+def test_too_many_threads_are_refused_and_those_that_started_end(llama: Llama, this_isa: Isa) -> None:
     before = _cores().keys()
     with _room_left(600), pytest.raises(ConfigError, match=r"num_threads 1000 cannot be started: .+"):
         _load(llama(), runner="native", num_threads=1000)
@@ -350,7 +350,7 @@ def test_threads_that_the_system_has_not_are_refused_and_those_it_had_end(llama:
 
 
 @pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer's shadow is larger")
-def test_lack_of_memory_for_a_table_is_known_as_such(llama: Llama, this_isa: Isa) -> None:
+def test_out_of_memory_for_a_table_is_recognized(llama: Llama, this_isa: Isa) -> None:
     runner, table = _load(llama()).runner, np.zeros(100 << 20, np.float32)
     assert isinstance(runner, NativeRunner)
     with _room_left(200), pytest.raises(MemoryError):

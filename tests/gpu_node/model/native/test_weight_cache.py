@@ -107,7 +107,7 @@ def _empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_cut_short, _of_others, _damaged_header, _damaged_table, _empty])
-def test_a_file_that_is_not_whole_is_made_anew(
+def test_truncated_file_is_packed_again(
     llama: Make, load: Load, cache: Path, packings: list[Packer], harm: Callable[[Path], None]
 ) -> None:
     want = _logits(load(llama()))
@@ -142,9 +142,7 @@ def test_after_a_restart_of_the_machine_only_a_file_that_was_on_disk_is_used(
     assert len(packings) == (1 if is_on_disk else 2)
 
 
-def test_a_file_of_other_weights_is_not_taken_for_these(
-    llama: Make, load: Load, cache: Path, packings: list[Packer]
-) -> None:
+def test_file_of_other_weights_is_not_used(llama: Make, load: Load, cache: Path, packings: list[Packer]) -> None:
     load(llama())
     (path,) = cache.iterdir()
     other = llama(equal_logits=True)
@@ -184,7 +182,7 @@ def _little_room(_cache: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "reason"), [(_no_folder, "File exists"), (_full_disk, "too large"), (_little_room, "0 MiB free")]
 )
-def test_where_nothing_can_be_cached_weights_are_private_and_a_line_says_why(
+def test_without_a_writable_cache_weights_are_private_and_the_reason_is_logged(
     llama: Make,
     load: Load,
     cache: Path,
@@ -214,7 +212,7 @@ def _wait_until_flushed() -> None:
             thread.join(60)
 
 
-def test_what_nobody_opened_for_long_goes_when_another_is_written(llama: Make, load: Load, cache: Path) -> None:
+def test_files_not_opened_for_long_are_deleted_when_another_is_written(llama: Make, load: Load, cache: Path) -> None:
     load(llama())
     _wait_until_flushed()
     (old,) = cache.iterdir()

@@ -19,7 +19,7 @@ from penstock.gpu_node.model.torch_common.sampler import sample
 
 @settings(max_examples=examples(150))
 @given(sampling_cases())
-def test_tokens_are_the_references(case: SamplingCase) -> None:
+def test_tokens_equal_those_of_the_reference(case: SamplingCase) -> None:
     assert case.disagreements(sample(torch.from_numpy(case.logits.copy()), case.rows)) == []
 
 
@@ -86,7 +86,7 @@ def test_a_limit_on_one_row_looks_at_no_more_than_it_needs(monkeypatch: pytest.M
     assert looked_at == [40, 40, 512]
 
 
-def test_rows_that_need_more_candidates_and_rows_that_do_not_are_the_references() -> None:
+def test_rows_equal_the_reference_with_few_and_with_many_candidates() -> None:
     spread = np.resize([0.01, 0.01, 9.0], (60, 1))
     logits = (np.random.default_rng(4).standard_normal((60, 1500)) * spread).astype(np.float32)
     rows = rows_of(
@@ -98,7 +98,7 @@ def test_rows_that_need_more_candidates_and_rows_that_do_not_are_the_references(
     assert SamplingCase(logits, rows).disagreements(sample(torch.from_numpy(logits.copy()), rows)) == []
 
 
-def test_repetition_penalty_is_transformers() -> None:
+def test_repetition_penalty_equals_that_of_transformers() -> None:
     torch.manual_seed(2)
     logits, seen = torch.randn(1, 50), np.array([3, 3, 7, 49], np.int32)
     want = RepetitionPenaltyLogitsProcessor(1.7)(torch.from_numpy(seen)[None].long(), logits.clone())

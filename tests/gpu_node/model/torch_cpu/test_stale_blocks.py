@@ -17,7 +17,7 @@ from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
 
 
 @pytest.mark.parametrize(("block_size", "dtype"), each_value([8, 16, 32], ["float32", "bfloat16"]))
-def test_what_is_not_finite_in_stale_blocks_reaches_no_other_sequence(
+def test_nonfinite_values_in_stale_blocks_reach_no_other_sequence(
     tiny_model: Path, block_size: int, dtype: str
 ) -> None:
     options = runner_options(block_size=block_size, num_kv_blocks=NUM_BLOCKS, dtype=dtype)

@@ -76,7 +76,7 @@ def test_a_layer_that_could_not_be_read_is_read_by_the_next_step(
     np.testing.assert_array_equal(logits_alone(runner, TOKENS), want)
 
 
-def test_what_a_first_step_could_not_read_is_refused_at_the_start(model_copy: Path) -> None:
+def test_tensor_that_the_first_step_could_not_read_is_refused_at_the_start(model_copy: Path) -> None:
     tensors = load_file(model_copy / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
     save_file(tensors | {name: tensors[name].to(torch.int8)}, model_copy / "model.safetensors")
@@ -85,7 +85,7 @@ def test_what_a_first_step_could_not_read_is_refused_at_the_start(model_copy: Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_only_what_is_stored_otherwise_is_copied(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_only_tensors_stored_in_another_dtype_or_order_are_copied(dtype: torch.dtype, tmp_path: Path) -> None:
     values = torch.randn(6, 8)
     save_file({"a": values.to(dtype)}, tmp_path / "model.safetensors")
     stored = Checkpoint.open(ModelSource(tmp_path)).get("a", 6, 8)

@@ -1,4 +1,4 @@
-"""Perplexities are of the text they claim, another grid is the same function, and a broken-off run goes on."""
+"""Perplexities are of the stated text, another grid computes the same function, and an aborted run resumes."""
 
 from __future__ import annotations
 
