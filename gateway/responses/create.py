@@ -80,7 +80,7 @@ async def _with_record(
     own = await conversations.resolved(content.prompts[0], options["num_calls"], options["references"])
     prompt = await conversations.prompt_of(own, options["instructions"], options["previous"])
     content = replace(content, prompts=[prompt])
-    pool = await client.served_pool(content.model)
+    pool = await client.served_pool(content.model, key=generation.key)
     check_logprobs(content, pool, settings.max_logprobs)
     record = _record_of(content, options, own, pool)
     stored = ResponseRecord(record.encode(), round(1000 * settings.response_retention_s))
