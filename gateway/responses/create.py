@@ -62,10 +62,10 @@ class CreateResponse:
             raise
         source = await new_record(record, claim)
         if body.stream:
-            return ResponseStream(request, generation, source, ignored=body.ignored)
+            return ResponseStream(request, generation, source, claim, ignored=body.ignored)
         if generation.background:
-            return ResponseState(request, generation, source, ignored=body.ignored)
-        return ResponseWhole(request, generation, source, ignored=body.ignored)
+            return ResponseState(request, generation, source, claim, ignored=body.ignored)
+        return ResponseWhole(request, generation, source, claim, ignored=body.ignored)
 
 
 async def _with_record(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -85,6 +86,21 @@ def test_record_without_memory_for_it_is_refused_with_a_time_to_retry(narrow: st
     while (answer := httpx.get(narrow + path, timeout=30)).status_code == 503:
         assert time.monotonic() < until_s
     assert answer.json() == stored
+
+
+def test_answers_that_hold_large_records_do_not_wait_for_each_other(
+    stack: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two records take the tenant's share but for some bytes. Results are not kept, so each one claims its memory, too.
+    monkeypatch.setattr("penstock.gateway.app.MAX_RESULT_BYTES_HELD_OF_TENANT", 2 * RECORD_BYTES + 1500)
+    monkeypatch.setattr("penstock.gateway.app.MAX_RESULT_WAIT_S", 3.0)
+    monkeypatch.setattr("penstock.gateway.stream.flow.MAX_KEPT_BYTES", 0)
+    url = stack.start_gateway()
+    engine.step_s = 0.0005
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(threads.map(lambda _: created(url, input="x" * 200, **ECHOED), range(2)))
+    assert [answer["output"][0]["content"][0]["text"] for answer in answers] == ["x" * 200] * 2
+    assert held_bytes(url) == 0
 
 
 def test_record_just_below_the_threshold_claims_nothing(narrow: str) -> None:
