@@ -104,7 +104,7 @@ def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool:
         background=options["background"],
         form=answer_format(content, pool),
         echo=options["echo"],
-        items=[(item_id, text) for item_id, text in options["items"]],
+        items=[(item_id, text.encode()) for item_id, text in options["items"]],
         messages=own,
         previous=options["previous"] or "",
         stored=options["store"],

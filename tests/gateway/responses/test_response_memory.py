@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +14,10 @@ import httpx
 import openai
 import pytest
 
-from penstock.gateway.responses.stored import LARGE_RECORD_BYTES
+from penstock.gateway.responses.record import PackedMessages, StoredResponse, decode_stored_response
+from penstock.gateway.responses.stored import LARGE_RECORD_BYTES, decoding_bytes_to_claim
+from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.queue.msgpack_codec import pack
 
 MODEL = "acme/echo"
 RECORD_BYTES = 600 << 10
@@ -108,6 +112,27 @@ def test_record_just_below_the_threshold_claims_nothing(narrow: str) -> None:
     with slow_reader(narrow, f"/v1/responses/{stored['id']}"):
         time.sleep(0.1)
         assert held_bytes(narrow) == 0
+
+
+def test_decoded_record_takes_no_more_memory_than_is_claimed() -> None:
+    text = ("a" * 60 + "\N{GRINNING FACE}") * 4096
+    packed = pack({"role": "user", "content": text})
+    record = StoredResponse(
+        1,
+        False,
+        AnswerFormat("hermes"),
+        b"{}",
+        [("id", text.encode())],
+        PackedMessages(packed, 1, 0, len(packed), 0),
+        "r",
+    )
+    data = record.encode()
+    tracemalloc.start()
+    decoded = decode_stored_response(data)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert decoded == record
+    assert len(data) + most_bytes < decoding_bytes_to_claim(len(data)) * 1.01
 
 
 def test_items_may_be_named_often_and_share_one_reading(
