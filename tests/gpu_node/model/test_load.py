@@ -339,6 +339,20 @@ def test_revision_knows_a_gguf_file_by_content_and_arithmetic_not_by_place(tiny_
     assert revision_of(ModelSource(tiny_model, files[0]), "y") != first
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_model_whose_files_are_replaced_while_it_loads_is_refused(tiny_model: Path, tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    new = Path(shutil.copy(folder / name, tmp_path / "new"))
+
+    def replace(stage: str, fraction: float) -> None:
+        if new.exists():
+            new.replace(folder / name)
+
+    with pytest.raises(ConfigError, match="replaced while"):
+        load_model(str(folder), runner_options(), replace)
+    assert load_model(str(folder), runner_options(), replace).revision
+
+
 @pytest.mark.model
 def test_a_gguf_file_is_described_once_and_says_what_transformers_says(demo_gguf: Path) -> None:
     stages: list[str] = []
