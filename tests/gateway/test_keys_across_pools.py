@@ -13,7 +13,7 @@ from fakes.fake_node import FakeNode
 
 MODEL = "acme/twice"
 COMPLETION = {"prompt": "hi", "max_tokens": 2}
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "/v1/completions": COMPLETION,
     "/v1/jobs": {"prompt": "hi", "params": {"max_tokens": 2}},
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
