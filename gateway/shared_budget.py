@@ -63,7 +63,7 @@ class SharedBudget:
     granted pass those that cannot.
 
     A request may take a second claim beside its first one. Such requests might all wait for each other, too. So a
-    `reserve` is kept for them, which is as large as one claim may be. A second claim for which there is no other room
+    `reserve` is kept for them, which is as large as one claim may be. A second claim that does not fit elsewhere
     gets the reserve, one claim after the other. With it the request has all it needs, so it ends and gives back both.
     """
 

@@ -37,8 +37,9 @@ _POOLINGS: dict[str, Pooling] = {
 def load_model(model: str, options: RunnerOptions, progress: Progress, *, revision: str | None = None) -> LoadedModel:
     """Find, check and load a model; `revision` selects a revision on the Hugging Face hub.
 
-    Raises ConfigError that names the missing file, the unsupported setting, or the memory that cannot be allocated, and
-    if a file was replaced meanwhile: the revision is read from the files, and must be that of the loaded weights.
+    Raises ConfigError that names the missing file, the unsupported setting, or the memory that cannot be allocated.
+    Raises it also if a file was replaced meanwhile: the revision is read from the files, and must be that of the loaded
+    weights.
     """
     source = _source(model, options, progress, revision)
     stamps = stamps_of_source(source)

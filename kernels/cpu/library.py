@@ -189,9 +189,8 @@ class NativeModel:
 
         Raises MemoryError if there is not enough memory for the buffers of the step; no step has started then.
 
-        While a step runs, each thread also allocates scratch memory for one row when it first needs it, and keeps it:
-        kilobytes, and the logits of one row (4 bytes for each token of the vocabulary) if log-probabilities are asked
-        for. If the system refuses that, the process ends.
+        While a step runs, each thread also allocates scratch memory for one row, and keeps it. That is some kilobytes,
+        and for log-probabilities 4 bytes for each token of the vocabulary. If the system refuses it, the process ends.
         """
         self._check(self._library.penstock_step_start(self._handle, c.byref(plan)))
 
