@@ -56,7 +56,8 @@ from penstock.runtime.tracing.setup import tracing_of
 MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results and of records of responses that a gateway holds while it sends them. Others wait."""
 MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
-"""The share of MAX_RESULT_BYTES_HELD that one tenant may use."""
+"""The share of MAX_RESULT_BYTES_HELD that one tenant may use. As much is reserved for answers that hold the record of a
+response and need their result, too."""
 MAX_RESULT_WAIT_S = 30.0
 """Seconds that an answer waits for that memory. After that, it is refused with a 503."""
 ROUTES = (
@@ -95,7 +96,7 @@ def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
     app.state.yielder = LoopYielder()
     app.state.sockets = SocketCounter(settings.max_sockets, settings.max_key_sockets)
     app.state.result_budget = SharedBudget(
-        MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT, max_wait_s=MAX_RESULT_WAIT_S
+        MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT, max_wait_s=MAX_RESULT_WAIT_S, has_reserve=True
     )
 
 

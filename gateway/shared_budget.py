@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.contract.errors import UnavailableError
 
 _RETRY_AFTER_MS = 5000
+_numbers = itertools.count()
 
 
 class Claim:
     """The units that one request holds. The end of its block gives them back."""
 
-    __slots__ = ("_budget", "amount", "owner")
+    __slots__ = ("_budget", "_first", "amount", "owner")
 
-    def __init__(self, budget: SharedBudget, owner: str) -> None:
+    def __init__(self, budget: SharedBudget, owner: str, first: Claim | None = None) -> None:
+        """`first`: the claim beside which the same request takes this one."""
         self._budget = budget
+        self._first = first
         self.owner = owner
         self.amount = 0
+
+    @property
+    def is_second(self) -> bool:
+        """Whether its request already holds something, so that others may wait for this claim."""
+        return self._first is not None and self._first.amount > 0
 
     async def grow_to(self, amount: int) -> None:
         """Wait until this claim has `amount` units, or as many as one claim may have if that is less."""
@@ -39,6 +48,8 @@ class _WaitingClaim:
     claim: Claim
     amount: int
     granted: asyncio.Future[None]
+    number: int = field(default_factory=lambda: next(_numbers))
+    """Wishes are numbered in order of arrival."""
 
 
 class SharedBudget:
@@ -50,18 +61,32 @@ class SharedBudget:
     With a `step`, claims grow by multiples of it, each up to `most`. Such claims might all wait for each other. So a
     step is granted only if the rest lets one claim reach `most` (Dijkstra's banker's algorithm). Steps that can be
     granted pass those that cannot.
+
+    A request may take a second claim beside its first one. Such requests might all wait for each other, too. So a
+    `reserve` is kept for them, which is as large as one claim may be. A second claim that does not fit elsewhere
+    gets the reserve, one claim after the other. With it the request has all it needs, so it ends and gives back both.
     """
 
     def __init__(
-        self, total: int, *, per_owner: int, step: int = 0, most: int | None = None, max_wait_s: float | None = None
+        self,
+        total: int,
+        *,
+        per_owner: int,
+        step: int = 0,
+        most: int | None = None,
+        max_wait_s: float | None = None,
+        has_reserve: bool = False,
     ) -> None:
         """`most`: the most that one claim may have, by default `per_owner`.
 
         max_wait_s: after so long, a waiting claim raises UnavailableError. None: it waits as long as it must.
+        has_reserve: whether `most` of `total` is the reserve for second claims. No owner's share counts it.
         """
-        self._total = total
         self._per_owner = per_owner
         self._most = per_owner if most is None else min(most, per_owner)
+        self._total = total - self._most if has_reserve else total
+        self._has_reserve = has_reserve
+        self._in_reserve: Claim | None = None
         self._step = step
         self._max_wait_s = max_wait_s
         self._num_used = 0
@@ -73,12 +98,15 @@ class SharedBudget:
     @property
     def num_used(self) -> int:
         """The units that are granted now, over all owners."""
-        return self._num_used
+        return self._num_used + (0 if self._in_reserve is None else self._in_reserve.amount)
 
     @asynccontextmanager
-    async def taken(self, owner: str, amount: int = 0) -> AsyncIterator[Claim]:
-        """Wait for `amount` units and hold them in the block. More than one claim may have is cut to that."""
-        claim = Claim(self, owner)
+    async def taken(self, owner: str, amount: int = 0, *, beside: Claim | None = None) -> AsyncIterator[Claim]:
+        """Wait for `amount` units and hold them in the block. More than one claim may have is cut to that.
+
+        `beside`: the claim that the same request holds already. The request must not wait for a third one.
+        """
+        claim = Claim(self, owner, beside)
         try:
             await self.grow(claim, amount)
             yield claim
@@ -100,6 +128,11 @@ class SharedBudget:
     def shrink(self, claim: Claim, amount: int) -> None:
         """Give back what a claim has above `amount`."""
         if claim.amount <= amount:
+            return
+        if claim is self._in_reserve:
+            claim.amount = amount
+            self._in_reserve = claim if amount else None
+            self._serve()
             return
         self._num_used -= claim.amount - amount
         claim.amount = amount
@@ -146,7 +179,18 @@ class SharedBudget:
         self._claims.setdefault(claim.owner, set()).add(claim)
 
     def _serve(self) -> None:
-        """Grant waiting wishes, one owner after the other.
+        """Grant waiting wishes: all that fit, and then the reserve."""
+        self._serve_owners()
+        if self._has_reserve and self._in_reserve is None:
+            waiting = (wish for wishes in self._wishes.values() for wish in wishes if not wish.granted.done())
+            wish = min((wish for wish in waiting if wish.claim.is_second), key=lambda one: one.number, default=None)
+            if wish is not None:
+                self._drop(wish)
+                self._in_reserve, wish.claim.amount = wish.claim, wish.amount
+                wish.granted.set_result(None)
+
+    def _serve_owners(self) -> None:
+        """Grant the wishes that fit, one owner after the other.
 
         A wish that its owner's share forbids is skipped. A wish that exceeds the free total stops the round: otherwise
         smaller wishes of other owners would starve it. Steps are all of one size, so they need not wait for each other.

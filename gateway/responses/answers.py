@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 
 from fastapi import Request
 from starlette.types import Receive, Scope, Send
@@ -47,18 +47,23 @@ class _ResponseAnswer(Answer):
         request: Request,
         generation: GenerationRequest,
         source: RecordSource,
+        claim: Claim | None = None,
         *,
         starting_after: int = -1,
         ignored: Sequence[str] = (),
     ) -> None:
-        """`ignored` is that of `ParsedBody`."""
+        """`claim`: the memory that the source's record takes already. `ignored` is that of `ParsedBody`."""
         super().__init__(request, generation, DIALECT, {}, ignored)
         self._source = source
+        self._first_claim = claim
         self._starting_after = starting_after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Get the record and send the answer. Raises what the source of the record raises."""
-        async with self._result_budget.taken(self._generation.tenant) as self._claim:
+        # An answer has one claim for records. With two it might wait for one while it holds the other.
+        first = self._first_claim
+        taken = self._result_budget.taken(self._generation.tenant) if first is None else nullcontext(first)
+        async with taken as self._claim:
             self._record = await self._source(self._claim)
             await super().__call__(scope, receive, send)
 
@@ -69,15 +74,19 @@ class _ResponseAnswer(Answer):
         """
         if job.id == self._generation.job_id:
             return
-        is_stored = self._record.stored
-        try:
-            self._record = await stored_record(self._client, job.id, self._generation.tenant)(self._claim)
-        except NotFoundError:
-            if is_stored:
-                raise _other_store("is not stored: it was created with store=false, or deleted since") from None
-        else:
-            if not is_stored:
+        client, tenant = self._client, self._generation.tenant
+        if not self._record.stored:
+            with suppress(NotFoundError):
+                await client.responses.num_bytes(job.id, tenant)
                 raise _other_store("is stored, and this request has store=false")
+            return
+        # The other record replaces this one, whose memory the claim gives back before it grows.
+        self._source = stored_record(client, job.id, tenant)
+        del self._record
+        try:
+            self._record = await self._source(self._claim)
+        except NotFoundError:
+            raise _other_store("is not stored: it was created with store=false, or deleted since") from None
 
     def _head_at(self, job: AsyncJob, *, finished_s: int = 0) -> AnswerHead:
         record, content = self._record, self._generation.content

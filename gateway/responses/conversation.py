@@ -13,7 +13,7 @@ from penstock.contract.tools import MAX_CALLS_OF_CHAT
 from penstock.gateway.responses.ids import MAX_SHOWN_CHARS, job_id_of, place_of
 from penstock.gateway.responses.output import OutputItem, OutputReader, message_of, reading_of
 from penstock.gateway.responses.record import PackedMessages, StoredResponse
-from penstock.gateway.responses.stored import MAX_BYTES_ON_LOOP, bytes_to_claim, decoded_record
+from penstock.gateway.responses.stored import MAX_BYTES_ON_LOOP, bytes_to_claim, decoded_record, decoding_bytes_to_claim
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import Prompt, pack_prompt_of
@@ -28,6 +28,11 @@ MAX_REFERENCED = 64
 MAX_STORED_BYTES = 64 << 20
 """Most bytes of stored records and results that one request reads. They hold more than the messages that are limited:
 reasoning, and what repeats their requests."""
+
+
+READ_RESULT_SIZE = 6
+"""What a result takes while its items are read, in sizes of the result. Text beyond ASCII takes up to four bytes for a
+character, and is held twice for a moment."""
 
 
 class Conversations:
@@ -143,10 +148,10 @@ class Conversations:
         """Return a response and its output, or None in place of the output if its job is not done."""
         num_bytes = await self._client.responses.num_bytes(job_id, self._tenant)
         self._count_stored(num_bytes.record)
-        async with self._budget.taken(self._tenant, bytes_to_claim(num_bytes.record)):
+        async with self._budget.taken(self._tenant, decoding_bytes_to_claim(num_bytes.record)):
             record = await decoded_record(await self._client.responses.read(job_id, self._tenant))
             record = record.without_request()
-        async with self._budget.taken(self._tenant, bytes_to_claim(num_bytes.result)):
+        async with self._budget.taken(self._tenant, READ_RESULT_SIZE * bytes_to_claim(num_bytes.result)):
             result = await self._client.responses.result(job_id, self._tenant)
             if result is None or result.outcome.state != "done":
                 return record, None
@@ -166,8 +171,7 @@ def _items_of(result: PackedResult, record: StoredResponse) -> list[OutputItem]:
     reader = OutputReader(result.job_id, record.form)
     for _ in reading_of(result, reader):
         pass
-    for item in reader.items:
-        item.texts = ["".join(item.texts)]
+    reader.join_texts()
     return reader.items
 
 

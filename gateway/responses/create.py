@@ -62,10 +62,10 @@ class CreateResponse:
             raise
         source = await new_record(record, claim)
         if body.stream:
-            return ResponseStream(request, generation, source, ignored=body.ignored)
+            return ResponseStream(request, generation, source, claim, ignored=body.ignored)
         if generation.background:
-            return ResponseState(request, generation, source, ignored=body.ignored)
-        return ResponseWhole(request, generation, source, ignored=body.ignored)
+            return ResponseState(request, generation, source, claim, ignored=body.ignored)
+        return ResponseWhole(request, generation, source, claim, ignored=body.ignored)
 
 
 async def _with_record(
@@ -80,7 +80,7 @@ async def _with_record(
     own = await conversations.resolved(content.prompts[0], options["num_calls"], options["references"])
     prompt = await conversations.prompt_of(own, options["instructions"], options["previous"])
     content = replace(content, prompts=[prompt])
-    pool = await client.served_pool(content.model)
+    pool = await client.served_pool(content.model, key=generation.key)
     check_logprobs(content, pool, settings.max_logprobs)
     record = _record_of(content, options, own, pool)
     stored = ResponseRecord(record.encode(), round(1000 * settings.response_retention_s))
@@ -104,7 +104,7 @@ def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool:
         background=options["background"],
         form=answer_format(content, pool),
         echo=options["echo"],
-        items=[(item_id, text) for item_id, text in options["items"]],
+        items=[(item_id, text.encode()) for item_id, text in options["items"]],
         messages=own,
         previous=options["previous"] or "",
         stored=options["store"],

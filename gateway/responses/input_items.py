@@ -25,7 +25,7 @@ MAX_LIMIT = 100
 """Items of one page."""
 _ORDERS = ("asc", "desc")
 
-Items = Sequence[tuple[str, str]]
+Items = Sequence[tuple[str, bytes]]
 """Ids and the other members as JSON."""
 
 
@@ -62,7 +62,7 @@ async def _parts_of(page: Items, *, has_more: bool) -> AsyncGenerator[bytes, Non
     for number, (item_id, text) in enumerate(page):
         yield (b"," if number else b"") + b'{"id":' + to_json(item_id) + b","
         for at in range(1, len(text), PIECE_BYTES):
-            yield text[at : at + PIECE_BYTES].encode()
+            yield text[at : at + PIECE_BYTES]
     ends = {"first_id": page[0][0], "last_id": page[-1][0]} if page else {}
     tail = {"first_id": None, "last_id": None, **ends, "has_more": has_more}
     yield b"]," + to_json(tail)[1:]

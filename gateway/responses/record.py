@@ -10,7 +10,7 @@ import msgpack
 
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.producer.openai.parsed_text import AnswerFormat
-from penstock.queue.msgpack_codec import WireError, pack, unpack_all
+from penstock.queue.msgpack_codec import WireError, pack, unpack_utf8
 
 RECORD_VERSION = 1
 
@@ -69,8 +69,8 @@ class StoredResponse:
     """How to parse the text of the job."""
     echo: bytes = field(repr=False)
     """The members that repeat the request: a JSON object in ASCII."""
-    items: list[tuple[str, str]] = field(repr=False)
-    """The input items: the caller's id, which may be empty, and the other members as JSON."""
+    items: list[tuple[str, bytes]] = field(repr=False)
+    """The input items: the caller's id, which may be empty, and the other members as JSON in UTF-8."""
     messages: PackedMessages = field(default_factory=PackedMessages, repr=False)
     """The messages of the input, without instructions and earlier responses."""
     previous: str = ""
@@ -79,7 +79,8 @@ class StoredResponse:
 
     def encode(self) -> bytes:
         """Return the record as bytes."""
-        fields = {name: getattr(self, name) for name in ("created_s", "background", "echo", "items", "previous")}
+        fields = {name: getattr(self, name) for name in ("created_s", "background", "echo", "previous")}
+        fields["items"] = [(item_id, text.decode()) for item_id, text in self.items]
         return pack({"v": RECORD_VERSION, **fields, "form": astuple(self.form), "messages": asdict(self.messages)})
 
     def without_input(self) -> StoredResponse:
@@ -92,14 +93,20 @@ class StoredResponse:
 
 
 def decode_stored_response(data: bytes) -> StoredResponse:
-    """Decode a record. Raises WireError."""
-    (fields,) = unpack_all(data)
-    if not isinstance(fields, dict) or fields.pop("v", None) != RECORD_VERSION:
+    """Decode a record. It takes as many bytes as `data`. Raises WireError."""
+    found = unpack_utf8(data)
+    if not isinstance(found, dict) or found.pop(b"v", None) != RECORD_VERSION:
         raise WireError("not the record of a response, or one of another version")
     try:
-        items: list[tuple[str, str]] = [(item_id, text) for item_id, text in fields.pop("items")]
-        parts: dict[str, Any] = {"form": AnswerFormat(*fields.pop("form"))}
-        parts["messages"] = PackedMessages(**fields.pop("messages"))
+        fields = _with_names(found)
+        items: list[tuple[str, bytes]] = [(item_id.decode(), text) for item_id, text in fields.pop("items")]
+        form: list[Any] = [part.decode() if isinstance(part, bytes) else part for part in fields.pop("form")]
+        parts: dict[str, Any] = {"form": AnswerFormat(*form), "previous": fields.pop("previous").decode()}
+        parts["messages"] = PackedMessages(**_with_names(fields.pop("messages")))
         return StoredResponse(items=items, **parts, **fields)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise WireError(f"not the record of a response: {error!r}") from error
+
+
+def _with_names(found: dict[bytes, Any]) -> dict[str, Any]:
+    return {name.decode(): value for name, value in found.items()}

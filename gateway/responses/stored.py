@@ -22,6 +22,11 @@ def bytes_to_claim(num_bytes: int) -> int:
     return num_bytes if num_bytes > LARGE_RECORD_BYTES else 0
 
 
+def decoding_bytes_to_claim(num_bytes: int) -> int:
+    """Return how many bytes to claim while a record of so many bytes is decoded: for its bytes and for the record."""
+    return 2 * bytes_to_claim(num_bytes)
+
+
 async def record_of(client: AsyncClient, claim: Claim, job_id: str, tenant: str) -> StoredResponse:
     """Return the record of a stored response, for whose memory the claim grows.
 
@@ -30,7 +35,7 @@ async def record_of(client: AsyncClient, claim: Claim, job_id: str, tenant: str)
     try:
         num_bytes = (await client.responses.num_bytes(job_id, tenant)).record
         claim.shrink_to(0)
-        await claim.grow_to(bytes_to_claim(num_bytes))
+        await claim.grow_to(decoding_bytes_to_claim(num_bytes))
         return await decoded_record(await client.responses.read(job_id, tenant))
     except NotFoundError:
         raise no_response(response_id_of(job_id)) from None

@@ -22,6 +22,7 @@ from penstock.contract.errors import NotFoundError, PenstockError, UnavailableEr
 from penstock.contract.job import pool_of
 from penstock.contract.output import Usage
 from penstock.contract.template_kwargs import reasoning_parser_for
+from penstock.gateway.shared_budget import Claim
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, until_disconnected, while_connected
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, WholeEncoder
@@ -50,6 +51,9 @@ MAX_IGNORED_CHARS = 2048
 
 class Answer(JobResponse):
     """The base of both responses. The request's jobs live as long as the response and end if the caller disconnects."""
+
+    _claim: Claim | None = None
+    """The memory that the answer holds to its end, beside that of a result."""
 
     def __init__(
         self,
@@ -160,7 +164,7 @@ class WholeAnswer(Answer):
         if end.result is not None:
             yield end.result
             return
-        async with self._result_budget.taken(self._generation.tenant, end.num_bytes):
+        async with self._result_budget.taken(self._generation.tenant, end.num_bytes, beside=self._claim):
             yield await job.packed_result()
 
 
@@ -217,7 +221,7 @@ class StreamAnswer(EventStream, Answer):
                 usages += [chunk.usage for chunk in batch if chunk.usage is not None]
         if not usages and self._generation.cut_at is not None:
             # The usage was in a chunk before the one at which the stream was cut.
-            usages += [usage for job in jobs if (usage := (await job.packed_result()).usage) is not None]
+            usages += [usage for job in jobs if (usage := (await job.status()).ledger.usage) is not None]
         num_choices = len(jobs) * self._generation.content.params.n
         self._meter.ended(sum(usage.completion_tokens for usage in usages) / num_choices)
         await writer.write(encoder.end(usages))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.contract.errors import PenstockError
-from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.job import JobKey, Priority, SamplingParams
 from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
 from penstock.contract.tasks import Task
@@ -101,6 +101,11 @@ class GenerationRequest:
     def read_after(self) -> int:
         """The index of the chunk after which to read a log; the chunk at `cut_at` is read again for comparison."""
         return -1 if self.cut_at is None or self.replay_from_start else self.cut_at.index - 1
+
+    @property
+    def key(self) -> JobKey | None:
+        """The idempotency key of a request with one prompt."""
+        return None if self.idempotency_key is None else JobKey(self.tenant, self.idempotency_key)
 
     def key_of(self, index: int) -> str | None:
         """Return the idempotency key for the job of the prompt at `index`, or None."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.contract.errors import RequestError
 from penstock.contract.logprobs import TokenLogprobs
@@ -103,11 +104,13 @@ class LiveRequest:
         if self.asked.embed is not None:
             num_tokens = len(self.asked.prompt_token_ids)
             self.pooled = PooledPrompt(num_tokens, self.asked.embed, limits.default_pooling)
+        # Converting a long tuple takes milliseconds of the engine's thread, copying an array microseconds.
+        prompt = np.array(self.asked.prompt_token_ids, dtype=np.int32)
         for choice in range(params.n):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
             self.completion_tokens += len(resumed.token_ids)
             if resumed.finish_reason is None:
-                opened = self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer)
+                opened = self.live[choice] = open_choice(self, choice, prompt, resumed, limits, tokenizer)
                 opened.guide = _guide_of(self.prepared, resumed, guides)
         self.first = next((choice.seq for choice in self.live.values()), None)
 
@@ -153,9 +156,16 @@ def _end_rule(asked: EngineRequest, limits: RequestLimits) -> EndRule:
 
 
 def open_choice(
-    request: LiveRequest, choice: int, resumed: ResumedChoice, limits: RequestLimits, tokenizer: Tokenizer
+    request: LiveRequest,
+    choice: int,
+    prompt: NDArray[np.int32],
+    resumed: ResumedChoice,
+    limits: RequestLimits,
+    tokenizer: Tokenizer,
 ) -> LiveChoice:
     """Create a choice in the state that an earlier node logged: tokens, text and partial stop strings.
+
+    `prompt`: [num_prompt_tokens], the request's, which is copied.
 
     Raises RequestError when the logged text does not match the logged tokens.
     """
@@ -178,7 +188,7 @@ def open_choice(
         choice=choice,
         params=params,
         seed=asked.seed,
-        token_ids=np.array((*asked.prompt_token_ids, *resumed.token_ids), dtype=np.int32),
+        token_ids=np.concatenate((prompt, np.array(resumed.token_ids, dtype=np.int32))),
         num_prompt_tokens=len(asked.prompt_token_ids),
         end_rule=rule,
         root_hash=request.root_hash,

@@ -18,7 +18,7 @@ from penstock.gpu_node.model.checkpoint.gguf_config import with_gguf_settings
 from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.methods import reader_of
-from penstock.gpu_node.model.checkpoint.revision import revision_of
+from penstock.gpu_node.model.checkpoint.revision import revision_of, stamps_of_source
 from penstock.gpu_node.model.checkpoint.source import ModelSource, Progress, resolve_model
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
@@ -38,8 +38,11 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
     """Find, check and load a model; `revision` selects a revision on the Hugging Face hub.
 
     Raises ConfigError that names the missing file, the unsupported setting, or the memory that cannot be allocated.
+    Raises it also if a file was replaced meanwhile: the revision is read from the files, and must be that of the loaded
+    weights.
     """
     source = _source(model, options, progress, revision)
+    stamps = stamps_of_source(source)
     config = read_object(source.folder / "config.json")
     if source.gguf is not None:
         config = with_gguf_settings(config, source.gguf)
@@ -51,7 +54,7 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
         raise ConfigError(f"no memory for the model with {_cache_of(options)}: {error}") from error
     if source.is_dummy:
         arithmetic += "-dummy"
-    return LoadedModel(
+    loaded = LoadedModel(
         runner=runner,
         folder=source.folder,
         vocab_size=described.spec.vocab_size,
@@ -63,6 +66,9 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
         arithmetic=arithmetic,
         revision=revision_of(source, arithmetic),
     )
+    if stamps_of_source(source) != stamps:
+        raise ConfigError(f"{model}: its files were replaced while they were loaded; start again")
+    return loaded
 
 
 def _source(model: str, options: RunnerOptions, progress: Progress, revision: str | None) -> ModelSource:

@@ -187,7 +187,10 @@ class NativeModel:
     def start(self, plan: NativePlan) -> None:
         """Start a step on the model's threads. The arrays of the plan must stay alive until `wait` returns.
 
-        Raises MemoryError if there is not enough memory; no step has started then.
+        Raises MemoryError if there is not enough memory for the buffers of the step; no step has started then.
+
+        While a step runs, each thread also allocates scratch memory for one row, and keeps it. That is some kilobytes,
+        and for log-probabilities 4 bytes for each token of the vocabulary. If the system refuses it, the process ends.
         """
         self._check(self._library.penstock_step_start(self._handle, c.byref(plan)))
 

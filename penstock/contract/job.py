@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -267,3 +268,16 @@ def seed_of(job_id: str, params: SamplingParams) -> int:
     if params.seed is not None:
         return params.seed & 0xFFFF_FFFF_FFFF_FFFF
     return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class JobKey:
+    """An idempotency key and the tenant that it belongs to."""
+
+    tenant: str
+    key: str
+
+    def rank_of(self, pool: str) -> bytes:
+        """Return the rank of a pool for this key. Every process computes the same one (rendezvous hashing)."""
+        text = "\0".join((pool, self.tenant, self.key))
+        return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -74,6 +74,21 @@ def unpack_all(data: bytes) -> list[Any]:
     return values
 
 
+def unpack_utf8(data: bytes) -> Any:
+    """Decode one value. Texts stay UTF-8 bytes, names of members included, and `data` is not copied. Raises WireError.
+
+    A decoded text takes up to four times its bytes.
+    """
+    if len(data) > MAX_BYTES:
+        raise WireError(f"message of {len(data)} bytes exceeds {MAX_BYTES}")
+    try:
+        return msgpack.unpackb(data, raw=True, ext_hook=_refuse_ext)
+    except WireError:
+        raise
+    except Exception as error:  # msgpack raises many classes
+        raise WireError(f"not msgpack: {type(error).__name__}: {error}") from error
+
+
 def checked_map(value: Any) -> dict[str, Any]:
     """Return `value` if it is a map within MAX_DEPTH. Raises WireError."""
     if not isinstance(value, dict):

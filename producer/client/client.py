@@ -10,19 +10,18 @@ from types import TracebackType
 from typing import Self, Unpack, cast
 
 from penstock.contract.errors import BusyError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
-from penstock.contract.job import Job, is_job_id
+from penstock.contract.job import Job, JobKey, is_job_id
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.response_record import NO_RESPONSE
 from penstock.contract.terms import Terms
-from penstock.producer.client.cached_state import POOLS_TTL_S, Admissions, CachedState
 from penstock.producer.client.calls.many import ManyCalls
 from penstock.producer.client.calls.reports import ReportCalls
 from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.job_source import JobSource
-from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool
+from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool, fitting_pools, job_key_of
 from penstock.producer.client.responses import StoredResponses
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.signature import with_options
@@ -33,12 +32,13 @@ from penstock.queue.admission import estimate_cost
 from penstock.queue.broker.connection import connect, not_reached
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.job_lists import JobLists, JobPage
-from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
+from penstock.queue.broker.known_jobs import KnownJobs
+from penstock.queue.broker.producer import JobStatus, ServedPool, Submission, Submitted
 from penstock.queue.broker.queue_positions import QueuePositions
 from penstock.queue.broker.responses import ResponseBroker
 from penstock.queue.broker.retry import Retries
 from penstock.queue.packed_result import PackedResult
-from penstock.queue.wire import PoolPressure
+from penstock.queue.protocol_version import PROTOCOL_VERSION
 from penstock.runtime.settings import redis_url_of, without_password
 
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
@@ -68,13 +68,11 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         self._queues_without_node = settings.queue_without_node
         ManyCalls.__init__(self, settings.outage_s)
         ReportCalls.__init__(self, connect(url), Retries(settings.outage_s))
-        self._broker = ProducerBroker(self._redis)
+        self._known_jobs = KnownJobs(self._redis)
         self._job_lists = JobLists(self._redis)
         self._inbox = ClientInbox(self._redis, self._broker, settings, self.stats)
-        self._pools = CachedState(lambda: self._retries.call(self._broker.pools), POOLS_TTL_S)
         self.dead = DeadLetterBox(self._retries, DeadLetters(self._redis), self.submit)
         self.responses = StoredResponses(self._retries, ResponseBroker(self._redis), self._broker)
-        self._admissions = Admissions(lambda pool: self._retries.call(lambda: self._broker.pressure(pool)))
         self._queue_watch = QueueWatch(self._retries, QueuePositions(self._redis), self._admissions)
         self._connecting = asyncio.Lock()
         self._is_closed = False
@@ -123,24 +121,28 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         """Whether this client is connected and receives chunks. Once this is false, make another client."""
         return self._retries.is_open and self._inbox.is_running
 
-    async def pools(self, *, renewed: bool = False) -> dict[str, ServedPool]:
-        """Return every announced model by pool, at most a second old; pools with a live node come first.
+    async def served_pool(
+        self, *names: str | None, adapter: str | None = None, key: JobKey | None = None
+    ) -> ServedPool:
+        """Return the pool that `choose_pool` chooses for the names. Raises what `choose_pool` raises.
 
-        `renewed` fetches them anew, for a caller that misses a model in the copy. It waits up to a tenth of a second.
+        If another fitting pool already has a job of this key, that pool is returned, also if it has no live node now.
         """
-        return await (self._pools.renewed() if renewed else self._pools.get())
-
-    async def pressure(self, pool: str) -> PoolPressure:
-        """Return a pool's live nodes and backlog, at most a quarter of a second old."""
-        return await self._admissions.of(pool).get()
-
-    async def served_pool(self, *names: str | None, adapter: str | None = None) -> ServedPool:
-        """Return the pool that `choose_pool` chooses for the names. Raises what `choose_pool` raises."""
-        known = await self._pools.recent()
+        known, chosen = list((await self._pools.recent()).values()), None
         with suppress(NotFoundError, UnavailableError, ProtocolVersionError):
-            return choose_pool(known.values(), *names, adapter=adapter)
-        # The model's first node may have joined since.
-        return choose_pool((await self.pools(renewed=True)).values(), *names, adapter=adapter)
+            chosen = choose_pool(known, *names, adapter=adapter, key=key)
+        if chosen is None:
+            # The model's first node may have joined since.
+            known = list((await self.pools(renewed=True)).values())
+            chosen = choose_pool(known, *names, adapter=adapter, key=key)
+        if key is None:
+            return chosen
+        # Pools may have joined or died since a job of this key was submitted, so the ranks may choose another pool now.
+        fitting = fitting_pools(known, *names, adapter=adapter)
+        pools = {pool.pool: pool for pool in (chosen, *fitting) if pool.protocol_version == PROTOCOL_VERSION}
+        if len(pools) == 1:
+            return chosen
+        return pools.get(await self._retries.call(lambda: self._known_jobs.pool_of(key, list(pools))), chosen)
 
     @with_options()
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
@@ -168,7 +170,8 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
     async def _admitted(self, prompt: Prompt, options: SubmitOptions) -> Submission:
         """Check and admit a job."""
         self._retries.require_open()
-        record = await self.served_pool(options.get("model"), options.get("job_id"), adapter=options.get("adapter"))
+        names, key = (options.get("model"), options.get("job_id")), job_key_of(options, self._tenant)
+        record = await self.served_pool(*names, adapter=options.get("adapter"), key=key)
         tools = options.get("tools")
         if isinstance(tools, str) and len(tools) > MAX_TOOLS_CHARS_ON_LOOP:
             # The tools' schemas are parsed several times; on a thread they do not hold the event loop.
@@ -196,7 +199,7 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
 
     async def _is_repeated(self, job: Job, options: SubmitOptions) -> bool:
         has_name = job.idempotency_key or options.get("job_id")
-        return bool(has_name) and await self._retries.call(lambda: self._broker.knows(job))
+        return bool(has_name) and await self._retries.call(lambda: self._known_jobs.has(job))
 
     @with_options(background=False)
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:

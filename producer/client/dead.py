@@ -58,3 +58,7 @@ class DeadLetterBox:
     async def purge(self, job_ids: Sequence[str]) -> int:
         """Delete dead letters and their requests; return how many there were."""
         return await self._retries.call(lambda: self._letters.purge(job_ids))
+
+    async def purge_all(self, pool: str) -> int:
+        """Delete all dead letters of a pool and their requests; return how many there were."""
+        return await self._retries.call(lambda: self._letters.purge_all(pool))

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
-from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, SamplingParams, pool_of
+from penstock.contract.job import MAX_DEADLINE_S, Job, JobKey, Message, Priority, SamplingParams, pool_of
 from penstock.contract.packed_prompt import PackedPrompt, PromptField
 from penstock.contract.problems import request_error
 from penstock.contract.response_record import ResponseRecord
@@ -44,7 +44,8 @@ class JobOptions(SamplingOptions, total=False):
     background: continue without a reader; otherwise the job is canceled soon after its last reader has left.
     return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
     queue_without_node: queue the job even while its pool has no live node; by default the client's setting.
-    idempotency_key: a later submission with the same key and the same request returns the same job.
+    idempotency_key: a later submission with the same key and the same request returns the same job, also if several
+        pools serve the model.
     tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.
     tool_choice: `auto` (the default) lets the model decide; `required` and a named function allow only calls.
     parallel_tool_calls: whether a text that is constrained to calls may have several (the default).
@@ -98,37 +99,57 @@ _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "de
 
 
 def choose_pool(
-    pools: Iterable[ServedPool], model: str | None, job_id: str | None = None, *, adapter: str | None = None
+    pools: Iterable[ServedPool],
+    model: str | None,
+    job_id: str | None = None,
+    *,
+    adapter: str | None = None,
+    key: JobKey | None = None,
 ) -> ServedPool:
     """Return a pool that serves `model`, or an adapter of that name; without a model, the only served one.
 
-    Of several pools for one model, `job_id` names one; otherwise one is drawn at random. A pool without a live node is
-    returned only if no other fits: its nodes may return soon, and the model is known. Raises UnavailableError if no
-    model is served, NotFoundError for unknown names, and RequestError if `model` is necessary and missing. Raises
+    Of several pools for one model, `job_id` names one. Otherwise the one of the highest rank for `key` is chosen, so
+    that simultaneous submissions with one key meet; without a key, one is drawn at random. A pool without a live node
+    is returned only if no other fits: its nodes may return soon, and the model is known.
+
+    Raises what `fitting_pools` raises, and RequestError if `model` is necessary and missing. Raises
     ProtocolVersionError if the model's only pools have another protocol version.
     """
-    fitting = list(pools)
-    if not fitting:
+    known = list(pools)
+    served = _live_or_all(fitting_pools(known, model, job_id, adapter=adapter))
+    if model is None and len({pool.model for pool in served}) > 1:
+        raise RequestError(f"model must be named; served: {_served_names(known)}", param="model")
+    chosen = random.choice(served) if key is None else max(served, key=lambda pool: key.rank_of(pool.pool))
+    if chosen.protocol_version != PROTOCOL_VERSION:
+        raise other_version(chosen.pool, chosen.protocol_version)
+    return chosen
+
+
+def fitting_pools(
+    known: list[ServedPool], model: str | None, job_id: str | None = None, *, adapter: str | None = None
+) -> list[ServedPool]:
+    """Return all pools for these names, with and without a live node.
+
+    Raises UnavailableError if no model is served, and NotFoundError for unknown names.
+    """
+    fitting = known
+    if not known:
         raise UnavailableError("no model is served: `penstock serve` or `penstock node` starts one", code="no_node")
-    shown = _live_or_all(fitting)
-    names = ", ".join(sorted({pool.model for pool in shown}.union(*(pool.adapters for pool in shown))))
     if job_id is not None:
-        fitting = [p for p in fitting if p.pool == pool_of(job_id)]
+        fitting = [p for p in known if p.pool == pool_of(job_id)]
         if not fitting:
             raise NotFoundError(f"job_id {job_id!r} names no served pool", code="model_not_found", param="job_id")
     if model is not None:
         fitting = [p for p in fitting if model in names_of(p)] or [p for p in fitting if model in p.adapters]
     if not fitting:
-        raise NotFoundError(f"model {model!r} is not served; served: {names}", code="model_not_found", param="model")
-    if adapter is not None:
-        fitting = _with_adapter(fitting, adapter)
-    served = _live_or_all(fitting)
-    if model is None and len({pool.model for pool in served}) > 1:
-        raise RequestError(f"model must be named; served: {names}", param="model")
-    chosen = random.choice(served)
-    if chosen.protocol_version != PROTOCOL_VERSION:
-        raise other_version(chosen.pool, chosen.protocol_version)
-    return chosen
+        message = f"model {model!r} is not served; served: {_served_names(known)}"
+        raise NotFoundError(message, code="model_not_found", param="model")
+    return fitting if adapter is None else _with_adapter(fitting, adapter)
+
+
+def _served_names(pools: list[ServedPool]) -> str:
+    shown = _live_or_all(pools)
+    return ", ".join(sorted({pool.model for pool in shown}.union(*(pool.adapters for pool in shown))))
 
 
 def _live_or_all(pools: list[ServedPool]) -> list[ServedPool]:
@@ -148,6 +169,17 @@ def _with_adapter(pools: list[ServedPool], adapter: str) -> list[ServedPool]:
         message = f"adapter {adapter!r} is not served; served: {names}"
         raise NotFoundError(message, code="model_not_found", param="adapter")
     return fitting
+
+
+def job_key_of(options: SubmitOptions, tenant: str) -> JobKey | None:
+    """Return the idempotency key of a submission, or None. Raises RequestError for a wrong key or tenant."""
+    if (key := options.get("idempotency_key")) is None:
+        return None
+    try:
+        job = Job(id=_ANY_ID, prompt="", tenant=options.get("tenant") or tenant, idempotency_key=key)
+    except ValidationError as error:
+        raise request_error(error, _ARGUMENT_OF) from None
+    return JobKey(job.tenant, key)
 
 
 def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> Job:

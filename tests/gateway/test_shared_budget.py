@@ -110,6 +110,33 @@ async def test_growing_claims_all_complete():
     assert budget.num_used == 0
 
 
+async def test_requests_that_hold_a_claim_get_a_second_one_one_after_the_other():
+    budget = SharedBudget(30, per_owner=10, max_wait_s=5, has_reserve=True)
+    order = []
+
+    async def answer(name: str) -> None:
+        async with budget.taken(name[0], 5) as record:
+            await asyncio.sleep(MOMENT_S)
+            async with budget.taken(name[0], 8, beside=record):
+                order.append(name)
+                assert budget.num_used <= 30
+                await asyncio.sleep(MOMENT_S)
+
+    # Both owners hold all of their shares, and together all that is not reserved.
+    async with asyncio.timeout(2):
+        await asyncio.gather(*map(answer, ("a1", "a2", "b1", "b2")))
+    assert (sorted(order), budget.num_used) == (["a1", "a2", "b1", "b2"], 0)
+
+
+async def test_the_reserve_is_not_for_first_claims():
+    budget = SharedBudget(30, per_owner=10, max_wait_s=MOMENT_S, has_reserve=True)
+    async with budget.taken("a", 10), budget.taken("b", 10), budget.taken("c") as empty:
+        for beside in (None, empty):
+            with pytest.raises(UnavailableError):
+                async with budget.taken("c", 1, beside=beside):
+                    pass
+
+
 async def test_a_claim_that_waits_too_long_is_refused_with_a_time_to_retry():
     budget = SharedBudget(10, per_owner=10, max_wait_s=MOMENT_S)
     async with budget.taken("a", 10):

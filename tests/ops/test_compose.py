@@ -226,6 +226,21 @@ def assert_batch(host: Host) -> None:
     assert {row["response"]["body"]["usage"]["completion_tokens"] for row in results} == {4}
 
 
+def test_passwords_of_redis_users_come_from_the_environment_and_are_no_arguments(tmp_path: Path) -> None:
+    command = ACL_SERVICES["redis"]["command"][2].replace("$$", "$").replace("/etc/penstock", str(ROOT / "ops"))
+    made, _, started = command.partition("&& exec ")
+    passwords = {f"{role}_PASSWORD": f"a&b/{role}\\" for role in ("GATEWAY", "NODE", "WORKER", "ADMIN")}
+    subprocess.run(["sh", "-c", made], cwd=tmp_path, env={"PATH": os.environ["PATH"], **passwords}, check=True)
+    users = (tmp_path / "users.acl").read_text()
+    assert [password for password in passwords.values() if f" >{password} " not in users] == []
+    assert "_PASSWORD" not in users
+    assert not re.search(r"\$\{?\w+_PASSWORD", made + started)
+
+
+def test_worker_keeps_unfinished_batches_on_its_volume() -> None:
+    assert SERVICES["worker"]["environment"]["XDG_STATE_HOME"].startswith(f"{SERVICES['worker']['working_dir']}/")
+
+
 def test_both_profiles_run_the_same_node() -> None:
     gpu, cpu = SERVICES["gpu_node"], SERVICES["gpu_node-cpu"]
     assert (gpu["profiles"], cpu["profiles"]) == (["gpu"], ["cpu"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 from copy import copy
@@ -31,6 +32,11 @@ from penstock.gpu_node.model.token_masks import TokenMasks
 
 MAX_CACHED_BYTES = 32 << 20
 """Limit of the cache of grammars and refusals."""
+FIRST_REFUSAL_S = 120.0
+"""How long a grammar is refused after its workers were killed from outside, as a system short of memory does."""
+LONGEST_REFUSAL_S = 3600.0
+"""Each further refusal of that kind lasts twice as long, up to this."""
+_MAX_KILLED = 4096
 _DEFAULT_TENANT = "default"
 
 
@@ -41,10 +47,16 @@ class _Refusal(NamedTuple):
     """
 
     error: PenstockError
+    killed_s: float | None = None
+    """As that of a grammar."""
 
     @property
     def size(self) -> int:
         return len(self.error.message.encode()) + 512
+
+
+class _KilledError(TooCostlyError):
+    """The processes of a trial were killed from outside. The grammar may be tried again later."""
 
 
 class GrammarCompiler:
@@ -57,6 +69,8 @@ class GrammarCompiler:
         self._known: LRUCache[bytes, Grammar | _Refusal] = LRUCache(MAX_CACHED_BYTES, getsizeof=lambda one: one.size)
         self._used: weakref.WeakValueDictionary[bytes, Grammar] = weakref.WeakValueDictionary()
         """Grammars that a caller of `prepare` or a guide holds, even after the cache has dropped them."""
+        self._num_ended: LRUCache[bytes, int] = LRUCache(_MAX_KILLED)
+        """How many refusals of a grammar after kills from outside have ended."""
         self._pending: dict[bytes, Future[Grammar]] = {}
         self._lock = threading.Lock()
         weakref.finalize(self, self._host.close)
@@ -79,7 +93,7 @@ class GrammarCompiler:
         """
         key = _key_of(wanted)
         with self._lock:
-            known = self._known.get(key) or self._used.get(key)
+            known = self._known_of(key)
             pending = self._pending.get(key)
             if known is None and pending is None:
                 self._pending[key] = mine = Future[Grammar]()
@@ -89,6 +103,19 @@ class GrammarCompiler:
             return known
         # Concurrent callers with the same grammar wait for one trial.
         return pending.result() if pending is not None else self._try_out(key, wanted, tenant, mine)
+
+    def _known_of(self, key: bytes) -> Grammar | _Refusal | None:
+        """Return what is known of a grammar. A refusal that has lasted long enough is forgotten."""
+        known = self._known.get(key) or self._used.get(key)
+        if known is None or known.killed_s is None:
+            return known
+        num_ended = self._num_ended.get(key, 0)
+        if time.monotonic() < known.killed_s + min(FIRST_REFUSAL_S * 2**num_ended, LONGEST_REFUSAL_S):
+            return known
+        self._num_ended[key] = num_ended + 1
+        self._known.pop(key, None)
+        self._used.pop(key, None)
+        return None
 
     def new_guide(self, grammar: Grammar) -> Guide:
         """Return a guide at the start of a text.
@@ -116,7 +143,7 @@ class GrammarCompiler:
             return found
         except BaseException as error:
             if isinstance(error, RequestError):
-                found = _Refusal(copy(error))
+                found = _Refusal(copy(error), time.monotonic() if isinstance(error, _KilledError) else None)
                 self.counts.grammar_refusals += 1
                 self.counts.grammar_costly_refusals += isinstance(error, TooCostlyError)
             mine.set_exception(error)
@@ -170,6 +197,8 @@ class GrammarCompiler:
 
 def _refusal(what: str, param: str, kind: Kind, result: TrialResult) -> RequestError:
     reason = reason_of(kind, result.problem)
+    if result.is_killed:
+        return _KilledError(f"{what} cannot be enforced now: its processes were killed from outside", param=param)
     if not result.is_too_costly:
         return RequestError(f"{what} cannot be enforced: {reason}", param=param)
     limit = f"to compile it takes more than {TRIAL_CPU_S:g} s of processor time or {TRIAL_MEMORY_MIB} MiB"

@@ -37,6 +37,8 @@ class Grammar:
     """Workers that were killed from outside during its tasks."""
     refusal: PenstockError | None = None
     """Why no choice may continue with it."""
+    killed_s: float | None = None
+    """When it was refused because its workers were killed from outside, on the monotonic clock."""
 
     @property
     def size(self) -> int:
@@ -53,3 +55,5 @@ class TrialResult:
     is_costly: bool = False
     is_too_costly: bool = False
     """Whether a limit is the reason. Without a `problem`, the limit killed the trial's worker."""
+    is_killed: bool = False
+    """Whether its workers were killed from outside too often. Another trial may succeed later."""

@@ -6,6 +6,7 @@ Not thread-safe; the host's lock protects it.
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -230,4 +231,5 @@ class Lanes:
             grammar.is_costly = True
         elif grammar.refusal is None:
             grammar.refusal = refusal_of(grammar, reason)
+            grammar.killed_s = time.monotonic() if exit_status == -signal.SIGKILL else None
         log.warning("a grammar's task was killed", extra={"field": grammar.field_name, "lane": lane, "reason": reason})

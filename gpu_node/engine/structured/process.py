@@ -37,6 +37,8 @@ class Worker:
         """Resident bytes at its last measurement."""
         self.progress_s = time.monotonic()
         """When it last replied or was idle, on the monotonic clock."""
+        self.is_overdue = False
+        """Whether the template was asked to kill it because it did not reply in time."""
         self._page = page
         self._reader = FrameReader()
         self._unsent: deque[memoryview] = deque()
@@ -104,8 +106,10 @@ class Template:
         self.started_s = time.monotonic()
         self.special_tokens: frozenset[int] | None = None
         """Token ids; None until the process is ready."""
+        self.is_killed = False
         self._reader = FrameReader()
-        with suppress(OSError):  # `receive` notices a process that died at once.
+        self.socket.settimeout(limits.TEMPLATE_WALL_S)
+        with suppress(OSError):  # `receive` notices a process that died at once. One that hangs is ended as overdue.
             self.socket.sendall(frame([tokenizer, vocab_size, list(eos_token_ids)]))
         self.socket.setblocking(False)
 
@@ -134,6 +138,11 @@ class Template:
     def kill(self, worker: Worker) -> None:
         """Kill a worker with SIGKILL."""
         self._ask("kill", worker)
+
+    def kill_all(self) -> None:
+        """Kill this process with SIGKILL, and its workers with it. `receive` notices that."""
+        self.is_killed = True
+        self._process.kill()
 
     def ask_how_it_ended(self, worker: Worker) -> None:
         """Request the exit status of a worker that has closed its socket."""

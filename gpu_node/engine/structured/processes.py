@@ -127,10 +127,15 @@ class GrammarProcesses:
         overdue = time.monotonic() - limits.TASK_WALL_S
         for worker in self.workers:
             worker.flush()
-            if worker.tasks and worker.progress_s < overdue and self.template is not None:
+            if worker.tasks and worker.progress_s < overdue and self.template is not None and not worker.is_overdue:
                 log.warning("a grammar process did not answer in time", extra={"tasks": len(worker.tasks)})
                 self.template.kill(worker)
-                worker.progress_s = time.monotonic()
+                worker.is_overdue, worker.progress_s = True, time.monotonic()
+        if self.template is not None and not self.template.is_killed and self._is_stuck(self.template, overdue):
+            log.warning(
+                "the template of the grammar processes did not answer in time", extra={"pid": self.template.pid}
+            )
+            self.template.kill_all()
         for worker in self._lanes.too_large():
             log.info("a grammar process is replaced for its size", extra={"memory_mib": worker.memory >> 20})
             affected += self._lost(worker)
@@ -148,6 +153,15 @@ class GrammarProcesses:
         if self.template is not None:
             self.template.close()
         self._selector.close()
+
+    def _is_stuck(self, template: Template, overdue_s: float) -> bool:
+        """Return whether a template loads for too long, has not killed an overdue worker, or not said how one ended."""
+        if template.special_tokens is None:
+            return time.monotonic() - template.started_s > limits.TEMPLATE_WALL_S
+        asked = [worker for worker in self.workers if worker.is_overdue] + [
+            worker for worker, _ in self._dying.values()
+        ]
+        return any(worker.progress_s < overdue_s for worker in asked)
 
     def _handle_template(self, template: Template) -> list[Guide]:
         messages = template.receive()
@@ -199,8 +213,7 @@ class GrammarProcesses:
         self._lanes.remove(worker)
         if self.template is None:
             return self._on_ended(worker, current, None)
-        self._dying[worker.number] = worker, current
-        self.template.ask_how_it_ended(worker)
+        self._ask_how_it_ended(worker, current, self.template)
         return []
 
     def _on_ended(self, worker: Worker, current: int, exit_status: int | None) -> list[Guide]:
@@ -240,8 +253,12 @@ class GrammarProcesses:
         worker.tasks.clear()
         self._trials.end(trial, result)
         if self.template is not None:
-            self._dying[worker.number] = worker, 0
-            self.template.ask_how_it_ended(worker)
+            self._ask_how_it_ended(worker, 0, self.template)
+
+    def _ask_how_it_ended(self, worker: Worker, current: int, template: Template) -> None:
+        self._dying[worker.number] = worker, current
+        worker.progress_s = time.monotonic()
+        template.ask_how_it_ended(worker)
 
 
 def _result_of(reply: Any) -> TrialResult:

@@ -65,7 +65,7 @@ class TrialQueue:
         tenant = self._running.pop(trial)
         trial.num_losses += 1
         if trial.num_losses > MAX_LOSSES:
-            trial.result.set_result(TrialResult(is_too_costly=True))
+            trial.result.set_result(TrialResult(is_too_costly=True, is_killed=True))
         else:
             self.add(tenant, trial)
 

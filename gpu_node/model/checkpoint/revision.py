@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.gpu_node.model.checkpoint.conversion_cache import samples
@@ -21,18 +22,29 @@ def revision_of(source: ModelSource, arithmetic: str) -> str:
     names and the name of a GGUF file do not count, because machines keep the same model under different paths.
     """
     digest = hashlib.blake2b(arithmetic.encode(), digest_size=16)
-    for name in _TOKENIZER_FILES:
-        path = source.folder / name
-        if path.is_file():
-            digest.update(name.encode() + path.read_bytes())
-    for name in _CONFIG_FILES:
-        path = source.folder / name
-        if path.is_file():
-            digest.update(name.encode() + _config_content(path))
+    for path in _present(source, _TOKENIZER_FILES):
+        digest.update(path.name.encode() + path.read_bytes())
+    for path in _present(source, _CONFIG_FILES):
+        digest.update(path.name.encode() + _config_content(path))
     for path in weight_files(source):
         for sample in samples(path):
             digest.update(sample)
     return digest.hexdigest()
+
+
+def stamps_of(paths: Iterable[Path]) -> list[tuple[int, ...]]:
+    """Return what changes when one of the files is written or replaced."""
+    stats = [path.stat() for path in paths]
+    return [(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) for found in stats]
+
+
+def stamps_of_source(source: ModelSource) -> list[tuple[int, ...]]:
+    """Return the stamps of all files on which the revision depends."""
+    return stamps_of([*_present(source, (*_TOKENIZER_FILES, *_CONFIG_FILES)), *weight_files(source)])
+
+
+def _present(source: ModelSource, names: Iterable[str]) -> list[Path]:
+    return [path for name in names if (path := source.folder / name).is_file()]
 
 
 def _config_content(path: Path) -> bytes:

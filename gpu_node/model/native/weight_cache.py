@@ -19,7 +19,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.files import weight_files
-from penstock.gpu_node.model.checkpoint.revision import revision_of
+from penstock.gpu_node.model.checkpoint.revision import revision_of, stamps_of
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter, flush_to_disk
 from penstock.gpu_node.model.native.packed_matrix import OnMatrix
 from penstock.kernels.cpu.formats import Format
@@ -103,8 +103,7 @@ def _key(described: Description, layout: str) -> str:
 
 def _stamps(described: Description) -> list[tuple[int, ...]]:
     """Return values that change when one of the weight files is written or replaced."""
-    stats = [path.stat() for path in weight_files(described.source)]
-    return [(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) for found in stats]
+    return stamps_of(weight_files(described.source))
 
 
 def _num_bytes(described: Description) -> int:

@@ -114,12 +114,7 @@ def purge(
         raise RequestError("give either job ids or --all POOL", param="job_ids")
 
     async def forget(client: AsyncClient) -> int:
-        if all_of is None:
-            return await client.dead.purge(job_ids or [])
-        num_purged = 0
-        while letters := await client.dead.newest(all_of):
-            num_purged += await client.dead.purge([letter.job_id for letter in letters])
-        return num_purged
+        return await (client.dead.purge(job_ids or []) if all_of is None else client.dead.purge_all(all_of))
 
     print(_run(redis_url, forget), "deleted")
 

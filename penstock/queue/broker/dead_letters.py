@@ -18,6 +18,8 @@ from penstock.queue.wire import Request
 
 _FIELDS = ("tenant", "priority", "weight", "cost", "submitted", "finished", "chunks", "preemptions", "loss_nodes")
 
+_PURGED_AT_ONCE = 100
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
@@ -79,6 +81,16 @@ class DeadLetters:
     async def purge(self, job_ids: Sequence[str]) -> int:
         """Delete dead letters and their requests. Returns how many were dead letters."""
         return sum([await scripts.call(self._redis, "purge", pool_of(job_id), job_id) for job_id in job_ids])
+
+    async def purge_all(self, pool: str) -> int:
+        """Delete all dead letters of a pool, also those whose jobs' records are gone. Returns how many there were."""
+        num_purged = 0
+        while True:
+            with translated():
+                job_ids = await self._redis.zrange(keys.dead_letters(pool), 0, _PURGED_AT_ONCE - 1)
+            if not job_ids:
+                return num_purged
+            num_purged += await scripts.call(self._redis, "purge", pool, *job_ids)
 
     async def _read(self, job_id: str) -> DeadLetter | None:
         values = await self._redis.hmget(keys.job(job_id), _FIELDS)

@@ -130,14 +130,6 @@ class ProducerBroker:
             return Submitted(state.decode(), num_chunks, bool(pushed), known_id.decode(), kind == "EXISTS")
         raise submit_error(kind, answer, job)
 
-    async def knows(self, job: Job) -> bool:
-        """Return whether a job of this id or with this idempotency key was submitted before."""
-        names = [keys.job(job.id)]
-        if job.idempotency_key:
-            names.append(keys.idempotency(job.pool, job.tenant, keys.key_hash(job.idempotency_key)))
-        with translated():
-            return bool(await self._redis.exists(*names))
-
     async def attach(self, job_id: str, tenant: str, *, inbox: str = "", channel: bool = False) -> Attached:
         """Add a reader to a job. Raises NotFoundError for an unknown id or a job of another tenant."""
         answer = await scripts.call(self._redis, "attach", pool_of(job_id), job_id, tenant, inbox, int(channel))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,7 +14,10 @@ import httpx
 import openai
 import pytest
 
-from penstock.gateway.responses.stored import LARGE_RECORD_BYTES
+from penstock.gateway.responses.record import PackedMessages, StoredResponse, decode_stored_response
+from penstock.gateway.responses.stored import LARGE_RECORD_BYTES, decoding_bytes_to_claim
+from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.queue.msgpack_codec import pack
 
 MODEL = "acme/echo"
 RECORD_BYTES = 600 << 10
@@ -87,11 +92,47 @@ def test_record_without_memory_for_it_is_refused_with_a_time_to_retry(narrow: st
     assert answer.json() == stored
 
 
+def test_answers_that_hold_large_records_do_not_wait_for_each_other(
+    stack: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two records take the tenant's share but for some bytes. Results are not kept, so each one claims its memory, too.
+    monkeypatch.setattr("penstock.gateway.app.MAX_RESULT_BYTES_HELD_OF_TENANT", 2 * RECORD_BYTES + 1500)
+    monkeypatch.setattr("penstock.gateway.app.MAX_RESULT_WAIT_S", 3.0)
+    monkeypatch.setattr("penstock.gateway.stream.flow.MAX_KEPT_BYTES", 0)
+    url = stack.start_gateway()
+    engine.step_s = 0.0005
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(threads.map(lambda _: created(url, input="x" * 200, **ECHOED), range(2)))
+    assert [answer["output"][0]["content"][0]["text"] for answer in answers] == ["x" * 200] * 2
+    assert held_bytes(url) == 0
+
+
 def test_record_just_below_the_threshold_claims_nothing(narrow: str) -> None:
     stored = created(narrow, user="u" * (LARGE_RECORD_BYTES // 2))
     with slow_reader(narrow, f"/v1/responses/{stored['id']}"):
         time.sleep(0.1)
         assert held_bytes(narrow) == 0
+
+
+def test_decoded_record_takes_no_more_memory_than_is_claimed() -> None:
+    text = ("a" * 60 + "\N{GRINNING FACE}") * 4096
+    packed = pack({"role": "user", "content": text})
+    record = StoredResponse(
+        1,
+        False,
+        AnswerFormat("hermes"),
+        b"{}",
+        [("id", text.encode())],
+        PackedMessages(packed, 1, 0, len(packed), 0),
+        "r",
+    )
+    data = record.encode()
+    tracemalloc.start()
+    decoded = decode_stored_response(data)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert decoded == record
+    assert len(data) + most_bytes < decoding_bytes_to_claim(len(data)) * 1.01
 
 
 def test_items_may_be_named_often_and_share_one_reading(

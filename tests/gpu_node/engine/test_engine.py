@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -342,3 +342,20 @@ def test_a_model_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     for model in (str(tmp_path / "missing"), str(tmp_path / "missing.gguf"), str(tmp_path)):
         with pytest.raises(ConfigError, match=str(tmp_path)):
             Engine(EngineConfig(model=model))
+
+
+class CountedPrompt(list[int]):
+    """A prompt that counts how often its tokens are read one after another."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_read += 1
+        return super().__iter__()
+
+
+def test_prompt_is_not_read_anew_for_each_choice(plain: Engine) -> None:
+    prompt = CountedPrompt([3, 4, 5] * 10)
+    plain.add(EngineRequest("counted", prompt, SamplingParams(n=16, max_tokens=1), seed=1))
+    plain.abort("counted")
+    assert prompt.num_read < 8

@@ -341,6 +341,20 @@ def test_revision_of_a_gguf_file_depends_on_content_and_arithmetic_and_not_on_it
     assert revision_of(ModelSource(tiny_model, files[0]), "y") != first
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_model_whose_files_are_replaced_while_it_loads_is_refused(tiny_model: Path, tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    new = Path(shutil.copy(folder / name, tmp_path / "new"))
+
+    def replace(stage: str, fraction: float) -> None:
+        if new.exists():
+            new.replace(folder / name)
+
+    with pytest.raises(ConfigError, match="replaced while"):
+        load_model(str(folder), runner_options(), replace)
+    assert load_model(str(folder), runner_options(), replace).revision
+
+
 @pytest.mark.model
 def test_gguf_file_is_described_once_and_as_by_transformers(demo_gguf: Path) -> None:
     stages: list[str] = []

@@ -70,6 +70,17 @@ async def test_purged_dead_letter_is_gone(queue: Queue) -> None:
     assert await audit(AdminBroker(queue.redis), "m") == []
 
 
+async def test_all_are_purged_although_the_records_of_the_newest_are_gone(queue: Queue) -> None:
+    job = new_job()
+    await die(queue, job)
+    now_ms = await queue.now_ms()
+    await queue.redis.zadd(f"{P}:dead_letters", {f"m.gone{number}": now_ms + number for number in range(100)})
+    letters = DeadLetters(queue.redis)
+    assert await letters.newest("m") == []
+    assert [await letters.purge_all("m") for _ in range(2)] == [101, 0]
+    assert await queue.redis.exists(keys.request(job.id), f"{P}:dead_letters") == 0
+
+
 async def test_an_open_job_that_is_purged_by_mistake_runs(queue: Queue) -> None:
     node, job_id = await queue.node(), await queue.submit()
     assert await DeadLetters(queue.redis).purge([job_id]) == 0

@@ -14,6 +14,7 @@ import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +27,9 @@ from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import WantedCalls, WantedFunction
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.structured import limits, processes
+from penstock.gpu_node.engine.structured import compiler, limits, processes
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
-from penstock.gpu_node.engine.structured.grammar import Grammar
+from penstock.gpu_node.engine.structured.grammar import Grammar, TrialResult
 from penstock.gpu_node.engine.structured.process import Template, Worker
 
 PROMPT = [3, 4, 5]
@@ -185,6 +186,55 @@ def test_a_template_that_ends_right_after_a_trials_process_starts_anew(
     assert engine.generate([PROMPT], _params({"regex": "ab"}))[0].choices[0].text == "ab"
     assert engine.stats().grammar_host_failures == 0
     engine._guides.close()
+
+
+def test_trial_ends_although_its_template_hangs(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, fork, kill_all = _engine(tiny_model), Template.fork, Template.kill_all
+    stopped: list[int] = []
+
+    def kill(template: Template) -> None:
+        monkeypatch.setattr(limits, "TASK_WALL_S", 15.0)  # The next one has time, on a busy machine, too.
+        kill_all(template)
+
+    def stop_and_fork(template: Template, *wanted: Any) -> Worker:
+        if not stopped:
+            stopped.append(template.pid)
+            os.kill(template.pid, signal.SIGSTOP)  # It neither forks the trial's process nor kills it.
+        return fork(template, *wanted)
+
+    monkeypatch.setattr(Template, "fork", stop_and_fork)
+    monkeypatch.setattr(Template, "kill_all", kill)
+    monkeypatch.setattr(limits, "TASK_WALL_S", 0.1)
+    with ThreadPoolExecutor(1) as pool:
+        assert isinstance(pool.submit(engine.prepare, _params({"regex": "ab"})).result(20).grammar, Grammar)
+    assert len(stopped) == 1
+    assert engine.generate([PROMPT], _params({"regex": "ab"}))[0].choices[0].text == "ab"
+    engine._guides.close()
+
+
+def test_refusal_after_kills_from_outside_ends_and_the_next_one_lasts_longer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guides, wanted, now_s, tried_s = engine._guides, StructuredOutputs(regex="a refused text"), 1000.0, []
+
+    def killed(*_: Any) -> TrialResult:
+        tried_s.append(now_s)
+        return TrialResult(is_too_costly=True, is_killed=True)
+
+    monkeypatch.setattr(compiler, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with monkeypatch.context() as patch:
+        patch.setattr(guides._host, "try_out", killed)
+        for asked_s in (1000.0, 1119.0, 1121.0, 1360.0, 1362.0):
+            now_s = asked_s
+            with pytest.raises(TooCostlyError, match="killed from outside"):
+                guides.prepare(wanted)
+    assert tried_s == [1000.0, 1121.0, 1362.0]
+    now_s = 1362.0 + 481.0
+    refused = guides.prepare(wanted)
+    refused.refusal, refused.killed_s = TooCostlyError("killed"), now_s
+    assert guides.prepare(wanted) is refused
+    now_s += 3600.0
+    assert guides.prepare(wanted).refusal is None
 
 
 def test_a_mask_host_that_failed_is_counted_and_ends_its_requests(
