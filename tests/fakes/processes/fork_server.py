@@ -154,7 +154,6 @@ def import_services() -> None:
 def run_command(request: Request, address: str) -> None:
     """Run a command in its own environment and working folder. The parts that it starts are forks too."""
     from armed import arm, end_with_parent, run  # type: ignore[import-not-found]
-
     from fork_client import command_of  # type: ignore[import-not-found]
 
     import_module("penstock.cli.processes")._PENSTOCK = command_of(address, "-m", "penstock")  # type: ignore[attr-defined]
