@@ -158,4 +158,5 @@ def _spawn(line: socket.socket, unknown_fields: UnknownFields) -> subprocess.Pop
     client's connection by the time of the fork, and the process would inherit that.
     """
     with line:
-        return subprocess.Popen([*_PARSER, unknown_fields], stdin=line, env=os.environ | {"RUST_BACKTRACE": "0"})
+        environment = os.environ | {"RUST_BACKTRACE": "0"}
+        return subprocess.Popen([*_PARSER, unknown_fields], stdin=line.fileno(), env=environment)
