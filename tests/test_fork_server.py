@@ -7,14 +7,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.processes.child_process import ChildProcess
-from fakes.processes.fork_server import FORK_CLIENT
+from fakes.processes.fork_client import command_of
 from fakes.processes.forked_process import ForkedProcess, ForkServer
 from fakes.processes.python_process import PythonProcess, run_python
 
@@ -163,7 +162,7 @@ def part(server: ForkServer) -> Iterator[subprocess.Popen[str]]:
     code = (
         "import os, signal; signal.signal(15, lambda *_: os._exit(7)); print(os.getpid(), flush=True); signal.pause()"
     )
-    command = [sys.executable, "-I", "-S", FORK_CLIENT, server.address, "-c", code]
+    command = command_of(server.address, "-c", code)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         yield process
         process.kill()

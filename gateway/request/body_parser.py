@@ -29,6 +29,7 @@ _MAX_COMMAS_ON_LOOP = 4096
 PARSE_TIMEOUT_S = 20.0
 """Seconds that the parser process may take for one body. After that the body is refused and the process is killed."""
 _REAP_TIMEOUT_S = 5.0
+_PARSER = (sys.executable, "-m", "penstock.gateway.request.parser_process")
 
 
 def is_heavy(raw: bytes) -> bool:
@@ -151,16 +152,11 @@ class _Child:
 
 
 def _spawn(line: socket.socket, unknown_fields: UnknownFields) -> subprocess.Popen[bytes]:
-    """Start a parser process that inherits `line`, and close the gateway's copy of it.
+    """Start a parser process whose stdin is `line`, and close the gateway's copy of it.
 
     Both happen on one thread. If the caller closed the copy after a cancellation, its descriptor could belong to a
     client's connection by the time of the fork, and the process would inherit that.
     """
-    module, number = "penstock.gateway.request.parser_process", line.fileno()
     with line:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, str(number), unknown_fields],
-            pass_fds=(number,),
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"RUST_BACKTRACE": "0"},
-        )
+        environment = os.environ | {"RUST_BACKTRACE": "0"}
+        return subprocess.Popen([*_PARSER, unknown_fields], stdin=line.fileno(), env=environment)

@@ -1,10 +1,10 @@
 """The process that parses large bodies, and large messages of WebSockets.
 
-Its command is `python -m penstock.gateway.request.parser_process FD UNKNOWN_FIELDS`. The second argument is the
-gateway's setting `unknown_fields`.
+Its command is `python -m penstock.gateway.request.parser_process UNKNOWN_FIELDS`. The argument is the gateway's setting
+`unknown_fields`.
 
 Parsing holds Python's global interpreter lock, so a thread would still block the gateway's event loop. This process
-reads bodies one by one from an inherited socket and ends with the gateway. Its memory is limited: a body that needs
+reads bodies one by one from a socket, its stdin, and ends with the gateway. Its memory is limited: a body that needs
 more kills it, and the gateway starts another one.
 """
 
@@ -47,13 +47,13 @@ def main() -> None:
     gc.disable()  # A parsed body is a tree without cycles, so a collection would scan millions of values for nothing.
     gc.freeze()
     _limit_memory()
-    with socket.socket(fileno=int(sys.argv[1])) as line:
+    with socket.socket(fileno=sys.stdin.fileno()) as line:
         while (head := _receive(line, HEAD.size)) is not None:
             form, num_bytes = HEAD.unpack(head)
             raw = _receive(line, num_bytes)
             if raw is None:
                 return
-            answer = answer_to(FORMS[form], bytes(raw), ignores_unknown=sys.argv[2] == "ignore")
+            answer = answer_to(FORMS[form], bytes(raw), ignores_unknown=sys.argv[1] == "ignore")
             line.sendall(HEAD.pack(0, len(answer)) + answer)
             del raw, answer
             gc.collect()

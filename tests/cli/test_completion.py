@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fakes.processes.child_process import ChildProcess
-from fakes.processes.fork_server import FORK_CLIENT
+from fakes.processes.fork_client import command_of
 from fakes.processes.python_process import run_python
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
@@ -57,7 +57,7 @@ def loaded_by(*words: str, **env: str) -> set[str]:
 )
 def test_bash_completes_commands_options_and_their_values(tmp_path: Path) -> None:
     forked = tmp_path / "penstock"
-    fork = [sys.executable, "-I", "-S", FORK_CLIENT, ChildProcess.session_server().address, "-c", COMPLETE]
+    fork = command_of(ChildProcess.session_server().address, "-c", COMPLETE)
     forked.write_text(f'#!/bin/sh\nexec {shlex.join(fork)} "$@"\n')
     forked.chmod(0o700)
     path = f"{PENSTOCK.parent}{os.pathsep}{os.environ['PATH']}"

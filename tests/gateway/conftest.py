@@ -17,6 +17,8 @@ import openai
 import pytest
 import redis as sync_redis
 import uvicorn
+from fakes.processes.child_process import ChildProcess
+from fakes.processes.fork_client import PARSER, command_of
 from fakes.processes.reference_engine import packed_fake_embedding
 
 from penstock.contract.adapters import AdapterRef
@@ -25,6 +27,7 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Usage
 from penstock.gateway.app import make_server
+from penstock.gateway.request import body_parser
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.node import Node
@@ -276,6 +279,19 @@ class Stack:
 def port_of(server: uvicorn.Server) -> int:
     """Return the port that a started server listens on."""
     return int(server.servers[0].sockets[0].getsockname()[1])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_parser() -> Iterator[None]:
+    """These gateways start their parser process as a fork: an interpreter imports for half a second.
+
+    Gateways that are processes themselves (test_large_answers.py) start it as outside of tests.
+    """
+    server = ChildProcess.session_server()
+    server.open()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(body_parser, "_PARSER", command_of(server.address, *PARSER))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """`python -I -S fork_client.py ADDRESS <words>`: run `python <words>` as a fork of the server of services at ADDRESS.
 
 `penstock serve` and `penstock demo` start their parts with this program if they are forks of that server themselves.
+So do gateways in a test's process with their parser process.
 The part has the streams, environment and working folder of this process. This process forwards SIGTERM and SIGINT to
 it, and ends with its exit status. If this process is killed, the server kills the part.
 """
@@ -14,6 +15,14 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+
+PARSER = ("-c", "from penstock.gateway.request.parser_process import main; main()")
+"""What a gateway starts for large bodies. The server has imported the module, so `-m` would warn."""
+
+
+def command_of(address: str, *words: str) -> tuple[str, ...]:
+    """Return the command that runs `python <words>` as a fork of the server at this address."""
+    return (sys.executable, "-I", "-S", __file__, address, *words)
 
 
 def main(address: str, *words: str) -> None:

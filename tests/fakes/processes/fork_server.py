@@ -27,7 +27,6 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 MAX_REQUEST_BYTES = 1 << 20
-FORK_CLIENT = str(Path(__file__).parent / "fork_client.py")
 STREAMS = 3
 """Stdin, stdout and stderr come with a request, and behind them the pipe that gets the exit status."""
 PRELOADED = (
@@ -155,10 +154,9 @@ def import_services() -> None:
 def run_command(request: Request, address: str) -> None:
     """Run a command in its own environment and working folder. The parts that it starts are forks too."""
     from armed import arm, end_with_parent, run  # type: ignore[import-not-found]
+    from fork_client import command_of  # type: ignore[import-not-found]
 
-    processes = import_module("penstock.cli.processes")
-    processes._PENSTOCK = (sys.executable, "-I", "-S", FORK_CLIENT, address, "-m", "penstock")  # type: ignore[attr-defined]
-
+    import_module("penstock.cli.processes")._PENSTOCK = command_of(address, "-m", "penstock")  # type: ignore[attr-defined]
     if request.get("on_terminal"):
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
