@@ -61,7 +61,7 @@ def test_settings_that_no_runner_supports_are_named(
     with pytest.raises(ConfigError, match=reason):
         load_model(
             str(model_config(family_folder(name), **changes)),
-            runner_options(num_kv_blocks=8),
+            runner_options(num_kv_blocks=8, load_format="dummy"),
             lambda stage, fraction: None,
         )
 
