@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Semaphore
 from types import SimpleNamespace
@@ -130,8 +131,11 @@ def _start(folder: Path, cache: Path, *, dies: bool = False) -> subprocess.Popen
 
 def _wait_until_it_opens_the_part(process: subprocess.Popen[str]) -> None:
     def is_open() -> bool:
-        links = Path(f"/proc/{process.pid}/fd").iterdir()
-        return any(os.path.lexists(link) and str(link.readlink()).endswith(".part") for link in links)
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # The process has closed it meanwhile.
+                if str(link.readlink()).endswith(".part"):
+                    return True
+        return False
 
     ends_s = time.monotonic() + WAIT_S
     while not is_open():
@@ -168,6 +172,7 @@ def test_processes_that_start_together_pack_once_also_when_the_first_dies(
         first.communicate()
         said = [_lines_until_ready(process) for process in others]
     finally:
+        first.kill()
         for process in others:
             process.communicate(timeout=WAIT_S)
     assert sorted(len(lines) for lines in said) == [1, 2]
