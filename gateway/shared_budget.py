@@ -49,7 +49,7 @@ class _WaitingClaim:
     amount: int
     granted: asyncio.Future[None]
     number: int = field(default_factory=lambda: next(_numbers))
-    """Wishes are numbered in order of arrival."""
+    """Waiting claims are numbered in order of arrival."""
 
 
 class SharedBudget:
@@ -92,8 +92,8 @@ class SharedBudget:
         self._num_used = 0
         self._claims: dict[str, set[Claim]] = {}
         """The claims by owner that hold something."""
-        self._wishes: dict[str, deque[_WaitingClaim]] = {}
-        """Waiting wishes by owner. The first owner in the dictionary is served next."""
+        self._waiting: dict[str, deque[_WaitingClaim]] = {}
+        """Waiting claims by owner. The first owner in the dictionary is served next."""
 
     @property
     def num_used(self) -> int:
@@ -120,7 +120,7 @@ class SharedBudget:
         amount = min(amount, self._most)
         if amount <= claim.amount:
             return
-        if not self._wishes and self._fits_share(claim, amount) and self._fits_total(claim, amount):
+        if not self._waiting and self._fits_share(claim, amount) and self._fits_total(claim, amount):
             self._grant(claim, amount)
         else:
             await self._wait(claim, amount)
@@ -143,18 +143,18 @@ class SharedBudget:
         self._serve()
 
     async def _wait(self, claim: Claim, amount: int) -> None:
-        wish = _WaitingClaim(claim, amount, asyncio.get_running_loop().create_future())
-        self._wishes.setdefault(claim.owner, deque()).append(wish)
+        waiting = _WaitingClaim(claim, amount, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(claim.owner, deque()).append(waiting)
         self._serve()
         try:
             async with asyncio.timeout(self._max_wait_s):
-                await wish.granted
+                await waiting.granted
         except TimeoutError:
             message = "this gateway holds as many large answers as it may; repeat the request later"
             raise UnavailableError(message, retry_after_ms=_RETRY_AFTER_MS, code="answer_memory_full") from None
         finally:
             # If this task was canceled just after the grant, the end of the claim's block gives it back.
-            self._drop(wish)
+            self._drop(waiting)
             self._serve()
 
     def _fits_share(self, claim: Claim, amount: int) -> bool:
@@ -179,53 +179,54 @@ class SharedBudget:
         self._claims.setdefault(claim.owner, set()).add(claim)
 
     def _serve(self) -> None:
-        """Grant waiting wishes: all that fit, and then the reserve."""
+        """Grant waiting claims: all that fit, and then the reserve."""
         self._serve_owners()
         if self._has_reserve and self._in_reserve is None:
-            waiting = (wish for wishes in self._wishes.values() for wish in wishes if not wish.granted.done())
-            wish = min((wish for wish in waiting if wish.claim.is_second), key=lambda one: one.number, default=None)
-            if wish is not None:
-                self._drop(wish)
-                self._in_reserve, wish.claim.amount = wish.claim, wish.amount
-                wish.granted.set_result(None)
+            every = (each for queue in self._waiting.values() for each in queue if not each.granted.done())
+            waiting = min((each for each in every if each.claim.is_second), key=lambda each: each.number, default=None)
+            if waiting is not None:
+                self._drop(waiting)
+                self._in_reserve, waiting.claim.amount = waiting.claim, waiting.amount
+                waiting.granted.set_result(None)
 
     def _serve_owners(self) -> None:
-        """Grant the wishes that fit, one owner after the other.
+        """Grant the waiting claims that fit, one owner after the other.
 
-        A wish that its owner's share forbids is skipped. A wish that exceeds the free total stops the round: otherwise
-        smaller wishes of other owners would starve it. Steps are all of one size, so they need not wait for each other.
+        A claim that its owner's share forbids is skipped. A claim that exceeds the free total stops the round:
+        otherwise smaller claims of other owners would starve it. Steps are all of one size, so they need not wait for
+        each other.
         """
         progress = True
         while progress:
             progress = False
-            for owner in list(self._wishes):
-                wish = self._next_of(owner)
-                if wish is None:
+            for owner in list(self._waiting):
+                waiting = self._next_of(owner)
+                if waiting is None:
                     continue
-                if not self._step and not self._fits_total(wish.claim, wish.amount):
+                if not self._step and not self._fits_total(waiting.claim, waiting.amount):
                     return
-                self._drop(wish)
+                self._drop(waiting)
                 # The owner moves to the end of the round.
-                if owner in self._wishes:
-                    self._wishes[owner] = self._wishes.pop(owner)
-                self._grant(wish.claim, wish.amount)
-                wish.granted.set_result(None)
+                if owner in self._waiting:
+                    self._waiting[owner] = self._waiting.pop(owner)
+                self._grant(waiting.claim, waiting.amount)
+                waiting.granted.set_result(None)
                 progress = True
 
     def _next_of(self, owner: str) -> _WaitingClaim | None:
-        """Return an owner's next wish if its share permits it; of several steps, the first that can be granted."""
-        for wish in self._wishes[owner]:
-            if wish.granted.done():  # canceled; its waiter has not removed it yet
+        """Return an owner's next waiting claim if its share permits it; of steps, the first that can be granted."""
+        for waiting in self._waiting[owner]:
+            if waiting.granted.done():  # canceled; its waiter has not removed it yet
                 continue
             if not self._step:
-                return wish if self._fits_share(wish.claim, wish.amount) else None
-            if self._fits_share(wish.claim, wish.amount) and self._fits_total(wish.claim, wish.amount):
-                return wish
+                return waiting if self._fits_share(waiting.claim, waiting.amount) else None
+            if self._fits_share(waiting.claim, waiting.amount) and self._fits_total(waiting.claim, waiting.amount):
+                return waiting
         return None
 
-    def _drop(self, wish: _WaitingClaim) -> None:
-        wishes = self._wishes.get(wish.claim.owner, deque())
-        if wish in wishes:
-            wishes.remove(wish)
-            if not wishes:
-                del self._wishes[wish.claim.owner]
+    def _drop(self, waiting: _WaitingClaim) -> None:
+        queue = self._waiting.get(waiting.claim.owner, deque())
+        if waiting in queue:
+            queue.remove(waiting)
+            if not queue:
+                del self._waiting[waiting.claim.owner]
