@@ -3,7 +3,8 @@
 namespace penstock {
 namespace {
 
-// What the integer sums of a group begin with, so that a code means what its distance from zero does.
+// Codes are unsigned, and in some formats a code above 0 stands for the weight 0. The integer sums then begin with a
+// bias that cancels this. There is none, or one for a group of columns, or one for each half of a group.
 enum class Bias { kNone, kGroup, kHalf };
 
 template <class P>
@@ -12,8 +13,9 @@ constexpr Bias bias_of() {
   return P::Scales::kParts == 1 ? Bias::kGroup : Bias::kHalf;
 }
 
-// How far codes are shifted to the left, so that zero is 128 or, in halves of groups, 32. So all formats share one bias:
-// the negative zero times the sum of the other side's numbers. The scales are divided accordingly, which loses no bit.
+// How far codes are shifted to the left, so that the code of the weight 0 becomes 128 or, in halves of groups, 32. All
+// formats then share one bias: minus that code, times the sum of the quantized activations. The scales are divided by
+// the same power of two, which loses no bit.
 template <class P>
 constexpr int shift_of() {
   const int zero = P::Scales::kParts == 1 ? 128 : 32;
