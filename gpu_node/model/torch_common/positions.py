@@ -21,13 +21,30 @@ from penstock.kernels.reference.quantized import to_bf16
 
 Table = NDArray[np.float32]
 
+_PART_POSITIONS = 4096
+"""The angles of so many positions stay in a core's cache."""
+
 
 def rope_angles(rope: Rope, num_positions: int) -> tuple[Table, Table]:
     """Return cosines and sines by position, each [num_positions, rope.dim / 2]; both halves of a head share them."""
-    positions = np.arange(num_positions, dtype=np.float32)[:, None]
-    angles = positions * _frequencies(rope, num_positions)
+    shape = num_positions, rope.dim // 2
+    tables = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    write_rope_angles(rope, *tables)
+    return tables
+
+
+def write_rope_angles(rope: Rope, cosines: Table, sines: Table) -> None:
+    """Write the tables of `rope_angles`, without further arrays of their size."""
+    frequencies = _frequencies(rope, len(cosines))
     magnitude = np.float32(rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling | LongScaling) else 1)
-    return np.cos(angles) * magnitude, np.sin(angles) * magnitude
+    for start in range(0, len(cosines), _PART_POSITIONS):
+        part = slice(start, start + _PART_POSITIONS)
+        positions = np.arange(start, min(part.stop, len(cosines)), dtype=np.float32)[:, None]
+        angles = positions * (frequencies[part] if len(frequencies) > 1 else frequencies)
+        for function, table in ((np.cos, cosines), (np.sin, sines)):
+            function(angles, out=table[part])
+            if magnitude != 1:
+                table[part] *= magnitude
 
 
 def _frequencies(rope: Rope, num_positions: int) -> Table:
