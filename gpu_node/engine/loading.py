@@ -30,8 +30,8 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
         loading = loader.submit(load_found, found, config, progress)
         try:
             # Meanwhile the load thread is mostly outside the interpreter.
-            vocab_size, written = found.described.spec.vocab_size, found.source.tokenizer
-            tokenizer = Tokenizer(found.source.folder, vocab_size=vocab_size, written=written)
+            vocab_size = found.described.spec.vocab_size
+            tokenizer = Tokenizer(found.source.folder, vocab_size=vocab_size, written=found.tokenizer)
         finally:
             # If both fail, the error of the runner is raised.
             model = loading.result()

@@ -23,7 +23,7 @@ from penstock.gpu_node.model.checkpoint.source import ModelSource, Progress, res
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner
+from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, WrittenTokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class FoundModel:
     described: Description
     stamps: list[tuple[int, ...]]
     """What tells whether one of its files is replaced."""
+    tokenizer: WrittenTokenizer | None
+    """Its tokenizer, if this process has just converted it. The loaded model does not keep it."""
 
     @property
     def source(self) -> ModelSource:
@@ -65,7 +67,8 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
     config = read_object(source.folder / "config.json")
     if source.gguf is not None:
         config = with_gguf_settings(config, source.gguf)
-    return FoundModel(model, config, _describe(source, config, options), stamps)
+    described = _describe(replace(source, tokenizer=None), config, options)
+    return FoundModel(model, config, described, stamps, source.tokenizer)
 
 
 def load_found(found: FoundModel, options: RunnerOptions, progress: Progress) -> LoadedModel:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.contract.errors import ConfigError, RequestError, TooCostlyError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES
@@ -23,9 +23,7 @@ from penstock.gpu_node.engine.text.detokenizer import Detokenizer
 from penstock.gpu_node.engine.text.encoder import ChatEncoder, batch_token_ids_of, token_ids_of
 from penstock.gpu_node.engine.text.token_bytes import byte_fallback, byte_level, tokens_by_id
 from penstock.gpu_node.engine.text.tokenizer_files import read_tokenizer_files
-
-if TYPE_CHECKING:
-    from penstock.gpu_node.model.checkpoint.gguf_llama import WrittenTokenizer
+from penstock.gpu_node.model.protocol import WrittenTokenizer
 
 
 class Tokenizer:

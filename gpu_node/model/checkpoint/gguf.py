@@ -14,7 +14,8 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, read_header
-from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, WrittenTokenizer, describe_llama
+from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, describe_llama
+from penstock.gpu_node.model.protocol import WrittenTokenizer
 
 LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 """Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader
+from penstock.gpu_node.model.protocol import WrittenTokenizer
 
 TOKENIZER_LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
 _SIZES = {
@@ -62,15 +62,6 @@ _IN_BYTE_ALPHABET = re.compile("[!-~¡-¬®-\u0143]*")
 _GPT2_END = "<|endoftext|>"
 """GPT-2's special token, which transformers adds to every byte-level vocabulary without it."""
 _UNLIMITED = int(1e30)
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenTokenizer:
-    """A tokenizer that was written to a folder. Reading it from there would take as long as making it."""
-
-    backend: Tokenizer
-    tokens: Sequence[str]
-    """Its tokens by id, without added ones. Ids without a token have an empty text."""
 
 
 def describe_llama(header: GgufHeader, folder: Path) -> WrittenTokenizer | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once, samples
 from penstock.gpu_node.model.checkpoint.gguf import describe_gguf
-from penstock.gpu_node.model.checkpoint.gguf_llama import WrittenTokenizer
 from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
+from penstock.gpu_node.model.protocol import WrittenTokenizer
 from penstock.runtime.cache_folders import file_stem
 
 _CONVERTER_VERSION = 2
