@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import LoadedModel
+
+_HEAD_START_S = 0.05
+"""The load thread then mostly works outside the interpreter, which reading a tokenizer holds for tenths of a second."""
 
 
 def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[LoadedModel, Tokenizer]:
@@ -28,8 +31,8 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
     with ThreadPoolExecutor(1, "penstock-load") as loader:
         found = loader.submit(find_model, config.model, config, progress, revision=config.revision).result()
         loading = loader.submit(load_found, found, config, progress)
+        wait([loading], _HEAD_START_S)
         try:
-            # Meanwhile the load thread is mostly outside the interpreter.
             vocab_size = found.described.spec.vocab_size
             tokenizer = Tokenizer(found.source.folder, vocab_size=vocab_size, written=found.tokenizer)
         finally:

@@ -21,9 +21,6 @@ from penstock.kernels.reference.quantized import to_bf16
 
 Table = NDArray[np.float32]
 
-_PART_POSITIONS = 4096
-"""The angles of so many positions stay in a core's cache."""
-
 
 def rope_angles(rope: Rope, num_positions: int) -> tuple[Table, Table]:
     """Return cosines and sines by position, each [num_positions, rope.dim / 2]; both halves of a head share them."""
@@ -35,16 +32,14 @@ def rope_angles(rope: Rope, num_positions: int) -> tuple[Table, Table]:
 
 def write_rope_angles(rope: Rope, cosines: Table, sines: Table) -> None:
     """Write the tables of `rope_angles`, without further arrays of their size."""
-    frequencies = _frequencies(rope, len(cosines))
+    positions = np.arange(len(cosines), dtype=np.float32)[:, None]
+    angles = np.multiply(positions, _frequencies(rope, len(cosines)), out=sines)
+    np.cos(angles, out=cosines)
+    np.sin(angles, out=sines)
     magnitude = np.float32(rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling | LongScaling) else 1)
-    for start in range(0, len(cosines), _PART_POSITIONS):
-        part = slice(start, start + _PART_POSITIONS)
-        positions = np.arange(start, min(part.stop, len(cosines)), dtype=np.float32)[:, None]
-        angles = positions * (frequencies[part] if len(frequencies) > 1 else frequencies)
-        for function, table in ((np.cos, cosines), (np.sin, sines)):
-            function(angles, out=table[part])
-            if magnitude != 1:
-                table[part] *= magnitude
+    if magnitude != 1:
+        cosines *= magnitude
+        sines *= magnitude
 
 
 def _frequencies(rope: Rope, num_positions: int) -> Table:
