@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from penstock.contract.errors import InvariantError, PenstockError
-from penstock.contract.job import MAX_TOKENS_LIMIT, SamplingParams
+from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, SamplingParams
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, Usage
 from penstock.contract.waiting import PrefillProgress
@@ -17,7 +17,6 @@ from penstock.gpu_node.monitor.job_times import EndedJob, JobTimes
 from penstock.gpu_node.monitor.job_trace import JobTrace
 from penstock.gpu_node.packed_chunks import PromptRows, SealedChunk, seal
 from penstock.queue import msgpack_codec, results
-from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
 from penstock.queue.inbox_message import encode_progress
 from penstock.queue.msgpack_codec import Pack

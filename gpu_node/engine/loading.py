@@ -1,17 +1,21 @@
-"""Load a model and its runner from an engine's settings."""
+"""Load a model, its runner and its tokenizer from an engine's settings."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from penstock.gpu_node.engine.config import EngineConfig
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import LoadedModel
 
+_HEAD_START_S = 0.05
+"""The load thread then mostly works outside the interpreter, which reading a tokenizer holds for tenths of a second."""
 
-def load(config: EngineConfig, progress: Callable[[str, float], None]) -> LoadedModel:
-    """Load the model that `config` names. Raises ConfigError."""
+
+def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[LoadedModel, Tokenizer]:
+    """Load the model that `config` names, and its tokenizer. Raises ConfigError."""
     # A thread that spins at an OpenMP barrier takes the core from the thread it waits for: beside other processes,
     # steps took 6 times as long. Threads that sleep at once cost 40 % of an idle machine's speed. A short spin (about
     # 20 µs) avoids both. The OpenMP runtime reads these variables when torch is imported for the first time.
@@ -20,9 +24,18 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> Loaded
     # One prompt gains nothing from the tokenizer's own thread pool, and a process that has one cannot fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Torch is imported only here: modules that import the engine for its records do not pay for it.
-    from penstock.gpu_node.model.load import load_model
+    from penstock.gpu_node.model.load import find_model, load_found
 
     # Load on a thread that ends. Torch keeps an OpenMP team for every living thread; with more team threads than
     # cores, they stop spinning at barriers, which costs a step 40 % of its speed.
     with ThreadPoolExecutor(1, "penstock-load") as loader:
-        return loader.submit(load_model, config.model, config, progress, revision=config.revision).result()
+        found = loader.submit(find_model, config.model, config, progress, revision=config.revision).result()
+        loading = loader.submit(load_found, found, config, progress)
+        wait([loading], _HEAD_START_S)
+        try:
+            vocab_size = found.described.spec.vocab_size
+            tokenizer = Tokenizer(found.source.folder, vocab_size=vocab_size, written=found.tokenizer)
+        finally:
+            # If both fail, the error of the runner is raised.
+            model = loading.result()
+    return model, tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from penstock.gpu_node.model.checkpoint.source import ModelSource, Progress, res
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.options import RunnerOptions
-from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner
+from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, WrittenTokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -34,19 +34,51 @@ _POOLINGS: dict[str, Pooling] = {
 }
 
 
-def load_model(model: str, options: RunnerOptions, progress: Progress, *, revision: str | None = None) -> LoadedModel:
-    """Find, check and load a model; `revision` selects a revision on the Hugging Face hub.
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model that was found and checked, but not loaded."""
 
-    Raises ConfigError that names the missing file, the unsupported setting, or the memory that cannot be allocated.
-    Raises it also if a file was replaced meanwhile: the revision is read from the files, and must be that of the loaded
-    weights.
+    name: str
+    config: Mapping[str, Any]
+    described: Description
+    stamps: list[tuple[int, ...]]
+    """What tells whether one of its files is replaced."""
+    tokenizer: WrittenTokenizer | None
+    """Its tokenizer, if this process has just converted it. The loaded model does not keep it."""
+
+    @property
+    def source(self) -> ModelSource:
+        """Its files."""
+        return self.described.source
+
+
+def load_model(model: str, options: RunnerOptions, progress: Progress, *, revision: str | None = None) -> LoadedModel:
+    """Find, check and load a model, as `find_model` and `load_found` do."""
+    return load_found(find_model(model, options, progress, revision=revision), options, progress)
+
+
+def find_model(model: str, options: RunnerOptions, progress: Progress, *, revision: str | None = None) -> FoundModel:
+    """Find and check a model; `revision` selects a revision on the Hugging Face hub.
+
+    Raises ConfigError that names the missing file or the unsupported setting.
     """
     source = _source(model, options, progress, revision)
     stamps = stamps_of_source(source)
     config = read_object(source.folder / "config.json")
     if source.gguf is not None:
         config = with_gguf_settings(config, source.gguf)
-    described = _describe(source, config, options)
+    described = _describe(replace(source, tokenizer=None), config, options)
+    return FoundModel(model, config, described, stamps, source.tokenizer)
+
+
+def load_found(found: FoundModel, options: RunnerOptions, progress: Progress) -> LoadedModel:
+    """Load a model that was found with the same options.
+
+    Raises ConfigError that names the missing file, the unsupported setting, or the memory that cannot be allocated.
+    Raises it also if a file was replaced since it was found: the revision is read from the files, and must be that of
+    the loaded weights.
+    """
+    source, described = found.source, found.described
     adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     try:
         runner, arithmetic = _load(described, options, progress)
@@ -60,14 +92,14 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
         vocab_size=described.spec.vocab_size,
         hidden_size=described.spec.hidden_size,
         max_model_len=described.max_model_len,
-        eos_token_ids=_eos_token_ids(source.folder, config),
+        eos_token_ids=_eos_token_ids(source.folder, found.config),
         adapters=adapters,
         pooling=_pooling_of(source.folder),
         arithmetic=arithmetic,
         revision=revision_of(source, arithmetic),
     )
-    if stamps_of_source(source) != stamps:
-        raise ConfigError(f"{model}: its files were replaced while they were loaded; start again")
+    if stamps_of_source(source) != found.stamps:
+        raise ConfigError(f"{found.name}: its files were replaced while they were loaded; start again")
     return loaded
 
 

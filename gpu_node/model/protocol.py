@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -14,6 +15,8 @@ from penstock.gpu_node.model.lora.low_rank import LowRank
 from penstock.gpu_node.model.token_masks import TokenMasks
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
     from penstock.contract.adapters import AdapterRef
     from penstock.contract.tasks import Pooling
 
@@ -259,6 +262,15 @@ class ProfiledRunner(Protocol):
 
     def write_profile(self, path: Path) -> None:
         """Write what was recorded as a compressed Chrome trace. It may take seconds; safe on any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTokenizer:
+    """A tokenizer that was written to a folder. Reading it from there would take as long as making it."""
+
+    backend: Backend
+    tokens: Sequence[str]
+    """Its tokens by id, without added ones. Ids without a token have an empty text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import ctypes as c
 import weakref
 from collections.abc import Sequence
 from enum import IntEnum
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,16 @@ class NativeModel:
         call = self._library.penstock_vector_fill
         self._check(call(self._handle, layer, vector, values.ctypes.data, values.size))
 
+    def vector(self, vector: Vector, layer: int, *shape: int) -> NDArray[np.float32]:
+        """Return the memory of a vector or table, to be written. It is valid until the vector is set again.
+
+        Otherwise as `set_vector`, but large tables need no copy.
+        """
+        address = c.POINTER(c.c_float)()
+        call = self._library.penstock_vector_at
+        self._check(call(self._handle, layer, vector, prod(shape), c.byref(address)))
+        return np.ctypeslib.as_array(address, shape)
+
     def set_adapter(
         self, adapter_slot: int, slot: Slot, layer: int, parts: Sequence[LowRankRows], gains: NDArray[np.float32] | None
     ) -> None:
@@ -235,6 +246,7 @@ def _open(path: Path) -> Any:
         "penstock_matrix_bytes": (pointer, [pointer, number, number, pointer]),
         "penstock_matrix_fill": (c.c_char_p, [pointer, *[number] * 6, pointer, c.c_size_t, pointer, pointer]),
         "penstock_vector_fill": (c.c_char_p, [pointer, number, number, pointer, c.c_size_t]),
+        "penstock_vector_at": (c.c_char_p, [pointer, number, number, c.c_size_t, pointer]),
         "penstock_bias_fill": (c.c_char_p, [pointer, *[number] * 4, pointer, number]),
         "penstock_layer_positions_set": (None, [pointer, number, number, number]),
         "penstock_adapter_set": (c.c_char_p, [pointer, *[number] * 3, pointer, number, pointer]),

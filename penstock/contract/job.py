@@ -33,6 +33,8 @@ MAX_BAD_WORDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_TOKENS_LIMIT = 1 << 20
+PREDICTED_OUTPUT_TOKENS = 256
+"""Predicted output tokens per choice, or max_tokens if less, until nodes report measured lengths."""
 MAX_MESSAGES = 4096
 MAX_PARTICIPANT_NAME_CHARS = 256
 """Characters of the `name` of a message."""

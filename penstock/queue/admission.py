@@ -9,11 +9,9 @@ import math
 from collections.abc import Sequence
 
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
-from penstock.contract.job import MAX_TOKENS_LIMIT, Job
+from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Job
 from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord
 
-PREDICTED_OUTPUT_TOKENS = 256
-"""Predicted output tokens per choice, or max_tokens if less, until nodes report measured lengths."""
 JOB_BYTES = 2_048
 """Bytes of a job in Redis without its request, log and result."""
 LOG_BYTES_PER_TOKEN = 45

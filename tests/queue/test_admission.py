@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
-from penstock.contract.job import MAX_TOKENS_LIMIT, Message, Priority, SamplingParams
+from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Message, Priority, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk
 from penstock.contract.tasks import Embed
@@ -20,7 +20,6 @@ from penstock.contract.tools import ToolCall
 from penstock.queue.admission import (
     MAX_WAIT_MS,
     MIN_RETRY_AFTER_MS,
-    PREDICTED_OUTPUT_TOKENS,
     decide,
     estimate_bytes,
     estimate_cost,

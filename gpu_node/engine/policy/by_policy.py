@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from penstock.contract.job import PREDICTED_OUTPUT_TOKENS
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots, ByAdapter
 from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, NumTokens, SchedulingPolicy
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
 from penstock.queue.policy import HOLD_MS, PolicyConfig, choose, foremost, learned_hold_ms, preemption_order, victims_of
 from penstock.queue.policy_state import PolicyState
 

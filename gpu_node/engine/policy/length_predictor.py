@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 
-from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
+from penstock.contract.job import PREDICTED_OUTPUT_TOKENS
 
 WINDOW = 128
 """Outputs remembered per group."""

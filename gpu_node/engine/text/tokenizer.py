@@ -21,23 +21,25 @@ from penstock.gpu_node.engine.text.chat_format import (
 from penstock.gpu_node.engine.text.chat_template import NO_VARIABLES, ChatTemplate
 from penstock.gpu_node.engine.text.detokenizer import Detokenizer
 from penstock.gpu_node.engine.text.encoder import ChatEncoder, batch_token_ids_of, token_ids_of
+from penstock.gpu_node.engine.text.token_bytes import byte_fallback, byte_level, tokens_by_id
 from penstock.gpu_node.engine.text.tokenizer_files import read_tokenizer_files
-
-_METASPACE = "\u2581"
+from penstock.gpu_node.model.protocol import WrittenTokenizer
 
 
 class Tokenizer:
     """The tokenizer of a model folder. Thread-safe."""
 
-    def __init__(self, folder: Path, *, vocab_size: int = 0) -> None:
+    def __init__(self, folder: Path, *, vocab_size: int = 0, written: WrittenTokenizer | None = None) -> None:
         """`vocab_size`: the model's, which may be padded beyond the tokenizer's; the additional ids have no text.
+
+        `written`: the tokenizer in memory, if this process has just written it to the folder.
 
         Raises ConfigError for a folder without a usable tokenizer, or with an unsupported kind.
         """
         # Imported late: a folder without a complete tokenizer.json imports transformers.
         from penstock.gpu_node.model.checkpoint.tokenizer_export import plain_tokenizer
 
-        files = read_tokenizer_files(plain_tokenizer(folder))
+        files = read_tokenizer_files(plain_tokenizer(folder), None if written is None else written.backend)
         self._backend: Any = files.backend
         self._chats = ChatEncoder(files.backend)
         self._special_tokens = files.special_tokens
@@ -45,7 +47,8 @@ class Tokenizer:
             None if files.chat_template is None else ChatTemplate(files.chat_template, files.special_tokens)
         )
         self._decoder_steps = _decoder_steps(self._backend)
-        self.token_bytes = self._token_table(vocab_size)
+        tokens = tokens_by_id(self._backend) if written is None else written.tokens
+        self.token_bytes = self._token_table(tokens, vocab_size)
         """The bytes of each token; empty for special tokens and for ids without a token."""
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
@@ -182,13 +185,11 @@ class Tokenizer:
         token_id = None if eos is None else self._backend.token_to_id(eos)
         return frozenset() if token_id is None else frozenset((token_id,))
 
-    def _token_table(self, vocab_size: int) -> list[bytes]:
-        to_bytes = _byte_level if self._is_byte_level else _byte_fallback
-        vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        table = [b""] * max(vocab_size, max(vocab.values(), default=-1) + 1)
-        for token, token_id in vocab.items():
-            table[token_id] = to_bytes(token)
-        for token_id, added in self._backend.get_added_tokens_decoder().items():
+    def _token_table(self, tokens: Sequence[str], vocab_size: int) -> list[bytes]:
+        added_tokens = self._backend.get_added_tokens_decoder()
+        table = byte_level(tokens) if self._is_byte_level else byte_fallback(tokens)
+        table += [b""] * (max(vocab_size, max(added_tokens, default=-1) + 1) - len(table))
+        for token_id, added in added_tokens.items():
             is_silent = added.special and added.content not in TELLING_MARKS
             table[token_id] = b"" if is_silent else added.content.encode()
         return table
@@ -212,32 +213,3 @@ def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
     if "ByteLevel" not in kinds and not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
         raise ConfigError(f"tokenizer decoder {sorted(kinds)} is not supported; supported: ByteLevel or ByteFallback")
     return steps
-
-
-def _byte_level(token: str) -> bytes:
-    """Return the bytes of a token in GPT-2's byte alphabet; UTF-8 for a token outside it."""
-    try:
-        return token.translate(_LATIN1_OF).encode("latin-1")
-    except UnicodeEncodeError:
-        return token.encode()
-
-
-def _byte_fallback(token: str) -> bytes:
-    """Return the bytes of a SentencePiece token: `<0x0A>` is a byte, the metaspace is a space."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes((int(token[3:5], 16),))
-    return token.replace(_METASPACE, " ").encode()
-
-
-def _byte_alphabet() -> dict[int, str]:
-    """Return the Latin-1 character for each character of GPT-2's byte alphabet, and none of Latin-1 for others.
-
-    In the alphabet printable Latin-1 stands for itself. Other bytes are shifted past U+00FF in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    shifted = [byte for byte in range(256) if byte not in printable]
-    return dict.fromkeys(shifted, _NO_BYTE) | {0x100 + i: chr(byte) for i, byte in enumerate(shifted)}
-
-
-_NO_BYTE = "\uffff"
-_LATIN1_OF = _byte_alphabet()

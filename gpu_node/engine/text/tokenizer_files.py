@@ -26,13 +26,19 @@ class TokenizerFiles:
     chat_template: str | None
 
 
-def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read tokenizer.json and its companion files. Raises ConfigError for files that cannot be read."""
+def read_tokenizer_files(folder: Path, read: Tokenizer | None = None) -> TokenizerFiles:
+    """Read tokenizer.json and its companion files. Raises ConfigError for files that cannot be read.
+
+    read: the content of tokenizer.json, if it is already in memory.
+    """
     config = _read_object(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         # Older versions of transformers wrote special tokens into a second file, newer ones into the config alone.
         config |= _read_object(folder / "special_tokens_map.json")
-    backend = _read_backend(folder / "tokenizer.json")
+    backend = _read_backend(folder / "tokenizer.json") if read is None else read
+    # A tokenizer.json may contain the truncation and padding of its training. They must not apply to prompts.
+    backend.no_truncation()
+    backend.no_padding()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     named = dict(_named_tokens(config))
     _add_tokens(backend, config, named)
@@ -46,9 +52,6 @@ def _read_backend(path: Path) -> Tokenizer:
     except Exception as error:
         # The library raises plain exceptions for any problem of the file.
         raise ConfigError(f"no usable tokenizer in {path}: {error}") from error
-    # A tokenizer.json may contain the truncation and padding of its training. They must not apply to prompts.
-    backend.no_truncation()
-    backend.no_padding()
     return backend
 
 

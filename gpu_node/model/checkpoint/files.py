@@ -21,6 +21,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.dummy import RandomWeights
 from penstock.gpu_node.model.checkpoint.gguf_header import GgufTensor, read_header
 from penstock.gpu_node.model.checkpoint.gguf_names import conventions_of, deinterleaved
+from penstock.gpu_node.model.checkpoint.page_faults import fault_in
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.shards import INDEX, shards_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
@@ -126,6 +127,11 @@ class Checkpoint:
         if isinstance(tensor, StoredTensor):
             _check_kind(tensor)
         return tensor
+
+    def fault_in(self, is_enough: Callable[[], bool]) -> None:
+        """Map the pages of all weight files, until `is_enough`."""
+        for content in self._maps:
+            fault_in(np.frombuffer(content, np.uint8), is_enough)
 
     def release(self) -> None:
         """Release the file pages that were read; a later access reads them from the file again."""

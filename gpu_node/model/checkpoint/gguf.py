@@ -15,6 +15,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, read_header
 from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, describe_llama
+from penstock.gpu_node.model.protocol import WrittenTokenizer
 
 LLAMA_LIKE = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 """Architectures that transformers does not read from GGUF, with their names in config.json. Its fields are Llama's."""
@@ -22,8 +23,8 @@ _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors that only writing raises."""
 
 
-def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
-    """Write the config and tokenizer of `gguf` to a new `folder`.
+def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> WrittenTokenizer | None:
+    """Write the config and tokenizer of `gguf` to a new `folder`. Return the tokenizer, if it is in memory.
 
     Raises ConfigError for an unreadable file and a full disk.
     """
@@ -31,7 +32,8 @@ def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], Non
     try:
         # Parse the header first, because its errors for truncated files are clearer than those of transformers.
         header = read_header(np.memmap(gguf, np.uint8, "r").data, TOKENIZER_LISTS)
-        if not describe_llama(header, folder):
+        tokenizer = describe_llama(header, folder)
+        if tokenizer is None:
             describe_by_transformers(gguf, header, folder, progress)
     except OSError as error:
         what = f"cannot write to {folder}" if error.errno in _WRITING else f"cannot read {gguf}"
@@ -40,6 +42,7 @@ def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], Non
         # A third-party parser may raise any exception for a file of unknown origin.
         raise ConfigError(f"cannot read {gguf}: {error}") from error
     progress("convert", 1.0)
+    return tokenizer
 
 
 def describe_by_transformers(

@@ -18,6 +18,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader
+from penstock.gpu_node.model.protocol import WrittenTokenizer
 
 TOKENIZER_LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
 _SIZES = {
@@ -63,8 +64,10 @@ _GPT2_END = "<|endoftext|>"
 _UNLIMITED = int(1e30)
 
 
-def describe_llama(header: GgufHeader, folder: Path) -> bool:
-    """Write the config and tokenizer to a new `folder`, or return False for a file that needs transformers.
+def describe_llama(header: GgufHeader, folder: Path) -> WrittenTokenizer | None:
+    """Write the config and tokenizer to a new `folder`. Return the tokenizer, or None for an unusual file.
+
+    An unusual file needs transformers, and nothing is written.
 
     header: with its `TOKENIZER_LISTS`.
     """
@@ -74,13 +77,13 @@ def describe_llama(header: GgufHeader, folder: Path) -> bool:
     tokens: Any = metadata.get(TOKENIZER_LISTS[0])
     template = metadata.get("tokenizer.chat_template")
     if config is None or not _has_plain_tokenizer(metadata):
-        return False
+        return None
     if any(not isinstance(token_id, int | None) or (token_id or 0) >= len(tokens) for token_id in special.values()):
-        return False
+        return None
     named = {f"{name}_token": None if token_id is None else tokens[token_id] for name, token_id in special.items()}
-    backend = _backend(metadata, named)
+    tokenizer = _tokenizer(metadata, named)
     folder.mkdir()
-    backend.save(str(folder / "tokenizer.json"))
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     facts = {"backend": "tokenizers", "is_local": True, "local_files_only": False, "model_max_length": _UNLIMITED}
@@ -90,7 +93,7 @@ def describe_llama(header: GgufHeader, folder: Path) -> bool:
     generation = {name: token_id for name, token_id in ids.items() if token_id is not None}
     facts = {"_from_model_config": True, "output_attentions": False, "output_hidden_states": False, "use_cache": True}
     _write(folder / "generation_config.json", {**facts, **generation, "transformers_version": _transformers_version()})
-    return True
+    return tokenizer
 
 
 def _config(header: GgufHeader) -> dict[str, Any] | None:
@@ -136,15 +139,12 @@ def _has_plain_tokenizer(metadata: Mapping[str, Any]) -> bool:
     )
 
 
-def _backend(metadata: Mapping[str, Any], named: Mapping[str, str | None]) -> Tokenizer:
+def _tokenizer(metadata: Mapping[str, Any], named: Mapping[str, str | None]) -> WrittenTokenizer:
     """Return the tokenizer. `named`: the special tokens by name."""
     tokens, kinds, merges = (metadata[name] for name in TOKENIZER_LISTS)
-    is_spelled = [_IN_BYTE_ALPHABET.fullmatch(token) is not None for token in tokens]
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    vocab = {
-        token if spelled else "".join(part for part, _ in alphabet.pre_tokenize_str(token)): index
-        for index, (token, spelled) in enumerate(zip(tokens, is_spelled, strict=True))
-    }
+    spellings = _spellings(tokens, alphabet)
+    vocab = {spelling: index for index, spelling in enumerate(spellings)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
     backend = Tokenizer(BPE(vocab=vocab, merges=pairs, continuing_subword_prefix="", end_of_word_suffix=""))
     split = _SPLITS[metadata["tokenizer.ggml.pre"]]
@@ -154,14 +154,30 @@ def _backend(metadata: Mapping[str, Any], named: Mapping[str, str | None]) -> To
         backend.pre_tokenizer = pre_tokenizers.Sequence([words, alphabet])
     backend.decoder = decoders.ByteLevel()
     _add_tokens(backend, [_GPT2_END], special=True)
-    by_kind = list(zip(tokens, kinds, is_spelled, strict=True))
-    _add_tokens(backend, [token for token, kind, spelled in by_kind if kind == _CONTROL and spelled], special=True)
-    defined = [token for token, kind, _ in by_kind if kind == _USER_DEFINED]
+    marked = [index for index, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)]
+    control = [tokens[i] for i in marked if kinds[i] == _CONTROL and tokens[i] == spellings[i]]
+    _add_tokens(backend, control, special=True)
+    defined = [tokens[i] for i in marked if kinds[i] == _USER_DEFINED]
     _add_tokens(backend, [token for token in defined if backend.token_to_id(token) is not None], special=False)
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     _add_tokens(backend, [token for token in named.values() if token is not None and token not in known], special=True)
     backend.post_processor = _frame(backend, metadata, named)
-    return backend
+    by_id = [""] * len(tokens)
+    for spelling, index in vocab.items():
+        by_id[index] = spelling
+    return WrittenTokenizer(backend, by_id)
+
+
+def _spellings(tokens: list[str], alphabet: pre_tokenizers.ByteLevel) -> list[str]:
+    """Return the tokens in the byte alphabet, in which most vocabularies are already."""
+    if _IN_BYTE_ALPHABET.fullmatch("".join(tokens)) is not None:
+        return tokens
+    return [
+        token
+        if _IN_BYTE_ALPHABET.fullmatch(token) is not None
+        else "".join(part for part, _ in alphabet.pre_tokenize_str(token))
+        for token in tokens
+    ]
 
 
 def _add_tokens(backend: Tokenizer, tokens: list[str], *, special: bool) -> None:

@@ -11,6 +11,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once, samples
 from penstock.gpu_node.model.checkpoint.gguf import describe_gguf
 from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
+from penstock.gpu_node.model.protocol import WrittenTokenizer
 from penstock.runtime.cache_folders import file_stem
 
 _CONVERTER_VERSION = 2
@@ -29,6 +30,8 @@ class ModelSource:
     gguf: Path | None = None
     is_dummy: bool = False
     """Whether the weights are random and no file has them."""
+    tokenizer: WrittenTokenizer | None = None
+    """The tokenizer of the folder, if this process has just written it."""
 
 
 def resolve_model(model: str, progress: Progress, revision: str | None = None) -> ModelSource:
@@ -49,7 +52,9 @@ def resolve_model(model: str, progress: Progress, revision: str | None = None) -
         raise ConfigError(f"there is no folder {path}")
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    return ModelSource(built_once(_cached_name(path), lambda folder: describe_gguf(path, folder, progress)), path)
+    written: list[WrittenTokenizer | None] = []
+    folder = built_once(_cached_name(path), lambda folder: written.append(describe_gguf(path, folder, progress)))
+    return ModelSource(folder, path, tokenizer=written[0] if written else None)
 
 
 def _cached_name(gguf: Path) -> str:

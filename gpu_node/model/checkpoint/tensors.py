@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +50,10 @@ class DecoderTensors:
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
         self._checkpoint = checkpoint
         self._spec = spec
+
+    def fault_in(self, is_enough: Callable[[], bool]) -> None:
+        """Map the checkpoint's file pages, until `is_enough`."""
+        self._checkpoint.fault_in(is_enough)
 
     def release(self) -> None:
         """Release the checkpoint's file pages that were read."""

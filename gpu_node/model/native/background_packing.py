@@ -43,20 +43,23 @@ class PackingState:
 
 
 Pack: TypeAlias = Callable[[PackingState], PackedWeights | None]
+FaultIn: TypeAlias = Callable[[Callable[[], bool]], None]
+"""Maps the pages of the rows, until the function that it is given returns true."""
 
 
 class BackgroundPacking:
     """One packing of a model's weights. Other processes may pack the same weights; then this one waits for theirs."""
 
-    def __init__(self, model: NativeModel, pack: Pack) -> None:
+    def __init__(self, model: NativeModel, pack: Pack, fault_in: FaultIn) -> None:
         """Start soon: after the first step of the model, or after `_PATIENCE_S` without one.
 
-        model: reads the rows. It keeps them if packing fails. pack: adds packed matrices to the state, calls its
+        model: reads the rows. It keeps them if packing fails. fault_in: maps the pages of the rows before that, until
+        packing may begin, because the first step needs them all. pack: adds packed matrices to the state, calls its
         `check` often, and returns all weights if a file holds them.
         """
         self._model = model
         self._state = state = PackingState()
-        thread = Thread(target=_run, args=(state, pack), name="penstock-pack", daemon=True)
+        thread = Thread(target=_run, args=(state, pack, fault_in), name="penstock-pack", daemon=True)
         # At the end of the process, this runs before the models that `pack` and this object hold are freed.
         self._end = weakref.finalize(self, _end, state, thread)
         thread.start()
@@ -89,7 +92,8 @@ class BackgroundPacking:
         self._end()
 
 
-def _run(state: PackingState, pack: Pack) -> None:
+def _run(state: PackingState, pack: Pack, fault_in: FaultIn) -> None:
+    fault_in(state.may_begin.is_set)
     state.may_begin.wait(_PATIENCE_S)
     began_s = time.monotonic()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
@@ -65,8 +66,11 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     # Random weights take seconds to make and gigabytes to keep.
     cache = WeightCache(described, layout) if options.weight_cache and not described.source.is_dummy else None
     weights = WeightLoader(described, library, native_spec, quantization)
-    formats, packing = weights.load(model, cache, progress)
-    set_positions(model, described)
+    # The tables are computed outside the interpreter, while the weights are opened. The model keeps both apart.
+    with ThreadPoolExecutor(1, "penstock-positions") as pool:
+        positions = pool.submit(set_positions, model, described)
+        formats, packing = weights.load(model, cache, progress)
+        positions.result()
     arithmetic = _arithmetic(isa, formats, kv_format, rotated=rotated)
     facts = {"arithmetic": arithmetic, "num_threads": threads}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}

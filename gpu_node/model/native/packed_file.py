@@ -13,7 +13,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.checkpoint.page_faults import fault_in
 from penstock.gpu_node.model.native.background_writer import BackgroundWriter, write_at
 from penstock.gpu_node.model.native.packed_matrix import OnMatrix, PackedMatrix
 from penstock.kernels.cpu.formats import Format, RowLayout, Run
@@ -157,6 +158,10 @@ class PackedWeights:
             model.set_bias(Slot(slot), layer, self._numbers(start, size), first=first, layout=RowLayout(layout))
         for vector, layer, start, size in self._table["vectors"]:
             model.set_vector(Vector(vector), layer, self._numbers(start, size))
+
+    def fault_in(self, is_enough: Callable[[], bool]) -> None:
+        """Map the file's pages, until `is_enough`."""
+        fault_in(self._content, is_enough)
 
     def _numbers(self, start: int, size: int) -> NDArray[np.float32]:
         return self._content[start : start + size].view(np.float32)

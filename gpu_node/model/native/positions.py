@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
-from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
+from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
 from penstock.kernels.cpu.library import NativeModel, Vector
 
 _CHUNK_TOKENS = 64
@@ -21,8 +21,8 @@ def set_positions(model: NativeModel, described: Description) -> None:
         num_positions = -(-described.max_model_len // _CHUNK_TOKENS) * _CHUNK_TOKENS
         model.set_vector(Vector.POSITION_BIASES, 0, alibi_biases(spec, num_positions))
     for i, rope in enumerate(tables):
-        for vector, table in zip((Vector.COS, Vector.SIN), rope_angles(rope, described.max_model_len), strict=True):
-            model.set_vector(vector, i, table)
+        shape = described.max_model_len, rope.dim // 2
+        write_rope_angles(rope, model.vector(Vector.COS, i, *shape), model.vector(Vector.SIN, i, *shape))
 
 
 def rope_tables(spec: ModelSpec) -> list[Rope]:

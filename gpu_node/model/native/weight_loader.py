@@ -21,6 +21,8 @@ from penstock.kernels.cpu.library import NativeModel
 from penstock.kernels.cpu.structs import NativeSpec
 
 _POLL_S = 0.02
+_FAULT_IN_S = 0.2
+"""Time to map the pages of packed weights: enough for gigabytes that are in the page cache."""
 
 
 class WeightLoader:
@@ -55,6 +57,8 @@ class WeightLoader:
             if weights is None:
                 return self._pack(model, tensors, progress, tensors.release), None
         weights.give_to(model)
+        ends_s = time.monotonic() + _FAULT_IN_S
+        weights.fault_in(lambda: time.monotonic() > ends_s)
         return weights.formats, None
 
     def _pack(
@@ -111,7 +115,7 @@ class WeightLoader:
                 write(PrivateWriter(state.matrices.append))
             return weights
 
-        return BackgroundPacking(model, pack)
+        return BackgroundPacking(model, pack, tensors.fault_in)
 
 
 def _ignore(_stage: str, _done: float) -> None:

@@ -24,10 +24,22 @@ Table = NDArray[np.float32]
 
 def rope_angles(rope: Rope, num_positions: int) -> tuple[Table, Table]:
     """Return cosines and sines by position, each [num_positions, rope.dim / 2]; both halves of a head share them."""
-    positions = np.arange(num_positions, dtype=np.float32)[:, None]
-    angles = positions * _frequencies(rope, num_positions)
+    shape = num_positions, rope.dim // 2
+    tables = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    write_rope_angles(rope, *tables)
+    return tables
+
+
+def write_rope_angles(rope: Rope, cosines: Table, sines: Table) -> None:
+    """Write the tables of `rope_angles`, without further arrays of their size."""
+    positions = np.arange(len(cosines), dtype=np.float32)[:, None]
+    angles = np.multiply(positions, _frequencies(rope, len(cosines)), out=sines)
+    np.cos(angles, out=cosines)
+    np.sin(angles, out=sines)
     magnitude = np.float32(rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling | LongScaling) else 1)
-    return np.cos(angles) * magnitude, np.sin(angles) * magnitude
+    if magnitude != 1:
+        cosines *= magnitude
+        sines *= magnitude
 
 
 def _frequencies(rope: Rope, num_positions: int) -> Table:

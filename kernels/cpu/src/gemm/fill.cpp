@@ -57,9 +57,8 @@ void fill(Team& team, Matrix& matrix, const Part& part, const WeightTransform& t
     if (transform.outputs) {
       fill_rotated_outputs(worker, matrix, part, transform, by_column);
     } else if (transform.is_none()) {
-      worker.for_each(part.count, [&](int i) {
-        matrix.set_row(packed_row(part.layout, part.first, i), part.source, part.row(i));
-      });
+      const PanelRange panels = panels_of(part);
+      worker.for_each(panels.end - panels.begin, [&](int i) { matrix.set_rows(panels.begin + i, part); });
     } else {
       const Rows own(1, matrix.columns);
       worker.for_each(part.count, [&](int i) {

@@ -148,6 +148,16 @@ PENSTOCK_API const char* penstock_vector_fill(Model* model, int layer, int which
   });
 }
 
+// Sets `address` to a vector with space for `count` numbers, for the caller to write. It is valid until the next call for
+// that vector.
+PENSTOCK_API const char* penstock_vector_at(Model* model, int layer, int which, size_t count, float** address) {
+  return guarded([&] {
+    Buffer<float>& vector = vector_at(model->weights(), layer, which);
+    vector.reserve(count);
+    *address = vector.data();
+  });
+}
+
 PENSTOCK_API const char* penstock_bias_fill(Model* model, int layer, int slot, int layout, int first, const float* data,
                                             int count) {
   return guarded([&] { model->weights().set_bias((Slot)slot, layer, (RowLayout)layout, first, data, count); });

@@ -116,11 +116,28 @@ struct PairsOf6 {
   static constexpr int kBytes = 12 * kPanel;
   static constexpr int kHigh = 8 * kPanel;
 
+  // Writes the pairs of all groups.
+  static void put(const Pairs6& pairs, uint8_t* at, int lane) {
+    // Four groups at once, one in each byte of a word.
+    uint32_t firsts, seconds, low;
+    std::memcpy(&firsts, pairs.bytes, 4);
+    std::memcpy(&seconds, pairs.bytes + 4, 4);
+    std::memcpy(&low, pairs.bytes + 8, 4);
+    put_bytes((firsts & in_every_byte(15)) | (seconds & in_every_byte(15)) << 4, at, lane);
+    put_bytes(low, at + 4 * kPanel, lane);
+    const uint32_t upper = (firsts & in_every_byte(48)) | (seconds & in_every_byte(48)) << 2;
+    const uint32_t lower = (firsts >> 6 & in_every_byte(3)) | (seconds >> 4 & in_every_byte(12));
+    put_bytes(upper | lower, at + kHigh, lane);
+  }
   static void put(int group, int first, int second, uint8_t* at, int lane) {
     at[group * kPanel + lane] = (first & 15) | (second & 15) << 4;
     uint8_t& high = at[kHigh + group % 4 * kPanel + lane];
     const int bits = first >> 4 | second >> 4 << 2;
     high = group < 4 ? bits << 4 : high | bits;
+  }
+  // Writes byte i of a word to row `lane` of line i.
+  static void put_bytes(uint32_t word, uint8_t* at, int lane) {
+    for (int i = 0; i < 4; ++i) at[i * kPanel + lane] = word >> i * 8;
   }
   PENSTOCK_INLINE Ints high(const uint8_t* at, int group, int row) {
     return shift_left(widen_u8(at + kHigh + group % 4 * kPanel + row), group < 4 ? 0 : 4);
@@ -143,9 +160,7 @@ struct GroupScalesAndMinima {
   template <class Block>
   static void put(const Block& block, uint8_t* at, int lane) {
     PlainScalesAndMinima::put(block, at, lane);
-    for (int g = 0; g < kGroups; ++g) {
-      PairsOf6::put(g, block.groups.first(g), block.groups.second(g), at + kPairs, lane);
-    }
+    PairsOf6::put(block.groups, at + kPairs, lane);
   }
   PENSTOCK_INLINE Floats scale(const uint8_t* at, int group, int, int row) {
     return halves_at(at, row) * to_floats(PairsOf6::first(at + kPairs, group, row));

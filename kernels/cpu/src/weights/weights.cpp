@@ -10,6 +10,16 @@ namespace {
 
 int lane_in_panel(int row) { return row % kPanel; }
 
+// A source row and its lane in the panel.
+struct PanelRow {
+  const uint8_t* data;
+  int lane;
+};
+
+// Rows are packed in pieces of about this many columns, so that the piece of the panel stays in the L1 cache while its
+// 32 rows are written.
+constexpr int kPieceColumns = 256;
+
 // Puts blocks of a row into lane `lane` of a panel.
 template <class P>
 void put(P, const uint8_t* blocks, int num_blocks, uint8_t* panel, int lane) {
@@ -142,9 +152,43 @@ void put_int8(uint8_t* panel, int lane, const float* w, int padded) {
   reinterpret_cast<float*>(panel)[lane] = scale;
 }
 
-void put_bf16(uint8_t* panel, int lane, const bf16* row, int padded) {
-  for (int i = 0; i < padded; i += 2, panel += kPanel * 2 * sizeof(bf16)) {
-    std::memcpy(panel + lane * 2 * sizeof(bf16), row + i, 2 * sizeof(bf16));
+// Prefetches bytes of a row, where the hardware would not: 32 rows are read in turn.
+void fetch(const uint8_t* bytes, size_t count) {
+  for (size_t i = 0; i < count; i += 64) _mm_prefetch(reinterpret_cast<const char*>(bytes) + i, _MM_HINT_T0);
+}
+
+// Puts blocks of several rows into a panel: piece by piece, and all rows of a piece.
+template <class P>
+void put_rows(P kind, const std::vector<PanelRow>& rows, int num_blocks, uint8_t* panel) {
+  constexpr int kPiece = kPieceColumns / P::kColumns;
+  for (int b = 0; b < num_blocks; b += kPiece) {
+    const size_t at = b * sizeof(typename P::Block);
+    for (const PanelRow& row : rows) {
+      fetch(row.data + at + kPiece * sizeof(typename P::Block), kPiece * sizeof(typename P::Block));
+      put(kind, row.data + at, std::min(kPiece, num_blocks - b), panel + (size_t)b * P::kBytes, row.lane);
+    }
+  }
+}
+
+// columns: an even number.
+void put_bf16(uint8_t* panel, int lane, const uint8_t* row, int columns) {
+  for (int i = 0; i < columns; i += 2, panel += kPanel * 2 * sizeof(bf16)) {
+    std::memcpy(panel + lane * 2 * sizeof(bf16), row + i * sizeof(bf16), 2 * sizeof(bf16));
+  }
+}
+
+void put_bf16(uint8_t* panel, int lane, const std::vector<bf16>& row) {
+  put_bf16(panel, lane, reinterpret_cast<const uint8_t*>(row.data()), (int)row.size());
+}
+
+// As put_rows, for rows of bf16.
+void put_bf16_rows(const std::vector<PanelRow>& rows, int columns, uint8_t* panel) {
+  for (int c = 0; c < columns; c += kPieceColumns) {
+    for (const PanelRow& row : rows) {
+      fetch(row.data + (c + kPieceColumns) * sizeof(bf16), kPieceColumns * sizeof(bf16));
+      uint8_t* piece = panel + (size_t)c * kPanel * sizeof(bf16);
+      put_bf16(piece, row.lane, row.data + c * sizeof(bf16), std::min(kPieceColumns, columns - c));
+    }
   }
 }
 
@@ -173,6 +217,11 @@ RowRange rows_in_panel(const Part& part, int panel) {
 size_t byte_at(int column, int lane) { return (column / 4 * kPanel + lane) * 4 + column % 4; }
 
 }  // namespace
+
+PanelRange panels_of(const Part& part) {
+  const int begin = part.first / kPanel;
+  return {begin, part.count ? packed_row(part.layout, part.first, part.count - 1) / kPanel + 1 : begin};
+}
 
 Format lossless_format(Source source) {
   switch (source) {
@@ -269,13 +318,7 @@ Matrix::Panel Matrix::read_panel(int i, Buffer<uint8_t>& scratch) const {
   const Section& section = section_of(i);
   scratch.reserve(section.panel_bytes);
   if ((i + 1) * kPanel > rows) std::memset(scratch.data(), 0, section.panel_bytes);  // the padding
-  for (const Part& part : parts_) {
-    const auto [begin, end] = rows_in_panel(part, i);
-    for (int k = begin; k < end; ++k) {
-      const int lane = lane_in_panel(packed_row(part.layout, part.first, k));
-      pack_row(section.format, scratch.data(), lane, part.source, part.row(k));
-    }
-  }
+  for (const Part& part : parts_) pack_rows(section.format, scratch.data(), i, part);
   return {section.format, scratch.data(), section.panel_bytes};
 }
 
@@ -294,6 +337,28 @@ void Matrix::set_row(int row, Source source, const uint8_t* data) {
   pack_row(panel.format, const_cast<uint8_t*>(panel.bytes), lane_in_panel(row), source, data);
 }
 
+void Matrix::set_rows(int i, const Part& part) {
+  const Panel panel = this->panel(i);
+  pack_rows(panel.format, const_cast<uint8_t*>(panel.bytes), i, part);
+}
+
+void Matrix::pack_rows(Format format, uint8_t* panel, int i, const Part& part) const {
+  thread_local std::vector<PanelRow> rows;
+  rows.clear();
+  const auto [begin, end] = rows_in_panel(part, i);
+  for (int k = begin; k < end; ++k) {
+    rows.push_back({part.row(k), lane_in_panel(packed_row(part.layout, part.first, k))});
+  }
+  const bool keeps_blocks = lossless_format(part.source) == format && format != Format::kBf16;
+  if (keeps_blocks) {
+    with_panel(format, [&]<class P>(P kind) { put_rows(kind, rows, columns / P::kColumns, panel); });
+  } else if (format == Format::kBf16 && part.source == Source::kBf16 && columns == padded_columns()) {
+    put_bf16_rows(rows, columns, panel);
+  } else {
+    for (const PanelRow& row : rows) pack_row(format, panel, row.lane, part.source, row.data);
+  }
+}
+
 void Matrix::pack_row(Format format, uint8_t* at, int lane, Source source, const uint8_t* data) const {
   const int padded = padded_columns();
   const Format own = lossless_format(source);
@@ -305,7 +370,7 @@ void Matrix::pack_row(Format format, uint8_t* at, int lane, Source source, const
   narrow_row.assign(padded, 0);
   if (format == Format::kBf16 && source == Source::kBf16) {
     std::memcpy(narrow_row.data(), data, columns * sizeof(bf16));
-    return put_bf16(at, lane, narrow_row.data(), padded);
+    return put_bf16(at, lane, narrow_row);
   }
   thread_local std::vector<float> w;
   w.assign(padded, 0.f);
@@ -313,7 +378,7 @@ void Matrix::pack_row(Format format, uint8_t* at, int lane, Source source, const
   switch (format) {
     case Format::kBf16:
       for (int i = 0; i < padded; ++i) narrow_row[i] = narrow(w[i]);
-      put_bf16(at, lane, narrow_row.data(), padded);
+      put_bf16(at, lane, narrow_row);
       break;
     case Format::kInt8:
       put_int8(at, lane, w.data(), padded);

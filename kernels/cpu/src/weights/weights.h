@@ -100,6 +100,14 @@ struct Part {
   const uint8_t* row(int i) const { return data + (order ? order[i] : i) * row_bytes; }
 };
 
+// Panels of a matrix from `begin` to before `end`.
+struct PanelRange {
+  int begin, end;
+};
+
+// Returns the panels that have rows of a part.
+PanelRange panels_of(const Part& part);
+
 struct Matrix {
   int rows = 0;
   int columns = 0;
@@ -138,6 +146,8 @@ struct Matrix {
   // Packs source row `data` of `columns` numbers as row `row`, which must not be packed yet. Never reads past the end
   // of the source row. Throws std::invalid_argument if the format does not hold rows of that source.
   void set_row(int row, Source source, const uint8_t* data);
+  // Packs the rows of a part that are in panel `i`, as `set_row` does.
+  void set_rows(int i, const Part& part);
   // Writes a row as the kernels see it, dequantized and without padding.
   void get_row(int row, float* out) const;
 
@@ -150,6 +160,7 @@ struct Matrix {
   };
   Matrix(const std::vector<Run>& runs, int columns, bool is_packed_on_read);
   const Section& section_of(int panel) const;
+  void pack_rows(Format format, uint8_t* panel, int i, const Part& part) const;
   void pack_row(Format format, uint8_t* panel, int lane, Source source, const uint8_t* data) const;
 
   std::vector<Section> sections_;

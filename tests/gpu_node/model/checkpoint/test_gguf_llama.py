@@ -15,6 +15,7 @@ from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.checkpoint import gguf
 from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, read_header
 from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, describe_llama
+from penstock.gpu_node.model.checkpoint.source import resolve_model
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|日本|>", "<a b>"]
 MERGES = ["Ġ t", "h e", "Ġt he", "i n", "Ġ w", "Ã ©", "1 2"]
@@ -147,3 +148,23 @@ def test_tokenizer_of_the_description_works(tmp_path: Path) -> None:
     assert tokenizer.names_of(token_ids)[:2] == ["<|im_start|>", "t"]
     assert tokenizer.decode(token_ids) == "the win é 12"
     assert tokenizer.eos_token_ids == {2}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_tokenizer_in_memory_is_the_written_one(variant: str, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    written = gguf.describe_gguf(write(tmp_path / "m.gguf", **VARIANTS[variant]), folder, lambda stage, fraction: None)
+    assert written is not None
+    ours, read = Tokenizer(folder, vocab_size=400, written=written), Tokenizer(folder, vocab_size=400)
+    assert ours.token_bytes == read.token_bytes
+    assert ours.to_json() == read.to_json()
+    for text in ("the win é 12<|im_end|>", "日本 a b<|日本|>[PAD1]"):
+        assert ours.encode(text) == read.encode(text)
+
+
+def test_the_tokenizer_of_a_gguf_file_is_in_memory_only_if_it_was_written_now(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "m.gguf"))
+    first, second = (resolve_model(path, lambda stage, fraction: None) for _ in range(2))
+    assert first.folder == second.folder
+    assert first.tokenizer is not None
+    assert second.tokenizer is None
