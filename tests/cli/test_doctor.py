@@ -13,6 +13,7 @@ import redis
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 
+from penstock.cli.admin import doctor
 from penstock.cli.admin.doctor import check_demo_model, check_extras, check_kernels, judge_cpu, judge_node, judge_redis
 from penstock.cli.admin.gpus import Gpu, GpuMachine, judge_gpus, this_machine
 from penstock.queue.wire import NodePressure
@@ -74,6 +75,12 @@ def test_missing_compiler_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert check_kernels("avx2").level == "warn"
     assert "no-such-compiler" in check_kernels("avx2").finding
+
+
+def test_machine_without_the_packages_of_a_node_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(doctor, "_version_of", lambda package: None if package == "tokenizers" else "1.0")
+    assert check_kernels("avx2").level == "ok"
 
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", "580.65.06", 9.0, 80_000, 81_559)

@@ -169,8 +169,9 @@ def host_with_users(tmp_path: Path) -> Iterator[Host]:
     """The same host with the users of ops/acl."""
     services = {name: {**service} for name, service in SERVICES.items()}
     for name, ours in ACL_SERVICES.items():
-        environment = {**services[name].get("environment", {}), **ours.get("environment", {})}
-        services[name] |= {**ours, "environment": environment}
+        base = services.get(name, {})
+        environment = {**base.get("environment", {}), **ours.get("environment", {})}
+        services[name] = {**base, **ours, "environment": environment}
     passwords = {f"{role}_PASSWORD": role.lower() * 5 for role in ("GATEWAY", "NODE", "WORKER", "ADMIN")}
     model = make_tiny_model(tmp_path / "tiny")
     host = Host(tmp_path, {"MODEL": str(model), "KV_CACHE_GIB": "0.01", **passwords}, services)
@@ -192,6 +193,7 @@ def test_the_services_do_their_work_each_as_its_own_user_of_redis(host_with_user
         host.wait_until_healthy(service)
     assert_stream_over_http(host.gateway_port)
     assert_batch(host)
+    assert_only_the_admin_may_list_keys(host)
     for service in ("worker", "gpu_node-cpu", "gateway", "redis"):
         assert refusals_in(host.log(service)) == []
         assert host.stop(service) in (0, -signal.SIGTERM), host.log(service)
@@ -224,6 +226,38 @@ def assert_batch(host: Host) -> None:
     results = [json.loads(line) for line in (host.data / "out.jsonl").read_text().splitlines()]
     assert {row["custom_id"] for row in results} == {"0", "1", "2"}
     assert {row["response"]["body"]["usage"]["completion_tokens"] for row in results} == {4}
+
+
+def assert_only_the_admin_may_list_keys(host: Host) -> None:
+    assert host.exec("admin", "penstock", "keys", "add", "acme").stdout.startswith("pk-")
+    assert " acme " in host.exec("admin", "penstock", "keys", "list").stdout
+    assert "NOPERM" in host.exec("gateway", "penstock", "audit").stderr
+
+
+def test_no_service_has_the_admins_password() -> None:
+    environments = {name: str(service.get("environment")) for name, service in (SERVICES | ACL_SERVICES).items()}
+    assert [name for name, given in environments.items() if "ADMIN_PASSWORD" in given] == ["redis", "admin"]
+
+
+def test_commands_of_the_admin_run_apart_from_the_services_in_the_gateways_image() -> None:
+    admin = ACL_SERVICES["admin"]
+    assert (admin["profiles"], admin["image"]) == (["admin"], "${COMPOSE_PROJECT_NAME:-penstock}-gateway")
+    assert COMPOSE["name"] == "penstock"
+    assert "image" not in SERVICES["gateway"]
+    for protection in ("read_only", "security_opt", "cap_drop", "tmpfs", "depends_on"):
+        assert admin[protection] == SERVICES["gateway"][protection]
+
+
+def test_documented_commands_have_no_password_among_their_arguments() -> None:
+    page = (ROOT / "ops/acl/README.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("    ") and "PASSWORD" in line] == []
+
+
+def test_docker_cannot_hide_a_variable_of_the_user() -> None:
+    """Docker's command line sets OTEL_RESOURCE_ATTRIBUTES, and its environment comes before the file `.env`."""
+    assert "OTEL_RESOURCE_ATTRIBUTES" not in {
+        name for name, _ in VARIABLE.findall((ROOT / "docker-compose.yml").read_text())
+    }
 
 
 def test_passwords_of_redis_users_come_from_the_environment_and_are_no_arguments(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from penstock.gpu_node.engine.structured.call_grammar import CallGrammar
 from penstock.gpu_node.engine.structured.grammar import Grammar, Kind, TrialResult
 from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.structured.host import MaskHost
-from penstock.gpu_node.engine.structured.limits import MAX_CALLS_MIB, TRIAL_CPU_S, TRIAL_MEMORY_MIB
+from penstock.gpu_node.engine.structured.limits import MAX_CALLS_MIB, TASK_WALL_S, TRIAL_CPU_S, TRIAL_MEMORY_MIB
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
 from penstock.gpu_node.engine.structured.reasons import reason_of
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
@@ -198,7 +198,8 @@ class GrammarCompiler:
 def _refusal(what: str, param: str, kind: Kind, result: TrialResult) -> RequestError:
     reason = reason_of(kind, result.problem)
     if result.is_killed:
-        return _KilledError(f"{what} cannot be enforced now: its processes were killed from outside", param=param)
+        why = f"its processes were killed from outside, or did not answer within {TASK_WALL_S:g} s"
+        return _KilledError(f"{what} cannot be enforced now: {why}", param=param)
     if not result.is_too_costly:
         return RequestError(f"{what} cannot be enforced: {reason}", param=param)
     limit = f"to compile it takes more than {TRIAL_CPU_S:g} s of processor time or {TRIAL_MEMORY_MIB} MiB"

@@ -165,7 +165,9 @@ def judge_cpu(machine: str, isa: Isa | None) -> Check:
 
 
 def check_kernels(isa: Isa) -> Check:
-    """Check that the native kernels are installed or can be built."""
+    """Check that the native kernels are installed or can be built, if a node can run here at all."""
+    if _missing("node"):
+        return Check("ok", "kernels", "none needed: the extra [node] is not installed, so no node runs here")
     try:
         return Check("ok", "kernels", origin_of(isa))
     except BuildError as error:
@@ -184,8 +186,7 @@ def check_demo_model() -> Check:
 def check_extras(extras: Sequence[str] = EXTRAS) -> Iterator[Check]:
     """Yield a check for each of the package's extras: whether its packages are installed."""
     for extra in extras:
-        missing = [name for name in _packages_of(extra) if _version_of(name) is None]
-        if missing:
+        if missing := _missing(extra):
             finding = f"[{extra}] lacks {', '.join(missing)}"
             yield Check("warn", "extra", finding, f"if this machine needs it: pip install 'penstock[{extra}]'")
         else:
@@ -211,6 +212,10 @@ def _judge_version(version: str) -> Check:
     if numbers < MIN_REDIS:
         return Check("fail", "Redis", f"version {version}", "install Redis 6.2 or later, or Valkey")
     return Check("ok", "Redis", f"version {version}")
+
+
+def _missing(extra: str) -> list[str]:
+    return [name for name in _packages_of(extra) if _version_of(name) is None]
 
 
 def _packages_of(extra: str) -> list[str]:
