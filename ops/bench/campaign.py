@@ -84,11 +84,12 @@ class Campaign:
         return all(run.is_dirty for run in tries) and len(tries) < self._max_tries
 
     def _run(self, one: Contestant, workload: str, repeat: int) -> Run:
+        # Read first: a run's time counts from when its process is started.
+        before = self._read_rate() if self._read_rate else 0.0
         place = weights.path(one.weights, self._model)
         spec = Spec(workload, str(place), one.options, one.max_requests, one.parts, time.monotonic())
         argv = [one.python, "-m", f"bench.engines.{one.module}", json.dumps(asdict(spec))]
         shown = anywhere(" ".join([*(f"{k}={v}" for k, v in one.env.items()), *map(shlex.quote, argv)]))
-        before = self._read_rate() if self._read_rate else 0.0
         try:
             result, foreign_cpu = _watch(argv, one.env)
         except RunError as error:

@@ -30,14 +30,13 @@ _COLUMNS: Columns = {
     "tokens_per_event": ("tokens per event", ".2f"),
     "prompt_ttft_p50_ms": ("prompt of 512, ms", ".0f"),
     "batch_tokens_per_s": ("16 at once, tokens/s", ".0f"),
-    "ready_s": ("start to ready, s", ".1f"),
     "rss_peak_mib": ("RSS peak, MiB", ".0f"),
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """A comparison with the best peer: of the same entry, with weights at least as wide."""
+    """A comparison with the best peer of the same entry."""
 
     text: str
     metric: str
@@ -47,6 +46,10 @@ class Row:
     lowest: bool = True
     bound: float = 1.0
     """What ours ÷ the peer's must reach, or must not exceed."""
+
+    def counts(self, peer_bits: int) -> bool:
+        """Return whether a peer counts: one with weights at least as wide, or one that loads the same file."""
+        return peer_bits == self.bits if self.workload == "load" else peer_bits >= self.bits
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def compared(table: Medians) -> list[Compared]:
         cells = table.get(row.workload, {})
         among = [one for one in among if one.name in cells and row.metric in cells[one.name].values]
         ours = [one for one in among if one.is_ours and bits_of(one.name) == row.bits]
-        others = [one for one in among if not one.is_ours and bits_of(one.name) >= row.bits]
+        others = [one for one in among if not one.is_ours and row.counts(bits_of(one.name))]
         our_best = best(table, row.workload, row.metric, ours, lowest=row.lowest)
         other_best = best(table, row.workload, row.metric, others, lowest=row.lowest)
         if our_best and other_best:
