@@ -49,6 +49,9 @@ them and the system may take them back. ÷ is the most by the size of the weight
 table of embeddings counts by the few rows that were read. torch reads layers in the first step; its lines include some
 20 MiB of its own, most of it code.
 
+Where stored rows are used as they are (auto), the first process runs its step before the weights are packed: *load* is
+without the packing. It is measured once they are packed, before it has read them, so its *files* are nearly none.
+
 | model | runner | weights | start | MiB | most, MiB | ÷ | end, MiB | anonymous | files | load, s | step 1, ms |
 |---|---|---|---|---|---|---|---|---|---|---|---|
 """

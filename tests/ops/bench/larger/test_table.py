@@ -64,6 +64,13 @@ def test_a_first_load_is_compared_with_a_first_load() -> None:
     assert rows_of(*runs)["first load to first token, 8 bits, s"] == ("llamacpp first load Q8_0", 2, False)
 
 
+def test_a_first_load_is_compared_with_one_of_the_same_file() -> None:
+    loads = {"penstock first load Q4_K_M": 12, "llamacpp first load Q4_K_M": 15, "llamacpp first load Q8_0": 10}
+    runs = [run(name, seconds, workload="load") for name, seconds in loads.items()]
+    found = rows_of(*runs)["first load to first token, Q4_K_M, s"]
+    assert found == ("llamacpp first load Q4_K_M", 0.8, True)
+
+
 def test_every_row_has_contestants_on_both_sides() -> None:
     for row in ROWS:
         sides = {one.is_ours for one in LARGER.values() if (one.entry, bits_of(one.name)) == (row.entry, row.bits)}
