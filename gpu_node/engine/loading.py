@@ -11,7 +11,8 @@ from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import LoadedModel
 
 _HEAD_START_S = 0.05
-"""The load thread then mostly works outside the interpreter, which reading a tokenizer holds for tenths of a second."""
+"""Head start of the load thread. Reading a tokenizer holds the GIL for tenths of a second; after its start, the load
+thread mostly works without the GIL."""
 
 
 def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[LoadedModel, Tokenizer]:

@@ -162,6 +162,7 @@ def _tokenizer(metadata: Mapping[str, Any], named: Mapping[str, str | None]) -> 
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     _add_tokens(backend, [token for token in named.values() if token is not None and token not in known], special=True)
     backend.post_processor = _frame(backend, metadata, named)
+    # Of tokens that are spelled alike, only the last one has an id.
     by_id = [""] * len(tokens)
     for spelling, index in vocab.items():
         by_id[index] = spelling

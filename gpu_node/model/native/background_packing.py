@@ -93,10 +93,10 @@ class BackgroundPacking:
 
 
 def _run(state: PackingState, pack: Pack, fault_in: FaultIn) -> None:
-    fault_in(state.may_begin.is_set)
-    state.may_begin.wait(_PATIENCE_S)
-    began_s = time.monotonic()
     try:
+        fault_in(state.may_begin.is_set)
+        state.may_begin.wait(_PATIENCE_S)
+        began_s = time.monotonic()
         state.check()
         state.weights = pack(state)
         _log.info("weights are packed", extra={"took_s": round(time.monotonic() - began_s, 3)})
