@@ -19,7 +19,7 @@ from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.methods import reader_of
 from penstock.gpu_node.model.checkpoint.revision import revision_of, stamps_of_source
-from penstock.gpu_node.model.checkpoint.source import ModelSource, Progress, resolve_model
+from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel, Progress, open_model
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.options import RunnerOptions
@@ -62,13 +62,16 @@ def find_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
 
     Raises ConfigError that names the missing file or the unsupported setting.
     """
-    source = _source(model, options, progress, revision)
+    opened = _open(model, options, progress, revision)
+    source, gguf = opened.source, opened.gguf
     stamps = stamps_of_source(source)
     config = read_object(source.folder / "config.json")
-    if source.gguf is not None:
-        config = with_gguf_settings(config, source.gguf)
-    described = _describe(replace(source, tokenizer=None), config, options)
-    return FoundModel(model, config, described, stamps, source.tokenizer)
+    if gguf is not None:
+        config = with_gguf_settings(config, gguf)
+        if gguf.mapped.stamp not in stamps:
+            raise _replaced(model)
+    described = _describe(opened, config, options)
+    return FoundModel(model, config, described, stamps, opened.tokenizer)
 
 
 def load_found(found: FoundModel, options: RunnerOptions, progress: Progress) -> LoadedModel:
@@ -99,17 +102,21 @@ def load_found(found: FoundModel, options: RunnerOptions, progress: Progress) ->
         revision=revision_of(source, arithmetic),
     )
     if stamps_of_source(source) != found.stamps:
-        raise ConfigError(f"{found.name}: its files were replaced while they were loaded; start again")
+        raise _replaced(found.name)
     return loaded
 
 
-def _source(model: str, options: RunnerOptions, progress: Progress, revision: str | None) -> ModelSource:
+def _replaced(name: str) -> ConfigError:
+    return ConfigError(f"{name}: its files were replaced while they were loaded; start again")
+
+
+def _open(model: str, options: RunnerOptions, progress: Progress, revision: str | None) -> OpenModel:
     if options.load_format != "dummy":
-        return resolve_model(model, progress, revision)
+        return open_model(model, progress, revision)
     if revision is not None:
         raise ConfigError(f"revision {revision} is only for models of the hub; load_format dummy downloads nothing")
     _log.warning("weights are random (load_format dummy)", extra={"model": model})
-    return ModelSource(dummy_folder(model), is_dummy=True)
+    return OpenModel(ModelSource(dummy_folder(model), is_dummy=True))
 
 
 def _load(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
@@ -161,8 +168,8 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_COMPUTE_CAPABILITY
 
 
-def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOptions) -> Description:
-    family = family_of(config)
+def _describe(opened: OpenModel, config: Mapping[str, Any], options: RunnerOptions) -> Description:
+    source, family = opened.source, family_of(config)
     try:
         spec = family.spec_of(config)
     except KeyError as error:
@@ -183,6 +190,7 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
         stored_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         max_model_len=options.max_model_len or spec.max_position,
         read_scaled=None if source.is_dummy else reader_of(config),
+        gguf=opened.gguf,
     )
 
 

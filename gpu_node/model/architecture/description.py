@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.checkpoint.files import ReadScaled
+from penstock.gpu_node.model.checkpoint.files import Checkpoint, ReadScaled
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
@@ -28,6 +29,12 @@ class Description:
     max_model_len: int
     read_scaled: ReadScaled | None = None
     """Reads the quantized matrices of a quantized checkpoint; None for other checkpoints."""
+    gguf: GgufFile | None = None
+    """The source's GGUF file, if it is open."""
+
+    def open_checkpoint(self) -> Checkpoint:
+        """Map the weight files. Raises ConfigError for files that are missing, truncated or invalid."""
+        return Checkpoint.open(self.source, self.read_scaled, self.gguf)
 
 
 def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int) -> CacheSizes:

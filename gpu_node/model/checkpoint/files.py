@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,9 +18,10 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.dummy import RandomWeights
-from penstock.gpu_node.model.checkpoint.gguf_header import GgufTensor, read_header
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
+from penstock.gpu_node.model.checkpoint.gguf_header import GgufTensor
 from penstock.gpu_node.model.checkpoint.gguf_names import conventions_of, deinterleaved
-from penstock.gpu_node.model.checkpoint.page_faults import fault_in
+from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.shards import INDEX, shards_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
@@ -91,26 +91,31 @@ class Checkpoint:
     _random: RandomWeights | None = None
     """Makes the tensors of a model without weight files."""
 
-    def __init__(self, find: FindStored, maps: Iterable[mmap.mmap], read_scaled: ReadScaled | None = None) -> None:
-        """maps: the mapped weight files; read_scaled: reads quantized matrices."""
+    def __init__(self, find: FindStored, files: Iterable[MappedFile], read_scaled: ReadScaled | None = None) -> None:
+        """files: the weight files; read_scaled: reads quantized matrices."""
         self._find = find
-        self._maps = tuple(maps)
+        self._files = tuple(files)
         self._read_scaled = read_scaled
 
     @classmethod
-    def open(cls, source: ModelSource, read_scaled: ReadScaled | None = None) -> Checkpoint:
+    def open(
+        cls, source: ModelSource, read_scaled: ReadScaled | None = None, gguf: GgufFile | None = None
+    ) -> Checkpoint:
         """Map a model's weight files. Raises ConfigError for files that are missing, truncated or invalid.
 
-        read_scaled: reads the quantized matrices of a quantized checkpoint.
+        read_scaled: reads the quantized matrices of a quantized checkpoint. gguf: the source's GGUF file, if open.
         """
         if source.is_dummy:
             (made := cls(lambda _: None, ()))._random = RandomWeights()
             return made
-        maps = {path: mapped(path) for path in weight_files(source)}
         if source.gguf is not None:
-            return cls(_GgufFile(source.gguf, maps[source.gguf]).find, maps.values())
-        tensors = {name: tensor for path, content in maps.items() for name, tensor in read_safetensors(path, content)}
-        return cls(tensors.get, maps.values(), read_scaled)
+            gguf = gguf or GgufFile(source.gguf)
+            return cls(_GgufTensors(gguf).find, (gguf.mapped,))
+        files = {path: MappedFile(path) for path in weight_files(source)}
+        tensors: dict[str, StoredTensor] = {}
+        for path, file in files.items():
+            tensors |= read_safetensors(path, file.content)
+        return cls(tensors.get, files.values(), read_scaled)
 
     def get(self, name: str, *shape: int) -> Stored:
         """Return a tensor by name. Its data is read lazily from the mapped file, unless it is quantized.
@@ -130,13 +135,13 @@ class Checkpoint:
 
     def fault_in(self, is_enough: Callable[[], bool]) -> None:
         """Map the pages of all weight files, until `is_enough`."""
-        for content in self._maps:
-            fault_in(np.frombuffer(content, np.uint8), is_enough)
+        for file in self._files:
+            file.page_faults.take(is_enough)
 
     def release(self) -> None:
         """Release the file pages that were read; a later access reads them from the file again."""
-        for content in self._maps:
-            content.madvise(mmap.MADV_DONTNEED)
+        for file in self._files:
+            file.release()
 
     def _scaled(self, name: str) -> ScaledTensor | None:
         matrix = name.removesuffix(".weight")
@@ -174,21 +179,8 @@ def weight_files(source: ModelSource) -> list[Path]:
     raise ConfigError(f"{folder} has no .safetensors weights")
 
 
-def mapped(path: Path) -> mmap.mmap:
-    """Map a file read-only. Raises ConfigError for an empty file."""
-    with path.open("rb") as file:
-        try:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:
-            raise ConfigError(f"{path} is empty") from error
-
-
-def read_safetensors(path: Path, held: mmap.mmap | bytes) -> Iterable[tuple[str, StoredTensor]]:
-    """Return the tensors of a safetensors file by name. Raises ConfigError for a truncated or invalid file.
-
-    held: the file's content, mapped or in memory.
-    """
-    content = np.frombuffer(held, np.uint8)
+def read_safetensors(path: Path, content: NDArray[np.uint8]) -> Iterable[tuple[str, StoredTensor]]:
+    """Return the tensors of a safetensors file by name. Raises ConfigError for a truncated or invalid file."""
     header_bytes = int.from_bytes(content[:8].tobytes(), "little")
     if 8 + header_bytes > len(content):
         raise ConfigError(f"{path} is cut short or not a safetensors file")
@@ -220,16 +212,16 @@ def _rows(data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return data.reshape(prod(shape[:-1]), -1) if data.size else data.reshape(0, 0)
 
 
-class _GgufFile:
+class _GgufTensors:
     """Finds the tensors of a GGUF file by Hugging Face's names, in Hugging Face's row order."""
 
-    def __init__(self, path: Path, mapped: mmap.mmap) -> None:
-        self._content = np.frombuffer(mapped, np.uint8)
+    def __init__(self, file: GgufFile) -> None:
+        self._content = file.mapped.content
+        self._header = file.header
         try:
-            self._header = read_header(self._content.data)
             self._interleaved, self._names = conventions_of(self._header)
         except ConfigError as error:
-            raise ConfigError(f"cannot read {path}: {error.message}") from error
+            raise ConfigError(f"cannot read {file.path}: {error.message}") from error
 
     def find(self, name: str) -> StoredTensor | None:
         # A GGUF file stacks the matrices of all experts in one tensor.

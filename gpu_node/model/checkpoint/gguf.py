@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, read_header
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
+from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader
 from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, describe_llama
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 
@@ -23,24 +23,26 @@ _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors that only writing raises."""
 
 
-def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> WrittenTokenizer | None:
-    """Write the config and tokenizer of `gguf` to a new `folder`. Return the tokenizer, if it is in memory.
+def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float], None]) -> WrittenTokenizer | None:
+    """Write the config and tokenizer of a file to a new `folder`. Return the tokenizer, if it is in memory.
 
     Raises ConfigError for an unreadable file and a full disk.
     """
     progress("convert", 0.0)
     try:
         # Parse the header first, because its errors for truncated files are clearer than those of transformers.
-        header = read_header(np.memmap(gguf, np.uint8, "r").data, TOKENIZER_LISTS)
+        header = file.header_with(TOKENIZER_LISTS)
         tokenizer = describe_llama(header, folder)
         if tokenizer is None:
-            describe_by_transformers(gguf, header, folder, progress)
+            describe_by_transformers(file.path, header, folder, progress)
+    except ConfigError:
+        raise
     except OSError as error:
-        what = f"cannot write to {folder}" if error.errno in _WRITING else f"cannot read {gguf}"
+        what = f"cannot write to {folder}" if error.errno in _WRITING else f"cannot read {file.path}"
         raise ConfigError(f"{what}: {error}") from error
     except Exception as error:
         # A third-party parser may raise any exception for a file of unknown origin.
-        raise ConfigError(f"cannot read {gguf}: {error}") from error
+        raise ConfigError(f"cannot read {file.path}: {error}") from error
     progress("convert", 1.0)
     return tokenizer
 

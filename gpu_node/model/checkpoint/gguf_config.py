@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.files import mapped
 from penstock.gpu_node.model.checkpoint.gguf import LLAMA_LIKE
-from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, read_header
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
+from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader
 from penstock.gpu_node.model.checkpoint.gguf_rope import rope_scaling
 
 _SETTINGS = {
@@ -42,18 +39,14 @@ _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """These models scale scores by hidden_size / num_attention_heads instead of head_dim, which the file does not say."""
 
 
-def with_gguf_settings(config: dict[str, Any], gguf: Path) -> dict[str, Any]:
+def with_gguf_settings(config: dict[str, Any], file: GgufFile) -> dict[str, Any]:
     """Return the config with the settings of a GGUF file. Raises ConfigError for an unreadable file."""
-    content = np.frombuffer(mapped(gguf), np.uint8)
-    try:
-        header = read_header(content.data)
-    except ConfigError as error:
-        raise ConfigError(f"cannot read {gguf}: {error.message}") from error
+    header = file.header
     try:
         config = config | _settings(header, config)
     except (KeyError, TypeError, ArithmeticError) as error:
-        raise ConfigError(f"cannot read {gguf}: its metadata is incomplete or invalid: {error!r}") from error
-    scaling = rope_scaling(header, content)
+        raise ConfigError(f"cannot read {file.path}: its metadata is incomplete or invalid: {error!r}") from error
+    scaling = rope_scaling(header, file.mapped.content)
     rope = config.get("rope_parameters") or {}
     if not scaling:
         return config

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.gpu_node.model.checkpoint.conversion_cache import samples
 from penstock.gpu_node.model.checkpoint.files import weight_files
+from penstock.gpu_node.model.checkpoint.mapped_file import stamp_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -34,8 +35,7 @@ def revision_of(source: ModelSource, arithmetic: str) -> str:
 
 def stamps_of(paths: Iterable[Path]) -> list[tuple[int, ...]]:
     """Return what changes when one of the files is written or replaced."""
-    stats = [path.stat() for path in paths]
-    return [(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) for found in stats]
+    return [stamp_of(path.stat()) for path in paths]
 
 
 def stamps_of_source(source: ModelSource) -> list[tuple[int, ...]]:

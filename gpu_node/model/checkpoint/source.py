@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once, samples
 from penstock.gpu_node.model.checkpoint.gguf import describe_gguf
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 from penstock.runtime.cache_folders import file_stem
@@ -30,12 +31,26 @@ class ModelSource:
     gguf: Path | None = None
     is_dummy: bool = False
     """Whether the weights are random and no file has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """The files of a model, and what this process has already read of them."""
+
+    source: ModelSource
+    gguf: GgufFile | None = None
+    """The source's GGUF file."""
     tokenizer: WrittenTokenizer | None = None
     """The tokenizer of the folder, if this process has just written it."""
 
 
 def resolve_model(model: str, progress: Progress, revision: str | None = None) -> ModelSource:
-    """Return the files of a model given as a folder, a `.gguf` file or a name on the hub (`HubModel`).
+    """Return the files of a model, as `open_model` does."""
+    return open_model(model, progress, revision).source
+
+
+def open_model(model: str, progress: Progress, revision: str | None = None) -> OpenModel:
+    """Open the files of a model given as a folder, a `.gguf` file or a name on the hub (`HubModel`).
 
     The config and tokenizer of a GGUF file are converted once into the cache folder. Raises ConfigError if there is no
     such model.
@@ -47,14 +62,24 @@ def resolve_model(model: str, progress: Progress, revision: str | None = None) -
     elif revision is not None:
         raise ConfigError(f"revision {revision} is only for models of the hub, but {model} is a path")
     if path.is_dir():
-        return ModelSource(path)
+        return OpenModel(ModelSource(path))
     if path.suffix != ".gguf":
         raise ConfigError(f"there is no folder {path}")
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    written: list[WrittenTokenizer | None] = []
-    folder = built_once(_cached_name(path), lambda folder: written.append(describe_gguf(path, folder, progress)))
-    return ModelSource(folder, path, tokenizer=written[0] if written else None)
+    return _open_gguf(path, progress)
+
+
+def _open_gguf(path: Path, progress: Progress) -> OpenModel:
+    file, written = GgufFile(path), []
+
+    def convert(folder: Path) -> None:
+        # The weights of a new file will all be read. Its pages are mapped while this thread converts the tokenizer.
+        file.mapped.page_faults.take_ahead()
+        written.append(describe_gguf(file, folder, progress))
+
+    folder = built_once(_cached_name(path), convert)
+    return OpenModel(ModelSource(folder, path), file, written[0] if written else None)
 
 
 def _cached_name(gguf: Path) -> str:

@@ -11,7 +11,6 @@ import torch
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.description import Description, cache_sizes, num_host_blocks
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
@@ -45,7 +44,7 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     _check(options, spec, device)
     kept = name if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     layout = KvLayout(spec, options.block_size, _KV_DTYPES[kept])
-    tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), spec)
+    tensors = DecoderTensors(described.open_checkpoint(), spec)
     keep = StoredLinearLoader(options.quantization, device, deterministic=options.deterministic)
     # A separate Device has its own side stream, because the KV pool's one copies in the other direction.
     stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))

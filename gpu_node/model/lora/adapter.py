@@ -86,7 +86,7 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
     if rank > max_rank:
         raise ConfigError(f"{CONFIG_FILE}: r is {rank}, more than max_lora_rank {max_rank}")
     # Read into memory: a write to a mapped file would change the tensors, and truncation would crash the process.
-    stored = dict(read_safetensors(weights, weights.read_bytes()))
+    stored = dict(read_safetensors(weights, np.frombuffer(weights.read_bytes(), np.uint8)))
     pairs: dict[tuple[int, MatrixName], tuple[_Pair, ...]] = {}
     for layer in range(spec.num_layers):
         for matrix in spec.adapted_matrices:

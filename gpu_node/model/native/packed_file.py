@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.checkpoint.page_faults import fault_in
+from penstock.gpu_node.model.checkpoint.page_faults import PageFaults
 from penstock.gpu_node.model.native.background_writer import BackgroundWriter, write_at
 from penstock.gpu_node.model.native.packed_matrix import OnMatrix, PackedMatrix
 from penstock.kernels.cpu.formats import Format, RowLayout, Run
@@ -161,7 +161,7 @@ class PackedWeights:
 
     def fault_in(self, is_enough: Callable[[], bool]) -> None:
         """Map the file's pages, until `is_enough`."""
-        fault_in(self._content, is_enough)
+        PageFaults(self._content).take(is_enough)
 
     def _numbers(self, start: int, size: int) -> NDArray[np.float32]:
         return self._content[start : start + size].view(np.float32)

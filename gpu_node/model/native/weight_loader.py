@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.gpu_node.model.architecture.description import Description
-from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.native.background_packing import BackgroundPacking, PackingState
@@ -45,11 +44,12 @@ class WeightLoader:
         if weights is None:
             described = self._described
             # Opened once, so that all of the packing reads these files, even if others take their paths meanwhile.
-            tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), described.spec)
+            tensors = DecoderTensors(described.open_checkpoint(), described.spec)
             if cache is None or not cache.is_current():
                 return self._pack(model, tensors, progress, tensors.release), None
             try:
-                formats = self._pack(model, tensors, progress, tensors.release, on_read=True)
+                # The first step reads all pages again, so they are not released.
+                formats = self._pack(model, tensors, progress, _nothing, on_read=True)
             except NotLosslessError:
                 weights = self._packed_once(model, tensors, cache, progress)
             else:
@@ -119,4 +119,8 @@ class WeightLoader:
 
 
 def _ignore(_stage: str, _done: float) -> None:
+    pass
+
+
+def _nothing() -> None:
     pass

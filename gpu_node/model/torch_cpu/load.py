@@ -9,7 +9,6 @@ from torch import Tensor
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.description import Description, cache_sizes
-from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.options import RunnerOptions
@@ -42,7 +41,7 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
     if options.kv_cache_dtype not in ("auto", name):
         supported = f"runner torch has {name}, the native runner has bfloat16 and int8"
         raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} is not supported: {supported}")
-    checkpoint = Checkpoint.open(described.source, described.read_scaled)
+    checkpoint = described.open_checkpoint()
     report, is_lazy = (lambda done: progress("load", done)), described.read_scaled is None
     weights = map_weights(DecoderTensors(checkpoint, spec), spec, dtype, report, is_lazy=is_lazy)
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize

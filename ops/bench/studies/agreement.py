@@ -14,7 +14,8 @@ from fixtures.plans import Track, logits_of_step
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model import load
-from penstock.gpu_node.model.checkpoint.source import ModelSource
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
+from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import LoadedModel
 
@@ -70,7 +71,8 @@ def _loaded(source: ModelSource, setting: tuple[str, str, str]) -> Iterator[Load
         weight_cache=False,
     )
     # What a GGUF file says of config and tokenizer lies beside the model that it was made of.
-    with mock.patch.object(load, "resolve_model", lambda *_: source):
+    opened = OpenModel(source, None if source.gguf is None else GgufFile(source.gguf))
+    with mock.patch.object(load, "open_model", lambda *_: opened):
         yield load.load_model(str(source.folder), options, lambda stage, fraction: None)
 
 

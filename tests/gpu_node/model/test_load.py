@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.runners.runner_options import runner_options
+from fixtures.gguf_file import write_gguf
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -21,6 +22,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.spec import Llama3Scaling, Rope
 from penstock.gpu_node.model.checkpoint import source
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.revision import revision_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource, resolve_model
 from penstock.gpu_node.model.checkpoint.tokenizer_export import plain_tokenizer
@@ -271,13 +273,13 @@ def some_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_two_processes_may_convert_one_file_at_once(some_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def describe(gguf: Path, folder: Path, progress: Any) -> None:
+    def describe(gguf: GgufFile, folder: Path, progress: Any) -> None:
         """The other process is done first, and this one finds its place taken."""
         monkeypatch.setattr(source, "describe_gguf", write)
-        resolve_model(str(gguf), progress)
+        resolve_model(str(gguf.path), progress)
         write(gguf, folder, progress)
 
-    def write(gguf: Path, folder: Path, progress: Any) -> None:
+    def write(gguf: GgufFile, folder: Path, progress: Any) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
 
@@ -353,6 +355,18 @@ def test_model_whose_files_are_replaced_while_it_loads_is_refused(tiny_model: Pa
     with pytest.raises(ConfigError, match="replaced while"):
         load_model(str(folder), runner_options(), replace)
     assert load_model(str(folder), runner_options(), replace).revision
+
+
+def test_gguf_file_that_is_replaced_after_it_was_opened_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    gguf, new = (write_gguf(tiny_model, tmp_path / name, "llama") for name in ("m.gguf", "new.gguf"))
+
+    def replace(stage: str, fraction: float) -> None:
+        if new.exists() and stage == "convert":
+            new.replace(gguf)
+
+    with pytest.raises(ConfigError, match="replaced while"):
+        load_model(str(gguf), runner_options(), replace)
+    assert load_model(str(gguf), runner_options(), replace).revision
 
 
 @pytest.mark.model

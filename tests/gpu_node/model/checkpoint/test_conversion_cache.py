@@ -11,6 +11,7 @@ import pytest
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import gguf
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.source import resolve_model
 from penstock.kernels.cpu import build
 
@@ -60,7 +61,7 @@ def test_a_full_disk_is_not_blamed_on_the_model(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "tokenizer.json"))
 
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gguf, "read_header", lambda *_: None)
+    monkeypatch.setattr(GgufFile, "header_with", lambda *_: None)
     monkeypatch.setattr(gguf, "describe_llama", full)
     model = tmp_path / "m.gguf"
     model.write_bytes(b"GGUF")
@@ -74,7 +75,7 @@ def test_model_with_a_long_name_can_be_cached(tmp_path: Path, monkeypatch: pytes
         return True
 
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gguf, "read_header", lambda *_: None)
+    monkeypatch.setattr(GgufFile, "header_with", lambda *_: None)
     monkeypatch.setattr(gguf, "describe_llama", described)
     model = tmp_path / f"{'é' * 120}.gguf"
     model.write_bytes(b"GGUF")

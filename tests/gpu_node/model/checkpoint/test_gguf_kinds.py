@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from penstock.gpu_node.model import load
-from penstock.gpu_node.model.checkpoint.source import ModelSource
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
+from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel
 from penstock.gpu_node.model.native.runner import NativeRunner
 
 Made: TypeAlias = Callable[..., tuple[ModelSource, NDArray[Any]]]
@@ -80,7 +81,8 @@ def test_positions_are_scaled_as_the_file_says(
 
 def _load(source: ModelSource, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     # What the file says of config and tokenizer is there already.
-    monkeypatch.setattr(load, "resolve_model", lambda *_: source)
+    opened = OpenModel(source, None if source.gguf is None else GgufFile(source.gguf))
+    monkeypatch.setattr(load, "open_model", lambda *_: opened)
     return load.load_model("m.gguf", runner_options(max_num_seqs=1, **options), lambda *_: None)
 
 

@@ -13,9 +13,10 @@ from tokenizers import pre_tokenizers
 
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.checkpoint import gguf
+from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, read_header
 from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, describe_llama
-from penstock.gpu_node.model.checkpoint.source import resolve_model
+from penstock.gpu_node.model.checkpoint.source import open_model
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|日本|>", "<a b>"]
 MERGES = ["Ġ t", "h e", "Ġt he", "i n", "Ġ w", "Ã ©", "1 2"]
@@ -142,7 +143,7 @@ def test_an_unusual_file_is_left_to_transformers(variant: str, tmp_path: Path) -
 
 
 def test_tokenizer_of_the_description_works(tmp_path: Path) -> None:
-    gguf.describe_gguf(write(tmp_path / "m.gguf", add_bos=True), tmp_path / "m", lambda stage, fraction: None)
+    gguf.describe_gguf(GgufFile(write(tmp_path / "m.gguf", add_bos=True)), tmp_path / "m", lambda stage, fraction: None)
     tokenizer = Tokenizer(tmp_path / "m")
     token_ids = tokenizer.encode("the win é 12<|im_end|>")
     assert tokenizer.names_of(token_ids)[:2] == ["<|im_start|>", "t"]
@@ -153,7 +154,8 @@ def test_tokenizer_of_the_description_works(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_tokenizer_in_memory_is_the_written_one(variant: str, tmp_path: Path) -> None:
     folder = tmp_path / "m"
-    written = gguf.describe_gguf(write(tmp_path / "m.gguf", **VARIANTS[variant]), folder, lambda stage, fraction: None)
+    file = GgufFile(write(tmp_path / "m.gguf", **VARIANTS[variant]))
+    written = gguf.describe_gguf(file, folder, lambda stage, fraction: None)
     assert written is not None
     ours, read = Tokenizer(folder, vocab_size=400, written=written), Tokenizer(folder, vocab_size=400)
     assert ours.token_bytes == read.token_bytes
@@ -164,7 +166,7 @@ def test_the_tokenizer_in_memory_is_the_written_one(variant: str, tmp_path: Path
 
 def test_the_tokenizer_of_a_gguf_file_is_in_memory_only_if_it_was_written_now(tmp_path: Path) -> None:
     path = str(write(tmp_path / "m.gguf"))
-    first, second = (resolve_model(path, lambda stage, fraction: None) for _ in range(2))
-    assert first.folder == second.folder
+    first, second = (open_model(path, lambda stage, fraction: None) for _ in range(2))
+    assert first.source == second.source
     assert first.tokenizer is not None
     assert second.tokenizer is None

@@ -3,55 +3,66 @@
 from __future__ import annotations
 
 import mmap
+import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from penstock.gpu_node.model.checkpoint import page_faults
-from penstock.gpu_node.model.checkpoint.files import mapped
-from penstock.gpu_node.model.checkpoint.page_faults import fault_in
+from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 
 NUM_PAGES = 64
 
 
 @pytest.fixture
-def content(tmp_path: Path) -> mmap.mmap:
+def file(tmp_path: Path) -> MappedFile:
     path = tmp_path / "file"
     path.write_bytes(bytes(NUM_PAGES * mmap.PAGESIZE))
-    return mapped(path)
+    return MappedFile(path)
 
 
-def resident_kib(content: mmap.mmap) -> int:
+def resident_kib(file: MappedFile) -> int:
     """Return how much of a mapping this process has in its page table."""
-    start = f"{np.frombuffer(content, np.uint8).ctypes.data:x}-"
+    start = f"{file.content.ctypes.data:x}-"
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     next(line for line in lines if line.startswith(start))
     return int(next(line for line in lines if line.startswith("Rss:")).split()[1])
 
 
-def test_all_pages_are_mapped(content: mmap.mmap) -> None:
-    fault_in(np.frombuffer(content, np.uint8), lambda: False)
-    assert resident_kib(content) == NUM_PAGES * mmap.PAGESIZE // 1024
+def test_all_pages_are_mapped(file: MappedFile) -> None:
+    file.page_faults.take(lambda: False)
+    assert resident_kib(file) == NUM_PAGES * mmap.PAGESIZE // 1024
 
 
-def test_no_page_is_mapped_once_it_is_enough(content: mmap.mmap) -> None:
-    fault_in(np.frombuffer(content, np.uint8), lambda: True)
-    assert resident_kib(content) == 0
+def test_no_page_is_mapped_once_it_is_enough(file: MappedFile) -> None:
+    file.page_faults.take(lambda: True)
+    assert resident_kib(file) == 0
 
 
 @pytest.mark.parametrize("meminfo", ["MemAvailable:       12 kB\n", "", None])
 def test_a_file_larger_than_the_available_memory_is_left_alone(
-    content: mmap.mmap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meminfo: str | None
+    file: MappedFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meminfo: str | None
 ) -> None:
     path = tmp_path / "meminfo"
     if meminfo is not None:
         path.write_text(meminfo)
     monkeypatch.setattr(page_faults, "_MEMINFO", path)
-    fault_in(np.frombuffer(content, np.uint8), lambda: False)
-    assert resident_kib(content) == 0
+    file.page_faults.take(lambda: False)
+    assert resident_kib(file) == 0
 
 
-def test_a_kernel_that_refuses_is_no_error() -> None:
-    inaccessible = np.empty(3 * mmap.PAGESIZE, np.uint8)[1:]  # does not start at a page
-    fault_in(inaccessible, lambda: False)
+def test_a_thread_maps_all_pages_ahead(file: MappedFile) -> None:
+    file.page_faults.take_ahead()
+    ends_s = time.monotonic() + 10
+    while resident_kib(file) < NUM_PAGES * mmap.PAGESIZE // 1024:
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+    file.release()
+    assert resident_kib(file) == 0
+
+
+def test_each_page_is_mapped_once(file: MappedFile) -> None:
+    file.page_faults.take(lambda: False)
+    file.release()
+    file.page_faults.take(lambda: False)
+    assert resident_kib(file) == 0
