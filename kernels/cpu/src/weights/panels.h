@@ -25,17 +25,22 @@ struct CodeBits {
   static constexpr int kWordsOfLow = 8 / kLowBits;  // words of four columns that share a word of low bits
   static constexpr int kWordsOfHigh = kHighBits ? 8 / kHighBits : 0;
 
-  // Writes the codes of row `lane`.
-  static void put(const Codes& codes, uint8_t* at, int lane) {
+  // Writes the codes of row `lane`, or of sixteen rows from it on.
+  template <class Rows>
+  PENSTOCK_INLINE void put(const CodesOf<Rows>& codes, uint8_t* at, int lane) {
     for (int i = 0; i < kLowBits; ++i) {
-      uint32_t& low = word_at(at + kHighBytes, i, lane) = 0;
-      for (int k = 0; k < kWordsOfLow; ++k) low |= (codes.words[i * kWordsOfLow + k] & kLowMask) << k * kLowBits;
+      auto low = codes.words[i * kWordsOfLow] & kLowMask;
+      for (int k = 1; k < kWordsOfLow; ++k) {
+        low = low | (codes.words[i * kWordsOfLow + k] & kLowMask) << k * kLowBits;
+      }
+      store_word(at + kHighBytes + (i * kPanel + lane) * 4, low);
     }
     for (int i = 0; i < kHighBits; ++i) {
-      uint32_t& high = word_at(at, i, lane) = 0;
-      for (int k = 0; k < kWordsOfHigh; ++k) {
-        high |= (codes.words[i * kWordsOfHigh + k] >> kLowBits & kHighMask) << k * kHighBits;
+      auto high = codes.words[i * kWordsOfHigh] >> kLowBits & kHighMask;
+      for (int k = 1; k < kWordsOfHigh; ++k) {
+        high = high | (codes.words[i * kWordsOfHigh + k] >> kLowBits & kHighMask) << k * kHighBits;
       }
+      store_word(at + (i * kPanel + lane) * 4, high);
     }
   }
 
@@ -72,7 +77,6 @@ struct CodeBits {
   static constexpr uint32_t kLowMask = in_every_byte((1 << kLowBits) - 1);
   static constexpr uint32_t kHighMask = in_every_byte((1 << kHighBits) - 1);
 
-  static uint32_t& word_at(uint8_t* at, int i, int lane) { return reinterpret_cast<uint32_t*>(at)[i * kPanel + lane]; }
   static uint32_t word_at(const uint8_t* at, int i, int lane) {
     return reinterpret_cast<const uint32_t*>(at)[i * kPanel + lane];
   }
