@@ -166,16 +166,14 @@ struct Q2_KBlock {
 struct Q3_KBlock {
   uint8_t high_bits[32];
   uint8_t crumbs[64];
+  // 32 + the scales of 16 weights each. Scale i has its low 4 bits in half i / 8 of byte i % 8, and its high 2 bits in
+  // quarter i / 4 of byte 8 + i % 4.
   uint8_t scales[12];
   f16 scale;
 
   auto codes(int group, const auto& rows) const {
     const auto low = bits_of(rows, crumbs + group / 4 * 32, group % 4 * 2, 3);
     return with_high_bits(low, bits_of(rows, high_bits, group, 1), 2);
-  }
-  // 32 + the scale of 16 weights. Its low 4 bits are in bytes 0 to 7, its high 2 bits in bytes 8 to 11.
-  int scale_of(int half) const {
-    return (scales[half % 8] >> half / 8 * 4 & 15) | (scales[8 + half % 4] >> half / 4 * 2 & 3) << 4;
   }
 };
 struct Q4_KBlock {
