@@ -122,14 +122,18 @@ struct Q5_0Block {
   uint8_t fifth_bits[4];
   uint8_t nibbles[16];
 
-  auto codes(int, const auto& rows) const { return with_high_bits(nibbles_of(rows, nibbles), single_bits(rows, fifth_bits), 4); }
+  auto codes(int, const auto& rows) const {
+    return with_high_bits(nibbles_of(rows, nibbles), single_bits(rows, fifth_bits), 4);
+  }
 };
 struct Q5_1Block {
   f16 scale, minimum;
   uint8_t fifth_bits[4];
   uint8_t nibbles[16];
 
-  auto codes(int, const auto& rows) const { return with_high_bits(nibbles_of(rows, nibbles), single_bits(rows, fifth_bits), 4); }
+  auto codes(int, const auto& rows) const {
+    return with_high_bits(nibbles_of(rows, nibbles), single_bits(rows, fifth_bits), 4);
+  }
 };
 struct Q8_0Block {
   f16 scale;

@@ -85,7 +85,9 @@ void widen(P panel_kind, const uint8_t* blocks, int num_blocks, float* out) {
   for (int b = 0; b < num_blocks; ++b) {
     const auto& block = reinterpret_cast<const typename P::Block*>(blocks)[b];
     P::Scales::put(block, scales, 0);
-    for (int g = 0; g < P::Scales::kGroups; ++g, out += kGroup) expand(panel_kind, block.codes(g, OneRow()), scales, g, 0, out);
+    for (int g = 0; g < P::Scales::kGroups; ++g, out += kGroup) {
+      expand(panel_kind, block.codes(g, OneRow()), scales, g, 0, out);
+    }
   }
 }
 
@@ -190,8 +192,8 @@ class Ahead {
   size_t done_ = 0;  // bytes of this row
 };
 
-// Packs sixteen rows of a part, from row `row` on, and prefetches what is packed next. Calls `put(block, offsets, i)`
-// for each block i, with its address in the first row and the distances of the other rows from it.
+// Packs sixteen rows of a part, from row `row` on, and prefetches the bytes that are packed next. Calls
+// `put(first, offsets, i)` for each block i: its place in the first row, and the distances of the other rows from it.
 template <class Block, class Put>
 void put_sixteen(const Part& part, int row, int num_blocks, const Put& put) {
   constexpr int kPiece = std::max<int>(1, kPieceBytes / sizeof(Block));
@@ -209,6 +211,7 @@ void put_sixteen(const Part& part, int row, int num_blocks, const Put& put) {
   }
 }
 
+// Puts the blocks of rows into a panel: of sixteen rows at a time, then of each row that is left.
 template <class P>
 void put_rows(P kind, const PanelRows& rows, int num_blocks, uint8_t* panel) {
   int row = rows.begin, lane = rows.lane;
@@ -234,7 +237,7 @@ void put_bf16(uint8_t* panel, int lane, const std::vector<bf16>& row) {
 // As put_rows, for rows of bf16. columns: a multiple of 32.
 void put_bf16_rows(const PanelRows& rows, int columns, uint8_t* panel) {
   struct Block {
-    uint32_t pairs[kGroup / 2];
+    uint8_t bytes[kGroup * sizeof(bf16)];
   };
   int row = rows.begin, lane = rows.lane;
   for (; row + kLanes <= rows.end; row += kLanes, lane += kLanes) {
@@ -242,7 +245,7 @@ void put_bf16_rows(const PanelRows& rows, int columns, uint8_t* panel) {
       uint8_t* at = panel + block * kPanel * sizeof(Block) + lane * 4;
       for (int i = 0; i < kGroup / 2; i += 4) {
         Ints pairs[4];
-        load_words(reinterpret_cast<const uint8_t*>(first.pairs + i), offsets, pairs);
+        load_words(first.bytes + i * 4, offsets, pairs);
         for (int k = 0; k < 4; ++k) store_word(at + (i + k) * kPanel * 4, pairs[k]);
       }
     });
