@@ -14,9 +14,16 @@ using namespace penstock;
 
 namespace {
 
+// Packs rows as a model does: panel by panel, from row `first` of the matrix on.
+void pack(Matrix& matrix, int source, int first, int rows, const uint8_t* data, size_t row_bytes) {
+  const Part part{(Source)source, RowLayout::kPlain, first, rows, data, row_bytes, nullptr};
+  const PanelRange panels = panels_of(part);
+  for (int i = panels.begin; i < panels.end; ++i) matrix.set_rows(i, part);
+}
+
 Matrix packed(int format, int source, int rows, int columns, const uint8_t* data, size_t row_bytes) {
   Matrix matrix({{(Format)format, rows}}, columns);
-  for (int i = 0; i < rows; ++i) matrix.set_row(i, (Source)source, data + i * row_bytes);
+  pack(matrix, source, 0, rows, data, row_bytes);
   return matrix;
 }
 
@@ -82,9 +89,8 @@ void penstock_single_multiply(const MatrixPart* parts, int num_parts, int column
   Matrix matrix(runs, columns);
   int next = 0;
   for (int i = 0; i < num_parts; ++i) {
-    for (int r = 0; r < parts[i].rows; ++r) {
-      matrix.set_row(next++, (Source)parts[i].source, parts[i].data + r * parts[i].row_bytes);
-    }
+    pack(matrix, parts[i].source, next, parts[i].rows, parts[i].data, parts[i].row_bytes);
+    next += parts[i].rows;
   }
   Activations left;
   left.prepare(rows, matrix);

@@ -2,6 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace penstock {
@@ -98,6 +99,7 @@ PENSTOCK_INLINE void store_ints(int32_t* p, Ints x) {
 PENSTOCK_INLINE Ints operator+(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 PENSTOCK_INLINE Ints operator&(Ints x, Ints y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 PENSTOCK_INLINE Ints operator|(Ints x, Ints y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+PENSTOCK_INLINE Ints operator^(Ints x, Ints y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
 PENSTOCK_INLINE Ints shift_left(Ints x, int bits) { return {_mm256_slli_epi32(x.a, bits), _mm256_slli_epi32(x.b, bits)}; }
 PENSTOCK_INLINE Ints shift_right(Ints x, int bits) { return {_mm256_srli_epi32(x.a, bits), _mm256_srli_epi32(x.b, bits)}; }
 PENSTOCK_INLINE Ints widen_s8(const void* p) {
@@ -118,6 +120,25 @@ PENSTOCK_INLINE Floats load_bf16(const uint16_t* p) {
 }
 PENSTOCK_INLINE Ints lane_numbers() {
   return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+// As load_words, for eight lanes.
+PENSTOCK_INLINE void load_half_words(const uint8_t* at, const ptrdiff_t* offsets, __m256i (&words)[4]) {
+  const auto part = [&](int lane) { return _mm_loadu_si128((const __m128i*)(at + offsets[lane])); };
+  __m256i rows[4];  // the words of lanes i and i + 4
+  for (int i = 0; i < 4; ++i) rows[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(part(i)), part(i + 4), 1);
+  const __m256i a = _mm256_unpacklo_epi32(rows[0], rows[1]), b = _mm256_unpacklo_epi32(rows[2], rows[3]);
+  const __m256i c = _mm256_unpackhi_epi32(rows[0], rows[1]), d = _mm256_unpackhi_epi32(rows[2], rows[3]);
+  words[0] = _mm256_unpacklo_epi64(a, b);
+  words[1] = _mm256_unpackhi_epi64(a, b);
+  words[2] = _mm256_unpacklo_epi64(c, d);
+  words[3] = _mm256_unpackhi_epi64(c, d);
+}
+// Reads four words of each lane: words[i] of lane r is at `at + offsets[r]`, i words further.
+PENSTOCK_INLINE void load_words(const uint8_t* at, const ptrdiff_t (&offsets)[16], Ints (&words)[4]) {
+  __m256i first[4], second[4];
+  load_half_words(at, offsets, first);
+  load_half_words(at, offsets + 8, second);
+  for (int i = 0; i < 4; ++i) words[i] = {first[i], second[i]};
 }
 PENSTOCK_INLINE Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 PENSTOCK_INLINE Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }

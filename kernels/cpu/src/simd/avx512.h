@@ -2,6 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace penstock {
@@ -58,6 +59,7 @@ PENSTOCK_INLINE void store_ints(int32_t* p, Ints a) { _mm512_storeu_si512(p, a.v
 PENSTOCK_INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 PENSTOCK_INLINE Ints operator&(Ints a, Ints b) { return {_mm512_and_si512(a.v, b.v)}; }
 PENSTOCK_INLINE Ints operator|(Ints a, Ints b) { return {_mm512_or_si512(a.v, b.v)}; }
+PENSTOCK_INLINE Ints operator^(Ints a, Ints b) { return {_mm512_xor_si512(a.v, b.v)}; }
 PENSTOCK_INLINE Ints shift_left(Ints a, int bits) { return {_mm512_slli_epi32(a.v, bits)}; }
 PENSTOCK_INLINE Ints shift_right(Ints a, int bits) { return {_mm512_srli_epi32(a.v, bits)}; }
 PENSTOCK_INLINE Ints widen_s8(const void* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
@@ -66,6 +68,21 @@ PENSTOCK_INLINE Ints widen_u16(const void* p) { return {_mm512_cvtepu16_epi32(_m
 PENSTOCK_INLINE Floats load_bf16(const uint16_t* p) { return {_mm512_castsi512_ps(shift_left(widen_u16(p), 16).v)}; }
 PENSTOCK_INLINE Ints lane_numbers() {
   return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
+}
+// Reads four words of each lane: words[i] of lane r is at `at + offsets[r]`, i words further.
+PENSTOCK_INLINE void load_words(const uint8_t* at, const ptrdiff_t (&offsets)[16], Ints (&words)[4]) {
+  const auto part = [&](int lane) { return _mm_loadu_si128((const __m128i*)(at + offsets[lane])); };
+  __m512i rows[4];  // the words of lanes i, i + 4, i + 8 and i + 12
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = _mm512_inserti32x4(_mm512_castsi128_si512(part(i)), part(i + 4), 1);
+    rows[i] = _mm512_inserti32x4(_mm512_inserti32x4(rows[i], part(i + 8), 2), part(i + 12), 3);
+  }
+  const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]), b = _mm512_unpacklo_epi32(rows[2], rows[3]);
+  const __m512i c = _mm512_unpackhi_epi32(rows[0], rows[1]), d = _mm512_unpackhi_epi32(rows[2], rows[3]);
+  words[0] = {_mm512_unpacklo_epi64(a, b)};
+  words[1] = {_mm512_unpackhi_epi64(a, b)};
+  words[2] = {_mm512_unpacklo_epi64(c, d)};
+  words[3] = {_mm512_unpackhi_epi64(c, d)};
 }
 PENSTOCK_INLINE Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 PENSTOCK_INLINE Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }

@@ -17,6 +17,15 @@ constexpr int kLanes = 16;
 
 PENSTOCK_INLINE int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+// So that one function computes with the word of a row or with those of sixteen rows.
+PENSTOCK_INLINE Ints operator<<(Ints x, int bits) { return shift_left(x, bits); }
+PENSTOCK_INLINE Ints operator>>(Ints x, int bits) { return shift_right(x, bits); }
+PENSTOCK_INLINE Ints operator&(Ints x, uint32_t y) { return x & broadcast_int((int32_t)y); }
+PENSTOCK_INLINE Ints operator^(Ints x, uint32_t y) { return x ^ broadcast_int((int32_t)y); }
+PENSTOCK_INLINE Ints operator+(Ints x, uint32_t y) { return x + broadcast_int((int32_t)y); }
+PENSTOCK_INLINE void store_word(void* p, Ints x) { store_ints(static_cast<int32_t*>(p), x); }
+PENSTOCK_INLINE void store_word(void* p, uint32_t x) { std::memcpy(p, &x, sizeof x); }
+
 PENSTOCK_INLINE float widen(bf16 x) {
   const uint32_t bits = (uint32_t)x << 16;
   float value;

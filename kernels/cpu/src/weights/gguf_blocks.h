@@ -7,47 +7,100 @@
 
 namespace penstock {
 
-// The codes of a group, one byte each, in the order of the columns.
-struct Codes {
-  uint32_t words[8];
+// Reads words of one row's block, with a word in a uint32_t.
+struct OneRow {
+  using Word = uint32_t;
+
+  PENSTOCK_INLINE void read(OneRow, const void* from, Word (&words)[4]) { std::memcpy(words, from, sizeof words); }
+};
+
+// Reads words of a block in sixteen rows, with the words of all rows in Ints. Addresses are those in the first row.
+template <class Block>
+class SixteenRows {
+ public:
+  using Word = Ints;
+
+  // offsets: bytes from the block of the first row to that of each row.
+  SixteenRows(const Block& first, const ptrdiff_t (&offsets)[kLanes]) : words_at_(byte_of(first) + kBegin) {
+    for (int i = 0; i < kWords; i += 4) {
+      const int begin = i < kWords - 4 ? i : kWords - 4;  // The last words may be read twice, but none past the block.
+      load_words(words_at_ + begin * 4, offsets, *reinterpret_cast<Word(*)[4]>(words_ + begin));
+    }
+  }
+
+  PENSTOCK_INLINE void read(const SixteenRows& rows, const void* from, Word (&words)[4]) {
+    const ptrdiff_t at = (static_cast<const uint8_t*>(from) - rows.words_at_) / 4;
+    for (int i = 0; i < 4; ++i) words[i] = rows.words_[at + i];
+  }
+
+ private:
+  // A block is made of whole words, besides an f16 at its begin or its end.
+  static constexpr int kBegin = offsetof(Block, scale) == 0 ? sizeof(Block) % 4 : 0;
+  static constexpr int kWords = sizeof(Block) / 4;
+
+  static const uint8_t* byte_of(const Block& block) { return reinterpret_cast<const uint8_t*>(&block); }
+
+  const uint8_t* words_at_;
+  Word words_[kWords];
+};
+
+// The codes of a group, one byte each, in the order of the columns: those of OneRow or of SixteenRows.
+template <class Rows>
+struct CodesOf {
+  typename Rows::Word words[8];
 
   uint8_t operator[](int i) const { return words[i / 4] >> i % 4 * 8; }
 };
+using Codes = CodesOf<OneRow>;
 
 constexpr uint32_t in_every_byte(uint8_t value) { return value * 0x01010101u; }
 
 // Returns (byte >> shift) & mask of 32 bytes.
-PENSTOCK_INLINE Codes bits_of(const uint8_t* bytes, int shift, uint8_t mask) {
-  Codes codes;
-  std::memcpy(codes.words, bytes, sizeof codes.words);
-  for (uint32_t& word : codes.words) word = word >> shift & in_every_byte(mask);
-  return codes;
-}
-
-// Returns the low halves of 16 bytes, then the high ones.
-PENSTOCK_INLINE Codes nibbles_of(const uint8_t* bytes) {
-  Codes codes;
-  std::memcpy(codes.words, bytes, 16);
+template <class Rows>
+PENSTOCK_INLINE CodesOf<Rows> bits_of(const Rows& rows, const void* bytes, int shift, uint8_t mask) {
+  typename Rows::Word first[4], second[4];
+  Rows::read(rows, bytes, first);
+  Rows::read(rows, static_cast<const uint8_t*>(bytes) + 16, second);
+  CodesOf<Rows> codes;
   for (int i = 0; i < 4; ++i) {
-    codes.words[4 + i] = codes.words[i] >> 4 & in_every_byte(15);
-    codes.words[i] &= in_every_byte(15);
+    codes.words[i] = first[i] >> shift & in_every_byte(mask);
+    codes.words[4 + i] = second[i] >> shift & in_every_byte(mask);
   }
   return codes;
 }
 
-// Returns bit i of 32 bits as code i.
-PENSTOCK_INLINE Codes single_bits(const uint8_t* bytes) {
-  Codes codes;
+// Returns the low halves of 16 bytes, then the high ones.
+template <class Rows>
+PENSTOCK_INLINE CodesOf<Rows> nibbles_of(const Rows& rows, const uint8_t* bytes) {
+  typename Rows::Word words[4];
+  Rows::read(rows, bytes, words);
+  CodesOf<Rows> codes;
+  for (int i = 0; i < 4; ++i) {
+    codes.words[i] = words[i] & in_every_byte(15);
+    codes.words[4 + i] = words[i] >> 4 & in_every_byte(15);
+  }
+  return codes;
+}
+
+// Returns bit i of 32 bits as code i. Reads 16 bytes.
+template <class Rows>
+PENSTOCK_INLINE CodesOf<Rows> single_bits(const Rows& rows, const uint8_t* bytes) {
+  typename Rows::Word words[4];
+  Rows::read(rows, bytes, words);
+  CodesOf<Rows> codes;
   for (int i = 0; i < 8; ++i) {
+    typename Rows::Word bits = words[0] >> 4 * i & 15;
+    bits = bits | bits << 8;
+    bits = (bits | bits << 16) & 0x08040201u;
     // Byte k keeps bit k, and the sum carries it to the top of the byte.
-    const uint32_t bits = in_every_byte(bytes[i / 2] >> i % 2 * 4) & 0x08040201u;
     codes.words[i] = (bits + in_every_byte(127)) >> 7 & in_every_byte(1);
   }
   return codes;
 }
 
-PENSTOCK_INLINE Codes with_high_bits(Codes low, const Codes& high, int shift) {
-  for (int i = 0; i < 8; ++i) low.words[i] |= high.words[i] << shift;
+template <class Rows>
+PENSTOCK_INLINE CodesOf<Rows> with_high_bits(CodesOf<Rows> low, const CodesOf<Rows>& high, int shift) {
+  for (int i = 0; i < 8; ++i) low.words[i] = low.words[i] | high.words[i] << shift;
   return low;
 }
 
@@ -55,37 +108,41 @@ struct Q4_0Block {
   f16 scale;
   uint8_t nibbles[16];
 
-  Codes codes(int) const { return nibbles_of(nibbles); }
+  auto codes(int, const auto& rows) const { return nibbles_of(rows, nibbles); }
 };
 using IQ4_NLBlock = Q4_0Block;
 struct Q4_1Block {
   f16 scale, minimum;
   uint8_t nibbles[16];
 
-  Codes codes(int) const { return nibbles_of(nibbles); }
+  auto codes(int, const auto& rows) const { return nibbles_of(rows, nibbles); }
 };
 struct Q5_0Block {
   f16 scale;
   uint8_t fifth_bits[4];
   uint8_t nibbles[16];
 
-  Codes codes(int) const { return with_high_bits(nibbles_of(nibbles), single_bits(fifth_bits), 4); }
+  auto codes(int, const auto& rows) const {
+    return with_high_bits(nibbles_of(rows, nibbles), single_bits(rows, fifth_bits), 4);
+  }
 };
 struct Q5_1Block {
   f16 scale, minimum;
   uint8_t fifth_bits[4];
   uint8_t nibbles[16];
 
-  Codes codes(int) const { return with_high_bits(nibbles_of(nibbles), single_bits(fifth_bits), 4); }
+  auto codes(int, const auto& rows) const {
+    return with_high_bits(nibbles_of(rows, nibbles), single_bits(rows, fifth_bits), 4);
+  }
 };
 struct Q8_0Block {
   f16 scale;
   int8_t values[32];
 
   // 128 + value.
-  Codes codes(int) const {
-    Codes codes = bits_of(reinterpret_cast<const uint8_t*>(values), 0, 255);
-    for (uint32_t& word : codes.words) word ^= in_every_byte(128);
+  auto codes(int, const auto& rows) const {
+    auto codes = bits_of(rows, values, 0, 255);
+    for (auto& word : codes.words) word = word ^ in_every_byte(128);
     return codes;
   }
 };
@@ -108,20 +165,19 @@ struct Q2_KBlock {
   uint8_t crumbs[64];
   f16 scale, minimum;
 
-  Codes codes(int group) const { return bits_of(crumbs + group / 4 * 32, group % 4 * 2, 3); }
+  auto codes(int group, const auto& rows) const { return bits_of(rows, crumbs + group / 4 * 32, group % 4 * 2, 3); }
 };
 struct Q3_KBlock {
   uint8_t high_bits[32];
   uint8_t crumbs[64];
+  // 32 + the scales of 16 weights each. Scale i has its low 4 bits in half i / 8 of byte i % 8, and its high 2 bits in
+  // quarter i / 4 of byte 8 + i % 4.
   uint8_t scales[12];
   f16 scale;
 
-  Codes codes(int group) const {
-    return with_high_bits(bits_of(crumbs + group / 4 * 32, group % 4 * 2, 3), bits_of(high_bits, group, 1), 2);
-  }
-  // 32 + the scale of 16 weights. Its low 4 bits are in bytes 0 to 7, its high 2 bits in bytes 8 to 11.
-  int scale_of(int half) const {
-    return (scales[half % 8] >> half / 8 * 4 & 15) | (scales[8 + half % 4] >> half / 4 * 2 & 3) << 4;
+  auto codes(int group, const auto& rows) const {
+    const auto low = bits_of(rows, crumbs + group / 4 * 32, group % 4 * 2, 3);
+    return with_high_bits(low, bits_of(rows, high_bits, group, 1), 2);
   }
 };
 struct Q4_KBlock {
@@ -130,7 +186,7 @@ struct Q4_KBlock {
   uint8_t nibbles[128];
 
   // Two groups share 32 bytes.
-  Codes codes(int group) const { return bits_of(nibbles + group / 2 * 32, group % 2 * 4, 15); }
+  auto codes(int group, const auto& rows) const { return bits_of(rows, nibbles + group / 2 * 32, group % 2 * 4, 15); }
 };
 struct Q5_KBlock {
   f16 scale, minimum;
@@ -138,8 +194,9 @@ struct Q5_KBlock {
   uint8_t high_bits[32];
   uint8_t nibbles[128];
 
-  Codes codes(int group) const {
-    return with_high_bits(bits_of(nibbles + group / 2 * 32, group % 2 * 4, 15), bits_of(high_bits, group, 1), 4);
+  auto codes(int group, const auto& rows) const {
+    const auto low = bits_of(rows, nibbles + group / 2 * 32, group % 2 * 4, 15);
+    return with_high_bits(low, bits_of(rows, high_bits, group, 1), 4);
   }
 };
 struct Q6_KBlock {
@@ -150,10 +207,10 @@ struct Q6_KBlock {
 
   // Each half of a block has four groups. Their low 4 bits are in 64 bytes: first all low nibbles, then all high ones.
   // Their high 2 bits are in 32 bytes.
-  Codes codes(int group) const {
+  auto codes(int group, const auto& rows) const {
     const int half = group / 4, place = group % 4;
-    const Codes low = bits_of(nibbles + half * 64 + place % 2 * 32, place / 2 * 4, 15);
-    return with_high_bits(low, bits_of(pairs + half * 32, place * 2, 3), 4);
+    const auto low = bits_of(rows, nibbles + half * 64 + place % 2 * 32, place / 2 * 4, 15);
+    return with_high_bits(low, bits_of(rows, pairs + half * 32, place * 2, 3), 4);
   }
 };
 struct IQ4_XSBlock {
@@ -162,7 +219,7 @@ struct IQ4_XSBlock {
   uint8_t low_scales[4];   // four bits of each group
   uint8_t nibbles[128];
 
-  Codes codes(int group) const { return nibbles_of(nibbles + group * 16); }
+  auto codes(int group, const auto& rows) const { return nibbles_of(rows, nibbles + group * 16); }
 };
 
 static_assert(sizeof(Q4_0Block) == 18 && sizeof(Q4_1Block) == 20 && sizeof(Q5_0Block) == 22 && sizeof(Q5_1Block) == 24);

@@ -25,17 +25,22 @@ struct CodeBits {
   static constexpr int kWordsOfLow = 8 / kLowBits;  // words of four columns that share a word of low bits
   static constexpr int kWordsOfHigh = kHighBits ? 8 / kHighBits : 0;
 
-  // Writes the codes of row `lane`.
-  static void put(const Codes& codes, uint8_t* at, int lane) {
+  // Writes the codes of row `lane`, or of sixteen rows from it on.
+  template <class Rows>
+  PENSTOCK_INLINE void put(const CodesOf<Rows>& codes, uint8_t* at, int lane) {
     for (int i = 0; i < kLowBits; ++i) {
-      uint32_t& low = word_at(at + kHighBytes, i, lane) = 0;
-      for (int k = 0; k < kWordsOfLow; ++k) low |= (codes.words[i * kWordsOfLow + k] & kLowMask) << k * kLowBits;
+      auto low = codes.words[i * kWordsOfLow] & kLowMask;
+      for (int k = 1; k < kWordsOfLow; ++k) {
+        low = low | (codes.words[i * kWordsOfLow + k] & kLowMask) << k * kLowBits;
+      }
+      store_word(at + kHighBytes + (i * kPanel + lane) * 4, low);
     }
     for (int i = 0; i < kHighBits; ++i) {
-      uint32_t& high = word_at(at, i, lane) = 0;
-      for (int k = 0; k < kWordsOfHigh; ++k) {
-        high |= (codes.words[i * kWordsOfHigh + k] >> kLowBits & kHighMask) << k * kHighBits;
+      auto high = codes.words[i * kWordsOfHigh] >> kLowBits & kHighMask;
+      for (int k = 1; k < kWordsOfHigh; ++k) {
+        high = high | (codes.words[i * kWordsOfHigh + k] >> kLowBits & kHighMask) << k * kHighBits;
       }
+      store_word(at + (i * kPanel + lane) * 4, high);
     }
   }
 
@@ -72,7 +77,6 @@ struct CodeBits {
   static constexpr uint32_t kLowMask = in_every_byte((1 << kLowBits) - 1);
   static constexpr uint32_t kHighMask = in_every_byte((1 << kHighBits) - 1);
 
-  static uint32_t& word_at(uint8_t* at, int i, int lane) { return reinterpret_cast<uint32_t*>(at)[i * kPanel + lane]; }
   static uint32_t word_at(const uint8_t* at, int i, int lane) {
     return reinterpret_cast<const uint32_t*>(at)[i * kPanel + lane];
   }
@@ -129,12 +133,6 @@ struct PairsOf6 {
     const uint32_t lower = (firsts >> 6 & in_every_byte(3)) | (seconds >> 4 & in_every_byte(12));
     put_bytes(upper | lower, at + kHigh, lane);
   }
-  static void put(int group, int first, int second, uint8_t* at, int lane) {
-    at[group * kPanel + lane] = (first & 15) | (second & 15) << 4;
-    uint8_t& high = at[kHigh + group % 4 * kPanel + lane];
-    const int bits = first >> 4 | second >> 4 << 2;
-    high = group < 4 ? bits << 4 : high | bits;
-  }
   // Writes byte i of a word to row `lane` of line i.
   static void put_bytes(uint32_t word, uint8_t* at, int lane) {
     for (int i = 0; i < 4; ++i) at[i * kPanel + lane] = word >> i * 8;
@@ -177,9 +175,20 @@ struct HalfScales6 {
 
   static void put(const Q3_KBlock& block, uint8_t* at, int lane) {
     PlainScales::put(block, at, lane);
-    for (int g = 0; g < kGroups; ++g) {
-      PairsOf6::put(g, block.scale_of(2 * g), block.scale_of(2 * g + 1), at + kPairs, lane);
+    uint32_t words[3];
+    std::memcpy(words, block.scales, sizeof words);
+    for (int i = 0; i < 2; ++i) {
+      // The even bytes are those of groups 2 i and 2 i + 1, or of the groups four later.
+      const uint32_t low = words[i] & in_every_byte(15), later = words[i] >> 4 & in_every_byte(15);
+      const uint32_t bits = words[2] >> 2 * i & in_every_byte(0x33), high = bits | bits >> 6;
+      uint8_t* line = at + kPairs + 2 * i * kPanel;
+      put_even_bytes(low | low >> 4, line, lane);
+      put_even_bytes(later | later >> 4, line + 4 * kPanel, lane);
+      put_even_bytes((high << 4 & in_every_byte(0xf0)) | (high >> 4 & in_every_byte(15)), line + PairsOf6::kHigh, lane);
     }
+  }
+  static void put_even_bytes(uint32_t word, uint8_t* at, int lane) {
+    for (int i = 0; i < 2; ++i) at[i * kPanel + lane] = word >> i * 16;
   }
   PENSTOCK_INLINE Floats scale(const uint8_t* at, int group, int part, int row) {
     const uint8_t* pairs = at + kPairs;

@@ -10,15 +10,16 @@ namespace {
 
 int lane_in_panel(int row) { return row % kPanel; }
 
-// A source row and its lane in the panel.
-struct PanelRow {
-  const uint8_t* data;
+// Rows of a part that are packed into one panel. The first one goes into lane `lane`, and so on.
+struct PanelRows {
+  const Part& part;
+  int begin, end;
   int lane;
 };
 
-// Rows are packed in pieces of about this many columns, so that the piece of the panel stays in the L1 cache while its
-// 32 rows are written.
-constexpr int kPieceColumns = 256;
+// Sixteen rows are packed in pieces of about this many bytes of each row. While one piece is packed, the next one is
+// prefetched into the L2 cache.
+constexpr int kPieceBytes = 4096;
 
 // Puts blocks of a row into lane `lane` of a panel.
 template <class P>
@@ -26,8 +27,19 @@ void put(P, const uint8_t* blocks, int num_blocks, uint8_t* panel, int lane) {
   for (int b = 0; b < num_blocks; ++b, panel += P::kBytes) {
     const auto& block = reinterpret_cast<const typename P::Block*>(blocks)[b];
     P::Scales::put(block, panel, lane);
-    for (int g = 0; g < P::Scales::kGroups; ++g) P::Bits::put(block.codes(g), panel + P::group_at(g), lane);
+    for (int g = 0; g < P::Scales::kGroups; ++g) P::Bits::put(block.codes(g, OneRow()), panel + P::group_at(g), lane);
   }
+}
+
+// As above, for a block of sixteen rows, which go into the lanes from `lane` on. offsets: see SixteenRows.
+template <class P>
+void put(P, const typename P::Block& first, const ptrdiff_t (&offsets)[kLanes], uint8_t* panel, int lane) {
+  for (int i = 0; i < kLanes; ++i) {
+    const uint8_t* block = reinterpret_cast<const uint8_t*>(&first) + offsets[i];
+    P::Scales::put(*reinterpret_cast<const typename P::Block*>(block), panel, lane + i);
+  }
+  const SixteenRows<typename P::Block> rows(first, offsets);
+  for (int g = 0; g < P::Scales::kGroups; ++g) P::Bits::put(first.codes(g, rows), panel + P::group_at(g), lane);
 }
 
 template <class P>
@@ -73,7 +85,9 @@ void widen(P panel_kind, const uint8_t* blocks, int num_blocks, float* out) {
   for (int b = 0; b < num_blocks; ++b) {
     const auto& block = reinterpret_cast<const typename P::Block*>(blocks)[b];
     P::Scales::put(block, scales, 0);
-    for (int g = 0; g < P::Scales::kGroups; ++g, out += kGroup) expand(panel_kind, block.codes(g), scales, g, 0, out);
+    for (int g = 0; g < P::Scales::kGroups; ++g, out += kGroup) {
+      expand(panel_kind, block.codes(g, OneRow()), scales, g, 0, out);
+    }
   }
 }
 
@@ -147,27 +161,66 @@ void put_int8(uint8_t* panel, int lane, const float* w, int padded) {
   for (int i = 0; i < padded; i += kGroup, panel += kPanel * kGroup) {
     Q8_0Block block;
     quantize8(w + i, kGroup, scale, block.values);
-    Q8_0Panel::Bits::put(block.codes(0), panel, lane);
+    Q8_0Panel::Bits::put(block.codes(0, OneRow()), panel, lane);
   }
   reinterpret_cast<float*>(panel)[lane] = scale;
 }
 
-// Prefetches bytes of a row, where the hardware would not: 32 rows are read in turn.
-void fetch(const uint8_t* bytes, size_t count) {
-  for (size_t i = 0; i < count; i += 64) _mm_prefetch(reinterpret_cast<const char*>(bytes) + i, _MM_HINT_T0);
-}
+// Prefetches bytes from `at` on of sixteen rows, a few at each call. It takes row after row, because the hardware reads
+// long runs fastest.
+class Ahead {
+ public:
+  // Takes at most `count` bytes of each row, from row `row` of the part on.
+  Ahead(const Part& part, int row, size_t at, size_t count)
+      : part_(part), row_(row), end_(std::min(part.count, row + kLanes)), at_(at), count_(count) {}
 
-// Puts blocks of several rows into a panel: piece by piece, and all rows of a piece.
-template <class P>
-void put_rows(P kind, const std::vector<PanelRow>& rows, int num_blocks, uint8_t* panel) {
-  constexpr int kPiece = kPieceColumns / P::kColumns;
-  for (int b = 0; b < num_blocks; b += kPiece) {
-    const size_t at = b * sizeof(typename P::Block);
-    for (const PanelRow& row : rows) {
-      fetch(row.data + at + kPiece * sizeof(typename P::Block), kPiece * sizeof(typename P::Block));
-      put(kind, row.data + at, std::min(kPiece, num_blocks - b), panel + (size_t)b * P::kBytes, row.lane);
+  void fetch(size_t count) {
+    for (size_t i = 0; i < count && row_ < end_; i += kLine) {
+      _mm_prefetch(reinterpret_cast<const char*>(part_.row(row_) + at_ + done_), _MM_HINT_T1);
+      done_ += kLine;
+      if (done_ < count_) continue;
+      done_ = 0;
+      ++row_;
     }
   }
+
+ private:
+  const Part& part_;
+  int row_;
+  const int end_;
+  const size_t at_, count_;
+  size_t done_ = 0;  // bytes of this row
+};
+
+// Packs sixteen rows of a part, from row `row` on, and prefetches the bytes that are packed next. Calls
+// `put(first, offsets, i)` for each block i: its place in the first row, and the distances of the other rows from it.
+template <class Block, class Put>
+void put_sixteen(const Part& part, int row, int num_blocks, const Put& put) {
+  constexpr int kPiece = std::max<int>(1, kPieceBytes / sizeof(Block));
+  ptrdiff_t offsets[kLanes];
+  for (int i = 0; i < kLanes; ++i) offsets[i] = part.row(row + i) - part.row(row);
+  const auto* blocks = reinterpret_cast<const Block*>(part.row(row));
+  for (int begin = 0; begin < num_blocks; begin += kPiece) {
+    const int end = std::min(num_blocks, begin + kPiece), next = end < num_blocks ? end : 0;
+    const int next_count = std::min(kPiece, num_blocks - next);
+    Ahead ahead(part, next ? row : row + kLanes, next * sizeof(Block), next_count * sizeof(Block));
+    for (int i = begin; i < end; ++i) {
+      ahead.fetch(kLanes * sizeof(Block));
+      put(blocks[i], offsets, i);
+    }
+  }
+}
+
+// Puts the blocks of rows into a panel: of sixteen rows at a time, then of each row that is left.
+template <class P>
+void put_rows(P kind, const PanelRows& rows, int num_blocks, uint8_t* panel) {
+  int row = rows.begin, lane = rows.lane;
+  for (; row + kLanes <= rows.end; row += kLanes, lane += kLanes) {
+    put_sixteen<typename P::Block>(rows.part, row, num_blocks, [&](const auto& first, const auto& offsets, int i) {
+      put(kind, first, offsets, panel + (size_t)i * P::kBytes, lane);
+    });
+  }
+  for (; row < rows.end; ++row, ++lane) put(kind, rows.part.row(row), num_blocks, panel, lane);
 }
 
 // columns: an even number.
@@ -181,15 +234,23 @@ void put_bf16(uint8_t* panel, int lane, const std::vector<bf16>& row) {
   put_bf16(panel, lane, reinterpret_cast<const uint8_t*>(row.data()), (int)row.size());
 }
 
-// As put_rows, for rows of bf16.
-void put_bf16_rows(const std::vector<PanelRow>& rows, int columns, uint8_t* panel) {
-  for (int c = 0; c < columns; c += kPieceColumns) {
-    for (const PanelRow& row : rows) {
-      fetch(row.data + (c + kPieceColumns) * sizeof(bf16), kPieceColumns * sizeof(bf16));
-      uint8_t* piece = panel + (size_t)c * kPanel * sizeof(bf16);
-      put_bf16(piece, row.lane, row.data + c * sizeof(bf16), std::min(kPieceColumns, columns - c));
-    }
+// As put_rows, for rows of bf16. columns: a multiple of 32.
+void put_bf16_rows(const PanelRows& rows, int columns, uint8_t* panel) {
+  struct Block {
+    uint8_t bytes[kGroup * sizeof(bf16)];
+  };
+  int row = rows.begin, lane = rows.lane;
+  for (; row + kLanes <= rows.end; row += kLanes, lane += kLanes) {
+    put_sixteen<Block>(rows.part, row, columns / kGroup, [&](const Block& first, const auto& offsets, int block) {
+      uint8_t* at = panel + block * kPanel * sizeof(Block) + lane * 4;
+      for (int i = 0; i < kGroup / 2; i += 4) {
+        Ints pairs[4];
+        load_words(first.bytes + i * 4, offsets, pairs);
+        for (int k = 0; k < 4; ++k) store_word(at + (i + k) * kPanel * 4, pairs[k]);
+      }
+    });
   }
+  for (; row < rows.end; ++row, ++lane) put_bf16(panel, lane, rows.part.row(row), columns);
 }
 
 // Returns the bytes of a panel with that many columns.
@@ -343,19 +404,16 @@ void Matrix::set_rows(int i, const Part& part) {
 }
 
 void Matrix::pack_rows(Format format, uint8_t* panel, int i, const Part& part) const {
-  thread_local std::vector<PanelRow> rows;
-  rows.clear();
   const auto [begin, end] = rows_in_panel(part, i);
-  for (int k = begin; k < end; ++k) {
-    rows.push_back({part.row(k), lane_in_panel(packed_row(part.layout, part.first, k))});
-  }
+  if (begin >= end) return;
+  const PanelRows rows{part, begin, end, lane_in_panel(packed_row(part.layout, part.first, begin))};
   const bool keeps_blocks = lossless_format(part.source) == format && format != Format::kBf16;
   if (keeps_blocks) {
     with_panel(format, [&]<class P>(P kind) { put_rows(kind, rows, columns / P::kColumns, panel); });
   } else if (format == Format::kBf16 && part.source == Source::kBf16 && columns == padded_columns()) {
     put_bf16_rows(rows, columns, panel);
   } else {
-    for (const PanelRow& row : rows) pack_row(format, panel, row.lane, part.source, row.data);
+    for (int k = 0; k < end - begin; ++k) pack_row(format, panel, rows.lane + k, part.source, part.row(begin + k));
   }
 }
 
