@@ -25,6 +25,15 @@ def revision_of(source: ModelSource, arithmetic: str) -> str:
     digest = hashlib.blake2b(arithmetic.encode(), digest_size=16)
     for path in _present(source, _TOKENIZER_FILES):
         digest.update(path.name.encode() + path.read_bytes())
+    return _with_weights(digest, source)
+
+
+def weights_revision_of(source: ModelSource, arithmetic: str) -> str:
+    """Return what `revision_of` does, but without the tokenizer, whose file is large."""
+    return _with_weights(hashlib.blake2b(arithmetic.encode(), digest_size=16), source)
+
+
+def _with_weights(digest: hashlib.blake2b, source: ModelSource) -> str:
     for path in _present(source, _CONFIG_FILES):
         digest.update(path.name.encode() + _config_content(path))
     for path in weight_files(source):

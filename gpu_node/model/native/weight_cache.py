@@ -19,7 +19,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.files import weight_files
-from penstock.gpu_node.model.checkpoint.revision import revision_of, stamps_of
+from penstock.gpu_node.model.checkpoint.revision import stamps_of, weights_revision_of
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter, flush_to_disk
 from penstock.gpu_node.model.native.packed_matrix import OnMatrix
 from penstock.kernels.cpu.formats import Format
@@ -98,7 +98,7 @@ def _key(described: Description, layout: str) -> str:
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(path.read_bytes())
     changed_ns = [path.stat().st_mtime_ns for path in weight_files(described.source)]
-    return revision_of(described.source, repr((layout, described.spec, code.hexdigest(), changed_ns)))
+    return weights_revision_of(described.source, repr((layout, described.spec, code.hexdigest(), changed_ns)))
 
 
 def _stamps(described: Description) -> list[tuple[int, ...]]:
