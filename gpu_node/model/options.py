@@ -39,7 +39,7 @@ class RunnerSettings(BaseModel):
     sequence that exceeds the KV cache alone.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     runner: Literal["auto", "gpu", "cuda", "cpu", "native", "torch"] = "auto"
     """What computes the model. gpu or cuda: a CUDA GPU; native: C++ kernels on the CPU; torch: PyTorch on the CPU;

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.exit_codes import exit_code_of
-from penstock.cli.options import help_of, options_of, taken_for, takes
+from penstock.cli.help_texts import docstrings_of
+from penstock.cli.options import options_of, taken_for, takes
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.settings import VLLM_NAME_BY_NAME, NodeSettings
 from penstock.runtime import event_loop
@@ -15,6 +16,7 @@ from penstock.runtime.logging import LogSettings, configure_logging
 from penstock.runtime.settings import redis_url_of
 
 _FIELDS = NodeSettings.model_fields
+_MODEL_HELP = docstrings_of(NodeSettings).get("model")
 NODE_FLAGS = {"aliases": ("--alias", "--served-model-name"), "lora": ("--lora", "--lora-modules")} | {
     ours: (f"--{ours.replace('_', '-')}", f"--{theirs.replace('_', '-')}") for ours, theirs in VLLM_NAME_BY_NAME.items()
 }
@@ -24,7 +26,7 @@ NODE_FLAGS = {"aliases": ("--alias", "--served-model-name"), "lora": ("--lora", 
 @takes(
     *options_of(NodeSettings, [name for name in _FIELDS if name != "model"], flags=NODE_FLAGS), *options_of(LogSettings)
 )
-def node(model: Annotated[str | None, typer.Argument(help=help_of(_FIELDS["model"]))] = None, **given: Any) -> None:
+def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, **given: Any) -> None:
     """Load a model and run jobs of its pool until SIGTERM. Unfinished jobs then return to the queue.
 
     Each option can also be set with the environment variable PENSTOCK_NODE_<NAME>, and the Redis with

@@ -10,8 +10,8 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from penstock.cli.command_line.help_page import default_in_words
 from penstock.cli.command_line.panels import panel_by_setting
+from penstock.cli.help_texts import docstrings_of, with_default
 
 Command = TypeVar("Command", bound=Callable[..., None])
 REDIS_URL_HELP = "URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL, or the Redis of penstock serve."
@@ -37,8 +37,10 @@ def options_of(
     flags = flags or {}
     rank = {name: number for number, name in enumerate(panels)}
     wanted = sorted(names or fields, key=lambda name: rank.get(name, len(rank)))
-    help_texts = {name: help_of(fields[name]) if shows_defaults else str(fields[name].description) for name in wanted}
-    return [_option(name, fields[name], help_texts[name], flags.get(name, ()), panels.get(name)) for name in wanted]
+    texts = docstrings_of(settings)
+    if shows_defaults:
+        texts = {name: with_default(text, fields[name]) for name, text in texts.items()}
+    return [_option(name, fields[name], texts.get(name), flags.get(name, ()), panels.get(name)) for name in wanted]
 
 
 def takes(*options: Parameter) -> Callable[[Command], Command]:
@@ -51,12 +53,6 @@ def takes(*options: Parameter) -> Callable[[Command], Command]:
         return command
 
     return decorated
-
-
-def help_of(field: FieldInfo) -> str:
-    """Return a setting's help text: its docstring and its default, if it has one."""
-    has_default = not field.is_required() and field.default_factory is None and field.default not in (None, ())
-    return f"{field.description} Default: {default_in_words(field.default)}." if has_default else str(field.description)
 
 
 def taken_for(settings: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +73,7 @@ def words_of(given: Mapping[str, object], flags: Mapping[str, Sequence[str]] | N
     return tuple(words)
 
 
-def _option(name: str, field: FieldInfo, help_text: str, flags: Sequence[str], panel: str | None) -> Parameter:
+def _option(name: str, field: FieldInfo, help_text: str | None, flags: Sequence[str], panel: str | None) -> Parameter:
     kind: Any = list[str] if get_origin(field.annotation) is tuple else field.annotation
     option = typer.Option(*flags, help=help_text, rich_help_panel=panel)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])

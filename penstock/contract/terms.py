@@ -19,7 +19,7 @@ class Terms(BaseModel):
     """
 
     # The docstrings are the help texts of `penstock keys`.
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_open_jobs: int = Field(default=NO_LIMIT, ge=0, le=MAX_LIMIT)
     """Most jobs that wait or run, per pool and over all of the tenant's keys. 0: no limit."""

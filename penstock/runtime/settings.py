@@ -40,9 +40,7 @@ class _Environment(EnvSettingsSource):
 class Settings(BaseSettings):
     """Base of a package's settings. The package sets its own `env_prefix`, such as `PENSTOCK_NODE_`."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=_SHARED_PREFIX, extra="forbid", frozen=True, use_attribute_docstrings=True
-    )
+    model_config = SettingsConfigDict(env_prefix=_SHARED_PREFIX, extra="forbid", frozen=True)
 
     unchecked_env: ClassVar[frozenset[str]] = frozenset({"PROGRESS"})
     """Names after the prefix that are not fields. PROGRESS: a supervisor requests progress lines from its children."""

@@ -12,6 +12,7 @@ from fakes.command import run_command
 
 import penstock
 from penstock.cli.demo_model import ON_HUB, default_model, demo_model
+from penstock.cli.help_texts import docstrings_of
 from penstock.cli.main import app, exit_code_of
 from penstock.contract.errors import (
     EXIT_INTERRUPTED,
@@ -141,7 +142,7 @@ def test_every_setting_is_an_option(command: str, settings: type[Settings]) -> N
     "settings", [NodeSettings, GatewaySettings, ClientSettings, CelerySettings, RedisSettings, KeySettings, LogSettings]
 )
 def test_every_setting_has_a_help_text(settings: type[Settings]) -> None:
-    assert [name for name, field in settings.model_fields.items() if not field.description] == []
+    assert settings.model_fields.keys() == {name for name, text in docstrings_of(settings).items() if text}
 
 
 def test_vllms_names_are_accepted() -> None:

@@ -15,7 +15,7 @@ MAX_NUM_PROMPTS = 1_000_000
 
 
 class _Options(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ServerOptions(_Options):
