@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import LoadedModel
+from penstock.runtime.gc_freeze import no_collection
 
 _HEAD_START_S = 0.05
 """Head start of the load thread. Reading a tokenizer holds the GIL for tenths of a second; after its start, the load
@@ -32,7 +31,8 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
     # Load on a thread that ends. Torch keeps an OpenMP team for every living thread; with more team threads than
     # cores, they stop spinning at barriers, which costs a step 40 % of its speed.
     with ThreadPoolExecutor(1, "penstock-load") as loader:
-        with _without_collections():
+        # A collection would scan the many objects of a vocabulary, again and again, and free none.
+        with no_collection():
             found = loader.submit(find_model, config.model, config, progress, revision=config.revision).result()
         loading = loader.submit(load_found, found, config, progress)
         wait([loading], _HEAD_START_S)
@@ -43,15 +43,3 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
             # If both fail, the error of the runner is raised.
             model = loading.result()
     return model, tokenizer
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause the collection of cycles. It would scan a vocabulary's many objects, which have none, again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -1,4 +1,4 @@
-"""Map the pages of a file before they are needed, on a core that is idle."""
+"""Map the pages of a file before they are needed, beside other work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 _PART_BYTES = 64 << 20
 _STRIDE = 64 << 10
-"""Linux maps the pages in memory of this many aligned bytes with the one that is read (fault_around_bytes)."""
+"""With a page that is read, Linux maps its neighbors in memory: this many aligned bytes (fault_around_bytes)."""
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -37,7 +37,7 @@ class PageFaults:
             return
         while not is_enough() and (start := next(self._starts, None)) is not None:
             part = self._mapped[start : start + _PART_BYTES]
-            # numpy releases the GIL. The last byte: the aligned bytes of a mapping need not begin where it begins.
+            # numpy releases the GIL. The last byte is read too, because the mapping may begin inside aligned bytes.
             max(part[::_STRIDE].max(), part[-1])
 
     def take_ahead(self) -> None:

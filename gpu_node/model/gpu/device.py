@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.gpu_node.model.gpu.page_locked import check_host_address, page_locked
+from penstock.runtime.gc_freeze import no_collection
 
 MIN_COMPUTE_CAPABILITY = 8, 0
 """Ampere: Triton does not support bfloat16 on earlier GPUs."""
@@ -85,21 +85,10 @@ class Device:
         work()
         torch.cuda.synchronize(self.torch)
         graph = torch.cuda.CUDAGraph()
+        # A finalizer that frees GPU memory may synchronize, which aborts a capture.
         with no_collection(), torch.cuda.graph(graph, pool=pool):
             work()
         return graph.replay, graph.pool()
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Disable garbage collection. A finalizer that frees GPU memory may synchronize, which aborts a capture."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class _GpuEvent:
