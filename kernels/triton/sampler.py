@@ -98,25 +98,25 @@ class RuleArrays(Protocol):
     """The sampling rules of all rows, every array [rows]. The engine's `SamplingRows` implements it."""
 
     @property
-    def temperature(self) -> NDArray[np.float32]: ...  # noqa: D102
+    def temperature(self) -> NDArray[np.float32]: ...
     @property
-    def top_p(self) -> NDArray[np.float32]: ...  # noqa: D102
+    def top_p(self) -> NDArray[np.float32]: ...
     @property
-    def min_p(self) -> NDArray[np.float32]: ...  # noqa: D102
+    def min_p(self) -> NDArray[np.float32]: ...
     @property
-    def repetition_penalty(self) -> NDArray[np.float32]: ...  # noqa: D102
+    def repetition_penalty(self) -> NDArray[np.float32]: ...
     @property
-    def presence_penalty(self) -> NDArray[np.float32]: ...  # noqa: D102
+    def presence_penalty(self) -> NDArray[np.float32]: ...
     @property
-    def frequency_penalty(self) -> NDArray[np.float32]: ...  # noqa: D102
+    def frequency_penalty(self) -> NDArray[np.float32]: ...
     @property
-    def top_k(self) -> NDArray[np.int32]: ...  # noqa: D102
+    def top_k(self) -> NDArray[np.int32]: ...
     @property
-    def seed(self) -> NDArray[np.uint64]: ...  # noqa: D102
+    def seed(self) -> NDArray[np.uint64]: ...
     @property
-    def choice(self) -> NDArray[np.int32]: ...  # noqa: D102
+    def choice(self) -> NDArray[np.int32]: ...
     @property
-    def position(self) -> NDArray[np.int32]: ...  # noqa: D102
+    def position(self) -> NDArray[np.int32]: ...
 
 
 def pack_rules(rows: RuleArrays, marks: NDArray[np.int32]) -> NDArray[np.int32]:
