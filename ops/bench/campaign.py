@@ -73,7 +73,7 @@ class Campaign:
         ]
         for i, (repeat, workload, one) in enumerate(wanted):
             while self._needs(one.name, workload, repeat) and (one.name, workload) not in failed:
-                run = self._run(one, workload, repeat)
+                run = self.run_once(one, workload, repeat)
                 self._journal.add(run)
                 _say(f"[{i + 1}/{len(wanted)}] {one.name}, {workload}, repeat {repeat + 1}: {summary(run)}")
                 if run.error:
@@ -83,7 +83,8 @@ class Campaign:
         tries = self._journal.tries(contestant, workload, repeat)
         return all(run.is_dirty for run in tries) and len(tries) < self._max_tries
 
-    def _run(self, one: Contestant, workload: str, repeat: int) -> Run:
+    def run_once(self, one: Contestant, workload: str, repeat: int) -> Run:
+        """Run it; the journal does not get it. A failure is in the run's `error`."""
         # Read first: a run's time counts from when its process is started.
         before = self._read_rate() if self._read_rate else 0.0
         place = weights.path(one.weights, self._model)
