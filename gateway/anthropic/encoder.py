@@ -10,10 +10,12 @@ from penstock.contract.output import Chunk, FinishReason, Usage
 from penstock.gateway.anthropic.events import BlockEvents, event
 from penstock.gateway.anthropic.render import (
     blocks_of,
+    input_of,
     message_of,
     stop_of,
     tool_use_block,
     usage_of,
+    warning_member,
     whole_usage_of,
     without_stop,
 )
@@ -22,6 +24,7 @@ from penstock.gateway.stream.dialect import AnswerHead, WholeEncoder
 from penstock.gateway.stream.encoder import ChunkEncoder
 from penstock.producer.openai.json_parts import json_parts
 from penstock.producer.openai.parsed_text import PLAIN, AnswerReader
+from penstock.producer.openai.render import is_cut
 from penstock.queue.packed_result import PackedResult
 
 
@@ -53,7 +56,9 @@ class MessageStreamEncoder(ChunkEncoder):
             return begun + (self._blocks_of(chunk.text) if chunk.text else b"")
         self._finish_reason = chunk.finish_reason
         text, self._stop = without_stop(chunk.text, chunk.finish_reason, self._head.params.stop)
-        return begun + self._blocks_of(text) + self._blocks.add(self._reader.end_in_order()) + self._blocks.close()
+        blocks = self._blocks_of(text)
+        end = self._reader.end_in_order(is_cut=is_cut(chunk.finish_reason))
+        return begun + blocks + self._blocks.add(end) + self._blocks.close()
 
     def _blocks_of(self, text: str) -> bytes:
         # Without a parser the reader would only copy the text, at twice the cost of the event.
@@ -79,15 +84,14 @@ class MessageWholeEncoder(WholeEncoder):
         """Yield the content and the stop reason."""
         choice, params = result.choices[0], self._head.params
         text, stop = without_stop(choice.text, choice.finish_reason, params.stop)
-        parsed = self._head.form.read(text)
+        parsed = self._head.form.read(text, is_cut=is_cut(choice.finish_reason))
         blocks = blocks_of(parsed, shows_thinking=bool(self._head.options.get(SHOWS_THINKING)))
         for number, block in enumerate(blocks):
             yield b"," if number else b""
             yield from json_parts(block)
         for number, call in enumerate(parsed.calls, start=len(blocks)):
-            # The arguments are the text of a JSON object, so they need no second encoding.
-            begun = to_json(tool_use_block(result.job_id, call))[:-1]
-            yield (b"," if number else b"") + begun + b',"input":' + call.arguments.encode() + b"}"
+            begun = to_json(tool_use_block(result.job_id, call) | warning_member(call))[:-1]
+            yield (b"," if number else b"") + begun + b',"input":' + input_of(call) + b"}"
         ending = stop_of(choice.finish_reason, stop, calls=bool(parsed.calls), max_tokens=params.max_tokens)
         yield b"]," + to_json(ending)[1:-1]
 

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic_core import to_json
 
-from penstock.gateway.anthropic.render import tool_use_block
+from penstock.gateway.anthropic.render import tool_use_block, warning_member
 from penstock.producer.openai.parsed_text import ParsedText
 from penstock.producer.openai.tool_calls import Call
 
-_BlockType = Literal["text", "thinking"]
+_BlockType = Literal["text", "thinking", "tool_use"]
 _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":'
 _DELTAS = {
     "text": _DELTA + b'"text_delta","text":%b}}\n\n',
@@ -80,11 +80,19 @@ class BlockEvents:
         return begun + _DELTAS[kind] % (self._index, to_json(text, ensure_ascii=True))
 
     def _call(self, call: Call) -> bytes:
-        self.has_calls = True
-        self._blank.clear()
-        begun = self.close() + self._start({**tool_use_block(self._job_id, call), "input": {}})
-        arguments = _DELTAS["tool_use"] % (self._index, to_json(call.arguments, ensure_ascii=True))
-        return begun + arguments + event({"type": "content_block_stop", "index": self._index})
+        """Return the events of a call, or of a part of it. A call is a block of its own."""
+        events = b""
+        if call.name:
+            self.has_calls = True
+            self._blank.clear()
+            events += self.close() + self._start({**tool_use_block(self._job_id, call), "input": {}})
+            self._open = "tool_use"
+        if call.arguments:
+            events += _DELTAS["tool_use"] % (self._index, to_json(call.arguments, ensure_ascii=True))
+        if call.end is not None:
+            self._open = None
+            events += event({"type": "content_block_stop", "index": self._index, **warning_member(call)})
+        return events
 
     def _start(self, block: Mapping[str, Any]) -> bytes:
         self._index += 1

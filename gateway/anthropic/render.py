@@ -6,11 +6,13 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import from_json, to_json
+
 from penstock.contract.output import FinishReason, Usage
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.producer.openai.json_parts import Text
 from penstock.producer.openai.parsed_text import ParsedText
-from penstock.producer.openai.tool_calls import Call
+from penstock.producer.openai.tool_calls import Call, warning_of
 
 
 def message_of(head: AnswerHead) -> dict[str, Any]:
@@ -67,6 +69,24 @@ def tool_use_block(job_id: str, call: Call) -> dict[str, Any]:
     # The id is the same in every reading of the answer. Mistral's chat templates require nine letters or digits.
     call_id = hashlib.blake2b(f"{job_id}:0:{call.index}".encode()).hexdigest()[:9]
     return {"type": "tool_use", "id": call_id, "name": call.name}
+
+
+def input_of(call: Call) -> bytes:
+    """Return a call's `input`, a JSON object. Of cut or broken arguments, it has the members that are whole."""
+    if call.end == "whole":
+        # The arguments are the text of a JSON object, so they need no second encoding.
+        return call.arguments.encode()
+    try:
+        value = from_json(call.arguments, allow_partial=True)
+    except ValueError:
+        value = {}
+    return to_json(value if isinstance(value, dict) else {})
+
+
+def warning_member(call: Call) -> dict[str, str]:
+    """Return the member that tells of a broken call, if it is one."""
+    warning = warning_of(call)
+    return {} if warning is None else {"warning": warning}
 
 
 def blocks_of(parsed: ParsedText, *, shows_thinking: bool) -> list[dict[str, Any]]:

@@ -37,7 +37,14 @@ _DELTA = {
         "role": {"const": "assistant"},
         "content": TEXT,
         "reasoning_content": TEXT,
-        "tool_calls": list_of(_with_optional(_CALL, index=NUMBER)),
+        # Only the first part of a call has its id, type and name.
+        "tool_calls": list_of(
+            _with_optional(
+                object_of(index=NUMBER, function=_with_optional(object_of(arguments=TEXT), name=TEXT)),
+                id=TEXT,
+                type={"const": "function"},
+            )
+        ),
     },
 }
 
@@ -45,7 +52,7 @@ _DELTA = {
 def _choice(**said: Any) -> dict[str, Any]:
     reason = {"enum": ["stop", "length", "tool_calls", None]}
     whole = object_of(index=NUMBER, finish_reason=reason, logprobs=_or_null({"type": "object"}), **said)
-    return _with_optional(whole, prompt_logprobs={"type": "array"})
+    return _with_optional(whole, prompt_logprobs={"type": "array"}, warnings=list_of(TEXT))
 
 
 def _answer(kind: str, choice: dict[str, Any]) -> dict[str, Any]:

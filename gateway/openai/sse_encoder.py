@@ -17,7 +17,7 @@ from penstock.gateway.stream.encoder import ChunkEncoder, event_id
 from penstock.gateway.stream.sse import DONE, event
 from penstock.producer.openai.json_parts import json_parts
 from penstock.producer.openai.parsed_text import AnswerReader, ParsedText
-from penstock.producer.openai.render import Renderer, finish_reason_of, usage_of
+from penstock.producer.openai.render import Renderer, finish_reason_of, is_cut, usage_of
 from penstock.producer.openai.token_ids import TokenIds
 from penstock.queue.packed_result import PackedResult
 
@@ -177,8 +177,8 @@ class ParsedSseEncoder(_OpenAIEncoder):
         reader = self._readers.setdefault(key, AnswerReader(self._renderer.form))
         parsed = reader.push(chunk.text)
         if chunk.finish_reason is not None:
-            parsed += reader.end()
-        if parsed.calls and not self._renderer.form.is_named:
+            parsed += reader.end(is_cut=is_cut(chunk.finish_reason))
+        if any(parsed.calls) and not self._renderer.form.is_named:
             self._have_called.add(key)
         finish_reason = finish_reason_of(chunk.finish_reason, calls=key in self._have_called)
         if not parsed and finish_reason is None and not chunk.logprobs and not self._reports_ids:

@@ -14,6 +14,7 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk, FinishReason
 from penstock.gateway.responses.ids import call_id_of, output_item_id
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
+from penstock.producer.openai.render import is_cut
 from penstock.queue.packed_result import PackedResult
 
 Kind = Literal["reasoning", "message", "function_call"]
@@ -105,7 +106,7 @@ class OutputReader:
 
     def _finish(self, status: ItemStatus) -> Iterator[OutputStep]:
         if self._reader is not None:
-            yield from self._steps(self._reader.end_in_order())
+            yield from self._steps(self._reader.end_in_order(is_cut=is_cut(self.finish_reason)))
         yield from self._close(status)
 
     def _steps(self, parts: Sequence[ParsedText]) -> Iterator[OutputStep]:
@@ -116,9 +117,12 @@ class OutputReader:
             if parsed.content:
                 yield from self._grow("message", parsed.content)
             for call in parsed.calls:
-                yield from self._begin("function_call", call.name, call_id_of(self._job_id, call.index))
-                yield from self._grow("function_call", call.arguments)
-                yield from self._close("completed")
+                if call.name:
+                    yield from self._begin("function_call", call.name, call_id_of(self._job_id, call.index))
+                if call.arguments:
+                    yield from self._grow("function_call", call.arguments)
+                if call.end is not None:
+                    yield from self._close("completed" if call.end == "whole" else "incomplete")
 
     def _grow(self, kind: Kind, text: str) -> Iterator[OutputStep]:
         if self._open is None or self._open.kind != kind:
@@ -177,7 +181,8 @@ def message_of(items: Sequence[OutputItem]) -> dict[str, Any]:
     calls = [
         {"id": item.call_id, "name": item.name, "arguments": "".join(item.texts)}
         for item in items
-        if item.kind == "function_call"
+        # A request may contain whole calls only.
+        if item.kind == "function_call" and item.status == "completed"
     ]
     return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
 

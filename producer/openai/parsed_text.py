@@ -21,12 +21,16 @@ class ParsedText:
     content: str = ""
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
+    """Calls or parts of calls, one for each index."""
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
+        return bool(self.content or self.reasoning or any(self.calls))
 
     def __add__(self, more: ParsedText) -> ParsedText:
-        return ParsedText(self.content + more.content, self.reasoning + more.reasoning, self.calls + more.calls)
+        calls = self.calls + more.calls
+        if self.calls and more.calls and self.calls[-1].index == more.calls[0].index:
+            calls = (*self.calls[:-1], self.calls[-1] + more.calls[0], *more.calls[1:])
+        return ParsedText(self.content + more.content, self.reasoning + more.reasoning, calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +44,15 @@ class AnswerFormat:
     is_named: bool = False
     """Whether the caller chose the function. OpenAI then reports finish reason "stop" instead of "tool_calls"."""
 
-    def read(self, text: str) -> ParsedText:
-        """Parse a whole text."""
+    def read(self, text: str, *, is_cut: bool = False) -> ParsedText:
+        """Parse a whole text. is_cut: it ended because of a limit."""
         if self == PLAIN:
             return ParsedText(text)
-        reader, parsed = AnswerReader(self), ParsedText()
+        reader, parts = AnswerReader(self), []
         # Each call copies the rest of the piece, so slices keep the cost linear for a text with many calls.
         for at in range(0, len(text), _CHARS_READ_AT_ONCE):
-            parsed += reader.push(text[at : at + _CHARS_READ_AT_ONCE])
-        return parsed + reader.end()
+            parts += reader.push_in_order(text[at : at + _CHARS_READ_AT_ONCE])
+        return _joined([*parts, *reader.end_in_order(is_cut=is_cut)])
 
 
 PLAIN = AnswerFormat()
@@ -68,19 +72,21 @@ class AnswerReader:
         """Add a piece of text and return the content that is certain now."""
         return _joined(self.push_in_order(text))
 
-    def end(self) -> ParsedText:
-        """Return the rest at the end of the text."""
-        return _joined(self.end_in_order())
+    def end(self, *, is_cut: bool = False) -> ParsedText:
+        """Return the rest at the end of the text. is_cut: it ended because of a limit."""
+        return _joined(self.end_in_order(is_cut=is_cut))
 
     def push_in_order(self, text: str) -> list[ParsedText]:
         """Do the same as `push`, but return text and calls as separate parts, in the order of the text."""
         reasoning, rest = self._reasoning.push(text)
         return self._parts(reasoning, self._calls.push(rest) if self._calls else [rest])
 
-    def end_in_order(self) -> list[ParsedText]:
+    def end_in_order(self, *, is_cut: bool = False) -> list[ParsedText]:
         """Do the same as `end`, but return text and calls as separate parts, in the order of the text."""
         reasoning, rest = self._reasoning.end()
-        return self._parts(reasoning, [*self._calls.push(rest), *self._calls.end()] if self._calls else [rest])
+        if self._calls is None:
+            return self._parts(reasoning, [rest])
+        return self._parts(reasoning, [*self._calls.push(rest), *self._calls.end(is_cut=is_cut)])
 
     def _parts(self, reasoning: str, found: Sequence[str | Call]) -> list[ParsedText]:
         parts = [ParsedText(reasoning=reasoning)] if reasoning else []
@@ -95,11 +101,20 @@ class AnswerReader:
 def _joined(parts: Sequence[ParsedText]) -> ParsedText:
     if len(parts) == 1:
         return parts[0]
+    by_index: dict[int, list[Call]] = {}
+    for part in parts:
+        for call in part.calls:
+            by_index.setdefault(call.index, []).append(call)
     return ParsedText(
         "".join(part.content for part in parts),
         "".join(part.reasoning for part in parts),
-        tuple(call for part in parts for call in part.calls),
+        tuple(_whole(of_call) for of_call in by_index.values()),
     )
+
+
+def _whole(parts: Sequence[Call]) -> Call:
+    arguments = "".join(part.arguments for part in parts)
+    return Call(parts[0].index, parts[0].name, arguments, parts[-1].end)
 
 
 class _ReasoningReader:

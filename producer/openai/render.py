@@ -28,7 +28,7 @@ from penstock.producer.openai.logprobs import (
 )
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, ParsedText
 from penstock.producer.openai.token_ids import TokenIds, prompt_ids_of
-from penstock.producer.openai.tool_calls import Call
+from penstock.producer.openai.tool_calls import Call, warning_of
 from penstock.queue.packed_result import PackedChoice, PackedResult
 
 _FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length"}
@@ -53,6 +53,11 @@ def finish_reason_of(reason: FinishReason | None, *, calls: bool = False) -> str
     if reason == "stop" and calls:
         return "tool_calls"
     return None if reason is None else _FINISH_REASONS.get(reason)
+
+
+def is_cut(reason: FinishReason | None) -> bool:
+    """Return whether a choice's text might have gone on: a limit ended it, or an error."""
+    return reason != "stop"
 
 
 def usage_of(usages: Iterable[Usage | None]) -> dict[str, Any]:
@@ -207,7 +212,7 @@ class Renderer:
             yield whole
 
     def _whole_choice(self, number: int, choice: AnyChoice, echo: PromptEcho) -> dict[str, Any]:
-        parsed = self.form.read(choice.text)
+        parsed = self.form.read(choice.text, is_cut=is_cut(choice.finish_reason))
         reason = finish_reason_of(choice.finish_reason, calls=bool(parsed.calls) and not self.form.is_named)
         logprobs = self._whole_logprobs_of(choice, echo) if choice.logprobs else None
         return {**self._whole_of(number, parsed, echo), "index": number, "logprobs": logprobs, "finish_reason": reason}
@@ -242,9 +247,10 @@ class ChatRenderer(Renderer):
             delta["reasoning_content"] = parsed.reasoning
         if parsed.content or (is_first and not parsed):
             delta["content"] = parsed.content
-        if parsed.calls:
-            delta["tool_calls"] = [{"index": call.index, **self._call(number, call)} for call in parsed.calls]
-        return {"delta": delta}
+        calls = [call for call in parsed.calls if call.name or call.arguments]
+        if calls:
+            delta["tool_calls"] = [{"index": call.index, **self._part_of(number, call)} for call in calls]
+        return {"delta": delta, **_warnings(parsed)}
 
     def _whole_of(self, number: int, parsed: ParsedText, echo: PromptEcho) -> dict[str, Any]:
         content = Text(lambda: (parsed.content,))
@@ -254,7 +260,7 @@ class ChatRenderer(Renderer):
         if parsed.calls:
             message["content"] = content if parsed.content else None
             message["tool_calls"] = [self._call(number, call) for call in parsed.calls]
-        return {"message": message}
+        return {"message": message, **_warnings(parsed)}
 
     def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return chat_logprobs(entries)
@@ -262,10 +268,19 @@ class ChatRenderer(Renderer):
     def _whole_logprobs_of(self, choice: AnyChoice, echo: PromptEcho) -> dict[str, Any]:
         return whole_chat_logprobs(choice.logprobs)
 
+    def _part_of(self, number: int, call: Call) -> dict[str, Any]:
+        """Return a part of a call. Only the first part of a call has its name and its id."""
+        return self._call(number, call) if call.name else {"function": {"arguments": call.arguments}}
+
     def _call(self, number: int, call: Call) -> dict[str, Any]:
         # The id is the same in every reading of the answer. Mistral's chat templates require nine letters or digits.
         call_id = hashlib.blake2b(f"{self._job_id}:{number}:{call.index}".encode()).hexdigest()[:9]
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _warnings(parsed: ParsedText) -> dict[str, list[str]]:
+    warnings = [warning for call in parsed.calls if (warning := warning_of(call)) is not None]
+    return {"warnings": warnings} if warnings else {}
 
 
 class CompletionRenderer(Renderer):

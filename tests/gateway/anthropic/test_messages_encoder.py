@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic_core import from_json
 
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Chunk, FinishReason, Usage
@@ -40,13 +41,19 @@ def streamed(head: AnswerHead, pieces: list[str], reason: FinishReason) -> tuple
     events = [json.loads(one.split("data: ")[1]) for one in raw.decode().removesuffix("\n\n").split("\n\n")]
     assert events[0]["message"]["usage"]["input_tokens"] == 5
     blocks: list[dict[str, Any]] = []
+    inputs: dict[int, str] = {}
     for event in events[1:-2]:
         if event["type"] == "content_block_start":
             blocks.append(event["content_block"])
         elif event["type"] == "content_block_delta":
             kind, text = (value for name, value in sorted(event["delta"].items(), key=lambda item: item[0] != "type"))
             name = kind.removesuffix("_delta").replace("input_json", "input")
-            blocks[-1][name] = json.loads(text) if name == "input" else blocks[-1][name] + text
+            if name == "input":
+                inputs[len(blocks) - 1] = inputs.get(len(blocks) - 1, "") + text
+            else:
+                blocks[-1][name] += text
+    for number, arguments in inputs.items():
+        blocks[number]["input"] = from_json(arguments, allow_partial=True)
     return blocks, events[-2]
 
 

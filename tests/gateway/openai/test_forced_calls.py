@@ -79,6 +79,18 @@ def check(calls: list[Any]) -> None:
     assert len({call.id for call in calls}) == len(calls)
 
 
+def joined(parts: list[Any]) -> list[Any]:
+    """Return whole calls: the first part of a call has its id and name, and all parts have arguments."""
+    calls: list[Any] = []
+    for part in parts:
+        if part.id:
+            calls.append(part)
+        else:
+            assert (part.index, part.function.name) == (calls[-1].index, None)
+            calls[-1].function.arguments += part.function.arguments
+    return calls
+
+
 # The engine's test_call_grammar.py draws texts of every form.
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=() if form == "hermes" else pytest.mark.slow) for form in MARKS]
@@ -104,7 +116,7 @@ def test_stream_has_the_same_calls(api: openai.OpenAI, form: str, choice: Any) -
     pieces = [piece.choices[0] for piece in ask(api, form, stream=True, **options)]
     for one in whole:
         own = [piece for piece in pieces if piece.index == one.index]
-        calls = [call for piece in own for call in piece.delta.tool_calls or ()]
+        calls = joined([call for piece in own for call in piece.delta.tool_calls or ()])
         check(calls)
         said = [(call.function.name, call.function.arguments) for call in one.message.tool_calls]
         assert [(call.function.name, call.function.arguments) for call in calls] == said

@@ -11,6 +11,11 @@ import pytest
 import redis
 from pydantic import BaseModel
 
+from penstock.contract.job import SamplingParams
+from penstock.contract.output import Chunk
+from penstock.gateway.openai.dialects import ChatDialect
+from penstock.gateway.stream.dialect import AnswerHead
+from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue import keys
 
 CALLS = """Wait.
@@ -185,10 +190,6 @@ def test_stream_resumes_in_the_middle_of_a_call(calling_url):
     body["stream_options"] = {"include_event_ids": True}
     with httpx.Client(base_url=calling_url, timeout=30) as http:
         whole = http.post("/v1/chat/completions", json=body).text.split("\n\n")[:-1]
-        # The end of the last call and the finish reason come from one chunk, in two events with ids of their own.
-        call, end = whole[-3:-1]
-        assert _said(call)[0]["delta"]["tool_calls"] and _said(end)[0]["delta"] == {}
-        assert call.split("\n")[0] == end.split("\n")[0] + ".1"
         for at in range(len(whole) - 1):
             place = whole[at].split("\n")[0].removeprefix("id: ")
             rest = http.post("/v1/chat/completions", json=body, params={"after": place}).text.split("\n\n")[:-1]
@@ -219,3 +220,15 @@ def test_tools_that_a_model_cannot_call_are_refused_before_anything_is_queued(ap
 def test_completions_are_never_parsed_for_calls(calling):
     text = f"<think>hm</think>{CALLS}"
     assert calling.completions.create(model=MODEL, prompt=text, max_tokens=250).choices[0].text == text
+
+
+def test_part_of_a_call_and_the_finish_reason_of_one_chunk_come_in_two_events():
+    params = SamplingParams(max_tokens=9)
+    head = AnswerHead(["pool.job"], "m", 1, params, AnswerFormat("hermes"), event_ids=True)
+    encoder = ChatDialect().stream(head)
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1'
+    raw = b"".join(encoder.parts_of([Chunk("pool.job", 0, 0, 0, (7,), call, finish_reason="length")])).decode()
+    first, last = raw.split("\n\n")[:-1]
+    assert _said(first)[0]["delta"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1'}
+    assert (_said(last)[0]["delta"], _said(last)[0]["finish_reason"]) == ({}, "length")
+    assert first.split("\n")[0] == last.split("\n")[0] + ".1"

@@ -71,13 +71,18 @@ def read_in_order(form: AnswerFormat, pieces: list[str]) -> list[str | Call]:
             found[-1] += text
         elif text:
             found.append(text)
-        found += part.calls
+        for call in part.calls:
+            if found and isinstance(found[-1], Call) and found[-1].index == call.index:
+                found[-1] += call
+            else:
+                found.append(call)
     return found
 
 
 def next_message(said: ParsedText) -> Message:
     """Return the answer as the message that the caller's next request contains. Raises for what would be refused."""
-    calls = tuple(ToolCall(id="c", name=call.name, arguments=call.arguments) for call in said.calls)
+    whole = [call for call in said.calls if call.end == "whole"]
+    calls = tuple(ToolCall(id="c", name=call.name, arguments=call.arguments) for call in whole)
     return Message(role="assistant", content=said.content, tool_calls=calls)
 
 
@@ -247,7 +252,6 @@ def written_as(form: str, calls: list[str]) -> str:
         ("f" * MAX_FUNCTION_NAME_CHARS, {}, True),
         ("f" * (MAX_FUNCTION_NAME_CHARS + 1), {}, False),
         ("f", {"a": "x" * (MAX_ARGUMENTS_CHARS - 9)}, True),
-        ("f", {"a": "x" * (MAX_ARGUMENTS_CHARS - 8)}, False),
     ],
 )
 def test_a_call_that_no_request_may_contain_is_text(
@@ -267,10 +271,72 @@ def test_an_answer_has_no_more_calls_than_a_message_may_have(form: str) -> None:
     assert (said.content, [call.name for call in said.calls]) == ("", [f"f{number}" for number in range(MAX_CALLS)])
 
 
+@pytest.mark.parametrize("form", CALL_FORMS)
+def test_arguments_come_out_while_they_are_written_and_unchanged(form: str) -> None:
+    written = '{"city": "a } \\" b",  "list": [1, {"x": null}]}'
+    text = written_as(form, [call_text(form, "f", {}).replace("{}", written)])
+    reader = AnswerReader(AnswerFormat(form))
+    parts = [(at, call) for at, char in enumerate(text) for call in reader.push(char).calls]
+    end = reader.end()
+    assert parts[0][1].name == "f"
+    assert parts[0][0] == text.index(written)
+    assert "".join(call.arguments for _, call in parts) == written
+    assert len([call for _, call in parts if call.arguments]) == len(written) - 1  # an escape comes whole
+    assert [call.end for _, call in parts if call.end] == ["whole"]
+    assert not end
+
+
+@pytest.mark.parametrize("form", CALL_FORMS)
+@given(st.data())
+def test_a_text_that_is_cut_anywhere_shows_no_mark_of_a_call(form: str, data: st.DataObject) -> None:
+    marks = {"hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
+    lead = marks[form] if form == "llama3_json" else ""
+    text = lead + written_as(form, [call_text(form, "f", {"a": "b"})])
+    cut = data.draw(st.integers(0, len(text)))
+    said = read_cut(form, list(text[:cut]))
+    assert said.content in ("", text[:1])
+    assert said == AnswerFormat(form).read(text[:cut], is_cut=True)
+    whole = AnswerFormat(form).read(text).calls[0]
+    assert all(whole.arguments.startswith(call.arguments) and call.end in ("whole", "cut") for call in said.calls)
+
+
+def read_cut(form: str, pieces: list[str]) -> ParsedText:
+    reader = AnswerReader(AnswerFormat(form))
+    said = ParsedText()
+    for piece in pieces:
+        said += reader.push(piece)
+    return said + reader.end(is_cut=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ('{"a": <1>}', '{"a": '),
+        ('{"a": 1,}', '{"a": 1,}'),
+        ('{"a": "\\ud800"}', '{"a": "\\ud800"}'),
+        ('{"a": NaN}', '{"a": NaN}'),
+        ('{"a": "line\nend"}', '{"a": "line'),
+        ('{"a": "' + "x" * MAX_ARGUMENTS_CHARS + '"}', '{"a": "' + "x" * (MAX_ARGUMENTS_CHARS - 7)),
+    ],
+)
+def test_a_call_that_breaks_keeps_what_came_out_of_it(arguments: str, kept: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>\nAnd so on.'
+    pieces = [text] if len(text) > 10_000 else list(text)
+    said = read(AnswerFormat("hermes"), pieces)
+    assert said == AnswerFormat("hermes").read(text)
+    assert said.calls == (Call(0, "f", kept, "broken"),)
+    assert said.content == "And so on."
+
+
+def test_a_call_with_its_arguments_before_its_name_comes_out_once_the_name_is_known() -> None:
+    text = '<tool_call>{"arguments": {"a": 1}, "id": 12, "name": "f"}</tool_call>'
+    assert AnswerFormat("hermes").read(text).calls == (Call(0, "f", '{"a": 1}', "whole"),)
+
+
 def test_text_and_calls_of_one_piece_keep_their_order() -> None:
     calls = [f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in "fg"]
     assert read_in_order(AnswerFormat("hermes", "think"), [f"<think>hm</think>a{calls[0]}b{calls[1]}c"]) == [
-        *("hma", Call(0, "f", "{}"), "b", Call(1, "g", "{}"), "c")
+        *("hma", Call(0, "f", "{}", "whole"), "b", Call(1, "g", "{}", "whole"), "c")
     ]
 
 
