@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, FailFast, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.closed_schemas import closed
 from penstock.contract.job import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.priority import ClassName
 from penstock.contract.tools import MAX_TOOLS
@@ -152,7 +153,7 @@ class MessagesRequest(_ConversationBody):
         if self.stop_sequences:
             given |= {"stop": tuple(self.stop_sequences), "include_stop_str_in_output": True}
         if self.output_config is not None and self.output_config.format is not None:
-            given["structured_outputs"] = {"json_schema": self.output_config.format.schema_}
+            given["structured_outputs"] = {"json_schema": closed(self.output_config.format.schema_)}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def options(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.closed_schemas import closed
 from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
@@ -72,7 +73,7 @@ class TextFormat(Wire):
     def structured_outputs(self) -> dict[str, Any] | None:
         """Return the equivalent value of penstock's `structured_outputs`."""
         if self.schema_ is not None:
-            return {"json_schema": self.schema_}
+            return {"json_schema": self.schema_ if self.strict is False else closed(self.schema_)}
         return {"json_object": True} if self.type == "json_object" else None
 
     def shown(self) -> dict[str, Any]:

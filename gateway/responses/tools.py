@@ -30,7 +30,7 @@ class FunctionTool(Wire):
             "name": self.name,
             "description": self.description,
             "parameters": self.parameters,
-            "strict": self.strict or None,
+            "strict": self.strict,
         }
         return {"type": "function", "function": {name: value for name, value in members.items() if value is not None}}
 

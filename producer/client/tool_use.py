@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from penstock.contract.closed_schemas import closed
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Job
 from penstock.contract.problems import problem_of
@@ -79,6 +80,8 @@ def _name_in(choice: ToolChoice) -> str | None:
 def _wanted(function: Mapping[str, Any], *, as_described: bool) -> WantedFunction:
     described = function.get("parameters")
     parameters = (_NO_ARGUMENTS if described is None else described) if as_described else _ANY_OBJECT
+    if as_described and isinstance(parameters, dict) and function.get("strict") is not False:
+        parameters = closed(parameters)
     try:
         return WantedFunction(name=function["name"], parameters=json.dumps(parameters))
     except ValidationError as error:

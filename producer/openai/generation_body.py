@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.closed_schemas import closed
 from penstock.contract.job import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from penstock.producer.openai.fields import NO_EFFECT, Hint, Whole, Wire, at_most, only
 
@@ -21,12 +22,19 @@ def _list_of(value: object) -> object:
 
 
 class _NamedSchema(Wire):
-    """A JSON schema with a name and description. The schema is enforced whether or not `strict` is set."""
+    """A JSON schema with a name and description. It is enforced whether or not `strict` is set.
+
+    With `strict: false`, its objects may have properties that it does not name.
+    """
 
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
+
+    def enforced(self) -> dict[str, Any]:
+        """Return the schema that the text must match."""
+        return self.schema_ if self.strict is False else closed(self.schema_)
 
 
 class ResponseFormat(Wire):
@@ -46,7 +54,7 @@ class ResponseFormat(Wire):
     def structured_outputs(self) -> dict[str, Any] | None:
         """Return the equivalent value of penstock's `structured_outputs` field."""
         if self.json_schema is not None:
-            return {"json_schema": self.json_schema.schema_}
+            return {"json_schema": self.json_schema.enforced()}
         return {"json_object": True} if self.type == "json_object" else None
 
 

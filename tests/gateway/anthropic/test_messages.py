@@ -156,7 +156,8 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client, engine: Any) -> No
 def test_output_config_constrains_the_answer_to_its_schema(http: httpx.Client, engine: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     create(http, "{}", output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "low"})
-    assert json.loads(engine.last_params.structured_outputs.json_schema) == schema
+    enforced = json.loads(engine.last_params.structured_outputs.json_schema)
+    assert enforced == schema | {"additionalProperties": False}
 
 
 # Streams ----------------------------------------------------------------------------------------

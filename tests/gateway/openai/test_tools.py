@@ -98,6 +98,7 @@ def test_without_parallel_tool_calls_only_the_first_call_is_returned(calling, st
 FUNCTION = TOOLS[0]["function"]
 STRICT = [{"type": "function", "function": FUNCTION | {"strict": True}}]
 JSON = {"type": "json_schema", "json_schema": {"name": "number", "schema": {"type": "integer"}}}
+CLOSED = FUNCTION["parameters"] | {"additionalProperties": False}
 OTHER = {"type": "function", "function": {"name": "g"}}
 
 
@@ -125,7 +126,7 @@ def test_tool_choice_becomes_a_constraint_of_the_job(calling, calling_engine, op
         assert form is None
         return
     (function,) = form.calls.functions
-    assert (function.name, json.loads(function.parameters)) == ("f", FUNCTION["parameters"])
+    assert (function.name, json.loads(function.parameters)) == ("f", CLOSED)
     said = form.calls.model_dump(exclude={"functions"})
     assert (
         said == {"form": "hermes", "reasoning": "think", "required": False, "parallel": False, "answer": None} | wanted
@@ -154,7 +155,14 @@ def test_the_clients_own_helpers_parse_the_calls_of_strict_tools(calling):
 def test_beside_a_strict_function_the_arguments_of_others_are_any_object(calling, calling_engine):
     calling.chat.completions.create(model=MODEL, messages=user("a"), tools=[*STRICT, OTHER])
     functions = calling_engine.last_params.structured_outputs.calls.functions
-    assert [json.loads(one.parameters) for one in functions] == [FUNCTION["parameters"], {"type": "object"}]
+    assert [json.loads(one.parameters) for one in functions] == [CLOSED, {"type": "object"}]
+
+
+def test_a_forced_function_that_is_not_strict_keeps_the_meaning_of_its_schema(calling, calling_engine):
+    loose = [{"type": "function", "function": {**FUNCTION, "strict": False}}]
+    calling.chat.completions.create(model=MODEL, messages=user("a"), tools=loose, tool_choice="required")
+    (function,) = calling_engine.last_params.structured_outputs.calls.functions
+    assert json.loads(function.parameters) == FUNCTION["parameters"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
