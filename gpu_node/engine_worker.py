@@ -48,6 +48,10 @@ class EngineLike(Protocol):
     def revision(self) -> str:
         """Identifies everything on which exact tokens depend. Only a node with the same revision may continue a job."""
 
+    @property
+    def sampling_defaults(self) -> dict[str, int | float]:
+        """The sampling that the model recommends, by the names of `SamplingParams`."""
+
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError for a request that can never run."""
 

@@ -154,6 +154,7 @@ class Node:
             revision=engine.revision,
             adapters=await self._threads.run(engine.adapters),
             kinds=KINDS,
+            sampling_defaults=engine.sampling_defaults,
         )
         # Nodes of a pool must agree on their limits: otherwise one node would fail a job that another has accepted.
         config = settings.pool_config | {"max_model_len": engine.max_model_len}

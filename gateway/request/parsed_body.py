@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
 from penstock.contract.job import SamplingParams
-from penstock.contract.named import IgnoredFields
+from penstock.contract.named import UNKNOWN_FIELD, IgnoredFields
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
@@ -82,7 +83,7 @@ def parse(form: str, raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody
     try:
         body = BODIES[form].model_validate_json(raw, context=ignored if ignores_unknown else None)
     except ValidationError as error:
-        raise request_error(error) from None
+        raise _with_remedy(request_error(error)) from None
     try:
         params = body.params()
     except ValidationError as error:
@@ -100,6 +101,13 @@ def parse(form: str, raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody
     )
     names = [name[:MAX_NAME_CHARS] for name in ignored.names[:MAX_IGNORED_SHOWN]]
     return ParsedBody(content, body.asked_class, bool(body.stream), body.options(), names)
+
+
+def _with_remedy(error: RequestError) -> RequestError:
+    """Add to the refusal of a body's unknown field how a gateway accepts it."""
+    if error.code == UNKNOWN_FIELD and not re.search(r"[.\[]", error.param or ""):
+        error.message += "; a gateway with --unknown-fields ignore accepts it without effect"
+    return error
 
 
 def with_packed_prompts(body: ParsedBody) -> ParsedBody:
@@ -126,7 +134,7 @@ _REFUSALS: dict[str, type[PenstockError]] = {
 def encode_parsed_body(body: ParsedBody) -> bytes:
     """Encode a body with packed prompts as bytes."""
     content, use = body.content, body.content.tool_use
-    params = content.params.model_dump(exclude_defaults=True)
+    params = content.params.model_dump(exclude_unset=True)
     if "logit_bias" in params:
         params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
     small = {

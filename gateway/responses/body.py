@@ -36,7 +36,8 @@ LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """What `include` may name. Reasoning is never encrypted: its text is in the item's content."""
 _CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactive"}
-_SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+SHOWN_SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+"""Sampling options that a response shows."""
 _OTHER_SAMPLING = ("repetition_penalty", "top_k", "min_p", "seed", "ignore_eos")
 """Sampling options that OpenAI's API lacks."""
 
@@ -207,7 +208,7 @@ class ResponseBody(Wire):
 
     def params(self) -> SamplingParams:
         """Return the sampling options. Raises pydantic's ValidationError."""
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*_SAMPLING, *_OTHER_SAMPLING)}
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*SHOWN_SAMPLING, *_OTHER_SAMPLING)}
         given["max_tokens"] = self.max_output_tokens
         given["structured_outputs"] = self.text and self.text.format.structured_outputs()
         if self.top_logprobs or LOGPROBS in (self.include or ()):
@@ -231,10 +232,9 @@ class ResponseBody(Wire):
         }
 
     def _echo(self) -> dict[str, Any]:
-        """Return the members of the response that repeat the request, as plain values."""
+        """Return the members of the response that repeat the request, as plain values, without the sampling."""
         tier = self.service_tier
         text, reasoning = self.text or TextConfig(), self.reasoning or Reasoning()
-        defaults = SamplingParams()
         return {
             "model": self.model,
             "instructions": self.instructions,
@@ -243,7 +243,6 @@ class ResponseBody(Wire):
             "store": self.store is not False,
             "max_output_tokens": self.max_output_tokens,
             "max_tool_calls": self.max_tool_calls,
-            **{name: _or(getattr(self, name), getattr(defaults, name)) for name in _SAMPLING},
             "top_logprobs": self.top_logprobs or 0,
             "text": {"format": text.format.shown(), "verbosity": text.verbosity or "medium"},
             "tools": shown_tools(self.tools or ()),
@@ -257,7 +256,3 @@ class ResponseBody(Wire):
             "safety_identifier": self.safety_identifier,
             "prompt_cache_key": self.prompt_cache_key,
         }
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value

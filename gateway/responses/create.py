@@ -8,6 +8,7 @@ from typing import Any
 
 import uuid_utils
 from fastapi import Request
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
@@ -17,6 +18,7 @@ from penstock.gateway.authentication import caller_of
 from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.request.parsing import generation_request_of, held_body
 from penstock.gateway.responses.answers import ResponseState, ResponseStream, ResponseWhole
+from penstock.gateway.responses.body import SHOWN_SAMPLING
 from penstock.gateway.responses.conversation import Conversations
 from penstock.gateway.responses.record import PackedMessages, StoredResponse
 from penstock.gateway.responses.stored import new_record
@@ -26,6 +28,7 @@ from penstock.gateway.stream.answer import Answer, answer_format
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent
 from penstock.gateway.stream.limits import check_logprobs
 from penstock.producer.client import AsyncClient
+from penstock.producer.client.request import with_defaults
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.msgpack_codec import MAX_BYTES
 
@@ -99,11 +102,13 @@ async def _with_record(
 
 
 def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool: ServedPool) -> StoredResponse:
+    # What the caller did not set is as the pool's model recommends it.
+    params = with_defaults(content.params, pool)
     return StoredResponse(
         created_s=int(time.time()),
         background=options["background"],
         form=answer_format(content, pool),
-        echo=options["echo"],
+        echo=options["echo"][:-1] + b"," + to_json({name: getattr(params, name) for name in SHOWN_SAMPLING})[1:],
         items=[(item_id, text.encode()) for item_id, text in options["items"]],
         messages=own,
         previous=options["previous"] or "",

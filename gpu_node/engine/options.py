@@ -20,6 +20,10 @@ class EngineOptions(RunnerSettings):
     """Model to serve: a hub id with optional :FILE.gguf and @revision, a folder, or a .gguf file."""
     revision: str | None = None
     """Branch, tag or commit of a hub model; default: the hub's default branch."""
+    generation_config: str = "auto"
+    """Sampling of requests that do not set it. auto: what the model's generation_config.json recommends; none: OpenAI's
+    defaults; or the path of such a file, or its JSON. The fields are temperature, top_p, top_k, min_p and
+    repetition_penalty."""
     preemption: PreemptionName = "auto"
     """How a preempted sequence resumes: its blocks are swapped or recomputed; auto: the cheaper of both."""
     enable_prefix_caching: bool = True

@@ -21,7 +21,8 @@ class ServedModel:
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None]) -> None:
         """Load the model. Raises ConfigError."""
         self._name = config.model
-        self._model, self._tokenizer = load(config, progress)
+        self._model, self._tokenizer, self.sampling_defaults = load(config, progress)
+        """... and the sampling of requests that do not set it, by the names of `SamplingParams`."""
         self._adapters = self._model.adapters
         self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
         self._guides = GrammarCompiler(self._tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)

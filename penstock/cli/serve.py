@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import typer
 
 from penstock.cli.admin.doctor import check_extras
-from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SIZE_MB, default_model
+from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
 from penstock.cli.node import NODE_FLAGS
 from penstock.cli.options import options_of, taken_for, takes, words_of
 from penstock.cli.processes import (
@@ -46,10 +46,10 @@ PORT_TIMEOUT_S = 3.0
 """Seconds to wait for the port of an earlier `penstock serve` that is ending, such as one that was killed."""
 _OF_NODE = (
     *("aliases", "lora", "max_model_len", "num_threads", "revision", "dtype", "quantization", "kv_cache_dtype"),
-    *("runner", "load_format"),
+    *("runner", "load_format", "generation_config"),
     *("kv_cache_gib", "scheduling_policy", "speculative"),
 )
-_OF_GATEWAY = ("host", "port")
+_OF_GATEWAY = ("host", "port", "unknown_fields")
 
 
 @takes(
@@ -91,8 +91,11 @@ def serve(
     """
     logs = LogSettings.load(**taken_for(LogSettings, given))
     of_node, of_gateway = ({name: given[name] for name in names} for names in (_OF_NODE, _OF_GATEWAY))
-    model = model or default_model()
     _check_packages()
+    if model is None:
+        model = default_model()
+        if _node_settings(model, of_node).generation_config == "auto":
+            of_node["generation_config"] = SAMPLING
     _check_settings(model, of_node, of_gateway)
     configure_logging(logs, prefix=_prefix("serve"))
     words = (words_of(of_node, NODE_FLAGS), words_of(of_gateway))
@@ -118,11 +121,15 @@ def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[
     A port that is in use is one of them.
     """
     gateway = GatewaySettings.load(**of_gateway)
-    config = engine_config(NodeSettings.load(model=model, redis_url="unix://unused", **of_node))
+    config = engine_config(_node_settings(model, of_node))
     for name, folder in config.lora.items():
         if not folder.expanduser().is_dir():
             raise ConfigError(f"lora: adapter {name}: there is no folder {folder}", param="lora")
     asyncio.run(check_address(gateway.host, gateway.port, wait_s=PORT_TIMEOUT_S))
+
+
+def _node_settings(model: str, of_node: Mapping[str, Any]) -> NodeSettings:
+    return NodeSettings.load(model=model, redis_url="unix://unused", **of_node)
 
 
 def _hint(model: str, why: str) -> str:

@@ -66,6 +66,8 @@ class PoolRecord:
     adapters: dict[str, str] = field(default_factory=dict)
     kinds: tuple[str, ...] = (GENERATE,)
     thinking_switches: tuple[str, ...] = ()
+    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
+    """The sampling of requests that do not set it, by the names of `SamplingParams`."""
 
 
 @dataclass(frozen=True, slots=True)

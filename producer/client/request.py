@@ -193,7 +193,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
             id=options.get("job_id") or f"{record.pool}.{uuid_utils.uuid7()}",
             adapter=_adapter_of(options, record),
             tenant=options.get("tenant") or tenant,
-            params=_sampling_params(options.get("params"), sampling),
+            params=_params_of(options, sampling, record),
             deadline_ms=_duration_ms(options.get("deadline_s"), "deadline_s"),
             not_before_ms=_not_before_ms(options),
             **_prompt_field(prompt),
@@ -270,6 +270,20 @@ def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any])
         name = next(iter(sampling))
         raise RequestError(f"{name}: give sampling as params or as single arguments, not both", param=name)
     return params
+
+
+def _params_of(options: SubmitOptions, sampling: Mapping[str, Any], record: PoolRecord) -> SamplingParams:
+    params = _sampling_params(options.get("params"), sampling)
+    return params if options.get("task") is not None else with_defaults(params, record)
+
+
+def with_defaults(params: SamplingParams, record: PoolRecord) -> SamplingParams:
+    """Return the parameters with the sampling that the pool's model recommends, where the caller set none.
+
+    An option that the caller set to its default value is set too.
+    """
+    missing = {name: value for name, value in record.sampling_defaults.items() if name not in params.model_fields_set}
+    return params.model_copy(update=missing) if missing else params
 
 
 def _not_before_ms(options: SubmitOptions) -> int | None:

@@ -106,6 +106,7 @@ class EchoEngine:
         self.num_kv_tokens = 1 << 16
         self.revision = "echo"
         self.leaves_core_free = False
+        self.sampling_defaults: dict[str, int | float] = {}
         self.step_s = 0.0
         self.last_params: SamplingParams | None = None
         self.last_adapter: AdapterRef | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint import generation_config
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader
 from penstock.gpu_node.model.checkpoint.gguf_llama import TOKENIZER_LISTS, describe_llama
@@ -35,6 +37,7 @@ def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float],
         tokenizer = describe_llama(header, folder)
         if tokenizer is None:
             describe_by_transformers(file.path, header, folder, progress)
+        _add_sampling(header, folder / generation_config.FILE)
     except ConfigError:
         raise
     except OSError as error:
@@ -45,6 +48,14 @@ def describe_gguf(file: GgufFile, folder: Path, progress: Callable[[str, float],
         raise ConfigError(f"cannot read {file.path}: {error}") from error
     progress("convert", 1.0)
     return tokenizer
+
+
+def _add_sampling(header: GgufHeader, path: Path) -> None:
+    """Add the sampling that the file recommends to its generation_config.json."""
+    found = {name: header.metadata[key] for key, name in generation_config.FROM_GGUF.items() if key in header.metadata}
+    if found:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps(given | found, indent=2) + "\n", encoding="utf-8")
 
 
 def describe_by_transformers(

@@ -15,7 +15,7 @@ from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 from penstock.runtime.cache_folders import file_stem
 
-_CONVERTER_VERSION = 2
+_CONVERTER_VERSION = 3
 """Increased when the converters' output changes, so that no node uses outdated cached files."""
 
 Progress = Callable[[str, float], None]

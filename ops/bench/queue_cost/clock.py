@@ -60,6 +60,7 @@ class ClockEngine:
         self.num_kv_tokens = 1 << 24
         self.revision = "clock"
         self.leaves_core_free = num_busy < len(os.sched_getaffinity(0))
+        self.sampling_defaults: dict[str, int | float] = {}
         self._step_s = step_s
         self._num_busy = num_busy
         self._rounds = _rounds_of(step_s) if num_busy else 0

@@ -23,7 +23,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
             "max_model_len",
             "tool_parser",
         ),
-        *("reasoning_parser", "num_threads", "reserved_cores", "weight_cache", "deterministic"),
+        *("reasoning_parser", "generation_config", "num_threads", "reserved_cores", "weight_cache", "deterministic"),
     ),
     "Queue": ("redis_url", "name", "pool", "aliases"),
     "Memory": (

@@ -190,6 +190,7 @@ class ReferenceEngine:
         self.num_kv_tokens = kv_tokens
         self.revision = revision
         self.leaves_core_free = leaves_core_free
+        self.sampling_defaults: dict[str, int | float] = {}
         self.batches: deque[int] = deque(maxlen=MAX_REMEMBERED)
         self.callers: deque[tuple[int, str, float]] = deque(maxlen=MAX_REMEMBERED)
         self._num_steps = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -23,7 +24,7 @@ CALLS = """Wait.
 {"name": "f", "arguments": {"a": 1}}
 </tool_call>
 <tool_call>{"name": "g", "arguments": {}}</tool_call>"""
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
@@ -95,7 +96,7 @@ def test_without_parallel_tool_calls_only_the_first_call_is_returned(calling, st
     assert [call.function.name for one in said for call in one.tool_calls or ()] == ["f"]
 
 
-FUNCTION = TOOLS[0]["function"]
+FUNCTION: dict[str, Any] = TOOLS[0]["function"]
 STRICT = [{"type": "function", "function": FUNCTION | {"strict": True}}]
 JSON = {"type": "json_schema", "json_schema": {"name": "number", "schema": {"type": "integer"}}}
 CLOSED = FUNCTION["parameters"] | {"additionalProperties": False}
@@ -159,7 +160,7 @@ def test_beside_a_strict_function_the_arguments_of_others_are_any_object(calling
 
 
 def test_a_forced_function_that_is_not_strict_keeps_the_meaning_of_its_schema(calling, calling_engine):
-    loose = [{"type": "function", "function": {**FUNCTION, "strict": False}}]
+    loose = [{"type": "function", "function": FUNCTION | {"strict": False}}]
     calling.chat.completions.create(model=MODEL, messages=user("a"), tools=loose, tool_choice="required")
     (function,) = calling_engine.last_params.structured_outputs.calls.functions
     assert json.loads(function.parameters) == FUNCTION["parameters"]

@@ -12,6 +12,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import gguf
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
+from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader
 from penstock.gpu_node.model.checkpoint.source import resolve_model
 from penstock.kernels.cpu import build
 
@@ -75,7 +76,7 @@ def test_model_with_a_long_name_can_be_cached(tmp_path: Path, monkeypatch: pytes
         return True
 
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(GgufFile, "header_with", lambda *_: None)
+    monkeypatch.setattr(GgufFile, "header_with", lambda *_: GgufHeader({}, {}))
     monkeypatch.setattr(gguf, "describe_llama", described)
     model = tmp_path / f"{'é' * 120}.gguf"
     model.write_bytes(b"GGUF")
