@@ -32,6 +32,11 @@ def write_text(text: str, stream: TextIO | None = None) -> None:
     stream.flush()
 
 
+def say_empty(what: str) -> None:
+    """Tell a person that a list is empty. Programs that read stdout see an empty list."""
+    print(what, file=sys.stderr)
+
+
 def _is_shown(character: str) -> bool:
     return character in "\n\t" or unicodedata.category(character) != "Cc"
 
@@ -78,6 +83,15 @@ def object_lines(shown: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 def time_in_words(unix_ms: int) -> str:
     """Return a time in UTC to the second."""
     return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="seconds")
+
+
+def duration_in_words(duration_ms: int) -> str:
+    """Return a duration in its largest whole unit, in 4 characters: 59s, 3m, 23h, 91d."""
+    seconds = duration_ms // 1000
+    for unit, size, limit in (("s", 1, 60), ("m", 60, 3600), ("h", 3600, 86_400)):
+        if seconds < limit:
+            return f"{seconds // size}{unit}"
+    return f"{seconds // 86_400}d"
 
 
 def _is_time(name: str, value: object) -> bool:

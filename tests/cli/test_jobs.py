@@ -31,19 +31,27 @@ def test_jobs_are_listed_newest_first_with_filters(pool: str) -> None:
         one = client.submit("hello", max_tokens=3, tenant="acme")
         one.result()
         two = client.submit("hello", tenant="rival", not_before_s=600)
-        lines = [line.split("  ") for line in jobs(pool, "list").stdout.splitlines()]
-        assert [line[:4] for line in lines[:2]] == [
-            [two.id, "queued", "standard", "rival"],
-            [one.id, "done", "standard", "acme"],
+        ids = [job.id.rpartition(".")[2] for job in (one, two)]
+        table = jobs(pool, "list").stdout.splitlines()
+        assert max(map(len, table)) < 80
+        lines = [line.split() for line in table]
+        assert lines[0] == ["ID", "STATE", "CLASS", "TENANT", "AGE", "OUT"]
+        assert [line[:4] for line in lines[1:3]] == [
+            [ids[1], "queued", "standard", "rival"],
+            [ids[0], "done", "standard", "acme"],
         ]
-        assert lines[1][-1] == "5+3 tokens"
+        assert lines[2][-1] == "3"
         for options, expected in (
-            (("--tenant", "acme"), [one.id]),
-            (("--state", "queued"), [two.id]),
-            (("--limit", "1"), [two.id]),
+            (("--tenant", "acme"), ["ID", ids[0]]),
+            (("--state", "queued"), ["ID", ids[1]]),
+            (("--limit", "1"), ["ID", ids[1]]),
             (("--pool", "other"), []),
         ):
-            assert [line.split()[0] for line in jobs(pool, "list", *options).stdout.splitlines()] == expected
+            done = jobs(pool, "list", *options)
+            assert [line.split()[0] for line in done.stdout.splitlines()] == expected
+            assert ("no jobs" in done.stderr) == (not expected)
+        assert jobs(pool, "show", ids[0]).stdout == jobs(pool, "show", one.id).stdout
+        assert jobs(pool, "show", ids[0][:-1] + "x").stderr.startswith("penstock: no job ")
         two.cancel()
 
 

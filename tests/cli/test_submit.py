@@ -42,7 +42,9 @@ def test_answer_comes_to_stdout(pool: str) -> None:
 
 def test_prompt_can_come_from_stdin(pool: str) -> None:
     sampling = ("--raw", "--seed", "7", "--max-tokens", "5")
-    assert submit(pool, "-", *sampling, stdin="hello").stdout == submit(pool, "hello", *sampling).stdout
+    wanted = submit(pool, "hello", *sampling).stdout
+    assert submit(pool, "-", *sampling, stdin="hello").stdout == wanted
+    assert submit(pool, *sampling, stdin="hello").stdout == wanted
 
 
 def test_prompt_that_is_no_valid_text_is_refused_in_one_line(pool: str) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli.command_line.commands import App
 from penstock.cli.options import RedisUrl
-from penstock.cli.output import AsJson, JsonArray, print_object, time_in_words
+from penstock.cli.output import AsJson, JsonArray, print_object, say_empty, time_in_words
 from penstock.contract.errors import RequestError
 from penstock.runtime.settings import redis_url_of
 
@@ -54,6 +54,8 @@ def list_letters(
         with JsonArray() as array:
             array.add(*map(_letter_object, letters))
         return
+    if not letters:
+        say_empty("no dead letters")
     for letter in letters:
         nodes = ",".join(loss.node_id for loss in letter.losses)
         print(letter.job_id, time_in_words(letter.died_ms), letter.tenant, f"{letter.num_chunks} chunks", nodes)

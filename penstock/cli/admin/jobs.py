@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from functools import partial
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from penstock.cli.command_line.commands import App
 from penstock.cli.options import RedisUrl
-from penstock.cli.output import AsJson, JsonArray, print_object, time_in_words, write_text
+from penstock.cli.output import AsJson, JsonArray, duration_in_words, print_object, say_empty, write_text
+from penstock.contract.errors import NotFoundError
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
     from penstock.contract.output import Result
     from penstock.producer.client import AsyncClient
+    from penstock.queue.broker.job_lists import JobLists
     from penstock.queue.broker.job_records import JobStatus
 
 T = TypeVar("T")
-JobId = Annotated[str, typer.Argument(help="Job id as printed by `list`.")]
+JobId = Annotated[str, typer.Argument(help="Job id as printed by `list`, with or without its pool.")]
 StateName = Literal["queued", "running", "done", "failed", "cancelled", "expired"]
 
 app = App()
@@ -40,7 +42,7 @@ def list_jobs(
     as_json: AsJson = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Print one line per job, newest first: id, state, class, tenant, time of queueing, duration and tokens."""
+    """Print a table of jobs, newest first. AGE is the time since a job was queued. `show` tells the rest of a job."""
 
     async def find(show: Callable[[JobStatus], None]) -> None:
         from penstock.queue.broker.connection import connect
@@ -64,7 +66,10 @@ def list_jobs(
         with JsonArray() as array:
             asyncio.run(find(lambda status: array.add(job_object(status))))
     else:
-        asyncio.run(find(lambda status: print(line_of(status))))
+        table = JobTable(time.time_ns() // 1_000_000)
+        asyncio.run(find(table.add))
+        if table.is_empty:
+            say_empty("no jobs")
 
 
 @app.command()
@@ -81,7 +86,7 @@ def show(
         penstock jobs show JOB_ID --result --json
     """
 
-    async def find(client: AsyncClient, tenant: str) -> dict[str, Any]:
+    async def find(client: AsyncClient, job_id: str, tenant: str) -> dict[str, Any]:
         from penstock.producer.client.job_objects import job_object, queue_members
 
         status = await client.status(job_id, tenant=tenant)
@@ -105,7 +110,7 @@ def cancel(
         penstock jobs cancel JOB_ID
     """
     for job_id in job_ids:
-        print(job_id, _run(redis_url, job_id, partial(_cancel, job_id)))
+        print(job_id, _run(redis_url, job_id, _cancel))
 
 
 @app.command()
@@ -121,7 +126,7 @@ def tail(
         penstock jobs tail JOB_ID
     """
 
-    async def follow(client: AsyncClient, tenant: str) -> None:
+    async def follow(client: AsyncClient, job_id: str, tenant: str) -> None:
         job = await client.attach(job_id, after=after, tenant=tenant)
         try:
             async for chunk in job.stream():
@@ -133,21 +138,43 @@ def tail(
     _run(redis_url, job_id, follow)
 
 
-async def _cancel(job_id: str, client: AsyncClient, tenant: str) -> str:
+async def _cancel(client: AsyncClient, job_id: str, tenant: str) -> str:
     return await client.cancel(job_id, tenant=tenant)
 
 
-def line_of(status: JobStatus) -> str:
-    """Return the line of a job in `penstock jobs list`."""
-    ledger = status.ledger
-    parts = [status.job_id, status.state, status.priority.label, status.tenant, time_in_words(ledger.queued_ms)]
-    if ledger.finished_ms:
-        parts.append(f"{(ledger.finished_ms - ledger.queued_ms) / 1000:.2f} s")
-    if ledger.usage is not None:
-        parts.append(f"{ledger.usage.prompt_tokens}+{ledger.usage.completion_tokens} tokens")
-    if ledger.num_past_leases:
-        parts.append(f"{ledger.num_past_leases} past leases")
-    return "  ".join(parts)
+class JobTable:
+    """The table of `penstock jobs list`, 79 columns wide. An id stands there without its pool."""
+
+    _ROW = "{:36} {:9} {:11} {:10} {:>4} {:>4}"
+    _TENANT_CHARS = 10
+
+    def __init__(self, now_ms: int) -> None:
+        self._now_ms = now_ms
+        self.is_empty = True
+
+    def add(self, status: JobStatus) -> None:
+        """Print the row of a job, and before the first one the heads of the columns."""
+        if self.is_empty:
+            print(self._ROW.format("ID", "STATE", "CLASS", "TENANT", "AGE", "OUT"))
+        self.is_empty = False
+        ledger, tenant = status.ledger, status.tenant
+        if len(tenant) > self._TENANT_CHARS:
+            tenant = f"{tenant[: self._TENANT_CHARS - 1]}…"
+        num_output = "" if ledger.usage is None else str(ledger.usage.completion_tokens)
+        age = duration_in_words(max(0, self._now_ms - ledger.queued_ms))
+        job_id = status.job_id.rpartition(".")[2]
+        print(self._ROW.format(job_id, status.state, status.priority.label, tenant, age, num_output))
+
+
+async def _owned(lists: JobLists, job_id: str, pools: Iterable[str]) -> tuple[str, str]:
+    """Return a job's whole id and its tenant. An id without a pool may be of any pool. Raises NotFoundError."""
+    candidates = [job_id] if "." in job_id else [f"{pool}.{job_id}" for pool in pools]
+    for candidate in candidates:
+        try:
+            return candidate, await lists.owner(candidate)
+        except NotFoundError:
+            continue
+    raise NotFoundError(f"no job {job_id[:100]}", code="job_not_found", param="job_id")
 
 
 def _result_object(result: Result) -> dict[str, Any]:
@@ -157,8 +184,8 @@ def _result_object(result: Result) -> dict[str, Any]:
     return {"choices": choices}
 
 
-def _run(redis_url: str | None, job_id: str, work: Callable[[AsyncClient, str], Awaitable[T]]) -> T:
-    """Run `work` with a client and the job's tenant."""
+def _run(redis_url: str | None, job_id: str, work: Callable[[AsyncClient, str, str], Awaitable[T]]) -> T:
+    """Run `work` with a client, the job's whole id and its tenant."""
 
     async def run() -> T:
         from penstock.producer.client import AsyncClient
@@ -166,9 +193,8 @@ def _run(redis_url: str | None, job_id: str, work: Callable[[AsyncClient, str], 
         from penstock.queue.broker.job_lists import JobLists
 
         url = redis_url_of(redis_url)
-        async with connect(url) as redis:
-            tenant = await JobLists(redis).owner(job_id)
-        async with AsyncClient(url) as client:
-            return await work(client, tenant)
+        async with connect(url) as redis, AsyncClient(url) as client:
+            full_id, tenant = await _owned(JobLists(redis), job_id, await client.pools())
+            return await work(client, full_id, tenant)
 
     return asyncio.run(run())

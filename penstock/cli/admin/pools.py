@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.command_line.commands import App
 from penstock.cli.options import RedisUrl
-from penstock.cli.output import AsJson, JsonArray
+from penstock.cli.output import AsJson, JsonArray, say_empty
 from penstock.contract.priority import Priority
 from penstock.runtime.settings import redis_url_of
 
@@ -38,6 +38,8 @@ def list_pools(as_json: AsJson = False, redis_url: RedisUrl = None) -> None:
         with JsonArray() as array:
             array.add(*map(object_of, found))
         return
+    if not found:
+        say_empty("no pools: `penstock serve` or `penstock node` starts one")
     for pool in found:
         print(line_of(pool))
 

@@ -11,13 +11,17 @@ import typer
 from penstock.cli.command_line.panels import queue_option, sampling_option
 from penstock.cli.options import REDIS_URL_HELP
 from penstock.cli.output import write_text
+from penstock.contract.errors import RequestError
 from penstock.runtime.settings import redis_url_of
 
+_DEFAULT = "Default: what the model recommends."
 PriorityName = Literal["interactive", "standard", "batch"]
 
 
 def submit(
-    prompt: Annotated[str, typer.Argument(help="The prompt. - reads it from stdin.")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt. - reads it from stdin, which is the default for a pipe.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Name or alias of the model. Optional if only one pool is served.")
     ] = None,
@@ -26,14 +30,17 @@ def submit(
         int | None, sampling_option(min=1, help="Most tokens of the answer. Default: up to the model's context length.")
     ] = None,
     temperature: Annotated[
-        float, sampling_option(min=0.0, help="Sampling temperature. 0 always picks the most likely token.")
-    ] = 1.0,
+        float | None,
+        sampling_option(min=0.0, help=f"Sampling temperature. 0 always picks the most likely token. {_DEFAULT}"),
+    ] = None,
     top_p: Annotated[
-        float, sampling_option(help="Sample from the most likely tokens that together reach this probability.")
-    ] = 1.0,
+        float | None,
+        sampling_option(help=f"Sample from the most likely tokens that together reach this probability. {_DEFAULT}"),
+    ] = None,
     min_p: Annotated[
-        float, sampling_option(help="Drop tokens below this fraction of the most likely token's probability.")
-    ] = 0.0,
+        float | None,
+        sampling_option(help=f"Drop tokens below this fraction of the most likely token's probability. {_DEFAULT}"),
+    ] = None,
     presence_penalty: Annotated[
         float, sampling_option(help="Lower the score of tokens that already occurred in the answer.")
     ] = 0.0,
@@ -60,9 +67,9 @@ def submit(
 
     Examples:
         penstock submit "Name three rivers." --max-tokens 64
-        penstock submit - --temperature 0 < question.txt
+        penstock submit --temperature 0 < question.txt
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _given_or_piped(prompt)
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -74,10 +81,20 @@ def submit(
         "stop": tuple(stop or ()),
     }
     times = {"deadline_s": deadline, "not_before_s": not_before}
-    options = {"model": model, "tenant": tenant, **times, **sampling}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    options = {"model": model, "tenant": tenant, **times, **given}
     asyncio.run(
         _stream(redis_url_of(redis_url), text if raw else [{"role": "user", "content": text}], priority, options)
     )
+
+
+def _given_or_piped(prompt: str | None) -> str:
+    if prompt not in (None, "-"):
+        return prompt
+    text = "" if prompt is None and sys.stdin.isatty() else sys.stdin.read()
+    if prompt is None and not text:
+        raise RequestError("prompt: is required", param="prompt")
+    return text
 
 
 async def _stream(

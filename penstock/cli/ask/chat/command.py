@@ -19,7 +19,8 @@ def chat(
     ] = None,
     system: Annotated[str, typer.Option(help="System message: how the model shall answer. Default: none.")] = "",
     temperature: Annotated[
-        float | None, sampling_option(min=0.0, help="Sampling temperature. 0 picks the most likely token. Default: 1.")
+        float | None,
+        sampling_option(min=0.0, help="Sampling temperature. 0 picks the most likely token. Default: the model's."),
     ] = None,
     top_p: Annotated[
         float | None,
