@@ -122,4 +122,4 @@ def _main(pid: int, thread_id: int, fd: int, stall_s: float) -> None:
 
 
 if __name__ == "__main__":
-    _main(*map(int, sys.argv[1:4]), float(sys.argv[4]))
+    _main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

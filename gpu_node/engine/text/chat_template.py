@@ -138,7 +138,7 @@ class ChatTemplate:
             log.warning("the chat template took too long", extra={"took_s": round(took_s, 1)})
             raise _too_costly(f"{MAX_RENDER_CPU_S:g} s of CPU time or {MAX_RENDER_S:g} s")
         with self._lock:
-            self._close_idle(processes)  # Another process ended it, maybe these too. The chat is not to blame.
+            self._close_idle(processes)  # Another process ended it, and maybe these too. The chat did not.
         return None
 
     def _worker(self) -> tuple[_Processes, socket.socket]:
