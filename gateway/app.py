@@ -51,6 +51,7 @@ from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.settings import KeySettings
+from penstock.runtime.stall_guard import StallGuard
 from penstock.runtime.tracing.setup import tracing_of
 
 MAX_RESULT_BYTES_HELD = 64 << 20
@@ -110,9 +111,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             app.state.client = client
             await warn_if_open(client, is_closed=settings.require_keys)
             app.state.loop_watch.start()
+            guard = StallGuard(settings.loop_stall_s)
+            guard.start()
             try:
                 yield
             finally:
+                guard.stop()
                 app.state.loop_watch.stop()
                 await app.state.parser.close()
                 if tracing is not None:

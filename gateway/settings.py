@@ -57,6 +57,8 @@ class GatewaySettings(Settings):
     """What to do with a body's unknown fields: refuse the request, or ignore and list them in a response header."""
     loop_watch_ms: float = Field(default=50.0, ge=1, le=1000)
     """Milliseconds between two measurements of the event loop's delay."""
+    loop_stall_s: float = Field(default=30.0, ge=0)
+    """Seconds that the event loop may stand still before the process ends with a stack dump. 0: forever."""
     loop_debug: bool = False
     """Log which code runs when it blocks the event loop for 50 ms or more."""
     otlp_traces_endpoint: str | None = None

@@ -21,6 +21,7 @@ from penstock.contract.template_kwargs import CONTINUES
 from penstock.gpu_node.engine.prepared import Prepared
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.request_limits import truncated
+from penstock.gpu_node.engine.text.chat_template import MAX_RENDERS_AT_ONCE
 from penstock.gpu_node.engine.text.tasks import run_task
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine_worker import EngineWorker
@@ -51,6 +52,8 @@ CHARS_AROUND_MESSAGE = 32
 """The characters whose tokenization takes as long as a message or a call without text."""
 MAX_TASKS_AT_ONCE = 2
 """Long tasks that are tokenized at once, on threads of their own: a flood of tasks then delays no job's prompt."""
+MAX_CHATS_OF_TENANT = 2
+"""Chats of one tenant that are rendered at once, so that costly ones leave workers to other tenants."""
 MAX_TRIALS_AWAITED = 64
 """Grammar trials that this node may wait for at once."""
 MAX_TRIALS_OF_TENANT = 4
@@ -88,6 +91,10 @@ class JobIntake:
         """Threads that wait for grammar trials; separate, so that trials do not delay long prompts."""
         self._trials_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant, so that one tenant's grammars do not delay another tenant's."""
+        self._chat_threads = Threads(MAX_RENDERS_AT_ONCE)
+        """Threads that wait for the chat template; separate, so that a slow template does not delay long prompts."""
+        self._chats_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """Semaphores by tenant."""
         self._receiving: set[asyncio.Task[None]] = set()
         self.num_tokenizer_failures = 0
         """Prompts that the tokenizer failed at, not counting those that it refused as invalid."""
@@ -181,16 +188,19 @@ class JobIntake:
     async def _answer(self, job: HeldJob, request: Request) -> None:
         """Run a task and end its job. The engine takes no part in it."""
         run = partial(run_task, self._tokenizer, request, self._ledger.max_model_len, created_at(job.job_id))
-        job.output = await self._tokenized(run, request, self._task_threads)
+        job.output = await self._tokenized(run, job, request, self._task_threads)
         self._outbox.end(job, Outcome("done"))
 
     async def _encode(self, job: HeldJob, request: Request) -> list[int]:
         encode = partial(_encode, self._tokenizer, request, created_at(job.job_id))
-        return await self._tokenized(encode, request, self._threads)
+        return await self._tokenized(encode, job, request, self._threads)
 
-    async def _tokenized(self, call: Callable[[], T], request: Request, threads: Threads) -> T:
-        """Make a call to the tokenizer; on a thread if the prompt is long."""
+    async def _tokenized(self, call: Callable[[], T], job: HeldJob, request: Request, threads: Threads) -> T:
+        """Make a call to the tokenizer; on a thread if the prompt is long or a template renders it."""
         try:
+            if request.messages is not None:
+                async with self._chats_of.setdefault(job.taken.tenant, asyncio.Semaphore(MAX_CHATS_OF_TENANT)):
+                    return await self._chat_threads.run(call)
             return call() if _num_chars(request) <= MAX_CHARS_ON_LOOP else await threads.run(call)
         except Exception as error:
             self.num_tokenizer_failures += not isinstance(error, PenstockError)

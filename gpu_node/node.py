@@ -138,7 +138,9 @@ class Node:
 
     async def _join(self) -> None:
         settings, engine = self._settings, self._engine
-        detected = engine.tokenizer.reasoning_parser
+        # The chat template renders a chat or more for these, and may be slow.
+        detected = await self._threads.run(lambda: engine.tokenizer.reasoning_parser)
+        switches = await self._threads.run(lambda: engine.tokenizer.thinking_switches)
         is_detected = settings.reasoning_parser in (None, detected)
         self._record = PoolRecord(
             pool=settings.pool_name,
@@ -149,7 +151,7 @@ class Node:
             tool_parser=settings.tool_parser or engine.tokenizer.tool_parser,
             reasoning_parser=settings.reasoning_parser or detected,
             # The switches tell how the reasoning parser differs with template variables.
-            thinking_switches=engine.tokenizer.thinking_switches if is_detected else (),
+            thinking_switches=switches if is_detected else (),
             created_s=int(time.time()),
             revision=engine.revision,
             adapters=await self._threads.run(engine.adapters),

@@ -21,6 +21,7 @@ from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.gc_freeze import freeze_gc
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.progress_log import ProgressLog
+from penstock.runtime.stall_guard import StallGuard
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,8 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.stop)
-    ready = asyncio.Event()
-    announce = asyncio.create_task(_announce(ready, settings.pool_name))
+    ready, guard = asyncio.Event(), StallGuard(settings.loop_stall_s)
+    announce = asyncio.create_task(_announce(ready, settings.pool_name, guard))
     watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     watch.start()
     try:
@@ -68,6 +69,7 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
         log.error("the node stops", extra={"reason": str(error)}, exc_info=None if is_known else error)
         raise error from None
     finally:
+        guard.stop()
         watch.stop()
         announce.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -90,8 +92,9 @@ def _metrics_of(node: Node, settings: NodeSettings, watch: LoopWatch) -> Abstrac
     return serving_metrics(node, settings, watch)
 
 
-async def _announce(ready: asyncio.Event, pool: str) -> None:
+async def _announce(ready: asyncio.Event, pool: str, guard: StallGuard) -> None:
     await ready.wait()
+    guard.start()  # Not before: loading and compiling may take long.
     _report({"event": "ready", "pool": pool})
 
 

@@ -105,6 +105,8 @@ class NodeSettings(Settings, EngineOptions):
     """Number of new chunks in a job's log that counts as progress."""
     loop_watch_ms: float = Field(default=50.0, ge=1, le=1000)
     """Interval in milliseconds at which the event loop's delay is measured."""
+    loop_stall_s: float = Field(default=30.0, ge=0)
+    """Seconds that the event loop may stand still before the process ends with a stack dump. 0: forever."""
     loop_debug: bool = False
     """Log what runs while the event loop is blocked for 50 ms or longer."""
     avoid_ms: int = Field(default=2_000, ge=0)

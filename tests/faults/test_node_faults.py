@@ -122,6 +122,24 @@ async def test_a_node_whose_engine_hangs_ends_and_its_jobs_move(redis: Redis, re
     await check_settled(redis, POOL)
 
 
+async def test_a_node_whose_loop_hangs_ends_and_its_jobs_move(redis: Redis, redis_url: str) -> None:
+    works = [new_work(POOL, 60, **kind) for kind in KINDS]
+    hung = NodeProcess(redis_url, step_s=0.05, name="hung", tokenizer_hangs=True, loop_stall_s=1.0, **SETTINGS)
+    with hung:
+        async with AsyncClient(redis_url) as client:
+            reading = [asyncio.create_task(read(client, work)) for work in works]
+            while {await holder(redis, work.id) for work in works} != {"hung"}:
+                await asyncio.sleep(0.01)
+            hanging = await client.submit("a text", model=POOL, max_tokens=4)
+            with NodeProcess(redis_url, step_s=0.01, name="living", **SETTINGS):
+                assert await asyncio.to_thread(hung.wait) == -signal.SIGABRT
+                assert "the event loop stands still" in hung.log
+                await asyncio.gather(*reading, hanging.result())
+    for work in works:
+        work.check()
+    await check_settled(redis, POOL)
+
+
 # Restarts ----------------------------------------------------------------------------------------
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from penstock.contract.errors import RequestError, TooCostlyError
 from penstock.contract.template_kwargs import THINKING_VARIABLES, thinking_setting
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.text.chat_template import NO_VARIABLES, ChatTemplate
@@ -33,7 +35,9 @@ def reasoning_parser_of(template: ChatTemplate) -> ReasoningParserName:
     """Return the reasoning parser, by the template's use of `<think>` and whether it opens it for the assistant."""
     if "<think>" not in template.source:
         return "none"
-    return "think_open" if _opens_reasoning(template, NO_VARIABLES) else "think"
+    with suppress(TooCostlyError):
+        return "think_open" if _opens_reasoning(template, NO_VARIABLES) else "think"
+    return "think"
 
 
 def thinking_switches_of(template: ChatTemplate) -> tuple[str, ...]:
@@ -43,20 +47,25 @@ def thinking_switches_of(template: ChatTemplate) -> tuple[str, ...]:
     """
     if "<think>" not in template.source:
         return ()
-    is_open = _opens_reasoning(template, NO_VARIABLES)
-    return tuple(
-        thinking_setting(name, value)
-        for name in THINKING_VARIABLES
-        for value in (False, True)
-        if _opens_reasoning(template, {name: value}) != is_open
-    )
+    try:
+        is_open = _opens_reasoning(template, NO_VARIABLES)
+        return tuple(
+            thinking_setting(name, value)
+            for name in THINKING_VARIABLES
+            for value in (False, True)
+            if _opens_reasoning(template, {name: value}) != is_open
+        )
+    except TooCostlyError:
+        return ()
 
 
 def _opens_reasoning(template: ChatTemplate, variables: Mapping[str, bool]) -> bool:
     try:
         return template.render([{"role": "user", "content": "x"}], None, variables).rstrip().endswith("<think>")
-    except Exception:
-        # The template may not accept this message, and may raise anything.
+    except TooCostlyError:
+        raise  # It would take as long again with other variables.
+    except RequestError:
+        # The template may not accept this message.
         return False
 
 

@@ -1,50 +1,67 @@
 """A model's chat template: the Jinja program that turns messages into the text format that the model was trained on.
 
-The dialect is that of transformers, so a checkpoint's template renders the same text here.
+The dialect is that of transformers, so a checkpoint's template renders the same text here. The template is the code of
+a model file and its variables come from callers. So it runs in processes of its own, which the kernel ends at a limit.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import secrets
+import socket
+import subprocess
+import sys
+import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.meta import find_undeclared_variables
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from penstock.contract.errors import ConfigError, TooCostlyError
+from penstock.contract.errors import ConfigError, RequestError, TooCostlyError, UnavailableError
 from penstock.contract.template_kwargs import CONTINUES, GENERATION_PROMPT
+from penstock.gpu_node.engine.text.template_frames import CHAT, COSTLY, RENDERED, WORKER, receive, send
+
+log = logging.getLogger(__name__)
 
 MAX_RENDERED_CHARS = 1 << 25
 """Limit of a rendered chat with its tools. A request has at most 16 MiB, but a template may repeat the tools."""
-MAX_RENDER_S = 10.0
-"""Limit of the time that rendering a chat may take."""
+MAX_RENDER_CPU_S = 5.0
+"""Limit of the CPU time that rendering a chat may take."""
+MAX_RENDER_S = 15.0
+"""Limit of the wall time that rendering a chat may take. A paused or crowded machine gets more than the CPU time."""
+MAX_RENDERS_AT_ONCE = 4
+"""Workers of a template. Further renders wait for one of them."""
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+_MODULE = "penstock.gpu_node.engine.text.template_worker"
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
+"""The environment of the processes. Passwords that the node has there are none of their business."""
+_ANSWER_SLACK_S = 5.0
+_EXIT_S = 2.0
+_MAX_TRIES = 3
 
 
 class ChatTemplate:
-    """One compiled template. It comes with the model, so it runs in a sandbox."""
+    """One compiled template. Thread-safe; `render` blocks, so an event loop calls it on a thread."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        """`variables`: the special tokens by name (`bos_token`, …). Raises ConfigError if it does not compile."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        try:
-            self.source = source
-            self._template = environment.from_string(source, globals=dict(variables))
-            self.takes_tools = "tools" in find_undeclared_variables(environment.parse(source))
-        except TemplateError as error:
-            raise ConfigError(f"the model's chat template does not compile: {error}") from error
+        """Start to compile it. `variables`: the special tokens by name (`bos_token`, …)."""
+        self.source = source
+        self._variables = dict(variables)
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(MAX_RENDERS_AT_ONCE)
+        self._takes_tools: bool | None = None
+        self._started = _Processes(source, self._variables)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template uses tools. Raises ConfigError if it does not compile."""
+        with self._lock:
+            return self._compiled()
 
     def render(
         self,
@@ -53,22 +70,23 @@ class ChatTemplate:
         variables: Mapping[str, Any] = NO_VARIABLES,
         now: datetime | None = None,
     ) -> str:
-        """Return the chat as text, up to where the assistant's answer begins. Raises whatever the template raises.
+        """Return the chat as text, up to where the assistant's answer begins.
 
         `variables` are those of `template_kwargs.py`. `now` is the time that the template may print; None: the clock's.
-        Raises TooCostlyError if the text becomes too long or takes too much time.
+        Raises RequestError if the template refuses the chat, TooCostlyError if the text becomes too long or takes too
+        much time or memory, UnavailableError if its processes do not run.
         """
-        variables = {"strftime_now": (now or datetime.now()).strftime, **variables}
+        now = now or datetime.now()
         if not variables.get(CONTINUES):
-            return self._render(messages, tools, {GENERATION_PROMPT: True, **variables})
+            return self._render(messages, tools, {GENERATION_PROMPT: True, **variables}, now)
         # The text is cut after the last message's content, where the template would close the message.
         *earlier, last = messages
         mark = secrets.token_hex(16)
         marked = [*earlier, {**last, "content": last["content"] + mark}]
-        text = self._render(marked, tools, {**variables, GENERATION_PROMPT: False})
+        text = self._render(marked, tools, {**variables, GENERATION_PROMPT: False}, now)
         at = text.rfind(mark)
         if at < 0:
-            raise ValueError("the template does not show the last message's content, so it cannot be continued")
+            raise _refusal("the template does not show the last message's content, so it cannot be continued")
         return text[:at]
 
     def _render(
@@ -76,39 +94,155 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
+        now: datetime,
     ) -> str:
-        pieces: list[str] = []
-        num_chars, until_s = 0, time.monotonic() + MAX_RENDER_S
-        parts = self._template.generate({**variables, "messages": messages, "tools": tools, "documents": None})
-        for piece in parts:
-            pieces.append(piece)
-            num_chars += len(piece)
-            if num_chars > MAX_RENDERED_CHARS or time.monotonic() > until_s:
-                limits = f"{MAX_RENDERED_CHARS} characters or {MAX_RENDER_S:g} s"
-                raise TooCostlyError(f"messages: the rendered chat takes more than {limits}", param="messages")
-        return "".join(pieces)
+        limits = {"max_chars": MAX_RENDERED_CHARS, "cpu_s": MAX_RENDER_CPU_S, "wall_s": MAX_RENDER_S}
+        chat = {"messages": list(messages), "tools": tools, "variables": dict(variables), "now": now.isoformat()}
+        body = json.dumps(chat | limits).encode()
+        with self._slots:
+            for _ in range(_MAX_TRIES):
+                if (answer := self._asked(body)) is not None:
+                    break
+            else:
+                raise UnavailableError("the processes of the chat template have ended", code="internal_error")
+        data, _, kind = answer
+        text = data.decode(errors="surrogatepass")
+        if kind == RENDERED:
+            return text
+        if kind == COSTLY:
+            raise _too_costly(text)
+        raise _refusal(text)
+
+    def _asked(self, body: bytes) -> tuple[bytes, list[int], str] | None:
+        """Return a worker's answer; None if the worker ended before its limits. Raises TooCostlyError at these."""
+        began_s = time.monotonic()
+        try:
+            with self._lock:
+                processes, worker = self._worker()
+        except OSError as error:
+            log.warning("a process of the chat template was not started", extra={"reason": repr(error)})
+            return None
+        answer = None
+        try:
+            worker.settimeout(MAX_RENDER_S + _ANSWER_SLACK_S)
+            send(worker, CHAT, body)
+            answer = receive(worker)
+        except OSError:
+            pass
+        if answer is not None:
+            with self._lock:
+                processes.idle.append(worker)
+            return answer
+        processes.forget(worker)
+        if (took_s := time.monotonic() - began_s) >= min(MAX_RENDER_CPU_S, MAX_RENDER_S):
+            log.warning("the chat template took too long", extra={"took_s": round(took_s, 1)})
+            raise _too_costly(f"{MAX_RENDER_CPU_S:g} s of CPU time or {MAX_RENDER_S:g} s")
+        with self._lock:
+            self._close_idle(processes)  # Another process ended it, and maybe these too. The chat did not.
+        return None
+
+    def _worker(self) -> tuple[_Processes, socket.socket]:
+        if self._started.idle:
+            return self._started, self._started.idle.pop()
+        self._compiled()
+        try:
+            return self._started, self._started.fork()
+        except OSError:
+            self._restart()
+            self._compiled()
+            return self._started, self._started.fork()
+
+    @staticmethod
+    def _close_idle(processes: _Processes) -> None:
+        while processes.idle:
+            processes.forget(processes.idle.pop())
+
+    def _compiled(self) -> bool:
+        if self._takes_tools is None:
+            try:
+                self._takes_tools = self._started.takes_tools()
+            except OSError:
+                self._restart()
+                self._takes_tools = self._started.takes_tools()
+        return self._takes_tools
+
+    def _restart(self) -> None:
+        log.warning("the processes of the chat template are started again")
+        self._started.close()
+        self._takes_tools = None
+        self._started = _Processes(self.source, self._variables)
 
 
-class _Generation(Extension):
-    """`{% generation %}` marks assistant messages for training. At inference only its body is rendered."""
+class _Processes:
+    """The process that compiled the template, and forks workers within a millisecond."""
 
-    tags = {"generation"}  # noqa: RUF012  as Jinja declares it
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        self._socket, child_end = socket.socketpair()
+        with child_end:
+            # The child must find the same modules, and must not import from the current folder.
+            environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _MODULE, str(child_end.fileno())],
+                env=environment,
+                pass_fds=[child_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self.idle: list[socket.socket] = []
+        """Sockets of workers that have nothing to render."""
+        self._sockets = {self._socket}
+        self.close = weakref.finalize(self, _end, self._sockets, process)
+        """Ends the processes. It is also called at the end of this object or of this process."""
+        wanted = {"source": source, "variables": dict(variables), "cpu_s": MAX_RENDER_CPU_S, "wall_s": 0}
+        self._socket.settimeout(MAX_RENDER_S * 4)
+        with suppress(OSError):  # `takes_tools` notices a process that has ended.
+            send(self._socket, CHAT, json.dumps(wanted).encode())
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def takes_tools(self) -> bool:
+        """Wait until the template is compiled. Raises ConfigError if it does not compile."""
+        began_s = time.monotonic()
+        answer = receive(self._socket)
+        if answer is None and time.monotonic() - began_s >= MAX_RENDER_CPU_S * 0.9:
+            raise ConfigError(f"the model's chat template does not compile within {MAX_RENDER_CPU_S:g} s of CPU time")
+        if answer is None:
+            raise ConnectionResetError("the process that compiles the chat template has ended")
+        text, _, kind = answer
+        if kind != RENDERED:
+            raise ConfigError(f"the model's chat template does not compile: {text.decode()}")
+        return bool(text)
+
+    def fork(self) -> socket.socket:
+        """Return the socket of a new worker. Raises OSError."""
+        own_end, child_end = socket.socketpair()
+        with child_end:
+            try:
+                send(self._socket, WORKER, b"", (child_end.fileno(),))
+            except OSError:
+                own_end.close()
+                raise
+        self._sockets.add(own_end)
+        return own_end
+
+    def forget(self, worker: socket.socket) -> None:
+        """Close a worker's socket. The worker ends after what it renders."""
+        self._sockets.discard(worker)
+        worker.close()
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Encode JSON without escapes for HTML, which Jinja's own filter adds and a model would read literally."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _end(sockets: set[socket.socket], process: subprocess.Popen[bytes]) -> None:
+    for one in sockets:
+        one.close()
+    try:
+        process.wait(_EXIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+def _too_costly(limit: str) -> TooCostlyError:
+    return TooCostlyError(f"messages: the rendered chat takes more than {limit}", param="messages")
+
+
+def _refusal(reason: str) -> RequestError:
+    return RequestError(f"the model's chat template refuses these messages: {reason}", param="messages")

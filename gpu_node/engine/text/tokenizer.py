@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.contract.errors import ConfigError, RequestError, TooCostlyError
+from penstock.contract.errors import ConfigError, RequestError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.text.chat_format import (
@@ -50,6 +50,7 @@ class Tokenizer:
         tokens = tokens_by_id(self._backend) if written is None else written.tokens
         self.token_bytes = self._token_table(tokens, vocab_size)
         """The bytes of each token; empty for special tokens and for ids without a token."""
+        _ = self.takes_tools  # The template compiles meanwhile. One that does not is an error of the model's folder.
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Encode a text; `framed`: with the special tokens that the model expects around it."""
@@ -80,7 +81,8 @@ class Tokenizer:
         tokens of a text, although templates usually contain them. `now` is the time that the template may print; None:
         the clock's.
 
-        Raises RequestError if the model has no chat template, or if its template refuses the chat.
+        Blocks while the template renders. Raises RequestError if the model has no chat template, or if its template
+        refuses the chat or takes too much.
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
@@ -89,15 +91,7 @@ class Tokenizer:
             raise RequestError(message, param="tools")
         rendered, offered = template_messages(messages), None if tools is None else json.loads(tools)
         variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
-        try:
-            text = self._template.render(rendered, offered, variables, now)
-        except TooCostlyError:
-            raise
-        except Exception as error:
-            # Templates are the model's own code, and refuse messages by raising anything.
-            raise RequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+        text = self._template.render(rendered, offered, variables, now)
         return token_ids_of(self._backend, text, framed=True) if framed else self._chats.encode(text)
 
     @property

@@ -38,7 +38,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
     "LoRA adapters": ("lora", "lora_dir", "max_loras", "max_lora_rank"),
     "Operation": (
         *("drain_s", "stall_after_s", "max_unsent_bytes", "metrics_port", "metrics_host"),
-        *("loop_watch_ms", "loop_debug", "log_jobs", "otlp_traces_endpoint"),
+        *("loop_watch_ms", "loop_stall_s", "loop_debug", "log_jobs", "otlp_traces_endpoint"),
     ),
     "Pool: order of jobs (equal on all nodes of a pool)": (
         *("scheduling_policy", "aging_ms", "bypass_ms", "share_window_ms"),
@@ -57,7 +57,7 @@ _GATEWAY: Mapping[str, tuple[str, ...]] = {
         *("body_timeout_s", "first_chunk_wait_s", "keep_alive_s", "send_timeout_s", "response_retention_s"),
         "drain_s",
     ),
-    "Operation": ("loop_watch_ms", "loop_debug", "otlp_traces_endpoint"),
+    "Operation": ("loop_watch_ms", "loop_stall_s", "loop_debug", "otlp_traces_endpoint"),
 }
 
 _LIMITS = ("max_open_jobs", "max_queued_cost", "jobs_per_minute", "tokens_per_minute", "burst_s", "memory_percent")
