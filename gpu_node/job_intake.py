@@ -187,12 +187,13 @@ class JobIntake:
 
     async def _answer(self, job: HeldJob, request: Request) -> None:
         """Run a task and end its job. The engine takes no part in it."""
-        run = partial(run_task, self._tokenizer, request, self._ledger.max_model_len, created_at(job.job_id))
+        now, tenant = created_at(job.job_id), job.taken.tenant
+        run = partial(run_task, self._tokenizer, request, tenant, self._ledger.max_model_len, now)
         job.output = await self._tokenized(run, job, request, self._task_threads)
         self._outbox.end(job, Outcome("done"))
 
     async def _encode(self, job: HeldJob, request: Request) -> list[int]:
-        encode = partial(_encode, self._tokenizer, request, created_at(job.job_id))
+        encode = partial(_encode, self._tokenizer, request, job.taken.tenant, created_at(job.job_id))
         return await self._tokenized(encode, job, request, self._threads)
 
     async def _tokenized(self, call: Callable[[], T], job: HeldJob, request: Request, threads: Threads) -> T:
@@ -277,15 +278,16 @@ def _num_chars_of(message: Message) -> int:
     return CHARS_AROUND_MESSAGE + len(message.content) + len(message.name or "") + calls
 
 
-def _encode(tokenizer: Tokenizer, request: Request, now: datetime) -> list[int]:
+def _encode(tokenizer: Tokenizer, request: Request, tenant: str, now: datetime) -> list[int]:
     """Return the prompt's tokens. `now` is part of the job, so that another node renders the same chat."""
-    return truncated(_encode_whole(tokenizer, request, now), request.params)
+    return truncated(_encode_whole(tokenizer, request, tenant, now), request.params)
 
 
-def _encode_whole(tokenizer: Tokenizer, request: Request, now: datetime) -> list[int]:
+def _encode_whole(tokenizer: Tokenizer, request: Request, tenant: str, now: datetime) -> list[int]:
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.messages is not None:
         messages = [message.model_dump(exclude_defaults=True) for message in request.messages]
-        return tokenizer.encode_chat(messages, request.tools, request.chat_template_kwargs, now=now)
+        owner, variables = (tenant, request.params.cache_salt), request.chat_template_kwargs
+        return tokenizer.encode_chat(messages, request.tools, variables, now=now, owner=owner)
     return tokenizer.encode(request.prompt or "")

@@ -74,6 +74,7 @@ class _ConversationBody(Wire):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     priority: ClassName | None = None
+    cache_salt: str | None = None
 
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
@@ -149,7 +150,7 @@ class MessagesRequest(_ConversationBody):
         The text keeps its stop string, because only its end tells which one matched. The answer does not show it.
         """
         given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        given["max_tokens"] = self.max_tokens
+        given |= {"max_tokens": self.max_tokens, "cache_salt": self.cache_salt}
         if self.stop_sequences:
             given |= {"stop": tuple(self.stop_sequences), "include_stop_str_in_output": True}
         if self.output_config is not None and self.output_config.format is not None:
@@ -177,7 +178,7 @@ class CountTokensRequest(_ConversationBody):
 
     def params(self) -> SamplingParams:
         """Return the sampling options of a job that ends after its prompt."""
-        return SamplingParams(max_tokens=1, temperature=0.0)
+        return SamplingParams(max_tokens=1, temperature=0.0, cache_salt=self.cache_salt)
 
     def options(self) -> dict[str, Any]:
         """Return that the answer has no options."""

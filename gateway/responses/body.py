@@ -38,8 +38,8 @@ INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 _CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactive"}
 SHOWN_SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Sampling options that a response shows."""
-_OTHER_SAMPLING = ("repetition_penalty", "top_k", "min_p", "seed", "ignore_eos")
-"""Sampling options that OpenAI's API lacks."""
+_OTHER_SAMPLING = ("repetition_penalty", "top_k", "min_p", "seed", "ignore_eos", "cache_salt")
+"""Fields of SamplingParams that OpenAI's API lacks."""
 
 Metadata = dict[
     Annotated[str, StringConstraints(max_length=MAX_METADATA_KEY_CHARS)],
@@ -129,6 +129,7 @@ class ResponseBody(Wire):
     min_p: float | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
+    cache_salt: str | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[str] | None, BeforeValidator(_includable)] = None
     text: TextConfig | None = None

@@ -28,6 +28,7 @@ class TaskBody(Wire):
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """The served model. It may be omitted if only one model is served."""
+    cache_salt: Annotated[Any, only(None)] = None
 
     @property
     def asked_class(self) -> ClassName | None:

@@ -59,7 +59,7 @@ class Engine(ServedModel, OfflineCalls):
         pools, caches = (sizes.num_device_blocks, sizes.num_host_blocks), config.enable_prefix_caching
         self._memory = KvCacheManager(*pools, enable_prefix_caching=caches, eviction=config.prefix_eviction)
         self._block_size = config.block_size
-        self._salts_by_tenant = config.prefix_cache_salt == "tenant"
+        self._tenants_share_prefixes = config.prefix_cache_salt == "pool"
         self._times = LearnedTimes(config.preemption, sizes.block_bytes, with_drafts=config.speculative != "off")
         limits = StepLimits.of(config, self._limits.max_model_len)
         self._adapter_slots = AdapterSlots(config.num_adapter_slots)
@@ -92,8 +92,11 @@ class Engine(ServedModel, OfflineCalls):
             self._memory_trace.refused()
             raise
         prepared = request.prepared or self.prepare(request.params, request.adapter, tenant=request.tenant)
-        tenant = request.tenant if self._salts_by_tenant else None
-        live = LiveRequest(request, salted_root(request.cache_salt, tenant, prepared.adapter_digest), prepared)
+        # A caller's salt divides the prefixes of its tenant, and joins no tenants, whatever the setting is.
+        salt = request.params.cache_salt
+        tenant = None if self._tenants_share_prefixes and salt is None else request.tenant
+        root = salted_root(tenant, salt, prepared.adapter_digest)
+        live = LiveRequest(request, root, prepared)
         live.open(self._limits, self._tokenizer, self._guides)
         self._enqueue(live)
 

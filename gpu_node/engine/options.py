@@ -30,8 +30,9 @@ class EngineOptions(RunnerSettings):
     """Keep the KV blocks of prompts for later prompts with the same prefix."""
     prefix_eviction: EvictionName = "lru"
     """Which cached prefixes are evicted first: lru: least recently used; lfu: least often used; length: shortest."""
-    prefix_cache_salt: Literal["none", "tenant"] = "none"
-    """none: all tenants share cached prefixes; tenant: each tenant has its own."""
+    prefix_cache_salt: Literal["tenant", "pool"] = "tenant"
+    """Which jobs share cached prefixes. tenant: the jobs of one tenant; pool: all jobs without a cache_salt, so that
+    cached_tokens and times tell a tenant whether another one sent the same text."""
     max_prefill_beside_decode: int | None = Field(default_factory=for_device(None, 2048), ge=1)
     """Maximum prompt tokens in a step in which other sequences decode. Default: on a GPU 2048, else the limit of every
     step."""

@@ -34,9 +34,9 @@ class ResumedChoice:
 class EngineRequest:
     """A request to the engine. Policies use its priority class, tenant and weight.
 
-    Requests share cached prefixes only if `cache_salt` and adapter are equal. `resume` holds the progress of an earlier
-    node with each choice. Generation continues after the logged tokens; text that was not logged yet is output first. A
-    choice with a finish reason stays closed.
+    Requests share cached prefixes only if tenant, `cache_salt` and adapter are equal. `resume` holds the progress of an
+    earlier node with each choice. Generation continues after the logged tokens; text that was not logged yet is output
+    first. A choice with a finish reason stays closed.
     """
 
     request_id: str
@@ -45,7 +45,6 @@ class EngineRequest:
     _: KW_ONLY
     seed: int
     resume: Sequence[ResumedChoice] = ()
-    cache_salt: str | None = None
     priority: int = int(Priority.STANDARD)
     tenant: str = "default"
     weight: float = 1.0

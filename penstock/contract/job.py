@@ -30,6 +30,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_BAD_WORDS = 64
+MAX_CACHE_SALT_CHARS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_TOKENS_LIMIT = 1 << 20
@@ -59,6 +60,7 @@ Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Text = Annotated[str, AfterValidator(_encodable)]
+CacheSalt = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
 ParticipantName = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_PARTICIPANT_NAME_CHARS)]
 
 
@@ -77,6 +79,7 @@ class SamplingParams(CheckedInput):
       before all steps above. `prompt_logprobs` does the same for prompt tokens.
     - `truncate_prompt_tokens` keeps only that many of the prompt's last tokens.
     - `return_token_ids` reports the token ids of the prompt: as `prompt_logprobs` without values.
+    - `cache_salt`: only the tenant's jobs with the same value share cached prefixes with this one.
     - `seed`: None derives it from the job's id, so that a job submitted twice samples the same tokens.
     """
 
@@ -103,6 +106,7 @@ class SamplingParams(CheckedInput):
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     truncate_prompt_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
     return_token_ids: bool = False
+    cache_salt: CacheSalt | None = None
 
     if TYPE_CHECKING:
         # A type checker would otherwise want what the fields hold, so a tuple for `stop`, where callers give a list.

@@ -33,3 +33,4 @@ class SamplingOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     truncate_prompt_tokens: int | None
     return_token_ids: bool
+    cache_salt: str | None

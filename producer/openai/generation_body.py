@@ -77,7 +77,6 @@ class VllmFields(Wire):
     include_reasoning: Annotated[Any, only(None, True)] = None
     repetition_detection: Annotated[Any, only(None)] = None
     watermarking: Annotated[Any, only(None, False)] = None
-    cache_salt: Annotated[Any, only(None)] = None
     kv_transfer_params: Annotated[Any, only(None)] = None
     vllm_xargs: Annotated[Any, only(None, {})] = None
     mm_processor_kwargs: Annotated[Any, only(None, {})] = None
@@ -122,6 +121,7 @@ class GenerationBody(VllmFields):
 
     truncate_prompt_tokens: Whole | None = None
     return_token_ids: bool | None = None
+    cache_salt: str | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     """`flex` is the class `batch`, `priority` the class `interactive`. Each answer names the tier that it got."""
 

@@ -161,13 +161,13 @@ def test_options_reach_the_node_and_others_come_from_the_environment(monkeypatch
     monkeypatch.setenv("PENSTOCK_NODE_PREEMPTION", "recompute")
     monkeypatch.setenv("PENSTOCK_NODE_ALIASES", '["env"]')
     line = ["node", "m", "--redis-url", "unix://x", "--swap-space", "0.5", "--block-size", "8", "--aging-ms", "7"]
-    line += ["--no-enable-prefix-caching", "--prefix-cache-salt", "tenant"]
+    line += ["--no-enable-prefix-caching", "--prefix-cache-salt", "pool"]
     for aliases in ([], ["--alias", "a", "--alias", "b"]):
         app([*line, *aliases], standalone_mode=False)
     first, second = served
     assert (first.aliases, second.aliases) == (("env",), ("a", "b"))
     assert (first.swap_space_gib, first.block_size, first.aging_ms) == (0.5, 8, 7)
-    assert (first.enable_prefix_caching, first.prefix_cache_salt, first.preemption) == (False, "tenant", "recompute")
+    assert (first.enable_prefix_caching, first.prefix_cache_salt, first.preemption) == (False, "pool", "recompute")
     assert first.max_num_seqs == 64
 
 

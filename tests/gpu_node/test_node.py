@@ -584,7 +584,7 @@ async def test_chat_that_is_long_in_any_way_is_tokenized_on_a_thread(
 ) -> None:
     engine, readers = ReferenceEngine(), list[threading.Thread]()
 
-    def encode_chat(*chat: object, now: datetime) -> list[int]:
+    def encode_chat(*chat: object, now: datetime, owner: object) -> list[int]:
         readers.append(threading.current_thread())
         return [1, 2, 3]
 
@@ -648,13 +648,13 @@ async def test_a_chat_template_prints_the_date_of_the_job_and_not_of_the_node(
     """A node that takes a job over after midnight, or in another time zone, must compute the same prompt."""
     template = ChatTemplate("{{ strftime_now('%Y-%m-%d %H:%M') }}{{ messages[0].content }}", {})
 
-    def encode_chat(messages: Any, *rest: object, now: datetime | None = None, framed: bool = False) -> list[int]:
+    def encode_chat(messages: Any, *rest: object, now: datetime | None = None, **options: object) -> list[int]:
         return list(template.render(messages, now=now).encode())
 
     at = datetime.now(UTC) - timedelta(hours=12)
     engine, prompts = ReferenceEngine(), list[Sequence[int]]()
     add = engine.add
-    engine.tokenizer.encode_chat = encode_chat  # type: ignore[assignment]
+    engine.tokenizer.encode_chat = encode_chat  # type: ignore[method-assign]
 
     def note(request: EngineRequest) -> None:
         prompts.append(request.prompt_token_ids)

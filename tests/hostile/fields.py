@@ -62,6 +62,8 @@ LIMITS: dict[str, tuple[int, Limited]] = {
     "stop": (job.MAX_STOP_STRINGS, lambda v: {"stop": _texts(v, 9)}),
     "stop characters": (job.MAX_STOP_STRING_CHARS, lambda v: {"stop": ["s" * v]}),
     "stop_token_ids": (job.MAX_STOP_TOKEN_IDS, lambda v: {"stop_token_ids": list(range(v))}),
+    "cache_salt": (job.MAX_CACHE_SALT_CHARS, lambda v: {"cache_salt": "s" * v, "max_tokens": 1}),
+    "cache_salt of a response": (job.MAX_CACHE_SALT_CHARS, lambda v: _response(cache_salt="s" * v)),
     "bad_words": (job.MAX_BAD_WORDS, lambda v: {"bad_words": _texts(v, 9)}),
     "bad_words characters": (job.MAX_STOP_STRING_CHARS, lambda v: {"bad_words": ["b" * v]}),
     "logit_bias": (job.MAX_LOGIT_BIASES, lambda v: {"logit_bias": {str(i): 1 for i in range(v)}}),

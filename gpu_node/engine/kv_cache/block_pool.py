@@ -22,9 +22,10 @@ def block_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
 
 
 def salted_root(*salts: str | None) -> bytes:
-    """Return the parent hash of first blocks; prompts with different salts never share one."""
+    """Return the parent hash of first blocks; prompts with different lists of salts never share one."""
     if not any(salt is not None for salt in salts):
         return ROOT_HASH
+    # repr quotes and separates: ("a", "bc") and ("ab", "c") differ, and so do None and "None".
     return hashlib.blake2b(repr(salts).encode(), digest_size=16, person=b"salt").digest()
 
 

@@ -33,11 +33,13 @@ from penstock.gpu_node.model.token_masks import TokenMasks
 MAX_CACHED_BYTES = 32 << 20
 """Limit of the cache of grammars and refusals."""
 FIRST_REFUSAL_S = 120.0
-"""How long a grammar is refused after its workers were killed from outside, as a system short of memory does."""
+"""How long a tenant's grammar is refused for the first time. After that it may be tried again."""
 LONGEST_REFUSAL_S = 3600.0
-"""Each further refusal of that kind lasts twice as long, up to this."""
-_MAX_KILLED = 4096
+"""Each further refusal of a grammar lasts twice as long, up to this."""
+_MAX_REFUSED = 4096
 _DEFAULT_TENANT = "default"
+_Key = tuple[str, bytes]
+"""A tenant and the digest of what it asks for. Tenants share no grammar: one cannot end or time another's choices."""
 
 
 class _Refusal(NamedTuple):
@@ -47,16 +49,12 @@ class _Refusal(NamedTuple):
     """
 
     error: PenstockError
-    killed_s: float | None = None
+    refused_s: float
     """As that of a grammar."""
 
     @property
     def size(self) -> int:
         return len(self.error.message.encode()) + 512
-
-
-class _KilledError(TooCostlyError):
-    """The processes of a trial were killed from outside. The grammar may be tried again later."""
 
 
 class GrammarCompiler:
@@ -66,12 +64,12 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._eos_token_ids = sorted(eos_token_ids)
         self._host = MaskHost(tokenizer.to_json, vocab_size, self._eos_token_ids)
-        self._known: LRUCache[bytes, Grammar | _Refusal] = LRUCache(MAX_CACHED_BYTES, getsizeof=lambda one: one.size)
-        self._used: weakref.WeakValueDictionary[bytes, Grammar] = weakref.WeakValueDictionary()
+        self._known: LRUCache[_Key, Grammar | _Refusal] = LRUCache(MAX_CACHED_BYTES, getsizeof=lambda one: one.size)
+        self._used: weakref.WeakValueDictionary[_Key, Grammar] = weakref.WeakValueDictionary()
         """Grammars that a caller of `prepare` or a guide holds, even after the cache has dropped them."""
-        self._num_ended: LRUCache[bytes, int] = LRUCache(_MAX_KILLED)
-        """How many refusals of a grammar after kills from outside have ended."""
-        self._pending: dict[bytes, Future[Grammar]] = {}
+        self._num_ended: LRUCache[_Key, int] = LRUCache(_MAX_REFUSED)
+        """How many refusals of a grammar have ended."""
+        self._pending: dict[_Key, Future[Grammar]] = {}
         self._lock = threading.Lock()
         weakref.finalize(self, self._host.close)
 
@@ -86,12 +84,12 @@ class GrammarCompiler:
         return self._host.process_ids
 
     def prepare(self, wanted: StructuredOutputs, tenant: str = _DEFAULT_TENANT) -> Grammar:
-        """Try a grammar out, unless that was done. It stays ready for `new_guide` while the caller keeps the result.
+        """Try a tenant's grammar out, unless that was done. It stays ready for `new_guide` while the result is kept.
 
         This may take seconds. Raises RequestError for a grammar that cannot be enforced, TooCostlyError for one that
         exceeds a limit.
         """
-        key = _key_of(wanted)
+        key = tenant, hashlib.blake2b(wanted.model_dump_json().encode(), digest_size=16).digest()
         with self._lock:
             known = self._known_of(key)
             pending = self._pending.get(key)
@@ -101,16 +99,16 @@ class GrammarCompiler:
             raise copy(known.error)
         if known is not None:
             return known
-        # Concurrent callers with the same grammar wait for one trial.
-        return pending.result() if pending is not None else self._try_out(key, wanted, tenant, mine)
+        # Concurrent requests of a tenant with the same grammar wait for one trial.
+        return pending.result() if pending is not None else self._try_out(key, wanted, mine)
 
-    def _known_of(self, key: bytes) -> Grammar | _Refusal | None:
+    def _known_of(self, key: _Key) -> Grammar | _Refusal | None:
         """Return what is known of a grammar. A refusal that has lasted long enough is forgotten."""
         known = self._known.get(key) or self._used.get(key)
-        if known is None or known.killed_s is None:
+        if known is None or known.refused_s is None:
             return known
         num_ended = self._num_ended.get(key, 0)
-        if time.monotonic() < known.killed_s + min(FIRST_REFUSAL_S * 2**num_ended, LONGEST_REFUSAL_S):
+        if time.monotonic() < known.refused_s + min(FIRST_REFUSAL_S * 2**num_ended, LONGEST_REFUSAL_S):
             return known
         self._num_ended[key] = num_ended + 1
         self._known.pop(key, None)
@@ -135,15 +133,15 @@ class GrammarCompiler:
         """End the processes."""
         self._host.close()
 
-    def _try_out(self, key: bytes, wanted: StructuredOutputs, tenant: str, mine: Future[Grammar]) -> Grammar:
+    def _try_out(self, key: _Key, wanted: StructuredOutputs, mine: Future[Grammar]) -> Grammar:
         found: Grammar | _Refusal | None = None
         try:
-            found = self._grammar_of(wanted, tenant)
+            found = self._grammar_of(wanted, tenant=key[0])
             mine.set_result(found)
             return found
         except BaseException as error:
             if isinstance(error, RequestError):
-                found = _Refusal(copy(error), time.monotonic() if isinstance(error, _KilledError) else None)
+                found = _Refusal(copy(error), time.monotonic())
                 self.counts.grammar_refusals += 1
                 self.counts.grammar_costly_refusals += isinstance(error, TooCostlyError)
             mine.set_exception(error)
@@ -199,15 +197,11 @@ def _refusal(what: str, param: str, kind: Kind, result: TrialResult) -> RequestE
     reason = reason_of(kind, result.problem)
     if result.is_killed:
         why = f"its processes were killed from outside, or did not answer within {TASK_WALL_S:g} s"
-        return _KilledError(f"{what} cannot be enforced now: {why}", param=param)
+        return TooCostlyError(f"{what} cannot be enforced now: {why}", param=param)
     if not result.is_too_costly:
         return RequestError(f"{what} cannot be enforced: {reason}", param=param)
     limit = f"to compile it takes more than {TRIAL_CPU_S:g} s of processor time or {TRIAL_MEMORY_MIB} MiB"
     return TooCostlyError(f"{what} cannot be enforced: it is too costly: {reason or limit}", param=param)
-
-
-def _key_of(wanted: StructuredOutputs) -> bytes:
-    return hashlib.blake2b(wanted.model_dump_json().encode(), digest_size=16).digest()
 
 
 def _text_of(wanted: StructuredOutputs) -> tuple[Kind, str, str]:

@@ -1,8 +1,9 @@
-"""A grammar as the node knows it: its text, the result of its trial, and what it has cost since."""
+"""A tenant's grammar as the node knows it: its text, the result of its trial, and what it has cost since."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,7 +17,10 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Grammar:
-    """A grammar that passed its trial. Guides keep it alive, even after the cache has dropped it."""
+    """A tenant's grammar that passed its trial. Guides keep it alive, even after the cache has dropped it.
+
+    Two tenants with the same text have two of these, with numbers, accounts and refusals of their own.
+    """
 
     kind: Kind
     text: str
@@ -37,8 +41,20 @@ class Grammar:
     """Workers that were killed from outside during its tasks."""
     refusal: PenstockError | None = None
     """Why no choice may continue with it."""
-    killed_s: float | None = None
-    """When it was refused because its workers were killed from outside, on the monotonic clock."""
+    refused_s: float | None = None
+    """When it was refused, on the monotonic clock."""
+    account_s: float = field(default_factory=time.monotonic)
+    """When its account began: memory, masks and kills. After a while another one begins."""
+
+    def refuse(self, error: PenstockError) -> None:
+        """Let no choice continue with it. The first reason stays."""
+        if self.refusal is None:
+            self.refusal, self.refused_s = error, time.monotonic()
+
+    def begin_account(self, now_s: float) -> None:
+        """Begin another account."""
+        self.account_s = now_s
+        self.memory = self.num_masks = self.num_slow_masks = self.num_kills = 0
 
     @property
     def size(self) -> int:

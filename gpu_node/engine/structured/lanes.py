@@ -6,7 +6,6 @@ Not thread-safe; the host's lock protects it.
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +16,14 @@ from penstock.gpu_node.engine.structured import limits
 from penstock.gpu_node.engine.structured.grammar import Grammar
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.structured.mask_status import PAST_LIMITS, WRITTEN
-from penstock.gpu_node.engine.structured.outcomes import GrammarCounts, blames_task, failure_of, refusal_of, why_killed
+from penstock.gpu_node.engine.structured.outcomes import (
+    GrammarCounts,
+    blames_task,
+    failure_of,
+    is_memory_death,
+    refusal_of,
+    why_killed,
+)
 from penstock.gpu_node.engine.structured.process import Worker
 
 log = logging.getLogger(__name__)
@@ -86,10 +92,10 @@ class Lanes:
             task: _Task | None = worker.tasks.pop(number, None)
             if task is None:
                 continue
-            self._account(worker, task.grammar, memory)
+            self._account(worker, task.grammar, cpu_s, memory)
             if task.guide is None:
-                if answer and task.grammar.refusal is None:
-                    task.grammar.refusal = refusal_of(task.grammar, answer)
+                if answer:
+                    task.grammar.refuse(refusal_of(task.grammar, answer))
                 continue
             if not task.is_rebuilt:
                 self._move_if_slow(worker, task.grammar, cpu_s)
@@ -102,7 +108,7 @@ class Lanes:
         lane = self._lane_of.pop(worker, None)
         culprit: _Task | None = worker.tasks.get(current)
         if culprit is not None and blames_task(exit_status, culprit.grammar):
-            self._blame(culprit.grammar, lane, exit_status)
+            self._blame(_culprit_of(worker, culprit.grammar, exit_status), lane, exit_status)
         elif exit_status != 0:
             log.warning("a grammar process was ended from outside", extra={"status": exit_status})
         waiting = [task.guide for task in worker.tasks.values() if task.guide is not None]
@@ -204,23 +210,33 @@ class Lanes:
             guide.worker.grammars.discard(guide.grammar.number)
         guide.worker, guide.asked_at = None, -1
 
-    def _account(self, worker: Worker, grammar: Grammar, memory: int) -> None:
+    def _account(self, worker: Worker, grammar: Grammar, cpu_s: float, memory: int) -> None:
+        """Divide what a worker grew by since its last measurement among the tasks since then, by processor time."""
+        worker.unmeasured[grammar] = worker.unmeasured.get(grammar, 0.0) + cpu_s
         if not memory:
             return
+        tasks, worker.unmeasured = worker.unmeasured, {}
         if not worker.base_memory:
             worker.base_memory = worker.memory = memory
             return
-        grammar.memory += max(0, memory - worker.memory)
-        worker.memory = memory
-        if grammar.memory <= limits.MAX_GRAMMAR_MIB * _MIB:
+        grown, worker.memory = max(0, memory - worker.memory), memory
+        whole_s = sum(tasks.values()) or 1.0
+        for one, its_s in tasks.items():
+            self._charge(worker, one, int(grown * its_s / whole_s))
+
+    def _charge(self, worker: Worker, grammar: Grammar, num_bytes: int) -> None:
+        grammar.memory += num_bytes
+        worker.memory_of[grammar] = worker.memory_of.get(grammar, 0) + num_bytes
+        is_old = worker.progress_s - grammar.account_s > limits.ACCOUNT_S
+        if not is_old and grammar.memory <= limits.MAX_GRAMMAR_MIB * _MIB:
             return
-        if grammar.num_masks > _MASKS_OF_LONG_USE:
-            # Long use fills the caches. A restart empties them.
+        if is_old or grammar.num_masks > _MASKS_OF_LONG_USE:
+            # Long use fills the caches. Compiling the grammar again empties them.
             worker.grammars.discard(grammar.number)
-            grammar.memory = grammar.num_masks = 0
+            grammar.begin_account(worker.progress_s)
         elif grammar.refusal is None:
             reason = f"its masks took more than {limits.MAX_GRAMMAR_MIB} MiB of memory"
-            grammar.refusal = refusal_of(grammar, reason)
+            grammar.refuse(refusal_of(grammar, reason))
             log.warning("a grammar was too costly", extra={"field": grammar.field_name, "reason": reason})
             worker.send([[0, "forget", grammar.number]])
 
@@ -229,7 +245,17 @@ class Lanes:
         reason = why_killed(exit_status, _CPU_S[lane or "costly"])
         if lane == "cheap":
             grammar.is_costly = True
-        elif grammar.refusal is None:
-            grammar.refusal = refusal_of(grammar, reason)
-            grammar.killed_s = time.monotonic() if exit_status == -signal.SIGKILL else None
+        else:
+            grammar.refuse(refusal_of(grammar, reason))
         log.warning("a grammar's task was killed", extra={"field": grammar.field_name, "lane": lane, "reason": reason})
+
+
+def _culprit_of(worker: Worker, current: Grammar, exit_status: int | None) -> Grammar:
+    """Return the grammar that caused a worker's death.
+
+    That is the one of its current task, unless memory ran out in a worker that others had already filled.
+    """
+    was_full = worker.memory - worker.base_memory > limits.MAX_WORKER_MIB * _MIB
+    if not is_memory_death(exit_status) or not was_full:
+        return current
+    return max(worker.memory_of, key=worker.memory_of.__getitem__, default=current)

@@ -29,7 +29,9 @@ GUIDE_CPU_PER_TOKEN_S = 0.02
 MAX_CALLS_MIB = 2
 """Text of the grammar of a request's calls: the schemas of all functions, and of an answer without calls."""
 MAX_GRAMMAR_MIB = 64
-"""Memory that a grammar and its choices may take in a worker."""
+"""Memory that a tenant's grammar and its choices may take in a worker."""
+ACCOUNT_S = 600.0
+"""After this time a grammar's account of memory, slow masks and kills begins anew."""
 WORKER_MEMORY_MIB = 384
 """Address space that a worker may add to what it had when it was forked."""
 MAX_WORKER_MIB = 192

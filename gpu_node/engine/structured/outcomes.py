@@ -67,6 +67,11 @@ def blames_task(exit_status: int | None, grammar: Grammar | None) -> bool:
     return grammar is not None and grammar.num_kills >= MAX_KILLS_FROM_OUTSIDE
 
 
+def is_memory_death(exit_status: int | None) -> bool:
+    """Whether a worker ended itself, as one without memory does. Limits of time and kills from outside have signals."""
+    return exit_status not in (None, 0, -signal.SIGPROF, -signal.SIGKILL)
+
+
 def why_killed(exit_status: int | None, cpu_s: float) -> str:
     """Return the limit that killed a worker."""
     if exit_status == -signal.SIGPROF:

@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from penstock.gpu_node.engine.structured import limits
 from penstock.gpu_node.engine.structured.frames import FrameReader, frame
+from penstock.gpu_node.engine.structured.grammar import Grammar
 
 _MODULE = "penstock.gpu_node.engine.structured.template"
 _EXIT_S = 2.0
@@ -32,6 +34,10 @@ class Worker:
         self.tasks: dict[int, Any] = {}
         self.grammars: set[int] = set()
         """Numbers of the grammars that were sent to it."""
+        self.unmeasured: dict[Grammar, float] = {}
+        """Processor time of each grammar's tasks since its memory was last measured, in seconds."""
+        self.memory_of: WeakKeyDictionary[Grammar, int] = WeakKeyDictionary()
+        """Bytes that it grew by during each grammar's tasks."""
         self.base_memory = 0
         self.memory = 0
         """Resident bytes at its last measurement."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 _REPLY_WITHIN_S = 0.001
 _MEASURED_CPU_S = 0.001
-"""A task below this processor time cannot have taken much memory, so its memory is not measured."""
+"""Memory is measured after this much processor time. In less, tasks cannot have taken much."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -50,6 +50,8 @@ class Worker:
         self._matching = Matching(tokenizer, self._compiler)
         self._replies: list[Any] = []
         self._replied_s = 0.0
+        self._unmeasured_s = 0.0
+        """Processor time since memory was last measured."""
 
     def run(self) -> None:
         """Serve until the node closes the socket."""
@@ -70,7 +72,10 @@ class Worker:
         answer = self._answer(name, arguments)
         signal.setitimer(signal.ITIMER_PROF, 0)
         cpu_s = time.process_time() - began_s
-        memory = _resident_bytes() if cpu_s > _MEASURED_CPU_S else 0
+        self._unmeasured_s += cpu_s
+        memory = 0
+        if self._unmeasured_s > _MEASURED_CPU_S:
+            memory, self._unmeasured_s = _resident_bytes(), 0.0
         self._replies.append([number, answer, cpu_s, memory])
         if time.monotonic() - self._replied_s > _REPLY_WITHIN_S:
             self._reply()

@@ -18,6 +18,10 @@ MAX_CACHED_TOKENS = 1 << 20
 """Limit of the cache, over all pieces."""
 
 Ids: TypeAlias = tuple[int, ...]
+Owner: TypeAlias = tuple[str, str | None]
+"""A tenant and the `cache_salt` of its request. Owners share no cached piece, so times tell nothing of other owners."""
+NO_OWNER: Owner = ("", None)
+"""The owner of texts that belong to no request."""
 
 
 def token_ids_of(backend: Any, text: str, *, framed: bool) -> list[int]:
@@ -49,25 +53,25 @@ class ChatEncoder:
         """`backend`: a tokenizers.Tokenizer. If its pieces depend on their neighbors, whole texts are encoded."""
         self._backend = backend
         self._separator = _separator(backend)
-        self._known: LRUCache[str, Ids] = LRUCache(MAX_CACHED_TOKENS, getsizeof=len)
+        self._known: LRUCache[tuple[Owner, str], Ids] = LRUCache(MAX_CACHED_TOKENS, getsizeof=len)
         self._lock = threading.Lock()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, owner: Owner = NO_OWNER) -> list[int]:
         """Encode a text without adding special tokens."""
         if self._separator is None or len(text) < MIN_CACHED_CHARS:
             return token_ids_of(self._backend, text, framed=False)
-        return [token_id for piece in _pieces(self._separator, text) for token_id in self._encode_piece(piece)]
+        return [token_id for piece in _pieces(self._separator, text) for token_id in self._encode_piece(owner, piece)]
 
-    def _encode_piece(self, piece: str) -> Sequence[int]:
+    def _encode_piece(self, owner: Owner, piece: str) -> Sequence[int]:
         if len(piece) < MIN_CACHED_CHARS:
             return token_ids_of(self._backend, piece, framed=False)
         with self._lock:
-            ids = self._known.get(piece)
+            ids = self._known.get((owner, piece))
         if ids is None:
             ids = tuple(token_ids_of(self._backend, piece, framed=False))
             with self._lock:
                 if len(ids) <= MAX_CACHED_TOKENS:
-                    self._known[piece] = ids
+                    self._known[owner, piece] = ids
         return ids
 
 

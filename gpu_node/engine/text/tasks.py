@@ -13,7 +13,7 @@ from penstock.queue.task_output import encode_detokenized, encode_tokenized
 from penstock.queue.wire import Request
 
 
-def run_task(tokenizer: Tokenizer, request: Request, max_model_len: int, now: datetime) -> bytes:
+def run_task(tokenizer: Tokenizer, request: Request, tenant: str, max_model_len: int, now: datetime) -> bytes:
     """Return the packed output of a request's task. Raises RequestError if the request or its output is too large.
 
     `now`: the time that a chat template may print.
@@ -22,7 +22,7 @@ def run_task(tokenizer: Tokenizer, request: Request, max_model_len: int, now: da
     if isinstance(task, Detokenize):
         output = encode_detokenized(tokenizer.text_of(request.prompt_token_ids or ()))
     elif isinstance(task, Tokenize):
-        output = _tokenized(tokenizer, request, task, max_model_len, now)
+        output = _tokenized(tokenizer, request, task, tenant, max_model_len, now)
     else:
         raise InvariantError("the request has no task for a tokenizer")
     if len(output) > MAX_OUTPUT_BYTES:
@@ -31,7 +31,9 @@ def run_task(tokenizer: Tokenizer, request: Request, max_model_len: int, now: da
     return output
 
 
-def _tokenized(tokenizer: Tokenizer, request: Request, task: Tokenize, max_model_len: int, now: datetime) -> bytes:
+def _tokenized(
+    tokenizer: Tokenizer, request: Request, task: Tokenize, tenant: str, max_model_len: int, now: datetime
+) -> bytes:
     if request.messages is not None:
         token_ids = tokenizer.encode_chat(
             [message.model_dump(exclude_defaults=True) for message in request.messages],
@@ -39,6 +41,7 @@ def _tokenized(tokenizer: Tokenizer, request: Request, task: Tokenize, max_model
             _template_kwargs_of(request, task),
             framed=bool(task.add_special_tokens),
             now=now,
+            owner=(tenant, None),
         )
     else:
         token_ids = tokenizer.encode(request.prompt or "", framed=task.add_special_tokens is not False)

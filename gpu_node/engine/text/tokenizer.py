@@ -20,7 +20,7 @@ from penstock.gpu_node.engine.text.chat_format import (
 )
 from penstock.gpu_node.engine.text.chat_template import NO_VARIABLES, ChatTemplate
 from penstock.gpu_node.engine.text.detokenizer import Detokenizer
-from penstock.gpu_node.engine.text.encoder import ChatEncoder, batch_token_ids_of, token_ids_of
+from penstock.gpu_node.engine.text.encoder import NO_OWNER, ChatEncoder, Owner, batch_token_ids_of, token_ids_of
 from penstock.gpu_node.engine.text.token_bytes import byte_fallback, byte_level, tokens_by_id
 from penstock.gpu_node.engine.text.tokenizer_files import read_tokenizer_files
 from penstock.gpu_node.model.protocol import WrittenTokenizer
@@ -74,12 +74,13 @@ class Tokenizer:
         *,
         framed: bool = False,
         now: datetime | None = None,
+        owner: Owner = NO_OWNER,
     ) -> list[int]:
         """Encode a chat up to where the assistant's answer begins. `developer` counts as `system`.
 
         `tools` and `template_kwargs`, the template's further variables, are JSON texts. `framed` adds the special
         tokens of a text, although templates usually contain them. `now` is the time that the template may print; None:
-        the clock's.
+        the clock's. Only texts of the same `owner` share cached pieces.
 
         Blocks while the template renders. Raises RequestError if the model has no chat template, or if its template
         refuses the chat or takes too much.
@@ -92,7 +93,7 @@ class Tokenizer:
         rendered, offered = template_messages(messages), None if tools is None else json.loads(tools)
         variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
         text = self._template.render(rendered, offered, variables, now)
-        return token_ids_of(self._backend, text, framed=True) if framed else self._chats.encode(text)
+        return token_ids_of(self._backend, text, framed=True) if framed else self._chats.encode(text, owner)
 
     @property
     def takes_tools(self) -> bool:

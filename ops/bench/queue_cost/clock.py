@@ -38,6 +38,7 @@ class ClockTokenizer:
         template_kwargs: str | None = None,
         *,
         now: datetime | None = None,
+        owner: object = None,
     ) -> list[int]:
         return self.encode(messages[-1]["content"])
 

@@ -90,6 +90,7 @@ class ReferenceTokenizer:
         *,
         framed: bool = False,
         now: datetime | None = None,
+        owner: object = None,
     ) -> list[int]:
         """Return the bytes of all messages."""
         return self.encode("\n".join(m["content"] for m in messages))

@@ -19,6 +19,10 @@ PROMPT = [number % 200 + 3 for number in range(100)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
+def salted(params: SamplingParams, salt: str) -> SamplingParams:
+    return params.model_copy(update={"cache_salt": salt})
+
+
 def request(name: str = "r", **fields: Any) -> EngineRequest:
     given: dict[str, Any] = {"reports_prefill": True, "params": PARAMS, "seed": 1} | fields
     return EngineRequest(name, PROMPT, given.pop("params"), **given)
@@ -61,9 +65,9 @@ def test_cached_tokens_count_as_processed(make_engine: MakeEngine) -> None:
 def test_tokens_are_the_same_with_and_without_reports(make_engine: MakeEngine, n: int) -> None:
     engine = make_engine(max_num_batched_tokens=32, max_num_seqs=4)
     params = PARAMS.model_copy(update={"n": n})
-    silent = outputs_of(engine, request(reports_prefill=False, params=params, cache_salt="a"))
+    silent = outputs_of(engine, request(reports_prefill=False, params=salted(params, "a")))
     assert progress_of(silent) == []
-    told = outputs_of(engine, request(params=params, cache_salt="b"))
+    told = outputs_of(engine, request(params=salted(params, "b")))
     assert [one.processed for one in progress_of(told)] == [32, 64, 96, 100]
     tokens = [[(one.choice, one.token_ids) for one in outputs if one.prefill is None] for outputs in (silent, told)]
     assert tokens[0] == tokens[1]
@@ -75,7 +79,7 @@ def test_an_aborted_request_reports_no_more(make_engine: MakeEngine) -> None:
     outputs = [*engine.step(), *engine.step()]
     assert progress_of(outputs, "gone")
     engine.abort("gone")
-    after = outputs_of(engine, request(cache_salt="x"))
+    after = outputs_of(engine, request(params=salted(PARAMS, "x")))
     assert progress_of(after, "gone") == []
     assert [one.processed for one in progress_of(after)] == [32, 64, 96, 100]
     assert not engine._prefill_reports._begun_s

@@ -165,20 +165,31 @@ def test_prefixes_are_shared_within_a_salt_only(make: MakeEngine) -> None:
     engine = make()
     cached = []
     for salt in (None, "a", "b", "a", None):
-        engine.add(EngineRequest("x", PROMPTS[0], GREEDY, seed=0, cache_salt=salt))
+        engine.add(EngineRequest("x", PROMPTS[0], GREEDY.model_copy(update={"cache_salt": salt}), seed=0))
         cached.append(drain(engine)[-1].usage.cached_tokens)  # type: ignore[union-attr]
     assert cached == [0, 0, 0, 32, 32]
 
 
 @MOSTLY_NATIVE
-def test_tenants_share_prefixes_unless_they_are_told_not_to(make: MakeEngine) -> None:
+def test_tenants_share_prefixes_only_if_the_setting_says_so(make: MakeEngine) -> None:
     cached = []
-    for salt in ("none", "tenant"):
-        engine = make(prefix_cache_salt=salt)
+    for settings in ({"prefix_cache_salt": "pool"}, {}):
+        engine = make(**settings)
         for tenant in ("a", "b", "a"):
             engine.add(EngineRequest("x", PROMPTS[0], GREEDY, seed=0, tenant=tenant))
             cached.append(drain(engine)[-1].usage.cached_tokens)  # type: ignore[union-attr]
     assert cached == [0, 32, 32, 0, 0, 32]
+
+
+@MOSTLY_NATIVE
+@pytest.mark.parametrize("setting", ["tenant", "pool"])
+def test_a_salt_never_joins_tenants(make: MakeEngine, setting: str) -> None:
+    engine, cached = make(prefix_cache_salt=setting), []
+    params = GREEDY.model_copy(update={"cache_salt": "s"})
+    for tenant in ("a", "b", "a", "b"):
+        engine.add(EngineRequest("x", PROMPTS[0], params, seed=0, tenant=tenant))
+        cached.append(drain(engine)[-1].usage.cached_tokens)  # type: ignore[union-attr]
+    assert cached == [0, 0, 32, 32]
 
 
 @MOSTLY_NATIVE

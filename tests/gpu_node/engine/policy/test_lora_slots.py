@@ -192,6 +192,7 @@ def test_running_request_keeps_its_adapter_when_the_file_is_overwritten(
     weights = tmp_path / "a" / WEIGHTS_FILE
     for content in ((tmp_path / "b" / WEIGHTS_FILE).read_bytes(), b""):
         weights.write_bytes(content)
-        engine.add(EngineRequest("old", prompts[0], GREEDY, seed=0, adapter=began_with, cache_salt=str(len(content))))
+        params = GREEDY.model_copy(update={"cache_salt": f"{len(content)} bytes"})
+        engine.add(EngineRequest("old", prompts[0], params, seed=0, adapter=began_with))
         assert tuple(tokens_of(drain(engine), "old")) == want != other
         assert engine.generate(prompts, GREEDY, adapters="b")[0].choices[0].token_ids == other

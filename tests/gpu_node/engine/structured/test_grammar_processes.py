@@ -212,9 +212,7 @@ def test_trial_ends_although_its_template_hangs(tiny_model: Path, monkeypatch: p
     engine._guides.close()
 
 
-def test_refusal_after_kills_from_outside_ends_and_the_next_one_lasts_longer(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_ends_and_the_next_one_lasts_longer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     guides, wanted, now_s, tried_s = engine._guides, StructuredOutputs(regex="a refused text"), 1000.0, []
 
     def killed(*_: Any) -> TrialResult:
@@ -231,7 +229,7 @@ def test_refusal_after_kills_from_outside_ends_and_the_next_one_lasts_longer(
     assert tried_s == [1000.0, 1121.0, 1362.0]
     now_s = 1362.0 + 481.0
     refused = guides.prepare(wanted)
-    refused.refusal, refused.killed_s = TooCostlyError("killed"), now_s
+    refused.refusal, refused.refused_s = TooCostlyError("killed"), now_s
     assert guides.prepare(wanted) is refused
     now_s += 3600.0
     assert guides.prepare(wanted).refusal is None

@@ -95,6 +95,17 @@ def test_a_long_system_prompt_is_encoded_once(backend: Backend, change: Callable
     assert len(system) < counting.num_chars < len(system) + 20 * 100
 
 
+def test_a_piece_is_encoded_again_for_each_tenant_and_salt(backend: Backend) -> None:
+    counting = Counting(backend)
+    chats, text = ChatEncoder(counting), "<|im_start|>" + "a secret that two know. " * 100 + "<|im_end|>"
+    for owner in (("a", None), ("b", None), ("a", "s"), ("b", "s"), ("as", None)):
+        before = counting.num_chars
+        assert chats.encode(text, owner) == _whole(backend, text)
+        assert counting.num_chars - before == len(text)
+        assert chats.encode(text, owner) == _whole(backend, text)
+        assert counting.num_chars - before < len(text) + MIN_CACHED_CHARS
+
+
 def test_least_recently_used_piece_is_evicted(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = [f"<|im_start|>{chr(97 + i) * MIN_CACHED_CHARS}<|im_end|>" for i in range(3)]
     sizes = [len(_whole(backend, piece)) for piece in pieces]

@@ -1,0 +1,243 @@
+"""Every cache, and every table keyed by a text, is on a list. What a caller's text keys has the tenant in its key.
+
+A cache that tenants share by text tells one of them by an answer's time or numbers whether another one sent that text.
+The entries are found in the syntax trees, so a new one fails here until it is on a list with its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
+from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
+from penstock.gpu_node.engine.text.encoder import ChatEncoder
+from penstock.queue import keys
+from tests.source_tree import ROOT, modules
+
+BY_TENANT = {
+    "gpu_node.engine.kv_cache.manager:_index": "hashes that chain from salted_root(tenant, cache_salt, adapter)",
+    "gpu_node.engine.policy.length_predictor:_windows": "(tenant, classes of lengths); '' is the sum over all tenants",
+    "gpu_node.engine.structured.compiler:_known": "_Key: (tenant, digest of the text)",
+    "gpu_node.engine.structured.compiler:_num_ended": "_Key",
+    "gpu_node.engine.structured.compiler:_pending": "_Key; the single flight of trials",
+    "gpu_node.engine.structured.compiler:_used": "_Key",
+    "gpu_node.engine.structured.trials:_waiting": "tenant; trials in order of arrival",
+    "gpu_node.engine.text.encoder:_known": "(Owner, piece of a chat); an Owner is (tenant, cache_salt)",
+    "gpu_node.job_intake:_trials_of": "tenant",
+    "gateway.shared_budget:_claims": "tenant; no text of a request",
+    "gateway.shared_budget:_waiting": "tenant; no text of a request",
+    "queue.policy:_queues": "tenant; no text of a request",
+    "queue.policy_state:debts": "tenant; no text of a request",
+    "queue.policy_state:last": "tenant; no text of a request",
+    "queue.policy_state:this": "tenant; no text of a request",
+    "queue.policy_state:times": "tenant; no text of a request",
+}
+"""Tables of all tenants. What their keys are made of."""
+
+BY_ID = {
+    "gpu_node.engine.engine:_finished_usage": "id of a request",
+    "gpu_node.engine.engine:_requests": "id of a request",
+    "gpu_node.engine.policy.adapter_slots:_slots": "digest of an adapter, which the operator chose",
+    "gpu_node.ledger:_by_lease": "lease",
+    "gpu_node.ledger:_jobs": "job id",
+    "gpu_node.model.lora.library:_read": "digest of an adapter, which the operator chose",
+    "gpu_node.model.torch_cpu.weights:_read": "tensor of a checkpoint",
+    "gpu_node.monitor.health:_troubles": "part of the node",
+    "gpu_node.outbox:_dirty": "job id",
+    "producer.batch.task_leases:_seen": "Celery's id of a delivery",
+    "producer.batch.worker_metrics:_started_s": "Celery's id of a task",
+    "producer.client.cached_state:_of": "pool",
+    "producer.client.inbox:_detaching": "job id",
+    "producer.client.inbox:_feeds": "job id",
+    "producer.client.inbox:_last_heartbeat_s": "job id",
+    "gateway.http.allowed_hosts:_is_allowed": "Host header, of a gateway without keys: it has one tenant",
+}
+"""Tables of all tenants, keyed by names that penstock or the operator makes, or that say nothing of a tenant."""
+
+OF_ONE_REQUEST = {
+    "gateway.openai.sse_encoder:_frames",
+    "gateway.openai.sse_encoder:_num_prompt_tokens",
+    "gateway.openai.sse_encoder:_prompt_ids",
+    "gateway.openai.sse_encoder:_readers",
+    "gateway.responses.dialect:_members",
+    "gateway.websocket.session:_streams",
+    "gpu_node.engine.structured.schema.facts:properties",
+    "gpu_node.engine.structured.schema.facts:ranges",
+    "queue.broker.admin:jobs",
+    "queue.wire:adapters",
+    "queue.wire:jobs_by_tenant",
+    "queue.wire:sampling_defaults",
+    "queue.wire:troubles",
+}
+"""Tables that one request, connection or record has."""
+
+OF_ONE_USER = {
+    "cli.bench.connection:_headers",
+    "cli.command_line.lazy_commands:_loaded",
+    "cli.help_texts:_docstrings_in",
+    "cli.top.reader:_seen",
+    "gateway.api_docs.openapi:_body_schemas",
+    "gpu_node.model.architecture.families:families",
+    "gpu_node.model.checkpoint.files:_can_dequantize",
+    "gpu_node.model.checkpoint.methods:methods",
+    "gpu_node.model.torch_cpu.linear:can_prepack",
+    "queue.broker.scripts:_digest",
+    "queue.broker.scripts:_part",
+    "queue.broker.scripts:source",
+}
+"""Tables of a command on a terminal, and of penstock's own code and model files. No request reaches their keys."""
+
+TIMING_CHANNELS = {
+    "word cache": "the library tokenizers keeps the tokens of single words of all texts that it encodes",
+    "string cache": "the library pydantic keeps short strings of the JSON that it parses",
+}
+"""Caches of libraries, which tenants share. SECURITY.md names each by these words."""
+
+CACHES = {"lru_cache", "cache", "cached", "cachedmethod", "LRUCache", "TTLCache", "LFUCache", "TLRUCache", "FIFOCache"}
+TABLES = {"dict", "OrderedDict", "defaultdict", "WeakValueDictionary"}
+TEXTS = ("str", "bytes", "Any", "object", "Key")
+"""Parts of an annotation whose values may be texts. Other keys are numbers and objects with an identity."""
+HEADER = "penstock."
+
+
+def last_name(node: ast.expr) -> str:
+    """The last part of a dotted name, of what is called, or of what is subscripted."""
+    while isinstance(node, ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def may_be_text(kind: ast.expr | None) -> bool:
+    """Whether the keys of a table of this type may be texts; so if the type does not say what its keys are."""
+    if not isinstance(kind, ast.Subscript):
+        return True
+    key = kind.slice.elts[0] if isinstance(kind.slice, ast.Tuple) else kind.slice
+    return any(word in ast.unparse(key) for word in TEXTS)
+
+
+def is_empty_table(value: ast.expr) -> bool:
+    if isinstance(value, ast.Dict):
+        return not value.keys
+    if isinstance(value, ast.Call) and last_name(value) == "field":
+        factories = [one.value for one in value.keywords if one.arg == "default_factory"]
+        return any(last_name(one) in TABLES for one in factories)
+    return isinstance(value, ast.Call) and last_name(value) in TABLES and not value.args
+
+
+def is_kept(target: ast.expr, node: ast.AST, outer: set[ast.AST]) -> bool:
+    """Whether a value outlives a function's call: an attribute of `self`, or a name of a module or a class."""
+    if isinstance(target, ast.Attribute):
+        return isinstance(target.value, ast.Name) and target.value.id in ("self", "cls")
+    return isinstance(target, ast.Name) and node in outer
+
+
+def tables_in(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of caches, and of tables that begin empty and whose keys may be texts."""
+    outer: set[ast.AST] = {*tree.body} | {
+        one for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for one in node.body
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if any(last_name(one) in CACHES for one in node.decorator_list):
+                yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target, kind = (
+                (node.target, node.annotation) if isinstance(node, ast.AnnAssign) else (node.targets[0], None)
+            )
+            if not is_kept(target, node, outer):
+                continue
+            is_cache = any(isinstance(one, ast.Call) and last_name(one) in CACHES for one in ast.walk(node.value))
+            called = node.value.func if isinstance(node.value, ast.Call) else None
+            if kind is not None and last_name(kind) == "Mapping":
+                continue  # A record, which nothing adds to.
+            if is_cache or (is_empty_table(node.value) and may_be_text(kind or called)):
+                yield last_name(target)
+
+
+def found() -> set[str]:
+    places = set()
+    for module in modules().values():
+        if not module.name.startswith("penstock.kernels"):  # They see arrays, never texts.
+            places |= {f"{module.name.removeprefix(HEADER)}:{name}" for name in tables_in(module.tree)}
+    return places
+
+
+def test_every_cache_and_every_table_keyed_by_a_text_is_on_a_list() -> None:
+    listed = {*BY_TENANT, *BY_ID, *OF_ONE_REQUEST, *OF_ONE_USER}
+    assert len(listed) == sum(map(len, (BY_TENANT, BY_ID, OF_ONE_REQUEST, OF_ONE_USER)))
+    unlisted, gone = sorted(found() - listed), sorted(listed - found())
+    assert not unlisted, f"put it on a list of this file, with the tenant in its key if a caller's text is: {unlisted}"
+    assert not gone, f"take it off its list: {gone}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class A:\n def __init__(self):\n  self.known: dict[str, int] = {}",
+        "class A:\n def __init__(self):\n  self.known = {}",
+        "class A:\n def __init__(self):\n  self.known = OrderedDict[bytes, int]()",
+        "class A:\n known: dict[tuple[int, str], int] = field(default_factory=dict)",
+        "class A:\n def __init__(self):\n  self.known: LRUCache[int, int] = LRUCache(9)",
+        "class A:\n def __init__(self, f):\n  self.known = lru_cache(9)(f)",
+        "known: WeakValueDictionary[str, A] = WeakValueDictionary()",
+        "@functools.lru_cache(maxsize=None)\ndef known(text): ...",
+        "@cache\ndef known(text): ...",
+    ],
+)
+def test_a_new_cache_is_found(source: str) -> None:
+    assert list(tables_in(ast.parse(source))) == ["known"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class A:\n def __init__(self):\n  self.known: dict[int, str] = {}",
+        "def f():\n known: dict[str, int] = {}",
+        "FIXED = {'a': 1}",
+    ],
+)
+def test_a_table_of_numbers_or_of_one_call_is_none(source: str) -> None:
+    assert not list(tables_in(ast.parse(source)))
+
+
+def test_security_names_the_timing_channels_that_remain() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    assert [words for words in TIMING_CHANNELS if words not in text] == []
+
+
+def test_a_redis_key_with_a_callers_text_has_the_tenant() -> None:
+    """The other functions take names that penstock or an operator makes."""
+    made = {"pool", "job_id", "node_id", "tenant", "priority", "day", "hour", "profile_id", "process"}
+    given_by_callers = {
+        name
+        for name, function in inspect.getmembers(keys, inspect.isfunction)
+        if function.__module__ == keys.__name__ and not inspect.signature(function).parameters.keys() <= made
+    }
+    assert given_by_callers == {"idempotency", "key_hash"}
+    assert keys.idempotency("p", "a", keys.key_hash("x")) != keys.idempotency("p", "b", keys.key_hash("x"))
+
+
+SALTS = st.tuples(st.text(max_size=3) | st.none(), st.text(max_size=3) | st.none(), st.text(max_size=3) | st.none())
+
+
+@given(SALTS, SALTS)
+def test_prefixes_have_one_root_only_if_tenant_salt_and_adapter_are_equal(
+    one: tuple[str | None, str | None, str | None], other: tuple[str | None, str | None, str | None]
+) -> None:
+    assert (salted_root(*one) == salted_root(*other)) == (one == other)
+
+
+def test_a_salt_cannot_be_moved_into_the_tenant() -> None:
+    assert salted_root("a", "bc", None) != salted_root("ab", "c", None)
+    assert len({salted_root("a", salt, None) for salt in (None, "None", "", "a")}) == 4
+
+
+def test_services_with_such_caches_take_the_tenant() -> None:
+    assert "tenant" in inspect.signature(GrammarCompiler.prepare).parameters
+    assert "owner" in inspect.signature(ChatEncoder.encode).parameters
