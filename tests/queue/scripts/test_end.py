@@ -26,7 +26,7 @@ async def outcome_of(queue: Queue, job_id: str) -> Outcome | None:
 async def test_queued_job_is_cancelled_at_once(queue: Queue) -> None:
     node = await queue.node()
     job_id = await queue.submit(inbox="me", deadline_ms=60_000)
-    inbox = await queue.listen(keys.inbox_channel("me"))
+    inbox = await queue.listen(keys.inbox_channel(POOL, "me"))
 
     assert await queue.producer.cancel(job_id, "default") == "cancelled"
 
