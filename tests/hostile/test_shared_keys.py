@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes.acl_users import all_rules, confined, serving, url_of
@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from penstock.contract.errors import NotFoundError
+from penstock.contract.output import Chunk
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import choose_pool
 from penstock.queue import keys, wire
@@ -89,7 +90,7 @@ async def test_unconfined_pools_share_a_name_without_an_operator(users: dict[str
 async def test_a_confined_node_writes_no_shared_key(users: dict[str, Redis], key: str) -> None:
     for command in (("HSET", key, "x", "y"), ("SET", key, "x"), ("DEL", key), ("HGETALL", key)):
         with pytest.raises(ResponseError) as caught:
-            await users["node-a"].execute_command(*command)
+            await cast(Any, users["node-a"]).execute_command(*command)
         assert isinstance(caught.value, NoPermissionError)
 
 
@@ -108,18 +109,18 @@ async def test_a_confined_node_neither_hears_nor_speaks_on_inboxes_of_another_po
         process = client._inbox.name
         listed = await users["admin"].pubsub_channels("penstock:{*}:inbox:*")
         assert sorted(listed) == [keys.inbox_channel(pool, process).encode() for pool in ("a", "b")]
-        forged = wire.encode_chunk(wire.Chunk(job.id, 0, 0, 0, (1,), "forged"))
+        forged = wire.encode_chunk(Chunk(job.id, 0, 0, 0, (1,), "forged"))
         for channel in (keys.inbox_channel("b", process), keys.echo_channel(process)):
             for command in (("PUBLISH", channel, forged), ("SUBSCRIBE", channel)):
                 with pytest.raises(NoPermissionError):
-                    await users["node-a"].execute_command(*command)
+                    await cast(Any, users["node-a"]).execute_command(*command)
         with pytest.raises(NoPermissionError):
-            await users["node-a"].execute_command("PSUBSCRIBE", "penstock:*")
+            await cast(Any, users["node-a"]).execute_command("PSUBSCRIBE", "penstock:*")
         # Through its own pool's channel, chunks of another pool's job are refused.
         assert await users["node-a"].publish(keys.inbox_channel("a", process), forged) == 1
         await client._inbox.receive_published()
         assert (client.stats.bad_messages, client.stats.chunks) == (1, 0)
-        allowed = wire.encode_chunk(wire.Chunk(own.id, 0, 0, 0, (1,), "ours"))
+        allowed = wire.encode_chunk(Chunk(own.id, 0, 0, 0, (1,), "ours"))
         assert await users["node-a"].publish(keys.inbox_channel("a", process), allowed) == 1
         await client._inbox.receive_published()
         assert (client.stats.bad_messages, client.stats.chunks) == (1, 1)

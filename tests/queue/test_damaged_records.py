@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes.queue.harness import POOL, Queue, new_job
@@ -19,7 +19,7 @@ DAMAGED = [{"priority": "x"}, {"past_leases": "junk"}, {"used": "1 x"}, {"submit
 async def test_a_damaged_job_hides_one_entry_of_a_list(queue: Queue, fields: dict[str, Any]) -> None:
     await queue.node()
     whole, damaged, other = [await queue.submit() for _ in range(3)]
-    await queue.redis.hset(keys.job(damaged), mapping=fields)
+    await cast(Any, queue.redis).hset(keys.job(damaged), mapping=fields)
     listed = {job.job_id for job in (await JobLists(queue.redis).page("default")).jobs}
     assert {whole, other} <= listed
     await queue.redis.delete(keys.job(damaged))
