@@ -48,7 +48,7 @@ class Bell:
 async def listen(redis: Redis, channel: str, bell: Bell, on_message: Callable[[str], None]) -> None:
     """Listen to the doorbell channel until canceled. An empty message means a new job; `on_message` gets all others."""
 
-    def receive(message: bytes) -> None:
+    def receive(_: bytes, message: bytes) -> None:
         if message:
             on_message(message.decode(errors="replace"))
         else:

@@ -202,13 +202,12 @@ class Node:
                 await asyncio.sleep(0.1)
 
     async def _announce_forever(self) -> None:
-        """Announce adapters as they are added to their folder or removed from it."""
+        """Announce the pool again and again: its adapters may have changed, and its record may have been damaged."""
         while True:
             await asyncio.sleep(ANNOUNCE_S)
             adapters = await self._threads.run(self._engine.adapters)
-            if adapters != self._record.adapters:
-                self._record = replace(self._record, adapters=adapters)
-                await with_retries(lambda: self._broker.announce(self._record), math.inf)
+            self._record = replace(self._record, adapters=adapters)
+            await with_retries(lambda: self._broker.announce(self._record), math.inf)
 
     async def _listen(self) -> None:
         channel = keys.doorbell(self._settings.pool_name, self.node_id)

@@ -69,17 +69,21 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
     P:counts                 hash    scripts                              counters of events, for operators
     P:events                 zset    scripts                              the newest 256 events, by time
     P:audit                  string  audit                                the audit that repairs the pool now; 10 s
+    P:record                 string  node                                 the pool record (wire.py)
     P:config                 hash    join                                 protocol version; the pool's policy and limits
     P:schema                 hash    join                                 the version again, for releases of protocol
                                                                           version 1, which look for it here
     P:profile:<id>           list    node; penstock profile (LPOP)        a node's answer to `penstock profile`, 8
                                                                           pieces at a time; 30 s
     penstock:profile:<node>  string  penstock profile; node (DEL)         a request to profile that node; 15 s
-    penstock:pools           hash    node, penstock pools                 pool → pool record (wire.py)
+    penstock:pools           hash    unconfined nodes, penstock pools     pool → further names that it may serve
+                                                                          (wire.py); a hint: readers look at 10,000
+                                                                          fields, and need P:record for a pool
     penstock:keys            hash    penstock keys                        API key's id → its record (api_keys.py)
 
     channel
-    penstock:inbox:<process>   one per reading process: all chunks of a step for that reader, concatenated
+    P:inbox:<process>          one per reading process and pool: all chunks of a step for that reader, concatenated
+    penstock:echo:<process>    messages of a reading process to itself, which prove that its subscription is alive
     P:channel:<id>             a job's own channel, one chunk per message, if requested at submit or attach
     P:doorbell:<node>          a node's doorbell: an empty message, the id of a canceled job, or `profile`
 """
@@ -102,6 +106,11 @@ def prefix(pool: str) -> str:
 def config(pool: str) -> str:
     """Hash: the pool's protocol version, policy, times and limits."""
     return f"{prefix(pool)}:config"
+
+
+def record(pool: str) -> str:
+    """String: the pool's record, as its nodes announce it."""
+    return f"{prefix(pool)}:record"
 
 
 def job(job_id: str) -> str:
@@ -239,9 +248,14 @@ def profile(pool: str, profile_id: str) -> str:
     return f"{prefix(pool)}:profile:{profile_id}"
 
 
-def inbox_channel(process: str) -> str:
-    """Channel of one reading process: chunks of all jobs that it reads."""
-    return f"penstock:inbox:{process}"
+def inbox_channel(pool: str, process: str) -> str:
+    """Channel of one reading process: chunks of the pool's jobs that it reads."""
+    return f"{prefix(pool)}:inbox:{process}"
+
+
+def echo_channel(process: str) -> str:
+    """Channel on which a reading process hears itself."""
+    return f"penstock:echo:{process}"
 
 
 def own_channel(job_id: str) -> str:

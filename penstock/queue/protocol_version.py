@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.contract.errors import ProtocolVersionError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of the keys, scripts and records in Redis, as in prelude.lua. Processes of one pool have the same version."""
 
 

@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PoolRecord:
-    """A served model as clients see it; stored in penstock:pools.
+    """A served model as clients see it; stored in P:record.
 
     `max_token_bytes` is the length of the longest token's text, 0 if unknown. The parsers, and `thinking_switches`, say
     how to read the model's texts (`reasoning_parser_for`). `adapters` maps names to digests: those of the announcing
@@ -68,6 +68,14 @@ class PoolRecord:
     thinking_switches: tuple[str, ...] = ()
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     """The sampling of requests that do not set it, by the names of `SamplingParams`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEntry:
+    """A pool's entry in penstock:pools: the names, beside its own, that its record may claim; None: all of them."""
+
+    pool: str
+    names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +290,22 @@ _pressure_adapter = TypeAdapter(NodePressure)
 def decode_pool(data: bytes) -> PoolRecord:
     """Decode a pool record. Raises WireError."""
     return _decode_record(_pool_adapter, unpack_map(data))
+
+
+def encode_entry(entry: PoolEntry) -> bytes:
+    """Encode a pool's entry. Another protocol version reads it as a pool record, and so learns this one's version."""
+    return pack({"v": PROTOCOL_VERSION, "model": entry.pool, **asdict(entry)})
+
+
+_entry_adapter = TypeAdapter(PoolEntry)
+
+
+def decode_entry(pool: str, data: bytes) -> PoolEntry:
+    """Decode a pool's entry. Raises WireError, also for the entry of another pool."""
+    entry = _decode_record(_entry_adapter, unpack_map(data))
+    if entry.pool != pool:
+        raise WireError(f"the entry names pool {entry.pool[:64]!r}")
+    return entry
 
 
 def decode_pool_of_any_version(data: bytes) -> tuple[PoolRecord, int]:

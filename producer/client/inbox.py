@@ -50,7 +50,11 @@ class ClientInbox:
         self._settings = settings
         self.stats = stats
         self.name = f"{settings.name}-{secrets.token_hex(8)}"
-        self._channel = keys.inbox_channel(self.name)
+        self._channel = keys.echo_channel(self.name)
+        self._pools: dict[bytes, str] = {}
+        """Inbox channels, each with its pool, from the moment at which this process asks for their messages."""
+        self._heard = set[bytes]()
+        """Inbox channels for which Redis has confirmed the subscription."""
         self._feeds: WeakValueDictionary[str, Feed] = WeakValueDictionary()
         self._unread: set[str] = set()
         self._unread_bell = asyncio.Event()
@@ -105,8 +109,25 @@ class ClientInbox:
             del self._detaching[job_id]
             done.set()
 
+    def listens_to(self, pool: str) -> bool:
+        """Return whether chunks of this pool's jobs arrive here."""
+        return keys.inbox_channel(pool, self.name).encode() in self._heard
+
+    async def listen_to(self, pool: str) -> None:
+        """Subscribe to this process's channel of a pool. Raises UnavailableError without a connection."""
+        channel = keys.inbox_channel(pool, self.name).encode()
+        if channel in self._heard:
+            return
+        self._require_open()
+        # Noted first: messages may follow the confirmation at once, and a new connection subscribes to all of them.
+        self._pools[channel] = pool
+        with translated():
+            await self._connection.call("SUBSCRIBE", channel)
+        self._heard.add(channel)
+
     async def ensure_heartbeat(self, pool: str) -> None:
-        """Send a heartbeat to a pool, unless one was sent within the interval."""
+        """Listen to a pool, and send it a heartbeat, unless one was sent within the interval."""
+        await self.listen_to(pool)
         now_s = asyncio.get_running_loop().time()
         if now_s - self._last_heartbeat_s.get(pool, -math.inf) >= self._settings.reader_heartbeat_interval_s:
             self._last_heartbeat_s[pool] = now_s
@@ -177,7 +198,8 @@ class ClientInbox:
             with translated():
                 connection = await SharedConnection.open(self._redis, self.dispatch)
                 async with asyncio.timeout(_SUBSCRIBE_TIMEOUT_S):
-                    await connection.call("SUBSCRIBE", self._channel)
+                    # Redis sends one answer for each channel.
+                    await asyncio.gather(*(connection.call("SUBSCRIBE", c) for c in (self._channel, *self._pools)))
         except BaseException:
             # This includes a cancellation that redis-py swallowed while it connected, and that appears only now.
             if connection is not None:
@@ -217,13 +239,17 @@ class ClientInbox:
             with ignoring_retried_errors(_LOG):
                 return await self._subscribe()
 
-    def dispatch(self, message: bytes) -> None:
-        """Put the chunks of one message into their readers' mailboxes."""
+    def dispatch(self, channel: bytes, message: bytes) -> None:
+        """Put one message's chunks into their readers' mailboxes. A pool's channel brings chunks of its jobs only."""
+        pool = self._pools.get(channel)
         try:
-            if Echoes.is_echo(message):
+            if pool is None:
                 self._echoes.note_returned(message)
                 return
             chunks, progress = decode_message(message)
+            for job_id in (*(chunk.job_id for chunk in chunks), *(one.job_id for one in progress)):
+                if pool_of(job_id) != pool:
+                    raise WireError(f"pool {pool} sent a message for job {job_id[:100]!r}")
         except (WireError, ValueError) as error:
             # Any process with access to Redis can publish here.
             self.stats.bad_messages += 1

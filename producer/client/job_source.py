@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from penstock.contract.errors import NotFoundError, UnavailableError
+from penstock.contract.job import pool_of
 from penstock.contract.output import Chunk, Result
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.waiting import QueueWatch, WaitWatcher
@@ -52,6 +53,10 @@ class JobSource:
         inbox = self._inbox.name
         try:
             attached = await self._retries.call(lambda: self._broker.attach(self.job_id, self.tenant, inbox=inbox))
+            if not self._inbox.listens_to(pool := pool_of(self.job_id)):
+                # Only now, so that ids that name no job add no subscription. The answer above may already be old.
+                await self._retries.call(lambda: self._inbox.listen_to(pool))
+                attached = await self._retries.call(lambda: self._broker.attach(self.job_id, self.tenant, inbox=inbox))
         except NotFoundError:
             if self._submission is None or self.feed.ended:
                 raise

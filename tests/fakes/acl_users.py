@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from penstock.runtime.embedded_redis import find_redis_server
 
 ACL = Path(__file__).parents[2] / "ops/acl"
 ROLES = ("gateway", "node", "worker", "admin")
@@ -35,3 +41,29 @@ def all_rules() -> str:
 def refusals_in(log: str) -> list[str]:
     """Return the lines of a log that report a missing permission."""
     return [line for line in log.splitlines() if REFUSED.search(line)]
+
+
+def confined(role: str, pool: str, user: str) -> str:
+    """Return a role's line for one pool under another name, as ops/acl/README.md says. The password is the name."""
+    line = rules_of(role).replace(f"user {role} ", f"user {user} ").replace("{*}", f"{{{pool}}}")
+    return line.replace(" ~penstock:pools", "").replace(f"@{role.upper()}_PASSWORD@", user)
+
+
+@contextmanager
+def serving(folder: Path, rules: str) -> Iterator[Path]:
+    """The socket of a Redis with only these users. Each one's password is its name."""
+    rules += "user watcher on >watcher +acl\n"
+    (folder / "users.acl").write_text(with_passwords(rules))
+    socket = folder / "s"
+    options = ("--port", "0", "--unixsocket", str(socket), "--aclfile", str(folder / "users.acl"), "--save", "")
+    process = subprocess.Popen([find_redis_server(), *options, "--dir", str(folder)], stdout=subprocess.DEVNULL)
+    while not socket.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    yield socket
+    process.kill()
+    process.wait()
+
+
+def url_of(server: Path, role: str) -> str:
+    return f"unix://{role}:{role}@{server}"

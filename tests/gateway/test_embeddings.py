@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from fakes.announced_pools import announcing
 from fakes.processes.reference_engine import FAKE_DIMENSIONS, fake_embedding
 
 from penstock import AsyncClient, Client, RequestError, UnsupportedKindError
@@ -22,10 +23,9 @@ from penstock.gateway.embeddings.schemas import MAX_INPUTS
 from penstock.gateway.stream.answer import MAX_JOBS_SHOWN
 from penstock.gateway.stream.generation_request import RequestContent
 from penstock.gateway.stream.limits import check_num_jobs
-from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.wire import PoolRecord, encode_record
+from penstock.queue.wire import PoolRecord
 from tests.gateway.conftest import MAX_MODEL_LEN, MODEL, EchoEngine, Stack
 
 
@@ -312,7 +312,8 @@ def test_nodes_of_an_older_release_are_named(stack: Stack, engine: EchoEngine) -
     async def announce() -> None:
         redis = connect(stack.redis_url)
         record = PoolRecord("elder", "acme/elder", kinds=("generate", "tokenize", "detokenize"))
-        await redis.hset(keys.POOLS, "elder", encode_record(record))
+        for command in announcing(record):
+            await redis.execute_command(*command)
         await redis.aclose()
 
     stack.call(announce())

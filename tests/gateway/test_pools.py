@@ -8,21 +8,25 @@ import httpx
 import pytest
 import redis
 import redis.asyncio
+from fakes.announced_pools import announcing, withdrawing
 from fakes.older_pool import REFUSAL, make_older_pool
 
 from penstock.gateway.app import create_app
 from penstock.gateway.settings import GatewaySettings
-from penstock.queue import keys, wire
+from penstock.queue import keys
 from penstock.queue.wire import PoolRecord
 
 
 @pytest.fixture
 def ghost(redis_url, url):
     with redis.Redis.from_url(redis_url) as client:
-        client.hset(keys.POOLS, "ghost", wire.encode_record(PoolRecord("ghost", "acme/ghost")))
+        for command in announcing(PoolRecord("ghost", "acme/ghost")):
+            client.execute_command(*command)
         client.hset(keys.POOLS, "broken", b"\xff")
         yield "acme/ghost"
-        client.hdel(keys.POOLS, "ghost", "broken")
+        client.hdel(keys.POOLS, "broken")
+        for command in withdrawing("ghost"):
+            client.execute_command(*command)
 
 
 def test_model_without_live_nodes_is_a_503_and_not_listed(stack, shared_engine, ghost):
@@ -40,13 +44,15 @@ def test_a_model_is_known_as_soon_as_it_is_announced(stack, shared_engine, redis
     late = PoolRecord("late", "acme/late")
     with httpx.Client(base_url=stack.start_gateway(), timeout=30) as http, redis.Redis.from_url(redis_url) as client:
         assert http.get("/v1/models/acme/late").status_code == 404
-        client.hset(keys.POOLS, "late", wire.encode_record(late))
+        for command in announcing(late):
+            client.execute_command(*command)
         client.hset(keys.config("late"), "lease_ms", 60_000)
         client.zadd(keys.nodes("late"), {"n": 1000 * client.time()[0]})
         try:
             assert http.get("/v1/models/acme/late").json()["id"] == "acme/late"
         finally:
-            client.hdel(keys.POOLS, "late")
+            for command in withdrawing("late"):
+                client.execute_command(*command)
             client.delete(keys.nodes("late"), keys.config("late"))
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes.announced_pools import announcing, withdrawing
 
 from penstock import AsyncClient, Client, RequestError, UnsupportedKindError
 from penstock.contract.tasks import MAX_TASK_TOKENS, Tokenize
-from penstock.queue import keys
 from penstock.queue.broker.connection import connect
-from penstock.queue.wire import PoolRecord, encode_record
+from penstock.queue.wire import PoolRecord
 from tests.gateway.conftest import MAX_MODEL_LEN, MODEL, EchoEngine, Stack
 
 HI = [72, 105]
@@ -194,15 +194,16 @@ def test_result_of_a_task_is_kept_like_any_result(url: str, redis_url: str, engi
 def test_pool_of_older_nodes_refuses_the_kind_by_name(url: str, redis_url: str, stack: Stack) -> None:
     async def submit_to_older_pool() -> str:
         redis = connect(redis_url)
-        record = encode_record(PoolRecord("older", "acme/older", max_model_len=64))
-        await redis.hset(keys.POOLS, "older", record)
+        for command in announcing(PoolRecord("older", "acme/older", max_model_len=64)):
+            await redis.execute_command(*command)
         try:
             async with AsyncClient(redis_url) as client:
                 with pytest.raises(UnsupportedKindError) as caught:
                     await client.tokenize("Hi", model="acme/older")
             return caught.value.message
         finally:
-            await redis.hdel(keys.POOLS, "older")
+            for command in withdrawing("older"):
+                await redis.execute_command(*command)
             await redis.aclose()
 
     assert "'tokenize'" in stack.call(submit_to_older_pool())

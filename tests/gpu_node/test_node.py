@@ -388,7 +388,7 @@ async def test_a_node_of_another_configuration_is_refused_while_the_pool_lives(r
 async def test_one_message_a_step_carries_the_whole_batch(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
     engine = ReferenceEngine(step_s=0.01)
     async with running(redis_url, engine), redis.pubsub() as inbox:
-        await inbox.subscribe(keys.inbox_channel("me"))
+        await inbox.subscribe(keys.inbox_channel(POOL, "me"))
         jobs = [new_job(max_tokens=40) for _ in range(16)]
         for job in jobs:
             await broker.submit(Submission(job, 50), inbox="me")

@@ -54,7 +54,7 @@ def running(url: str, engine: Any, **settings: Any) -> AbstractAsyncContextManag
 async def received(redis: Redis, job: Job, inbox: str) -> tuple[asyncio.Task[list[bytes]], asyncio.Event]:
     """Collect the messages of an inbox until the job's last chunk."""
     pubsub, ready = redis.pubsub(), asyncio.Event()
-    await pubsub.subscribe(keys.inbox_channel(inbox))
+    await pubsub.subscribe(keys.inbox_channel(POOL, inbox))
 
     async def collect() -> list[bytes]:
         messages = list[bytes]()

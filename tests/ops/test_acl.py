@@ -6,15 +6,14 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis as sync_redis
-from fakes.acl_users import ACL, ROLES, all_rules, rules_of, with_passwords
+from fakes.acl_users import ACL, ROLES, all_rules, confined, rules_of, serving, url_of
 from fakes.queue.harness import CONFIG, POOL, FakeNode, P, Queue, new_job
 from redis.asyncio import Redis
 from redis.backoff import NoBackoff
@@ -47,31 +46,13 @@ FOREIGN = "somebody:else"
 EVAL = ("EVAL", "return redis.call(ARGV[1], unpack(ARGV, 2))", "0")
 
 
-@contextmanager
-def serving(folder: Path, rules: str) -> Iterator[Path]:
-    """The socket of a Redis with only these users. Each one's password is its name."""
-    rules += "user watcher on >watcher +acl\n"
-    (folder / "users.acl").write_text(with_passwords(rules))
-    socket = folder / "s"
-    options = ("--port", "0", "--unixsocket", str(socket), "--aclfile", str(folder / "users.acl"), "--save", "")
-    process = subprocess.Popen([find_redis_server(), *options, "--dir", str(folder)], stdout=subprocess.DEVNULL)
-    while not socket.exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    yield socket
-    process.kill()
-    process.wait()
-
-
 ALL_RULES = all_rules()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A Redis with the unchanged users, and a node whose rules permit one pool."""
-    narrow = (
-        rules_of("node").replace("user node", "user narrow").replace("{*}", f"{{{POOL}}}").replace("NODE", "NARROW")
-    )
+    narrow = confined("node", POOL, "narrow")
     with serving(tmp_path_factory.mktemp("acl", numbered=True), ALL_RULES + narrow) as socket:
         yield socket
 
@@ -87,10 +68,6 @@ def server_with_read_only_keys(tmp_path: Path) -> Iterator[Path]:
     rules = subprocess.run(["sed", edit], input=ALL_RULES, capture_output=True, text=True, check=True).stdout
     with serving(tmp_path, rules) as socket:
         yield socket
-
-
-def url_of(server: Path, role: str) -> str:
-    return f"unix://{role}:{role}@{server}"
 
 
 def try_it(server: Path, role: str, *command: str | bytes | int) -> Any:
@@ -295,7 +272,7 @@ def test_other_channels_are_out_of_reach(server: Path, role: str) -> None:
     assert not may(server, role, "PUBLISH", FOREIGN, "x")
     assert not may(server, role, *EVAL, "PUBLISH", FOREIGN, "x")
     assert not may(server, role, "SUBSCRIBE", FOREIGN)
-    for channel in (keys.inbox_channel("me"), keys.doorbell(POOL, "n1")):
+    for channel in (keys.inbox_channel(POOL, "me"), keys.doorbell(POOL, "n1")):
         assert may(server, role, "PUBLISH", channel, b"")
 
 
@@ -346,7 +323,7 @@ async def test_roles_may_still_do_what_no_acl_rule_can_prevent(server: Path, cli
         # It may read every tenant's requests and answers.
         assert may(server, role, "GET" if role == "gateway" else "MGET", keys.request(job_id))
         # It may listen to other processes' inboxes, and speak to them as if it were a node.
-        assert may(server, role, "SUBSCRIBE", keys.inbox_channel("another-gateway"))
+        assert may(server, role, "SUBSCRIBE", keys.inbox_channel(POOL, "another-gateway"))
         # It may keep Redis from answering for as long as a script may run.
         assert may(server, role, "EVAL", "for i = 1, 1000 do end return 1", "0")
     # Redis 6.2 knows no keys that may only be read: a gateway could make API keys.

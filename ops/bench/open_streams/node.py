@@ -131,7 +131,7 @@ class StubNode:
     async def _reading_channel(self) -> str:
         """Return the channel of the one process that reads the jobs."""
         inboxes = await cast(Any, self._redis).hget(keys.job(self._jobs[0][0]), "inboxes")
-        return keys.inbox_channel(inboxes.decode())
+        return keys.inbox_channel(POOL, inboxes.decode())
 
     async def _until(self, due_s: float) -> None:
         if (left_s := due_s - time.monotonic()) > 0:

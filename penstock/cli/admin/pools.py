@@ -56,6 +56,35 @@ def forget(
     asyncio.run(_forget(redis_url_of(redis_url), pool))
 
 
+@app.command()
+def allow(
+    pool: Annotated[str, typer.Argument(help="Name of the pool.")],
+    names: Annotated[list[str] | None, typer.Argument(help="Names that it may serve beside its own.")] = None,
+    all_names: Annotated[bool, typer.Option("--all", help="Allow every name that its nodes announce.")] = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """List a pool whose nodes may not do so themselves, and set the models, aliases and adapters that it may serve.
+
+    Only nodes whose user of Redis is confined to their pool need that.
+
+    Examples:
+        penstock pools allow POOL
+        penstock pools allow POOL acme/model fast-model
+    """
+    asyncio.run(_allow(redis_url_of(redis_url), pool, None if all_names else names or []))
+
+
+@app.command()
+def repair(redis_url: RedisUrl = None) -> None:
+    """Remove what is not a pool from the list of pools, and mend damaged entries and records of pools.
+
+    Examples:
+        penstock pools repair
+    """
+    for line in asyncio.run(_repair(redis_url_of(redis_url))):
+        print(line)
+
+
 def object_of(pool: PoolStats) -> dict[str, Any]:
     """Return a pool as a JSON object."""
     classes = [priority.label for priority in Priority]
@@ -95,6 +124,22 @@ async def _stats(redis_url: str) -> list[PoolStats]:
 
     async with connect(redis_url) as redis:
         return await StatsBroker(redis).all()
+
+
+async def _allow(redis_url: str, pool: str, names: list[str] | None) -> None:
+    from penstock.queue.broker.admin import AdminBroker
+    from penstock.queue.broker.connection import connect
+
+    async with connect(redis_url) as redis:
+        await AdminBroker(redis).allow(pool, names)
+
+
+async def _repair(redis_url: str) -> list[str]:
+    from penstock.queue.broker.admin import AdminBroker
+    from penstock.queue.broker.connection import connect
+
+    async with connect(redis_url) as redis:
+        return await AdminBroker(redis).repair()
 
 
 async def _forget(redis_url: str, pool: str) -> None:

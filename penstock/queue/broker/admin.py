@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
-from penstock.contract.errors import BusyError, ConflictError, NotFoundError
+from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
 from penstock.contract.output import TERMINAL_STATES, Outcome
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
-from penstock.queue.wire import NodePressure
+from penstock.queue.broker.pool_names import PoolList, name_of, pool_names, remove_junk, write_entry
+from penstock.queue.msgpack_codec import WireError
+from penstock.queue.wire import NodePressure, PoolEntry
 
 MAX_ROWS = 32
 """Jobs, tenants or keys that one call checks, as in audit.lua. A call takes about 3 ms and blocks nodes meanwhile."""
 MAX_STORED = 100_000
 """Stored keys of ended jobs that one read of about 40 ms adds up. With more keys, an audit does not check their sum."""
+MAX_NAME_CHARS = 200
+"""Characters of a name that a pool may serve."""
 _SCAN_COUNT = 1000
 _PER_JOB = frozenset(("job", "request", "log", "result", "response"))
 _REPAIR_RETRY_MS = 10_000
@@ -60,9 +67,52 @@ class AdminBroker:
         self._redis = redis
 
     async def pools(self) -> list[str]:
-        """Return the names of all announced pools."""
+        """Return the names of all listed pools."""
         with translated():
-            return sorted(name.decode() for name in await cast(Any, self._redis.hkeys(keys.POOLS)))
+            return await pool_names(self._redis)
+
+    async def allow(self, pool: str, names: Sequence[str] | None) -> None:
+        """List a pool, which may then serve these names beside its own; None: all names that its nodes announce.
+
+        Raises RequestError for a wrong name.
+        """
+        for name in (pool, *(names or ())):
+            if not 0 < len(name) <= MAX_NAME_CHARS:
+                raise RequestError(f"a name has 1 to {MAX_NAME_CHARS} characters", param="name")
+        if name_of(pool.encode()) is None:
+            raise RequestError(f"{pool!r} is not a pool's name", param="pool")
+        with translated():
+            await write_entry(self._redis, PoolEntry(pool, None if names is None else tuple(names)))
+
+    async def repair(self) -> list[str]:
+        """Mend the list of pools and the pools' records. Return what was done, one sentence each.
+
+        Fields that are no pool's name are removed. A damaged entry of a pool with keys allows its own name alone from
+        then on. A damaged record is deleted: a living node writes it again within seconds.
+        """
+        with translated():
+            done = list[str]()
+            for name, listed in (await PoolList(self._redis).read()).items():
+                has_record = await self._has_record(name)
+                if listed.is_damaged and (has_record or await self._redis.exists(keys.config(name))):
+                    await write_entry(self._redis, listed.entry)
+                    done.append(
+                        f"{name}: its entry was damaged; it may serve its own name alone (`penstock pools allow`)"
+                    )
+                if has_record is None:
+                    await self._redis.delete(keys.record(name))
+                    done.append(f"{name}: its record was damaged and is deleted; its nodes write it again")
+            if num_removed := await remove_junk(self._redis, math.inf):
+                done.append(f"{num_removed} fields that are not pools were removed from the list")
+            return done
+
+    async def _has_record(self, pool: str) -> bool | None:
+        """Return whether a pool has a record, None for a damaged one."""
+        try:
+            data = await self._redis.get(keys.record(pool))
+            return (data is not None and wire.decode_pool(cast(bytes, data)).pool == pool) or (None if data else False)
+        except (WireError, ResponseError):
+            return None
 
     async def forget(self, pool: str) -> None:
         """Remove a pool without live nodes and open jobs, and its list of dead letters.
@@ -214,7 +264,12 @@ class AdminBroker:
         """Return the last pressure records of the pool's nodes."""
         with translated():
             records = await cast(Any, self._redis.hvals(keys.pressure(pool)))
-        return [wire.decode_pressure(record) for record in records]
+        readable = []
+        for record in records:
+            # Its node writes an unreadable record again with its next heartbeat.
+            with suppress(WireError):
+                readable.append(wire.decode_pressure(record))
+        return readable
 
 
 def _class_and_tenant(rest: str) -> tuple[str, str]:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import Priority, pool_of
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
+from penstock.queue.broker.pool_names import LoggedOnce
 from penstock.queue.wire import Request
 
 _FIELDS = ("tenant", "priority", "weight", "cost", "submitted", "finished", "chunks", "preemptions", "loss_nodes")
 
 _PURGED_AT_ONCE = 100
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class DeadLetters:
     """The dead letters of all pools. Raises UnavailableError when Redis is unreachable."""
 
     def __init__(self, redis: Redis) -> None:
-        self._redis = cast(Any, redis)
+        self._redis, self._logged = cast(Any, redis), LoggedOnce(_LOG)
 
     async def newest(self, pool: str, limit: int = 100) -> list[DeadLetter]:
         """Return a pool's dead letters, newest first."""
@@ -93,16 +98,23 @@ class DeadLetters:
             num_purged += await scripts.call(self._redis, "purge", pool, *job_ids)
 
     async def _read(self, job_id: str) -> DeadLetter | None:
-        values = await self._redis.hmget(keys.job(job_id), _FIELDS)
-        if values[0] is None:
+        try:
+            values = await self._redis.hmget(keys.job(job_id), _FIELDS)
+            return None if values[0] is None else _letter(job_id, values)
+        except (ValueError, ResponseError) as error:
+            if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
+                raise
+            self._logged.warn("unreadable job record", keys.job(job_id), error)
             return None
-        tenant, priority, weight, cost, submitted, finished, chunks, preemptions, losses = (
-            (value or b"").decode() for value in values
-        )
-        numbers = (int(submitted), int(finished), int(chunks), int(preemptions))
-        return DeadLetter(
-            job_id, tenant, Priority(int(priority)), float(weight or 1), int(cost), *numbers, _losses(losses)
-        )
+
+
+def _letter(job_id: str, values: Sequence[bytes | None]) -> DeadLetter:
+    """Parse the fields of a dead letter. Raises ValueError."""
+    tenant, priority, weight, cost, submitted, finished, chunks, preemptions, losses = (
+        (value or b"").decode() for value in values
+    )
+    numbers = (int(submitted), int(finished), int(chunks), int(preemptions))
+    return DeadLetter(job_id, tenant, Priority(int(priority)), float(weight or 1), int(cost), *numbers, _losses(losses))
 
 
 def _losses(history: str) -> tuple[Loss, ...]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from typing import Any, cast
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from penstock.contract.errors import NotFoundError, RequestError
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.job_records import STATUS_FIELDS, JobStatus, status_of
+from penstock.queue.broker.pool_names import LoggedOnce, pool_names
 
+_LOG = logging.getLogger(__name__)
 JobState = str
 MAX_PAGE_JOBS = 100
 MAX_EXAMINED = 1000
@@ -36,7 +40,7 @@ class JobLists:
     """Reader of the lists. Raises UnavailableError when Redis is unreachable."""
 
     def __init__(self, redis: Redis) -> None:
-        self._redis = cast(Any, redis)
+        self._redis, self._logged = cast(Any, redis), LoggedOnce(_LOG)
 
     async def page(
         self,
@@ -82,7 +86,7 @@ class JobLists:
     async def _lists(self, tenant: str | None, pool: str | None) -> list[tuple[str, str]]:
         """Return the pools and tenants whose lists to merge."""
         with translated():
-            pools = [pool] if pool is not None else [name.decode() for name in await self._redis.hkeys(keys.POOLS)]
+            pools = [pool] if pool is not None else await pool_names(self._redis)
             if tenant is not None:
                 return [(name, tenant) for name in pools]
             # Each stored job counts there, so no tenant with a list is missing.
@@ -112,16 +116,22 @@ class JobLists:
                 for job_id in job_ids:
                     pipe.hmget(keys.job(job_id), STATUS_FIELDS)
                     pipe.llen(keys.log(job_id))
-                values = await pipe.execute()
-        return [
-            _status(job_id, values[2 * at], values[2 * at + 1]) if values[2 * at][0] else None
-            for at, job_id in enumerate(job_ids)
-        ]
+                values = await pipe.execute(raise_on_error=False)
+        return [self._status(job_id, *values[2 * at : 2 * at + 2]) for at, job_id in enumerate(job_ids)]
 
-
-def _status(job_id: str, values: Sequence[bytes | None], num_chunks: int) -> JobStatus:
-    fields = {name: (value or b"").decode() for name, value in zip(STATUS_FIELDS, values, strict=True)}
-    return status_of(job_id, fields, num_chunks)
+    def _status(self, job_id: str, values: Any, num_chunks: Any) -> JobStatus | None:
+        """Return a job's state, None without a record. A damaged record is logged, and hides this job alone."""
+        try:
+            for answer in (values, num_chunks):
+                if isinstance(answer, Exception):
+                    raise answer
+            if not values[0]:
+                return None
+            fields = {name: (value or b"").decode() for name, value in zip(STATUS_FIELDS, values, strict=True)}
+            return status_of(job_id, fields, num_chunks)
+        except (ValueError, KeyError, ResponseError) as error:
+            self._logged.warn("unreadable job record", keys.job(job_id), error)
+            return None
 
 
 def _time_part(job_id: str) -> str:

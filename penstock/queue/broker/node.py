@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError, ResponseError
 
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Priority
@@ -16,6 +18,7 @@ from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.decoding import decoded
+from penstock.queue.broker.pool_names import keep_listed
 from penstock.queue.broker.sweep import sweep
 from penstock.queue.policy import HOLD_MS
 from penstock.queue.wire import NodePressure, PoolRecord
@@ -30,8 +33,10 @@ MAX_PREEMPTIONS = 3
 MAX_MESSAGE_CHARS = 1000
 Why = Literal["drain", "pressure", "lacking"]
 """Why a node gives jobs back: it leaves, it lacks KV capacity, or it lacks their adapter."""
-_ANNOUNCE = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
-"""HSET behind a free write. A full Redis refuses a plain HSET, but a full Redis needs new nodes most."""
+_SET = "redis.call('DEL', KEYS[1]); return redis.call('SET', KEYS[1], ARGV[1])"
+_HSET = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
+"""Writes behind a free write. A full Redis refuses a plain one, but a full Redis needs new nodes most."""
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +158,8 @@ class NodeBroker:
         self._pool = pool
         self._node_id = node_id
         self._revision = revision
+        self._may_list = True
+        """False for a user of Redis that is confined to this pool."""
 
     async def join(self, config: dict[str, int | str], record: PoolRecord) -> None:
         """Join the pool and announce it. Raises ConfigError if live nodes use another configuration."""
@@ -165,14 +172,29 @@ class NodeBroker:
         await self.announce(record)
 
     async def announce(self, record: PoolRecord) -> None:
-        """Publish the pool's record to clients, and the adapters of this node."""
+        """Publish the pool's record to clients, and the adapters of this node. Repeating it mends what is damaged.
+
+        A node whose rules confine it to its pool cannot list it: `penstock pools allow` does.
+        """
         redis, packed = cast(Any, self._redis), wire.encode_record(record)
         with translated():
-            await redis.eval(_ANNOUNCE, 1, keys.POOLS, self._pool, packed)
+            await redis.eval(_SET, 1, keys.record(self._pool), packed)
             if record.adapters:
-                await redis.eval(_ANNOUNCE, 1, keys.adapters(self._pool), self._node_id, packed)
+                await redis.eval(_HSET, 1, keys.adapters(self._pool), self._node_id, packed)
             else:
                 await redis.hdel(keys.adapters(self._pool), self._node_id)
+            if self._may_list:
+                await self._list()
+
+    async def _list(self) -> None:
+        try:
+            await keep_listed(self._redis, self._pool)
+        except ResponseError as error:
+            # A script that was refused a key raises a plain ResponseError.
+            if not isinstance(error, NoPermissionError) and "access" not in str(error):
+                raise
+            self._may_list = False
+            _LOG.warning("this user may not list its pool", extra={"pool": self._pool})
 
     async def heartbeat(
         self, pressure: NodePressure, *, free: int, answered_call: int, held: Sequence[str] | None

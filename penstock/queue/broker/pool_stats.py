@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import translated
+from penstock.queue.broker.pool_names import pool_names
 from penstock.queue.msgpack_codec import WireError
 from penstock.queue.pool_stats import EVENTS, PoolStats
 
@@ -24,7 +25,7 @@ class StatsBroker:
     async def all(self) -> list[PoolStats]:
         """Return the statistics of every announced pool."""
         with translated():
-            pools = sorted(name.decode() for name in await self._redis.hkeys(keys.POOLS))
+            pools = await pool_names(self._redis)
             return list(await asyncio.gather(*map(self._of, pools)))
 
     async def memory(self) -> tuple[int, int]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from penstock.contract.errors import NotFoundError, TooLargeError
 from penstock.contract.job import Job, pool_of
@@ -24,12 +25,13 @@ from penstock.queue.broker.connection import translated
 from penstock.queue.broker.decoding import decoded, packed_result_of, result_of
 from penstock.queue.broker.job_records import STATUS_FIELDS, large_result_bytes_of, outcome_of, status_of, times_ms_of
 from penstock.queue.broker.job_records import JobStatus as JobStatus
+from penstock.queue.broker.pool_names import ListedPool, LoggedOnce, PoolList, with_allowed_names
 from penstock.queue.broker.submit_errors import submit_error
 from penstock.queue.broker.sweep import sweep
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError, pack, with_members
 from penstock.queue.packed_result import Fetches, PackedResult
 from penstock.queue.protocol_version import PROTOCOL_VERSION, other_version
-from penstock.queue.wire import PoolPressure, PoolRecord
+from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.tracing.context import Carried, carried_by, start_enqueue_span
 
@@ -86,8 +88,7 @@ class ProducerBroker:
 
     def __init__(self, redis: Redis) -> None:
         self._redis, self._yielder = redis, LoopYielder()
-        self._unreadable: set[bytes] = set()
-        """Pools already logged as unreadable. Clients list all pools every second, so each is logged once."""
+        self._list, self._logged = PoolList(redis), LoggedOnce(_LOG)
 
     async def submit(self, submission: Submission, inbox: str = "") -> Submitted:
         """Enqueue a job. `inbox` is the process to push chunks to. The job carries the caller's trace context.
@@ -227,21 +228,44 @@ class ProducerBroker:
         ]
         costs = [max(0, int(value or 0)) for value in backlog]
         interactive, standard, batch = num_queued
-        return PoolPressure(
-            tuple(map(wire.decode_pressure, alive)), (costs[0], costs[1], costs[2]), (interactive, standard, batch)
-        )
+        readable = tuple(self._pressures(pool, alive))
+        return PoolPressure(readable, (costs[0], costs[1], costs[2]), (interactive, standard, batch))
+
+    def _pressures(self, pool: str, records: Iterable[bytes]) -> Iterator[NodePressure]:
+        """Decode pressure records. An unreadable one is logged and skipped, until its node writes it again."""
+        for data in records:
+            try:
+                yield wire.decode_pressure(data)
+            except WireError as error:
+                self._logged.warn("unreadable pressure record", keys.pressure(pool), error)
 
     async def pools(self) -> dict[str, ServedPool]:
-        """Return every announced pool by name, pools with a live node first."""
+        """Return every listed pool that has a record, by name, pools with a live node first."""
         with translated():
-            redis = cast(Any, self._redis)
-            time, announced = await asyncio.gather(redis.time(), redis.hgetall(keys.POOLS))
-            records = self._readable(announced)
-            served = await asyncio.gather(*(self._served(pool, *records[pool], time) for pool in records))
-        by_name = dict(zip(records, served, strict=True))
+            time, listed = await asyncio.gather(cast(Any, self._redis).time(), self._list.read())
+            records = await asyncio.gather(*(self._record_of(one) for one in listed.values()))
+            found = [(one, record) for one, record in zip(listed.values(), records, strict=True) if record is not None]
+            served = await asyncio.gather(*(self._served(one, record, time) for one, record in found))
+        self._list.known = {one.entry.pool: one for one, _ in found}
+        by_name = {pool.pool: pool for pool in served}
         return dict(sorted(by_name.items(), key=lambda item: not item[1].is_alive))
 
-    async def _served(self, pool: str, record: PoolRecord, version: int, time: tuple[int, int]) -> ServedPool:
+    async def _record_of(self, listed: ListedPool) -> PoolRecord | None:
+        """Return a pool's record, None without one. An unreadable record is logged; its nodes write it again."""
+        if listed.older is not None:
+            return listed.older
+        pool = listed.entry.pool
+        try:
+            data = await self._redis.get(keys.record(pool))
+            return None if data is None else _decoded_record(pool, cast(bytes, data))
+        except (WireError, ResponseError) as error:
+            if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
+                raise
+            self._logged.warn("unreadable pool record", keys.record(pool), error)
+            return None
+
+    async def _served(self, listed: ListedPool, record: PoolRecord, time: tuple[int, int]) -> ServedPool:
+        pool, version = record.pool, listed.protocol_version
         if version != PROTOCOL_VERSION:
             return ServedPool(**asdict(record), is_alive=False, protocol_version=version)
         redis = cast(Any, self._redis)
@@ -252,24 +276,14 @@ class ProducerBroker:
         )
         digests: dict[str, str] = {}
         for data in adapters.values():
-            with suppress(WireError):
+            try:
                 digests |= wire.decode_pool(data).adapters
+            except WireError as error:
+                self._logged.warn("unreadable pool record", keys.adapters(pool), error)
         is_alive = bool(heartbeats) and heartbeats[0][1] >= _alive_since_ms(time, lease_ms)
         # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
-        announced = asdict(replace(record, adapters=digests) if is_alive else record)
-        return ServedPool(**announced, is_alive=is_alive, max_open_jobs=int(max_open_jobs or NO_LIMIT))
-
-    def _readable(self, announced: dict[bytes, bytes]) -> dict[str, tuple[PoolRecord, int]]:
-        """Decode pool records and their protocol versions. An unreadable record is logged and skipped."""
-        records = {}
-        for name, data in announced.items():
-            try:
-                records[name.decode()] = wire.decode_pool_of_any_version(data)
-            except (WireError, UnicodeDecodeError) as error:
-                if name not in self._unreadable:
-                    self._unreadable.add(name)
-                    _LOG.warning("unreadable pool record", extra={"pool": repr(name), "error": str(error)})
-        return records
+        announced = with_allowed_names(replace(record, adapters=digests) if is_alive else record, listed.entry)
+        return ServedPool(**asdict(announced), is_alive=is_alive, max_open_jobs=int(max_open_jobs or NO_LIMIT))
 
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:
         with translated():
@@ -280,6 +294,13 @@ class ProducerBroker:
         if not fields["priority"]:
             raise other_version(pool_of(job_id), 1)  # Version 1 has another name for this field.
         return fields
+
+
+def _decoded_record(pool: str, data: bytes) -> PoolRecord:
+    record = wire.decode_pool(data)
+    if record.pool != pool:
+        raise WireError(f"the record names pool {record.pool[:64]!r}")
+    return record
 
 
 def _alive_since_ms(time: tuple[int, int], lease_ms: bytes | None) -> int:

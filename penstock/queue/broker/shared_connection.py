@@ -55,7 +55,7 @@ class SharedConnection(asyncio.Protocol):
     Raises redis-py's errors. A lost connection raises ConnectionError or TimeoutError.
     """
 
-    def __init__(self, writer: asyncio.StreamWriter, on_message: Callable[[bytes], None] | None) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, on_message: Callable[[bytes, bytes], None] | None) -> None:
         # The writer is kept because its finalizer would close the connection.
         self._writer = writer
         self._transport = cast(asyncio.Transport, writer.transport)
@@ -80,8 +80,8 @@ class SharedConnection(asyncio.Protocol):
         """Done once the connection has failed or was closed; its result is the reason."""
 
     @classmethod
-    async def open(cls, redis: Redis, on_message: Callable[[bytes], None] | None = None) -> SharedConnection:
-        """Connect with the options of `redis`. `on_message` is called with each message of a subscription."""
+    async def open(cls, redis: Redis, on_message: Callable[[bytes, bytes], None] | None = None) -> SharedConnection:
+        """Connect with the options of `redis`. `on_message` gets the channel and the text of each message."""
         connection = cast(Any, redis.connection_pool).make_connection()
         try:
             await connection.connect()
@@ -158,7 +158,7 @@ class SharedConnection(asyncio.Protocol):
                 if self._on_message is None or type(reply) is not list or reply[0] != b"message":
                     self._answer(reply)
                     continue
-                self._on_message(reply[2])
+                self._on_message(reply[1], reply[2])
                 # Readers run between two messages; otherwise many messages at once would overflow their queues.
                 self._goes_on = True
                 self._loop.call_soon(self._read_on)

@@ -13,6 +13,7 @@ from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.usage import MAX_PAGE_ROWS, Periods, PeriodUsage, UsagePage, UsageQuery, periods_of
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
+from penstock.queue.broker.pool_names import pool_names
 
 _COUNTERS = ("jobs", "prompt", "completion", "cached")
 _FIELDS_AT_ONCE = 400
@@ -43,9 +44,8 @@ class UsageBroker:
             raise RequestError(f"limit: must be from 1 to {MAX_PAGE_ROWS}", param="limit")
         begin = None if after is None else _position_of(after)
         with translated():
-            (now_s, _), announced = await asyncio.gather(self._redis.time(), self._redis.hkeys(keys.POOLS))
+            (now_s, _), pools = await asyncio.gather(self._redis.time(), pool_names(self._redis))
         periods = periods_of(query, now_s)
-        pools = sorted(name.decode() for name in announced)
         if unknown := sorted((query.pools or frozenset()).difference(pools)):
             raise NotFoundError(f"no pool {unknown[0][:MAX_SHOWN]!r} exists", code="pool_not_found", param="pool")
         rows: list[PeriodUsage] = []
@@ -79,8 +79,8 @@ class UsageBroker:
         """Return the bytes of Redis memory that each tenant's jobs and results occupy, in all pools."""
         sums: dict[str, int] = defaultdict(int)
         with translated():
-            pools = await self._redis.hkeys(keys.POOLS)
-            for kept in await asyncio.gather(*(self._redis.hgetall(keys.kept_bytes(name.decode())) for name in pools)):
+            pools = await pool_names(self._redis)
+            for kept in await asyncio.gather(*(self._redis.hgetall(keys.kept_bytes(name)) for name in pools)):
                 for tenant, num_bytes in kept.items():
                     sums[tenant.decode()] += int(num_bytes)
         return dict(sums)

@@ -23,8 +23,8 @@ if check then
     elseif held[id] then
       if job.cancel == '1' then cancelled[#cancelled + 1] = id
       elseif is_expired(job, now) then expired[#expired + 1] = id end
-    elseif tonumber(string.match(job.lease, '^(%d+):')) <= answered then
-      missing[#missing + 1] = read_job(id)
+    elseif (tonumber(string.match(job.lease, '^(%d+):')) or 0) <= answered then
+      missing[#missing + 1] = read_damaged_job(id)
     end
   end
   for at = FIRST, #ARGV do

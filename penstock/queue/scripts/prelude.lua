@@ -27,7 +27,7 @@
 -- used: `<prompt> <completion> <cached> <kv_token_ms>` of an ended job; kv_token_ms is '' if its node did not report it.
 
 local P = string.sub(KEYS[1], 1, -8)
-local PROTOCOL_VERSION = '2'
+local PROTOCOL_VERSION = '3'
 local CLASSES = 3
 local MAX_INBOXES = 16
 local MAX_DEBTS = 1000
@@ -65,6 +65,32 @@ local function read_job(id, fields)
   if not values[1] then return nil end
   local job = {id = id}
   for i = 1, #fields do job[fields[i]] = values[i] or '' end
+  return job
+end
+
+-- What the record of a damaged job counts as having, so that one such job ends no script.
+local NUMBERS = {priority = '1', n = '1', cost = '1', submitted = '0', losses = '0', preemptions = '0'}
+
+-- The job with a default for each missing or damaged number. The usual job is whole, and costs only this comparison.
+local function mended(job)
+  if not job or (tonumber(job.cost) and tonumber(job.submitted) and tonumber(job.losses) and tonumber(job.preemptions)
+    and tonumber(job.n) and tonumber(job.priority) and job.tenant ~= '' and job.background ~= '') then return job end
+  for name, default in pairs(NUMBERS) do
+    if not tonumber(job[name]) then job[name] = default end
+  end
+  if job.tenant == '' then job.tenant = 'default' end
+  if job.background == '' then job.background = '0' end
+  return job
+end
+
+-- The same as read_job for scripts that look at many jobs. A key that is not a hash counts as no job.
+local function read_damaged_job(id)
+  if redis.call('TYPE', job_key(id)).ok ~= 'hash' then return nil end
+  local job = mended(read_job(id))
+  if not job then return nil end
+  for _, name in ipairs({'deadline', 'unread'}) do
+    if not tonumber(job[name]) then job[name] = '' end
+  end
   return job
 end
 
@@ -165,7 +191,7 @@ local function find_boxes(inboxes)
   for inbox in string.gmatch(inboxes, '%S+') do
     local box = outgoing[inbox]
     if not box then
-      box = {size = 0, parts = {}, count = 0, channel = 'penstock:inbox:' .. inbox}
+      box = {size = 0, parts = {}, count = 0, channel = P .. ':inbox:' .. inbox}
       outgoing[inbox] = box
       outgoing_order[#outgoing_order + 1] = box
     end

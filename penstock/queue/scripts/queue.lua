@@ -376,12 +376,12 @@ local function end_job(job, config, now, state, code, message, param, reported)
   if is_dead then dead_letter(job, now) else redis.call('DEL', P .. ':request:' .. job.id) end
   local bytes, idem, ms_per_token, charged, account, has_moved = unpack(redis.call('HMGET', job_key(job.id), 'bytes',
     'idem', 'ms_per_token', 'charged', 'account', 'num_past_leases'))
-  local promised = tonumber(bytes or '0')
+  local promised = bytes and tonumber(bytes) or 0
   redis.call('HINCRBY', P .. ':promised_bytes', job.priority, -promised)
   count_kept_bytes(job.tenant, -promised)
   add_usage(job, account, now, reported)
   if ms_per_token then
-    correct_rate(job, tonumber(ms_per_token), reported.prompt + reported.completion - tonumber(charged), now)
+    correct_rate(job, tonumber(ms_per_token), reported.prompt + reported.completion - (charged and tonumber(charged) or 0), now)
   end
   if idem and idem ~= '' then
     -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.

@@ -31,7 +31,7 @@ local lost, budget = {}, MAX_JOBS
 for _, node in ipairs(redis.call('ZRANGEBYSCORE', P .. ':nodes', '-inf', now - config.lease_ms)) do
   local ids = redis.call('SRANDMEMBER', P .. ':running:' .. node, budget)
   local jobs = {}
-  for _, id in ipairs(ids) do jobs[#jobs + 1] = read_job(id) end
+  for _, id in ipairs(ids) do jobs[#jobs + 1] = read_damaged_job(id) end
   table.sort(jobs, is_older)
   budget = budget - #ids
   lost[#lost + 1] = {node = node, jobs = jobs, empty = #ids == redis.call('SCARD', P .. ':running:' .. node),
@@ -40,7 +40,7 @@ for _, node in ipairs(redis.call('ZRANGEBYSCORE', P .. ':nodes', '-inf', now - c
 end
 local due = {}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':deadlines', '-inf', now, 'LIMIT', 0, MAX_JOBS)) do
-  due[#due + 1] = read_job(id)
+  due[#due + 1] = read_damaged_job(id)
 end
 
 redis.call('DEL', P .. ':sweep')

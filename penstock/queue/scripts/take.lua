@@ -143,7 +143,7 @@ local function reader(examined, skipped, read_page)
         end
       end
       local id = ids[at]
-      local job = not has_no_slot_for(id) and read_job(id, EXAMINED_FIELDS)
+      local job = not has_no_slot_for(id) and mended(read_job(id, EXAMINED_FIELDS))
       local is_eligible = job and is_for_us(job)
       local counted = (is_eligible or tried[id]) and examined or skipped
       at, counted.count = at + 1, counted.count + 1
@@ -449,7 +449,7 @@ local stale = {}
 local function take_tasks()
   for _, id in ipairs(redis.call('ZRANGE', P .. ':tasks', 0, MAX_TASKS_EXAMINED - 1)) do
     if task_slots == 0 then return end
-    local job = not tried[id] and read_job(id, EXAMINED_FIELDS)
+    local job = not tried[id] and mended(read_job(id, EXAMINED_FIELDS))
     if not tried[id] and (not job or job.state ~= 'queued') then
       stale[#stale + 1] = id
     elseif job and is_for_us(job) and not is_isolated(job) and not try(job, tonumber(job.priority), false) then

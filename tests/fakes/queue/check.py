@@ -11,6 +11,7 @@ from fakes.queue.model import MAX_PAST_LEASES, TERMINAL, ModelJob, QueueModel
 from penstock.queue.wire import decode_chunks
 
 OF_THE_POOL = {
+    "record",
     "config",
     "schema",
     "nodes",

@@ -440,7 +440,7 @@ async def test_a_closed_client_is_not_opened_again(redis_url: str, node: FakeNod
 async def test_connecting_twice_at_once_subscribes_once(redis_url: str, redis: Redis) -> None:
     client = AsyncClient(redis_url)
     await asyncio.gather(client.connect(), client.connect())
-    assert len(await redis.pubsub_channels("penstock:inbox:*")) == 1
+    assert len(await redis.pubsub_channels("penstock:echo:*")) == 1
     await client.close()
 
 

@@ -48,7 +48,7 @@ async def test_doubled_messages_are_dropped(client: AsyncClient, node: FakeNode)
 async def test_malformed_messages_on_the_inbox_are_ignored(client: AsyncClient, node: FakeNode, redis: Redis) -> None:
     node.step_s = 0.01
     job = await client.submit("hello", max_tokens=20)
-    [channel] = await redis.pubsub_channels(keys.inbox_channel("*"))
+    [channel] = await redis.pubsub_channels(keys.inbox_channel("*", "*"))
     for nonsense in (
         b"",
         b"\xff\xff",
@@ -168,7 +168,7 @@ async def test_open_subscription_that_receives_nothing_is_renewed(
 ) -> None:
     """The echo is what proves it: here messages go nowhere, as behind a half-dead proxy."""
     inbox = quick_client._inbox
-    inbox._channel, channel = "penstock:inbox:elsewhere", inbox._channel
+    inbox._channel, channel = "penstock:echo:elsewhere", inbox._channel
     while quick_client.stats.resubscribes == 0:
         await asyncio.sleep(0.05)
     inbox._channel = channel

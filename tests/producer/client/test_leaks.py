@@ -33,7 +33,7 @@ CONNECTIONS_WITHOUT_CLIENT = 3
 async def connections_are_closed(redis: Redis) -> bool:
     """Whether Redis notices within two seconds that all of the client's connections are closed."""
     for _ in range(100):
-        channels, connections = await redis.pubsub_channels(keys.inbox_channel("*")), await redis.client_list()
+        channels, connections = await redis.pubsub_channels(keys.echo_channel("*")), await redis.client_list()
         if not channels and len(connections) <= CONNECTIONS_WITHOUT_CLIENT:
             return True
         await asyncio.sleep(0.02)
@@ -76,7 +76,7 @@ async def test_jobs_by_hundreds_leave_nothing_behind(redis_url: str, redis: Redi
                 async with asyncio.timeout(PATIENCE_S):
                     while list(client._inbox._feeds):
                         await asyncio.sleep(0.02)
-                assert len(await redis.pubsub_channels(keys.inbox_channel("*"))) == 1
+                assert len(await redis.pubsub_channels(keys.echo_channel("*"))) == 1
                 sizes.append(len(gc.get_objects()))
             assert sizes[-1] - sizes[rounds // 2] < OBJECTS_OF_A_JOB * JOBS_A_ROUND
             assert client.stats.log_reads == 0

@@ -12,6 +12,7 @@ from fakes.fake_node import FakeNode
 from redis.asyncio import Redis
 
 from penstock.contract.errors import UnavailableError
+from penstock.contract.job import pool_of
 from penstock.contract.priority import Priority
 from penstock.contract.waiting import PrefillProgress, QueuePosition
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -32,7 +33,7 @@ async def publish(redis: Redis, job: AsyncJob, *progress: PrefillProgress) -> No
     """Send progress to the job's readers, as emit.lua does."""
     inbox = (await cast(Any, redis.hget(keys.job(job.id), "inboxes"))).decode()
     for one in progress:
-        await redis.publish(keys.inbox_channel(inbox), encode_progress(job.id, one))
+        await redis.publish(keys.inbox_channel(pool_of(job.id), inbox), encode_progress(job.id, one))
 
 
 async def test_positions_decrease_as_jobs_are_taken_and_end_with_the_first_chunk(

@@ -47,7 +47,7 @@ async def test_an_unreadable_pool_record_hides_no_other(
     await queue.redis.hset(keys.POOLS, "broken", data)
     for _ in range(2):
         assert list(await queue.producer.pools()) == [POOL]
-    assert caplog.text.count("unreadable pool record") == 1
+    assert caplog.text.count("unreadable pool entry") == 1
 
 
 async def test_a_request_above_the_wire_s_limit_is_refused_with_the_limit(queue: Queue) -> None:

@@ -156,7 +156,7 @@ async def test_messages_arrive_in_order_and_readers_run_between_two(
     heard: list[bytes] = []
     most_at_once = at_once = 0
 
-    def hear(message: bytes) -> None:
+    def hear(_: bytes, message: bytes) -> None:
         nonlocal at_once, most_at_once
         at_once += 1
         most_at_once = max(most_at_once, at_once)

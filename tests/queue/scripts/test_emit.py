@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes.queue.harness import LEASE_MS, FakeNode, P, Queue, chunks_of, new_job
+from fakes.queue.harness import LEASE_MS, POOL, FakeNode, P, Queue, chunks_of, new_job
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.output import Outcome, Usage
@@ -35,7 +35,7 @@ async def test_first_token_is_timed_once(queue: Queue) -> None:
 async def test_repeated_chunks_are_published_again_but_not_appended(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node, inbox="me")
-    inbox = await queue.listen(keys.inbox_channel("me"))
+    inbox = await queue.listen(keys.inbox_channel(POOL, "me"))
     chunks = chunks_of(taken.job_id, 0, 5)
     await node.emit(taken, 0, 3)
 
@@ -49,7 +49,7 @@ async def test_repeated_chunks_are_published_again_but_not_appended(queue: Queue
 async def test_gap_is_answered_with_the_needed_index_and_writes_nothing(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node, inbox="me")
-    inbox = await queue.listen(keys.inbox_channel("me"))
+    inbox = await queue.listen(keys.inbox_channel(POOL, "me"))
     await node.emit(taken, 0, 2)
     await inbox.messages()
 
@@ -65,7 +65,10 @@ async def test_gap_is_answered_with_the_needed_index_and_writes_nothing(queue: Q
 async def test_progress_reaches_inboxes_before_the_chunks_and_is_stored_nowhere(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node, inbox="me", channel=True)
-    inbox, channel = await queue.listen(keys.inbox_channel("me")), await queue.listen(keys.own_channel(taken.job_id))
+    inbox, channel = (
+        await queue.listen(keys.inbox_channel(POOL, "me")),
+        await queue.listen(keys.own_channel(taken.job_id)),
+    )
     chunks = chunks_of(taken.job_id, 0, 1)
 
     alone = Emission(taken.job_id, taken.lease, 0, (), b"half")
@@ -157,7 +160,7 @@ async def test_nothing_is_written_after_the_lease_is_lost(queue: Queue, how: str
     await lose(queue, zombie, taken, how)
     if how == "taken again":
         assert (await other.take_one()).job_id == taken.job_id
-    inbox = await queue.listen(keys.inbox_channel("me"))
+    inbox = await queue.listen(keys.inbox_channel(POOL, "me"))
     before = (await queue.record(taken.job_id), await queue.log(taken.job_id), await queue.keys())
 
     assert await zombie.emit(taken, 2, 3) == "FENCED"
@@ -221,7 +224,7 @@ async def test_repeated_finish_is_answered_ok_and_changes_nothing(queue: Queue) 
     node = await queue.node()
     taken = await queue.running(node, inbox="me")
     await node.finish(taken, 0, 2)
-    inbox = await queue.listen(keys.inbox_channel("me"))
+    inbox = await queue.listen(keys.inbox_channel(POOL, "me"))
     before = (await queue.record(taken.job_id), await queue.log(taken.job_id))
 
     assert await node.finish(taken, 0, 2) == "OK"

@@ -26,7 +26,7 @@ async def outcome_of(queue: Queue, job_id: str) -> Outcome | None:
 async def test_queued_job_is_cancelled_at_once(queue: Queue) -> None:
     node = await queue.node()
     job_id = await queue.submit(inbox="me", deadline_ms=60_000)
-    inbox = await queue.listen(keys.inbox_channel("me"))
+    inbox = await queue.listen(keys.inbox_channel(POOL, "me"))
 
     assert await queue.producer.cancel(job_id, "default") == "cancelled"
 
@@ -142,7 +142,7 @@ async def test_terminal_chunk_is_what_msgpack_makes_of_the_same_map(
 
     data = (await queue.log(taken.job_id))[-1]
     end = {"state": outcome.state, "code": outcome.code, "message": outcome.message, "param": outcome.param}
-    assert data == msgpack.packb({"v": 2, "j": taken.job_id, "i": num_chunks, "e": end})
+    assert data == msgpack.packb({"v": 3, "j": taken.job_id, "i": num_chunks, "e": end})
     assert decode_chunks(data) == [Chunk(taken.job_id, num_chunks, outcome=outcome)]
 
 
@@ -204,6 +204,7 @@ async def test_all_keys_of_an_ended_job_expire(queue: Queue, end: Callable[[Queu
         limits |= {f"job:{job_id}": DEAD_LIFE_MS, f"request:{job_id}": DEAD_LIFE_MS}
     of_the_pool = {
         "config",
+        "record",
         "schema",
         "nodes",
         "revisions",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes.queue.harness import LEASE_MS, P, Queue, chunks_of, new_id
+from fakes.queue.harness import LEASE_MS, POOL, P, Queue, chunks_of, new_id
 
 from penstock.contract.errors import NotFoundError
 from penstock.contract.output import Chunk, Outcome
@@ -33,7 +33,10 @@ async def unheard(queue: Queue, taken: Taken, *, swept_ms_ago: int | None = 0) -
 
 async def test_chunks_of_a_call_reach_an_inbox_back_to_back(queue: Queue) -> None:
     node = await queue.node()
-    inbox, other = await queue.listen(keys.inbox_channel("me")), await queue.listen(keys.inbox_channel("you"))
+    inbox, other = (
+        await queue.listen(keys.inbox_channel(POOL, "me")),
+        await queue.listen(keys.inbox_channel(POOL, "you")),
+    )
     for reader in ("me", "me", "you"):
         await queue.submit(inbox=reader)
     jobs = (await node.take()).jobs
@@ -54,7 +57,7 @@ def chunks(taken: Taken, start: int, count: int) -> list[Chunk]:
 
 async def test_messages_stay_below_their_limit(queue: Queue) -> None:
     node = await queue.node()
-    inbox = await queue.listen(keys.inbox_channel("me"))
+    inbox = await queue.listen(keys.inbox_channel(POOL, "me"))
     taken = await queue.running(node, inbox="me")
     sent = tuple(encode_chunk(Chunk(taken.job_id, i, text="x" * 30_000)) for i in range(20))
     huge = encode_chunk(Chunk(taken.job_id, 20, text="y" * 300_000))
@@ -94,7 +97,7 @@ async def test_attached_reader_gets_what_comes_after_the_answer(queue: Queue) ->
     node = await queue.node()
     taken = await queue.running(node)
     await node.emit(taken, 0, 3)
-    inbox = await queue.listen(keys.inbox_channel("late"))
+    inbox = await queue.listen(keys.inbox_channel(POOL, "late"))
 
     attached = await queue.producer.attach(taken.job_id, "default", inbox="late")
     await queue.producer.attach(taken.job_id, "default", inbox="late")
@@ -133,7 +136,10 @@ async def test_job_pushes_to_sixteen_readers_and_sends_further_ones_to_the_log(q
     taken = await queue.running(node, inbox="r0")
     answers = [await queue.producer.attach(taken.job_id, "default", inbox=f"r{i}") for i in range(17)]
     assert [answer.pushed for answer in answers] == [True] * 16 + [False]
-    inbox, late = await queue.listen(keys.inbox_channel("r15")), await queue.listen(keys.inbox_channel("r16"))
+    inbox, late = (
+        await queue.listen(keys.inbox_channel(POOL, "r15")),
+        await queue.listen(keys.inbox_channel(POOL, "r16")),
+    )
     await node.emit(taken, 0, 1)
     assert (len(await inbox.messages()), len(await late.messages())) == (1, 0)
 
@@ -142,7 +148,7 @@ async def test_detached_reader_gets_nothing_more(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node, inbox="one")
     await queue.producer.attach(taken.job_id, "default", inbox="two")
-    one, two = await queue.listen(keys.inbox_channel("one")), await queue.listen(keys.inbox_channel("two"))
+    one, two = await queue.listen(keys.inbox_channel(POOL, "one")), await queue.listen(keys.inbox_channel(POOL, "two"))
 
     await queue.producer.detach(taken.job_id, "one")
     await node.emit(taken, 0, 1)

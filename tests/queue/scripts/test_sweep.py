@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from fakes.queue.harness import CONFIG, LEASE_MS, POOL, RECORD, FakeNode, P, Queue
@@ -270,7 +271,7 @@ async def test_joining_announces_the_pool(queue: Queue) -> None:
     assert await queue.producer.pools() == {}
     await queue.node()
     other = NodeBroker(queue.redis, "x", "n9", "r1")
-    await other.join(CONFIG, RECORD)
+    await other.join(CONFIG, replace(RECORD, pool="x"))
     assert set(await queue.producer.pools()) == {POOL, "x"}
 
 
