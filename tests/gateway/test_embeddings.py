@@ -313,7 +313,7 @@ def test_nodes_of_an_older_release_are_named(stack: Stack, engine: EchoEngine) -
         redis = connect(stack.redis_url)
         record = PoolRecord("elder", "acme/elder", kinds=("generate", "tokenize", "detokenize"))
         for command in announcing(record):
-            await redis.execute_command(*command)
+            await redis.execute_command(*command)  # type: ignore[no-untyped-call]
         await redis.aclose()
 
     stack.call(announce())

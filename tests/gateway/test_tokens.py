@@ -195,7 +195,7 @@ def test_pool_of_older_nodes_refuses_the_kind_by_name(url: str, redis_url: str, 
     async def submit_to_older_pool() -> str:
         redis = connect(redis_url)
         for command in announcing(PoolRecord("older", "acme/older", max_model_len=64)):
-            await redis.execute_command(*command)
+            await redis.execute_command(*command)  # type: ignore[no-untyped-call]
         try:
             async with AsyncClient(redis_url) as client:
                 with pytest.raises(UnsupportedKindError) as caught:
@@ -203,7 +203,7 @@ def test_pool_of_older_nodes_refuses_the_kind_by_name(url: str, redis_url: str, 
             return caught.value.message
         finally:
             for command in withdrawing("older"):
-                await redis.execute_command(*command)
+                await redis.execute_command(*command)  # type: ignore[no-untyped-call]
             await redis.aclose()
 
     assert "'tokenize'" in stack.call(submit_to_older_pool())
