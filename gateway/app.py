@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
+import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 
 import uvicorn
@@ -208,6 +211,20 @@ class _Server(uvicorn.Server):
             end.cancel()
 
 
+MAX_CONNECTIONS_PERCENT = 87
+"""Percent of the open files that the system allows. The rest is for Redis, the log and the parser process."""
+MAX_CONNECTIONS = 1 << 20
+"""The most connections where the system limits the number of open files of a process no further."""
+
+
+def max_connections_of(settings: GatewaySettings) -> int:
+    """Return the most connections that the gateway keeps open at once."""
+    if settings.max_connections is not None:
+        return settings.max_connections
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_CONNECTIONS if max_files == resource.RLIM_INFINITY else max_files * MAX_CONNECTIONS_PERCENT // 100
+
+
 def make_server(settings: GatewaySettings) -> uvicorn.Server:
     """Return the server of one gateway process. It is not started yet."""
     app = create_app(settings)
@@ -225,6 +242,8 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         server_header=False,
         timeout_graceful_shutdown=settings.drain_s + END_GRACE_S,
         timeout_keep_alive=IDLE_S,
+        # BoundedHead closes any connection beyond `max_connections`. So uvicorn's own refusal never applies.
+        limit_concurrency=max_connections_of(settings) + 1,
     )
     return _Server(config, drain_s=settings.drain_s, dashboard=app.state.dashboard)
 
@@ -239,6 +258,8 @@ def run(settings: GatewaySettings) -> None:
     server = make_server(settings)
     freeze_gc()
     make_full_collections_rare()
+    # After the drain, uvicorn sends itself the signal that it received. Supervisors call an end by SIGTERM a failure.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import get_args
 
 from fastapi import Request
@@ -14,7 +15,7 @@ from penstock.contract.api_keys import ApiKey, identify
 from penstock.contract.api_keys import Scope as KeyScope
 from penstock.contract.errors import PenstockError, UnauthorizedError
 from penstock.contract.priority import ClassName
-from penstock.gateway.errors import error_response
+from penstock.gateway.errors import error_response, soon
 from penstock.gateway.http.allowed_hosts import AllowedHosts
 from penstock.gateway.web.assets import ASSET_PATHS
 from penstock.producer.client import AsyncClient
@@ -81,7 +82,8 @@ class Entry:
             try:
                 # A WebSocket has no method.
                 client, needed = scope["app"].state.client, scopes_for(scope.get("method", ""), scope["path"])
-                known = await client.api_keys(patience_s=None if "infer" in needed else OPERATOR_PATIENCE_S)
+                async with soon() if _only_reads(scope) else nullcontext():
+                    known = await client.api_keys(patience_s=None if "infer" in needed else OPERATOR_PATIENCE_S)
                 caller = self._identify(known, Headers(scope=scope))
                 caller.require(*needed)
             except PenstockError as error:
@@ -107,6 +109,12 @@ class Entry:
         else:
             raise UnauthorizedError("this gateway requires an API key: Authorization: Bearer pk-… or x-api-key: pk-…")
         return identify(key, known, self._pepper)
+
+
+def _only_reads(scope: Scope) -> bool:
+    """Return whether a request only reads shared state. A stream that is resumed waits longer for Redis."""
+    is_stream = scope["path"].endswith("/stream") or b"stream=" in scope["query_string"]
+    return scope.get("method") in ("GET", "HEAD") and not is_stream
 
 
 def caller_of(request: Request) -> ApiKey:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -10,12 +13,15 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from penstock.contract.errors import PenstockError
+from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.gateway.anthropic import errors as anthropic
 from penstock.gateway.openai import errors as openai
 from penstock.gateway.openai.errors import ID_HEADER
 from penstock.gateway.stream.sse import event
+
+READ_TIMEOUT_S = 2.0
+"""Seconds that probes and other requests that only read wait for Redis."""
 
 
 def request_id_headers(path: str) -> tuple[str, ...]:
@@ -28,6 +34,19 @@ def error_response(error: PenstockError, scope: Scope) -> JSONResponse:
     if anthropic.is_messages_path(scope["path"]):
         return anthropic.error_response(error, _request_id_of(scope))
     return openai.error_response(error)
+
+
+@asynccontextmanager
+async def soon() -> AsyncIterator[None]:
+    """Give up a read of the queue in the block after READ_TIMEOUT_S, with UnavailableError.
+
+    The client would retry for as long as a submission may take. A caller that only reads may repeat its request.
+    """
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            yield
+    except TimeoutError:
+        raise UnavailableError("Redis is unreachable", code="redis_away") from None
 
 
 def error_event(error: PenstockError, scope: Scope) -> bytes:

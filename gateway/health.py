@@ -6,17 +6,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from penstock.contract.errors import UnavailableError
+from penstock.gateway.errors import soon
 from penstock.producer.client import AsyncClient
-
-READY_TIMEOUT_S = 2.0
-"""Seconds that a probe waits for Redis. The client itself would wait longer, to survive short outages."""
 
 PROBE_METHODS = ["GET", "HEAD"]
 """Some load balancers probe with HEAD."""
@@ -34,26 +31,20 @@ async def health() -> dict[str, str]:
 async def nodes(request: Request) -> dict[str, list[dict[str, Any]]]:
     """Return the pressure records of the live nodes by pool. Raises UnavailableError while Redis is unreachable."""
     client: AsyncClient = request.app.state.client
-    try:
-        async with asyncio.timeout(READY_TIMEOUT_S):
-            pressures = {pool: await client.pressure(pool) for pool in await client.pools()}
-    except TimeoutError:
-        raise UnavailableError("Redis is unreachable", code="redis_away") from None
+    async with soon():
+        pressures = {pool: await client.pressure(pool) for pool in await client.pools()}
     return {pool: [asdict(node) for node in pressure.nodes] for pool, pressure in pressures.items()}
 
 
 @router.api_route("/ready", methods=PROBE_METHODS)
 async def ready(request: Request) -> dict[str, str]:
     """Return that a request would be served now; otherwise raise UnavailableError (HTTP 503)."""
-    try:
-        client: AsyncClient = request.app.state.client
-        if not client.is_alive:
-            raise UnavailableError("this gateway no longer receives messages from the queue", code="inbox_ended")
-        async with asyncio.timeout(READY_TIMEOUT_S):
-            if await _has_live_node(client):
-                return {"status": "ready"}
-    except TimeoutError:
-        raise UnavailableError("Redis is unreachable", code="redis_away") from None
+    client: AsyncClient = request.app.state.client
+    if not client.is_alive:
+        raise UnavailableError("this gateway no longer receives messages from the queue", code="inbox_ended")
+    async with soon():
+        if await _has_live_node(client):
+            return {"status": "ready"}
     raise UnavailableError("no pool has a live node", code="no_node")
 
 

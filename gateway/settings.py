@@ -38,6 +38,9 @@ class GatewaySettings(Settings):
     """Seconds for which a stored response of `/v1/responses`, with its output, is kept after its end."""
     send_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds after which a client that reads nothing is disconnected."""
+    max_connections: int | None = Field(default=None, ge=1)
+    """Most connections that this gateway keeps open, WebSockets included. A further one is answered 503 and closed.
+    Default: 87 percent of the limit of open files (`ulimit -n`)."""
     max_sockets: int = Field(default=5000, ge=0)
     """Most WebSockets that this gateway keeps open."""
     max_key_sockets: int = Field(default=500, ge=1)

@@ -22,6 +22,7 @@ from penstock.contract.problems import request_error
 from penstock.contract.terms import ACCOUNT_PATTERN
 from penstock.contract.usage import MAX_DAYS, MAX_PAGE_ROWS, Period, UsagePage, UsageQuery, csv_of, usage_object
 from penstock.gateway.authentication import caller_of
+from penstock.gateway.errors import soon
 from penstock.gateway.route_doc import NUMBER, TEXT, list_of, object_of
 from penstock.producer.client import AsyncClient
 from penstock.runtime.cooperative import LoopYielder
@@ -107,10 +108,11 @@ async def usage(request: Request) -> Response:
     """
     params, client = _params_of(request), _client_of(request)
     is_csv = _wants_csv(request, params)
-    models = {pool: record.model for pool, record in (await client.pools()).items()}
-    query = await _query_of(caller_of(request), params, client)
     limit = params.limit or (MAX_PAGE_ROWS if is_csv else DEFAULT_ROWS)
-    page = await client.usage(query, after=params.after, limit=limit)
+    async with soon():
+        models = {pool: record.model for pool, record in (await client.pools()).items()}
+        query = await _query_of(caller_of(request), params, client)
+        page = await client.usage(query, after=params.after, limit=limit)
     headers = {"Vary": "Accept"}
     if page.next_after is not None:
         following = urlencode({**request.query_params, "after": page.next_after})

@@ -16,7 +16,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from penstock.contract.errors import PenstockError, RequestError, TooLargeError
+from penstock.contract.errors import PenstockError, RequestError, TooLargeError, UnavailableError
 from penstock.gateway.http.direct_body import offer_direct_body
 from penstock.gateway.http.reader_watch import ReaderWatch
 from penstock.gateway.openai.errors import error_body
@@ -29,6 +29,8 @@ HEAD_TIMEOUT_S = 60.0
 MAX_UNSENT_BYTES = 128 << 10
 """Bytes that the kernel takes for a client beyond those on their way to it. Without a limit, it takes megabytes for a
 client that has stopped reading, and the gateway notices that only once they are full."""
+RETRY_AFTER_S = 1
+"""What the answer to a connection beyond the limit advises."""
 _WITHOUT_CHUNKS = ("0.9", "1.0")
 
 
@@ -44,7 +46,8 @@ class BoundedHead(HttpToolsProtocol):
 
     _num_head_bytes = 0
     """Bytes received outside of bodies. Each part of a body resets the count."""
-    _is_head_too_large = False
+    _head_error: tuple[PenstockError, HTTPStatus] | None = None
+    """Why a complete head is refused."""
     _head_timer: asyncio.TimerHandle | None = None
     """Closes the connection if no whole head arrives. Set while no request is being answered."""
     _reader_watch: ReaderWatch
@@ -59,6 +62,9 @@ class BoundedHead(HttpToolsProtocol):
         super().connection_made(transport)
         self._reader_watch = ReaderWatch(self.loop, transport)
         _limit_unsent(transport)
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            self._refuse_connection(self.limit_concurrency - 1)
+            return
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -101,22 +107,26 @@ class BoundedHead(HttpToolsProtocol):
                 return
             self._reparse_without_upgrade(rest)
         except httptools.HttpParserError:
-            if not self._is_head_too_large:
+            if self._head_error is None:
                 error = RequestError("the request is not valid HTTP/1.1", code="invalid_http")
                 self._refuse(error, HTTPStatus.BAD_REQUEST)
-        is_too_large = self._is_head_too_large or self._num_head_bytes > MAX_HEAD_BYTES
-        if is_too_large and not self._is_over:
-            message = f"the request's head or trailers are larger than {MAX_HEAD_BYTES} bytes"
-            error = TooLargeError(message, code="head_too_large")
-            self._refuse(error, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        if self._head_error is None and self._num_head_bytes > MAX_HEAD_BYTES:
+            self._head_error = _too_large()
+        if self._head_error is not None and not self._is_over:
+            self._refuse(*self._head_error)
         if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._wait_for_head()
 
     def on_headers_complete(self) -> None:
         """Handle a complete head. Measure it here: a head that arrived in a single read was not measured before."""
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
-            self._is_head_too_large = True
-            raise TooLargeError("the head is too large")  # stops the parser; data_received sends the answer
+            self._head_error = _too_large()
+        else:
+            self._head_error = _wrong_host(
+                sum(name == b"host" for name, _ in self.headers), self.parser.get_http_version()
+            )
+        if self._head_error is not None:
+            raise self._head_error[0]  # stops the parser; data_received sends the answer
         self._num_head_bytes = 0
         self._stop_waiting()
         super().on_headers_complete()
@@ -173,7 +183,15 @@ class BoundedHead(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse(self, error: PenstockError, status: HTTPStatus) -> None:
+    def _refuse_connection(self, max_connections: int) -> None:
+        """Answer 503 to a connection beyond the limit, before anything of it is read, and close it."""
+        message = (
+            f"this gateway has {max_connections} open connections, its limit (max_connections); repeat the request"
+        )
+        error = UnavailableError(message, code="too_many_connections", retry_after_ms=1000 * RETRY_AFTER_S)
+        self._refuse(error, HTTPStatus.SERVICE_UNAVAILABLE, f"retry-after: {RETRY_AFTER_S}\r\n")
+
+    def _refuse(self, error: PenstockError, status: HTTPStatus, headers: str = "") -> None:
         """Answer an error and close the connection. Where an answer is due or has begun, close behind it instead."""
         self._is_over = True
         self.pipeline.clear()
@@ -186,9 +204,22 @@ class BoundedHead(HttpToolsProtocol):
             running.message_event.set()
         if running is None or running.response_complete or not running.response_started:
             body = json.dumps(error_body(error)).encode()
-            head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+            head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n{headers}"
             self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
+
+
+def _too_large() -> tuple[PenstockError, HTTPStatus]:
+    message = f"the request's head or trailers are larger than {MAX_HEAD_BYTES} bytes"
+    return TooLargeError(message, code="head_too_large"), HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+
+
+def _wrong_host(num_hosts: int, version: str) -> tuple[PenstockError, HTTPStatus] | None:
+    """Return the error of a request with too few or too many `Host` headers (RFC 9112, 3.2), or None."""
+    if num_hosts == 1 or (num_hosts == 0 and version in _WITHOUT_CHUNKS):
+        return None
+    message = f"the request has {num_hosts} Host headers; HTTP/1.1 requires exactly one"
+    return RequestError(message, code="invalid_http", param="host"), HTTPStatus.BAD_REQUEST
 
 
 def _limit_unsent(transport: asyncio.Transport) -> None:

@@ -12,6 +12,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import is_job_id
 from penstock.contract.output import TERMINAL_STATES
 from penstock.gateway.authentication import caller_of
+from penstock.gateway.errors import soon
 from penstock.gateway.jobs.answer import JobAnswer, JobStream, links_of
 from penstock.gateway.jobs.encoder import stream_start_of
 from penstock.gateway.jobs.submit import SubmitJob
@@ -44,7 +45,8 @@ async def list_jobs(request: Request) -> dict[str, Any]:
     if params:
         name = next(iter(params))[:64]
         raise RequestError(f"{name}: /v1/jobs accepts only limit, after, state, pool and tenant", param=name)
-    page = await client.jobs(tenant=tenant, pool=pool, state=state, limit=limit, after=after)
+    async with soon():
+        page = await client.jobs(tenant=tenant, pool=pool, state=state, limit=limit, after=after)
     jobs = [job_object(status) | {"links": links_of(status.job_id)} for status in page.jobs]
     return {"object": "list", "data": jobs, "has_more": page.next_after is not None, "next": page.next_after}
 
@@ -52,7 +54,9 @@ async def list_jobs(request: Request) -> dict[str, Any]:
 @router.get("/v1/jobs/{job_id}")
 async def show(request: Request, job_id: str) -> Response:
     """Return a job's state, ledger and, once it has ended, its outcome and result."""
-    return JobAnswer(request, await _client_of(request).status(job_id, tenant=caller_of(request).tenant))
+    async with soon():
+        status = await _client_of(request).status(job_id, tenant=caller_of(request).tenant)
+    return JobAnswer(request, status)
 
 
 @router.get("/v1/jobs/{job_id}/stream")

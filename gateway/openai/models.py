@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from penstock.contract.errors import NotFoundError
+from penstock.gateway.errors import soon
 from penstock.gateway.health import PROBE_METHODS
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.producer import ServedPool
@@ -19,17 +20,19 @@ router = APIRouter()
 async def list_models(request: Request) -> dict[str, Any]:
     """List the models that live nodes serve, under each of their names, and their adapters."""
     client: AsyncClient = request.app.state.client
-    return {"object": "list", "data": list(_models(await client.pools()).values())}
+    async with soon():
+        return {"object": "list", "data": list(_models(await client.pools()).values())}
 
 
 @router.api_route("/v1/models/{model:path}", methods=PROBE_METHODS)
 async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
     """Return one model. Its name may contain slashes."""
     client: AsyncClient = request.app.state.client
-    models = _models(await client.pools())
-    if model not in models:
-        # The model's first node may have joined after the pools were cached.
-        models = _models(await client.pools(renewed=True))
+    async with soon():
+        models = _models(await client.pools())
+        if model not in models:
+            # The model's first node may have joined after the pools were cached.
+            models = _models(await client.pools(renewed=True))
     if model not in models:
         raise NotFoundError(f"no model {model[:256]!r} is served", code="model_not_found", param="model")
     return models[model]

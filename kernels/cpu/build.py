@@ -28,6 +28,16 @@ _ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off")
 _COMPILERS = ("g++", "clang++", "c++")
 _TIMEOUT_S = 600
+_WATCHED = """
+import os, signal, subprocess, sys, threading
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, process_group=0)
+def end():
+    os.read(0, 1)
+    os.killpg(child.pid, signal.SIGKILL)
+threading.Thread(target=end, daemon=True).start()
+sys.exit(1 if child.wait() else 0)
+"""
+"""A program that runs a command in a process group of its own, and kills the group when its stdin is closed."""
 
 
 BUILD_REMEDY = "install a C++ compiler that supports C++20, such as g++ (Debian, Ubuntu: apt install g++)"
@@ -153,9 +163,29 @@ def _build(
     progress(1.0)
 
 
+def _run_with_this_process(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. It is killed, with the processes that it starts, when this process ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _WATCHED, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # Not `communicate`, which closes stdin.
+    with process, ThreadPoolExecutor(2) as readers:
+        texts = [readers.submit(pipe.read) for pipe in (process.stdout, process.stderr) if pipe is not None]
+        try:
+            process.wait(_TIMEOUT_S)
+        finally:
+            if process.stdin is not None:
+                process.stdin.close()
+        return subprocess.CompletedProcess(command, process.returncode, *(text.result() for text in texts))
+
+
 def _run(command: Sequence[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = _run_with_this_process(command)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]}: {error}") from error
     if done.returncode:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import codecs
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from penstock.contract.tasks import Detokenized, Embedding, TaskOutput, Tokenized
@@ -79,15 +78,18 @@ class PackedOutput:
 
 
 def encode_tokenized(
-    num_tokens: int, max_model_len: int, token_ids: Sequence[int] | None, token_strs: Sequence[str] | None
+    num_tokens: int, max_model_len: int, token_ids: Sequence[int] | None, token_strs: Iterable[str] | None
 ) -> bytes:
     """Encode the output of `Tokenize`. None stands for what was not requested."""
     fields: dict[str, Any] = {"kind": "tokenize", "num": num_tokens, "max_len": max_model_len}
     if token_ids is not None:
         fields["tokens"] = _packed_ints(token_ids)
     if token_strs is not None:
-        encoded = [token.encode() for token in token_strs]
-        fields |= {"strs": b"".join(encoded), "ends": _packed_ints(list(accumulate(map(len, encoded))))}
+        strs, ends = bytearray(), array(_INT)
+        for token in token_strs:
+            strs += token.encode()
+            ends.append(len(strs))
+        fields |= {"strs": strs, "ends": _little_endian(ends).tobytes()}
     return pack(fields)
 
 

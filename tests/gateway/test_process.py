@@ -8,13 +8,14 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import pytest
 from fakes.command import run_command
 from fakes.processes.python_process import PythonProcess, run_python
 
+from penstock.gateway.errors import READ_TIMEOUT_S
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 MODEL = "acme/echo"
@@ -63,7 +64,7 @@ def test_sigterm_lets_an_open_answer_end(redis_url, engine):
             next(lines)
             process.send_signal(signal.SIGTERM)
             assert list(lines)[-2] == "data: [DONE]"
-        process.wait(timeout=20)
+        assert process.wait(timeout=20) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
 
@@ -90,7 +91,7 @@ def test_a_stop_past_its_drain_ends_answers_with_an_error_and_logs_no_traceback(
         for kind, caller in callers.items():
             answers[kind] = answers.get(kind, b"") + b"".join(iter(lambda c=caller: c.recv(65536), b""))
     lines = [json.loads(line) for line in log.splitlines()]
-    assert process.returncode == -signal.SIGTERM
+    assert process.returncode == 0
     assert all(b'"code":"gateway_stopped"' in answer for answer in answers.values()), answers
     assert answers["stream"].startswith(b"HTTP/1.1 200") and answers["stream"].endswith(b"}}\n\n\r\n0\r\n\r\n")
     for kind in ("whole", "half a body"):
@@ -171,3 +172,39 @@ def test_cors_allows_only_named_origins(stack, shared_engine, http):
     url = stack.start_gateway(cors_origins=("https://page.example",))
     allowed = httpx.options(f"{url}/v1/models", headers=preflight)
     assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+
+
+def test_reads_are_refused_within_seconds_while_redis_is_away() -> None:
+    with EmbeddedRedis() as server, gateway_process(server.url) as (_, url), httpx.Client(base_url=url) as http:
+        job_id = "echo.00000000-0000-7000-8000-000000000000"
+        assert http.get("/v1/models").status_code == 200
+        server.stop()
+        until_s = time.monotonic() + 20
+        while http.get("/v1/models", timeout=READ_TIMEOUT_S + 4).status_code == 200:  # from the cached copy
+            assert time.monotonic() < until_s
+            time.sleep(0.05)  # The log is not read here, and its pipe must not fill.
+        for path in ("/v1/models", "/v1/models/nope", "/v1/jobs", f"/v1/jobs/{job_id}", "/v1/usage", "/health/nodes"):
+            answer = http.get(path, timeout=READ_TIMEOUT_S + 4)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_away"), path
+            assert answer.elapsed.total_seconds() < READ_TIMEOUT_S + 2, path
+
+
+def test_connections_beyond_the_limit_are_answered_503_and_closed(redis_url: str) -> None:
+    with gateway_process(redis_url, PENSTOCK_GATEWAY_MAX_CONNECTIONS="3") as (_, url), ExitStack() as stack:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        first = [stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(3)]
+        for connection in first:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        with socket.create_connection(address, timeout=20) as refused:
+            answer = b"".join(iter(lambda: refused.recv(1000), b""))
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 1\r\n" in answer
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert error["code"] == "too_many_connections" and "max_connections" in error["message"]
+        first[0].close()
+        until_s = time.monotonic() + 20
+        while True:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            assert time.monotonic() < until_s

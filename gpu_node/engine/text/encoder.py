@@ -1,4 +1,4 @@
-"""Tokenization with a cache of long pieces, such as system prompts, that many texts share."""
+"""Tokenization of long texts: in parts, which bounds the memory, and with a cache of pieces that many texts share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from cachetools import LRUCache
@@ -16,6 +17,15 @@ MIN_CACHED_CHARS = 512
 """A shorter piece is encoded faster than it is looked up."""
 MAX_CACHED_TOKENS = 1 << 20
 """Limit of the cache, over all pieces."""
+
+PART_CHARS = 32 << 10
+"""Characters that are encoded at once, where a text can be cut. The library takes 150 to 600 bytes for each."""
+_AROUND_CUT = 64
+"""Characters on both sides of a cut that must be split there."""
+_CUT = re.compile(r"(?<=\w)(?=[ \n]\w)")
+"""A place for a cut: between a word, and a space or the end of its line."""
+_LOOKS_BACK = re.compile(r"\(\?<[=!]|\\[bBAGKzZ]|(?<!\[)(?<!\\)\^")
+"""Parts of a pattern that read text before the match."""
 
 Ids: TypeAlias = tuple[int, ...]
 Owner: TypeAlias = tuple[str, str | None]
@@ -43,16 +53,72 @@ def batch_token_ids_of(backend: Any, texts: Sequence[str], *, framed: bool) -> l
     return [encoding.ids for encoding in encodings]
 
 
+class LongTextEncoder:
+    """Encodes long texts in parts, with the ids that the whole text has. Thread-safe.
+
+    A byte-level tokenizer first splits a text by a pattern that reads only forward. If the pattern splits before a
+    space, the texts before and after it have the same tokens apart. Other tokenizers encode the whole text at once.
+    """
+
+    def __init__(self, backend: Any, separator: re.Pattern[str] | None) -> None:
+        """`separator`: what `separator_of` returned for the backend."""
+        self._backend = backend
+        self._separator = separator
+        self._cuts = separator is not None and _reads_forward(backend)
+
+    def encode(self, text: str, *, framed: bool) -> list[int]:
+        """Encode a text; `framed`: with the special tokens that the model expects. Raises RequestError."""
+        if len(text) <= 2 * PART_CHARS or not self._cuts or self._separator is None:
+            return token_ids_of(self._backend, text, framed=framed)
+        before, after = self._frame() if framed else ((), ())
+        ids, known = list(before), self._ids
+        for piece in self._separator.split(text):
+            for part in self._parts(piece):
+                ids += map(known.__getitem__, token_ids_of(self._backend, part, framed=False))
+        return [*ids, *after] if after else ids
+
+    @cached_property
+    def _ids(self) -> list[int]:
+        """All token ids. The ids of a long text are these objects, because a million of new ones take 28 MB."""
+        return list(range(max(self._backend.get_vocab().values(), default=-1) + 1))
+
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens before and after a text."""
+        plain, framed = (token_ids_of(self._backend, "a", framed=one) for one in (False, True))
+        at = next(at for at in range(len(framed)) if framed[at : at + len(plain)] == plain)
+        return framed[:at], framed[at + len(plain) :]
+
+    def _parts(self, text: str) -> Iterator[str]:
+        start = 0
+        while len(text) - start > 2 * PART_CHARS:
+            found = (one.start() for one in _CUT.finditer(text, start + PART_CHARS))
+            cut = next((at for at in found if self._is_split_at(text, at)), None)
+            if cut is None:
+                break
+            yield text[start:cut]
+            start = cut
+        yield text[start:]
+
+    def _is_split_at(self, text: str, at: int) -> bool:
+        start = at - _AROUND_CUT
+        around = text[start : at + _AROUND_CUT]
+        return any(span[0] == _AROUND_CUT for _, span in self._backend.pre_tokenizer.pre_tokenize_str(around))
+
+
 class ChatEncoder:
     """Encodes rendered chats piece by piece, cut at added tokens, which no other token crosses.
 
     Long pieces (system prompts, documents, earlier messages) are kept in an LRU cache. Thread-safe.
     """
 
-    def __init__(self, backend: Any) -> None:
-        """`backend`: a tokenizers.Tokenizer. If its pieces depend on their neighbors, whole texts are encoded."""
+    def __init__(self, backend: Any, separator: re.Pattern[str] | None, long_texts: LongTextEncoder) -> None:
+        """`backend`: a tokenizers.Tokenizer. If its pieces depend on their neighbors, whole texts are encoded.
+
+        `separator`: what `separator_of` returned for the backend.
+        """
         self._backend = backend
-        self._separator = _separator(backend)
+        self._separator = separator
+        self._long_texts = long_texts
         self._known: LRUCache[tuple[Owner, str], Ids] = LRUCache(MAX_CACHED_TOKENS, getsizeof=len)
         self._lock = threading.Lock()
 
@@ -68,7 +134,7 @@ class ChatEncoder:
         with self._lock:
             ids = self._known.get((owner, piece))
         if ids is None:
-            ids = tuple(token_ids_of(self._backend, piece, framed=False))
+            ids = tuple(self._long_texts.encode(piece, framed=False))
             with self._lock:
                 if len(ids) <= MAX_CACHED_TOKENS:
                     self._known[owner, piece] = ids
@@ -90,7 +156,26 @@ def _pieces(separator: re.Pattern[str], text: str) -> Iterator[str]:
         yield "".join(short)
 
 
-def _separator(backend: Any) -> re.Pattern[str] | None:
+def _reads_forward(backend: Any) -> bool:
+    """Return whether each split of a byte-level tokenizer depends on no text before it, and no text is normalized."""
+    normalizer = None if backend.normalizer is None else json.loads(backend.normalizer.__getstate__())
+    if normalizer is not None and normalizer["type"] != "NFC":
+        return False
+    if _LOOKS_BACK.search(backend.pre_tokenizer.__getstate__().decode()):
+        return False
+    return {step["type"] for step in _steps(backend)} <= {"ByteLevel", "Split", "Digits"}
+
+
+def _steps(backend: Any) -> list[dict[str, Any]]:
+    """Return the steps that split a text before it is encoded."""
+    spec: dict[str, Any] = (
+        json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer else {"type": "none"}
+    )
+    steps: list[dict[str, Any]] = spec["pretokenizers"] if spec["type"] == "Sequence" else [spec]
+    return steps
+
+
+def separator_of(backend: Any) -> re.Pattern[str] | None:
     """Return a pattern of the added tokens; None if a piece's tokens may depend on its neighbors.
 
     They do not if the tokenizer is byte-level and no added token absorbs neighboring spaces. A normalizer is applied
@@ -103,10 +188,7 @@ def _separator(backend: Any) -> re.Pattern[str] | None:
         added = [token for token in added if not token.normalized]
     if not added or backend.encode_special_tokens:
         return None
-    spec: dict[str, Any] = (
-        json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer else {"type": "none"}
-    )
-    steps: list[dict[str, Any]] = spec["pretokenizers"] if spec["type"] == "Sequence" else [spec]
+    steps = _steps(backend)
     if any(step.get("add_prefix_space") for step in steps) or all(step["type"] != "ByteLevel" for step in steps):
         return None
     # Longest first, since one added token may be a prefix of another.

@@ -12,6 +12,9 @@ from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.queue.task_output import encode_detokenized, encode_tokenized
 from penstock.queue.wire import Request
 
+IDS_PER_PART = 4096
+"""Tokens whose spellings are in memory as texts at once."""
+
 
 def run_task(tokenizer: Tokenizer, request: Request, tenant: str, max_model_len: int, now: datetime) -> bytes:
     """Return the packed output of a request's task. Raises RequestError if the request or its output is too large.
@@ -48,8 +51,14 @@ def _tokenized(
     if len(token_ids) > MAX_TASK_TOKENS:
         message = f"prompt has {len(token_ids)} tokens; the limit of this task is {MAX_TASK_TOKENS}"
         raise RequestError(message, param="prompt")
-    strs = tokenizer.names_of(token_ids) if task.return_token_strs else None
-    return encode_tokenized(len(token_ids), max_model_len, token_ids if task.return_tokens else None, strs)
+    starts = range(0, len(token_ids), IDS_PER_PART)
+    strs = (one for at in starts for one in tokenizer.names_of(token_ids[at : at + IDS_PER_PART]))
+    return encode_tokenized(
+        len(token_ids),
+        max_model_len,
+        token_ids if task.return_tokens else None,
+        strs if task.return_token_strs else None,
+    )
 
 
 def _template_kwargs_of(request: Request, task: Tokenize) -> str | None:

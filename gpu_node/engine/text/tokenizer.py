@@ -20,7 +20,14 @@ from penstock.gpu_node.engine.text.chat_format import (
 )
 from penstock.gpu_node.engine.text.chat_template import NO_VARIABLES, ChatTemplate
 from penstock.gpu_node.engine.text.detokenizer import Detokenizer
-from penstock.gpu_node.engine.text.encoder import NO_OWNER, ChatEncoder, Owner, batch_token_ids_of, token_ids_of
+from penstock.gpu_node.engine.text.encoder import (
+    NO_OWNER,
+    ChatEncoder,
+    LongTextEncoder,
+    Owner,
+    batch_token_ids_of,
+    separator_of,
+)
 from penstock.gpu_node.engine.text.token_bytes import byte_fallback, byte_level, tokens_by_id
 from penstock.gpu_node.engine.text.tokenizer_files import read_tokenizer_files
 from penstock.gpu_node.model.protocol import WrittenTokenizer
@@ -41,7 +48,9 @@ class Tokenizer:
 
         files = read_tokenizer_files(plain_tokenizer(folder), None if written is None else written.backend)
         self._backend: Any = files.backend
-        self._chats = ChatEncoder(files.backend)
+        separator = separator_of(files.backend)
+        self._long_texts = LongTextEncoder(files.backend, separator)
+        self._chats = ChatEncoder(files.backend, separator, self._long_texts)
         self._special_tokens = files.special_tokens
         self._template = (
             None if files.chat_template is None else ChatTemplate(files.chat_template, files.special_tokens)
@@ -54,7 +63,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Encode a text; `framed`: with the special tokens that the model expects around it."""
-        return token_ids_of(self._backend, text, framed=framed)
+        return self._long_texts.encode(text, framed=framed)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts in one call of the library, each with the special tokens that the model expects around it."""
@@ -93,7 +102,7 @@ class Tokenizer:
         rendered, offered = template_messages(messages), None if tools is None else json.loads(tools)
         variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
         text = self._template.render(rendered, offered, variables, now)
-        return token_ids_of(self._backend, text, framed=True) if framed else self._chats.encode(text, owner)
+        return self._long_texts.encode(text, framed=True) if framed else self._chats.encode(text, owner)
 
     @property
     def takes_tools(self) -> bool:

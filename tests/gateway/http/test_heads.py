@@ -299,3 +299,22 @@ def test_slow_reader_gets_the_whole_answer(url, engine, monkeypatch):
     sent, _, chunks = answer.partition(b"\r\n\r\n")
     assert b"transfer-encoding: chunked" in sent
     assert len(json.loads(b"".join(chunks.split(b"\r\n")[1::2]))["choices"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: a\r\n", b"400"),
+        (b"GET /health HTTP/1.0\r\nHost: a\r\nHost: b\r\n", b"400"),
+        (b"GET /v1/stream HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\n", b"200"),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: h2c\r\n", b"200"),
+        (b"GET /health HTTP/1.0\r\n", b"200"),
+    ],
+)
+def test_host_header_comes_exactly_once(connection, head, status):
+    connection.sendall(head + b"\r\n")
+    answer = connection.recv(4096)
+    assert answer.split(b" ")[1] == status
+    assert status == b"200" or b"Host headers" in answer

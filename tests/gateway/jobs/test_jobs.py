@@ -364,3 +364,10 @@ def test_a_job_may_wait_for_a_node(stack: Stack, http: httpx.Client, redis_url: 
     assert shown(http, job_id)["state"] == "queued"
     asyncio.run(asyncio.wait_for(serve(job_id), 20))
     assert ended(http, job_id)["state"] == "done"
+
+
+@pytest.mark.parametrize("after", ["", "x", "0", "%00", "%FF", "resp_1", "a.00000000-0000-7000-8000-000000000000%0A"])
+def test_wrong_cursor_of_a_list_is_named(http: httpx.Client, after: str) -> None:
+    submit(http)
+    answer = http.get(f"/v1/jobs?after={after}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")

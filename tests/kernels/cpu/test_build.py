@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,3 +175,37 @@ def test_of_processes_that_start_together_one_compiles(
     assert _answer(path) == 42
     assert {entry.suffix for entry in path.parent.iterdir()} == {".so", ".lock"}
     assert compiler_calls() == len(list(sources.glob("*.cpp"))) + 1  # and the linker
+
+
+SLOW_COMPILER = """#!/bin/sh
+case "$*" in *--version*) echo one; exit 0;; esac
+sleep 600 &
+echo $! >> PIDS
+wait
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_compilers_end_with_the_process_that_started_them(sources: Path, tmp_path: Path, number: int) -> None:
+    compiler, pids = tmp_path / "slow", tmp_path / "pids"
+    compiler.write_text(SLOW_COMPILER.replace("PIDS", str(pids)))
+    compiler.chmod(0o755)
+    command = [sys.executable, "-c", BUILD_AT_ONCE, str(sources), str(tmp_path / "cache")]
+    env = os.environ | {"CXX": str(compiler)}
+    with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        until_s = time.monotonic() + 30
+        while not (pids.exists() and pids.read_text().endswith("\n")):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        process.send_signal(number)
+    grandchild = int(pids.read_text().split()[0])
+    while Path(f"/proc/{grandchild}").exists() and _state_of(grandchild) != "Z":
+        assert time.monotonic() < until_s, "the compiler outlives the process"
+        time.sleep(0.01)
+
+
+def _state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return "Z"

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from penstock.contract.errors import RequestError
 from penstock.gpu_node.engine.text import encoder
-from penstock.gpu_node.engine.text.encoder import MIN_CACHED_CHARS, ChatEncoder
+from penstock.gpu_node.engine.text.encoder import MIN_CACHED_CHARS, ChatEncoder, LongTextEncoder, separator_of
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 SEPARATORS = ["<|im_start|>", "<|im_end|>", "<|im_end|>\n"]
@@ -40,6 +40,11 @@ class Counting:
         return getattr(self._backend, name)
 
 
+def _chats(backend: Any) -> ChatEncoder:
+    separator = separator_of(backend)
+    return ChatEncoder(backend, separator, LongTextEncoder(backend, separator))
+
+
 def _whole(backend: Backend, text: str) -> list[int]:
     ids: list[int] = backend.encode(text, add_special_tokens=False).ids
     return ids
@@ -55,7 +60,7 @@ def test_encoding_in_pieces_gives_the_tokens_of_the_whole_text(tiny_model: Path,
     backend = Backend.from_file(str(tiny_model / "tokenizer.json"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "MIN_CACHED_CHARS", 8)
-        chats = ChatEncoder(backend)
+        chats = _chats(backend)
         for _ in range(2):
             assert chats.encode("".join(pieces)) == _whole(backend, "".join(pieces))
 
@@ -79,15 +84,64 @@ def test_encoding_in_pieces_gives_the_tokens_of_the_whole_text_with_a_normalizer
     backend = _normalizing(Backend.from_file(str(tiny_model / "tokenizer.json")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "MIN_CACHED_CHARS", 8)
-        chats = ChatEncoder(backend)
+        chats = _chats(backend)
         for _ in range(2):
             assert chats.encode("".join(pieces)) == _whole(backend, "".join(pieces))
+
+
+def _gpt4_like(backend: Backend) -> Backend:
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    pattern = words + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return backend
+
+
+@pytest.mark.parametrize("change", [lambda backend: backend, _normalizing, _gpt4_like])
+@given(
+    pieces=st.lists(
+        st.one_of(
+            st.sampled_from(
+                [" a", " b\n", "\nc", "  ", "1234 5", "don't", "\u0301", "\u4f60 \u597d", "!\n", *SEPARATORS]
+            ),
+            st.text(max_size=12),
+        ),
+        max_size=40,
+    )
+)
+def test_long_texts_encoded_in_parts_have_the_tokens_of_the_whole_text(
+    tiny_model: Path, change: Callable[[Backend], Backend], pieces: list[str]
+) -> None:
+    backend, text = change(Backend.from_file(str(tiny_model / "tokenizer.json"))), "".join(pieces)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "PART_CHARS", 8)
+        texts = LongTextEncoder(backend, separator_of(backend))
+        for framed in (False, True):
+            assert texts.encode(text, framed=framed) == backend.encode(text, add_special_tokens=framed).ids
+
+
+def test_library_never_gets_a_long_text_whole(backend: Backend) -> None:
+    sizes = list[int]()
+
+    class Sized(Counting):
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            sizes.extend(map(len, texts))
+            return super().encode_batch_fast(texts, **options)
+
+    sized: Any = Sized(backend)
+    text = "word after word\n" * 50_000
+    assert LongTextEncoder(sized, separator_of(backend)).encode(text, framed=False) == _whole(backend, text)
+    assert max(sizes) <= 2 * encoder.PART_CHARS
 
 
 @pytest.mark.parametrize("change", [lambda backend: backend, _normalizing])
 def test_a_long_system_prompt_is_encoded_once(backend: Backend, change: Callable[[Backend], Backend]) -> None:
     counting = Counting(change(backend))
-    chats = ChatEncoder(counting)
+    chats = _chats(counting)
     system = "<|im_start|>system\n" + "You know all about rivers. " * 100 + "<|im_end|>\n"
     for i in range(20):
         text = f"{system}<|im_start|>user\nquestion {i}<|im_end|>\n<|im_start|>assistant\n"
@@ -111,7 +165,7 @@ def test_least_recently_used_piece_is_evicted(backend: Backend, monkeypatch: pyt
     sizes = [len(_whole(backend, piece)) for piece in pieces]
     monkeypatch.setattr(encoder, "MAX_CACHED_TOKENS", sizes[0] + max(sizes[1:]))
     counting = Counting(backend)
-    chats = ChatEncoder(counting)
+    chats = _chats(counting)
     for i in (0, 1, 0, 2):
         chats.encode(pieces[i])
     known = counting.num_chars
@@ -145,7 +199,7 @@ def test_tokenizer_whose_pieces_depend_on_each_other_encodes_whole_texts(backend
     backend = change(backend)
     text = "<|im_start|>" + "a e\u0301 " * MIN_CACHED_CHARS + "<|im_end|> <|wide|> b<|im_end|> c"
     counting = Counting(backend)
-    chats = ChatEncoder(counting)
+    chats = _chats(counting)
     for _ in range(2):
         assert chats.encode(text) == _whole(backend, text)
     assert counting.num_chars == 2 * len(text)
