@@ -1,6 +1,6 @@
-"""Admission: decide from a pool's pressure and backlog whether to submit a job, refuse it, or ask to retry later.
+"""Admission: what a job costs, and whether a pool has a node for it.
 
-These pure functions serve clients and gateways. submit.lua enforces the limits that must hold across processes.
+These pure functions serve clients and gateways. submit.lua decides about all limits: they hold across processes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
+from penstock.contract.errors import PromptTooLongError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Job
 from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord
 
@@ -27,9 +27,6 @@ TASK_RESULT_BYTES = 4
 """Assumed bytes of a task's result per byte of its request: token ids, and the tokens' strings."""
 EMBEDDING_BYTES = 16 << 10
 """Assumed size of an embedding in bytes: a hidden state with 4096 numbers."""
-MAX_WAIT_MS = 60_000
-"""A job with a longer expected wait is refused with a time to retry."""
-MIN_RETRY_AFTER_MS = 1_000
 
 
 def num_prompt_ids(job: Job) -> int | None:
@@ -146,27 +143,3 @@ def mean_held_cost(nodes: Sequence[NodePressure]) -> float:
     """Return the mean cost of the jobs that these nodes hold, in KV tokens; 0 if they hold none."""
     held = sum(max(0, node.kv_blocks_total * node.block_size - node.kv_tokens_available) for node in nodes)
     return held / max(1, sum(node.num_jobs for node in nodes))
-
-
-def decide(
-    pressure: PoolPressure, *, cost: int, priority: int, admitted_since: int = 0, needs_node: bool = True
-) -> None:
-    """Return if the job may be submitted; raise BusyError if it would wait too long, UnavailableError without a node.
-
-    Without `needs_node`, a pool without a node accepts the job too: nothing says how long it would wait.
-
-    Expected wait = (cost queued before the job + its own cost - free KV tokens of the nodes) ÷ (cost that the nodes
-    complete per second). `admitted_since` is the cost that this process has admitted since `pressure` was read.
-    """
-    if needs_node:
-        require_node(pressure)
-    capacity = sum(node.kv_tokens_available for node in pressure.nodes if not node.draining)
-    ahead = sum(pressure.backlog_cost[: priority + 1]) + admitted_since + cost - capacity
-    wait_ms = expected_wait_ms(pressure.nodes, ahead)
-    if wait_ms is not None and wait_ms > MAX_WAIT_MS:
-        raise BusyError(
-            f"this job would wait about {wait_ms // 1000} s; the limit is {MAX_WAIT_MS // 1000} s",
-            retry_after_ms=max(MIN_RETRY_AFTER_MS, wait_ms - MAX_WAIT_MS),
-            num_waiting_ahead=sum(pressure.num_queued[: priority + 1]),
-            estimated_wait_ms=wait_ms,
-        )

@@ -6,13 +6,13 @@
     I4   all KV blocks of an idle node are free
     I5   sets, indexes, sums and ledgers agree with the jobs' records
     I6   one idempotency key of a tenant names one job
-    I7   the number of open jobs is within the pool's limit
+    I7   a tenant below its part of a pool's limit is not refused by that limit
     I8   no tenant can read or cancel another tenant's job over HTTP
     I9   another node continues a dead node's job within a lease and 3 s, for 99 of 100 jobs
     I10  keys that belong to no open job expire
     I11  `node_lost` ends only a job that lost as many nodes as the pool allows
 
-Tests cover the invariants that need a reader, a clock or two tenants: I6, I8, I9, and delivered chunks equal the log.
+Tests cover the invariants that need a reader, a clock or two tenants: I6 to I9, and delivered chunks equal the log.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ _INVARIANT_OF = {
     "not_contiguous": "I3",
     "behind_the_end": "I3",
     "blocks_held": "I4",
-    "too_many_open": "I7",
     "lives_for_ever": "I10",
     "not_lost": "I11",
 }

@@ -13,6 +13,7 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
     P:waiting:<p>            zset    submit, requeue, release; take, end  all queued ids, by submission time
     P:tasks                  zset    submit, requeue, release; take, end  queued ids of jobs that need no KV cache, by
                                                                           submission time
+    P:tenant_tasks           hash    submit, requeue, release; take, end  tenant → number of its ids in P:tasks
     P:deadlines              zset    submit, requeue, release; take, end  queued ids with a deadline, by deadline
     P:virtual_time:<p>       zset    submit, requeue, release; take,      tenants with queued jobs, by virtual time
                                      finish, end
@@ -60,7 +61,8 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
     P:hour_usage:<hour>      hash    end                                  the same per hour; 72 hours
     P:recent_use:<window>    hash    take, requeue, finish                tenant → charged KV-token-ms ÷ weight, per
                                                                           window of share_window_ms; two windows
-    P:refused                hash    submit                               recently refused cost, and since when; 10 min
+    P:refused:<t>            hash    submit                               its recently refused cost, since when, and the
+                                                                          bodies that it counts; 10 min
     P:rate:<t>               hash    submit; end                          when its next job and token are due, in ms,
                                                                           and the ms per job and token of that rate
     P:readers                zset    reader_heartbeat, submit, attach;    inbox → last heartbeat of its process

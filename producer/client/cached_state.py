@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,9 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, TypeVar
 
-from penstock.contract.errors import BusyError, PenstockError, UnavailableError
-from penstock.contract.job import Priority
-from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.producer.client.stats import ADMITTED, decision_of
 from penstock.queue import admission
 from penstock.queue.wire import PoolPressure
@@ -25,7 +22,6 @@ POOLS_TTL_S = 1.0
 KEYS_TTL_S = 2.0
 STALE_S = 2.0
 """How much longer a submission may use an expired copy, while it is fetched anew for later submissions."""
-_JITTER = 0.2
 RENEWED_S = 0.1
 """The least time between the starts of fetches for callers that miss something in a valid copy."""
 
@@ -135,50 +131,16 @@ class CachedState(Generic[T]):
 
 
 class PoolAdmission(CachedState[PoolPressure]):
-    """Admission to one pool, by a recent copy of its pressure plus what this process has admitted since."""
+    """The pressure of one pool. Redis decides about limits; a client only sees to it that there is a node."""
 
     def __init__(self, fetch: Callable[[], Awaitable[PoolPressure]]) -> None:
-        super().__init__(self._read, PRESSURE_TTL_S)
-        self._fetch_pressure = fetch
-        self._admitted_cost = [0] * NUM_PRIORITIES
+        super().__init__(fetch, PRESSURE_TTL_S)
 
-    async def admit(self, cost: int, priority: Priority, *, needs_node: bool = True) -> None:
-        """Return if a job of this cost (KV tokens) may be submitted. Otherwise raise BusyError or UnavailableError."""
-        refusal = self._refusal(await self.recent(), cost, priority, needs_node)
-        if isinstance(refusal, BusyError):
-            # The copy may be too old to refuse by.
-            refusal = self._refusal(await self.get(), cost, priority, needs_node)
-        elif refusal is not None:
-            # The pool's first node may have joined since.
-            refusal = self._refusal(await self.renewed(), cost, priority, needs_node)
-        if refusal is not None:
-            raise refusal
-        self._admitted_cost[priority] += cost
-
-    async def admit_task(self) -> None:
-        """Return if the pool has a node for a task. Otherwise raise UnavailableError."""
+    async def require_node(self) -> None:
+        """Return if the pool has a node. Otherwise raise UnavailableError."""
         if not admission.has_node(await self.recent()):
             # The pool's first node may have joined since.
             admission.require_node(await self.renewed())
-
-    def _refusal(
-        self, pressure: PoolPressure, cost: int, priority: Priority, needs_node: bool
-    ) -> BusyError | UnavailableError | None:
-        since = sum(self._admitted_cost[: priority + 1])
-        try:
-            admission.decide(pressure, cost=cost, priority=priority, admitted_since=since, needs_node=needs_node)
-        except BusyError as error:
-            # Jitter, or all refused callers would retry at the same time.
-            error.retry_after_ms = round(error.retry_after_ms * random.uniform(1 - _JITTER, 1 + _JITTER))
-            return error
-        except UnavailableError as error:
-            return error
-        return None
-
-    async def _read(self) -> PoolPressure:
-        pressure = await self._fetch_pressure()
-        self._admitted_cost = [0] * NUM_PRIORITIES
-        return pressure
 
 
 class Admissions:

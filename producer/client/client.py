@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack, cast
 
-from penstock.contract.errors import BusyError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
+from penstock.contract.errors import NotFoundError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import Job, JobKey, is_job_id
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.priority import Priority, class_not_allowed
@@ -186,12 +186,10 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         wish = options.get("queue_without_node")
         needs_node = not (self._queues_without_node if wish is None else wish)
         try:
-            if job.num_sequences:
-                await admission.admit(cost, job.priority, needs_node=needs_node)
-            elif needs_node:
-                await admission.admit_task()
-        except (BusyError, UnavailableError) as refusal:
-            # A repeated submission adds no job, so the pool's limits do not concern it.
+            if needs_node:
+                await admission.require_node()
+        except UnavailableError as refusal:
+            # A repeated submission adds no job, so it needs no node.
             if refusal.code == "redis_away" or not await self._is_repeated(job, options):
                 raise
         channel, terms = options.get("channel", False), options.get("terms") or self._terms

@@ -33,7 +33,7 @@ MUTANTS = (
     Mutant(
         "held ids",
         "heartbeat",
-        "elseif tonumber(string.match(job.lease, '^(%d+):')) <= answered then",
+        "elseif (tonumber(string.match(job.lease, '^(%d+):')) or 0) <= answered then",
         "elseif false then",
         "sweep.py",
     ),
@@ -145,13 +145,23 @@ MUTANTS = (
     ),
     Mutant("readers guard", "prelude", "or not can_trust_heartbeats(config, now) then", "then", "readers.py"),
     # Limits of the pool and of tenants
-    Mutant("open jobs of a pool", "submit", "if open >= config.max_open_jobs then", "if false then", "submit.py"),
-    Mutant("open jobs of a tenant", "submit", "own >= tenant_open", "false", "limits.py"),
+    Mutant("open jobs of a pool", "submit", "if open >= config.max_open_jobs and", "if false and", "submit.py"),
+    Mutant("open jobs of a tenant", "submit", "own_open >= tenant_open", "false", "limits.py"),
+    Mutant("a tenant's part of a limit", "submit", "own >= limit / math.max(1, num_tenants)", "true", "waits.py"),
+    Mutant("a tenant's own wait", "submit", "math.min(sum, own_queued / share)", "sum", "waits.py"),
+    Mutant("a retry counts once", "submit", "if not is_known then", "if true then", "waits.py"),
+    Mutant(
+        "a tenant's tasks are counted down",
+        "queue",
+        "':tenant_tasks', job.tenant, -1)",
+        "':tenant_tasks', job.tenant, 0)",
+        "waits.py",
+    ),
     Mutant(
         "a first job above its tenant's limit", "submit", "own_queued > 0 and own_queued", "own_queued", "limits.py"
     ),
     Mutant("a first job above its tenant's rate", "submit", "if debt > 0 and later >", "if later >", "limits.py"),
-    Mutant("refused cost decays", "submit", " - rate * (now - (tonumber(at) or now))", "", "limits.py"),
+    Mutant("refused cost decays", "submit", " - rate * share * (now - (tonumber(at) or now))", "", "limits.py"),
     Mutant("memory for more urgent classes", "submit", "{[0] = 90, 90, 80}", "{[0] = 90, 90, 90}", "limits.py"),
     Mutant("memory that open jobs may need", "submit", " + total(':promised_bytes')", "", "limits.py"),
     Mutant(
@@ -163,7 +173,11 @@ MUTANTS = (
     ),
     # Stored bytes and their lives
     Mutant(
-        "memory of a tenant", "submit", "share / 100 then return busy(", "share then return busy(", "stored_bytes.py"
+        "memory of a tenant",
+        "submit",
+        "percent / 100 then return busy(",
+        "percent then return busy(",
+        "stored_bytes.py",
     ),
     Mutant("a key's own share", "submit", "memory_percent > 0 and memory_percent or", "", "stored_bytes.py"),
     Mutant("expired bytes free memory", "submit", "subtract_expired(now, MAX_RELEASED)", "", "stored_bytes.py"),

@@ -1,4 +1,4 @@
-"""Admission: what a job will cost, and whether the pool can take it within a reasonable wait."""
+"""Admission: what a job will cost, and whether its pool has a node."""
 
 from __future__ import annotations
 
@@ -11,39 +11,21 @@ from fakes.queue.harness import new_job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
-from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Message, Priority, SamplingParams
+from penstock.contract.errors import PromptTooLongError, UnavailableError
+from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Message, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk
 from penstock.contract.tasks import Embed
 from penstock.contract.tools import ToolCall
-from penstock.queue.admission import (
-    MAX_WAIT_MS,
-    MIN_RETRY_AFTER_MS,
-    decide,
-    estimate_bytes,
-    estimate_cost,
-    prompt_bytes,
-)
+from penstock.queue.admission import estimate_bytes, estimate_cost, prompt_bytes, require_node
 from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord, encode_chunk
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000)
 UNLIMITED = PoolRecord("m", "acme/model")
 
 
-def node(name: str = "n1", *, room: int = 0, rate: float = 0.0, draining: bool = False) -> NodePressure:
-    return NodePressure(name, kv_tokens_available=room, drain_cost_per_s=rate, draining=draining)
-
-
-def retry_after_ms(
-    pressure: PoolPressure, *, cost: int = 100, priority: int = 1, admitted_since: int = 0
-) -> int | None:
-    """None when admitted."""
-    try:
-        decide(pressure, cost=cost, priority=priority, admitted_since=admitted_since)
-    except BusyError as error:
-        return error.retry_after_ms
-    return None
+def node(name: str = "n1", *, draining: bool = False) -> NodePressure:
+    return NodePressure(name, draining=draining)
 
 
 # Cost
@@ -165,60 +147,13 @@ def test_cost_is_positive_and_grows_with_choices(prompt: str, n: int, max_tokens
     assert 1 <= one <= many <= n * one
 
 
-# Decision
+# Nodes
 
 
 def test_no_node_is_unavailable() -> None:
-    for nodes in ((), (node(room=1000, draining=True),)):
+    for nodes in ((), (node(draining=True),)):
         with pytest.raises(UnavailableError) as caught:
-            decide(PoolPressure(nodes), cost=1, priority=0)
+            require_node(PoolPressure(nodes))
         assert caught.value.code == "no_node"
         assert caught.value.retry_after_ms > 0
-
-
-def test_job_that_fits_now_is_admitted_at_any_pace() -> None:
-    assert retry_after_ms(PoolPressure((node(room=60), node("n2", room=40)))) is None
-
-
-def test_unknown_pace_refuses_no_job() -> None:
-    assert retry_after_ms(PoolPressure((node(),), (0, 10**9, 0))) is None
-
-
-def test_wait_is_backlog_over_pace() -> None:
-    limit = MAX_WAIT_MS // 1000
-    nodes = (node(rate=60.0), node("n2", rate=40.0), node("n3", rate=900.0, draining=True))
-    assert retry_after_ms(PoolPressure(nodes, (0, 100 * limit - 100, 0))) is None
-    # 10 s more than may be waited.
-    assert retry_after_ms(PoolPressure(nodes, (0, 100 * limit + 900, 0))) == 10_000
-    assert retry_after_ms(PoolPressure(nodes, (0, 100 * limit - 100, 0)), admitted_since=1000) == 10_000
-    assert retry_after_ms(PoolPressure(nodes, (0, 100 * limit - 99, 0))) == MIN_RETRY_AFTER_MS
-
-
-def test_free_capacity_shortens_the_wait() -> None:
-    full, roomy = (PoolPressure((node(rate=1.0, room=room),), (0, 100, 0)) for room in (0, 140))
-    assert retry_after_ms(full) == 140_000
-    assert retry_after_ms(roomy) is None
-
-
-def test_only_cost_ahead_of_the_class_counts() -> None:
-    pressure = PoolPressure((node(rate=1.0),), (0, 0, 10**6))
-    assert retry_after_ms(pressure, cost=50, priority=Priority.INTERACTIVE) is None
-    assert retry_after_ms(pressure, cost=50, priority=Priority.STANDARD) is None
-    assert retry_after_ms(pressure, cost=50, priority=Priority.BATCH) is not None
-
-
-@given(st.lists(st.integers(0, 10**7), min_size=3, max_size=3), st.integers(1, 10**5), st.floats(0.1, 1e5))
-def test_more_urgent_jobs_and_smaller_ones_never_wait_longer(backlog: list[int], cost: int, rate: float) -> None:
-    pressure = PoolPressure((node(rate=rate),), (backlog[0], backlog[1], backlog[2]))
-    waits = [retry_after_ms(pressure, cost=cost, priority=p) or 0 for p in Priority]
-    assert waits == sorted(waits)
-    assert all(wait == 0 or wait >= MIN_RETRY_AFTER_MS for wait in waits)
-    assert (retry_after_ms(pressure, cost=max(1, cost // 2)) or 0) <= waits[1]
-
-
-def test_a_refusal_says_how_long_the_job_would_wait_and_behind_how_many() -> None:
-    pressure = PoolPressure((node(rate=10),), (400, 500, 9_000), (3, 4, 90))
-    with pytest.raises(BusyError) as caught:
-        decide(pressure, cost=100, priority=1)
-    assert (caught.value.num_waiting_ahead, caught.value.estimated_wait_ms) == (7, 100_000)
-    assert caught.value.retry_after_ms == 100_000 - MAX_WAIT_MS
+    require_node(PoolPressure((node(draining=True), node("n2"))))

@@ -176,15 +176,6 @@ async def test_faults_in_logs_and_nodes_are_reported_and_not_repaired(
         assert name in {finding.name for finding in found}
 
 
-async def test_more_open_jobs_than_the_cap_are_reported(queue: Queue, broker: AdminBroker) -> None:
-    node = await queue.node()
-    for _ in range(3):
-        await queue.submit()
-    await node.broker.leave()
-    await queue.node("n2", max_open_jobs=2)
-    assert [(f.name, f.invariant) for f in await audit(broker, POOL)] == [("too_many_open", "I7")]
-
-
 async def test_repaired_jobs_run_to_their_end(scene: Scene, broker: AdminBroker) -> None:
     for index in (
         "waiting:1",

@@ -52,7 +52,14 @@ _GATEWAY: Mapping[str, tuple[str, ...]] = {
     "HTTP": ("host", "port", "cors_origins", "unknown_fields"),
     "Queue": ("redis_url",),
     "Access": ("require_keys", "allowed_hosts", "open_highest_class"),
-    "Limits": ("max_body_bytes", "max_logprobs", "max_sockets", "max_key_sockets", "max_socket_streams"),
+    "Limits": (
+        "max_body_bytes",
+        "max_logprobs",
+        "max_connections",
+        "max_sockets",
+        "max_key_sockets",
+        "max_socket_streams",
+    ),
     "Times": (
         *("body_timeout_s", "first_chunk_wait_s", "keep_alive_s", "send_timeout_s", "response_retention_s"),
         "drain_s",

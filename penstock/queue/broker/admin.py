@@ -60,6 +60,10 @@ class JobHistory:
     result: bytes | None
 
 
+_SUMS = ("backlog", "queued", "tenant_tasks", "promised_bytes", "kept_bytes")
+"""The hashes of sums over jobs, by their names without the pool's prefix."""
+
+
 class AdminBroker:
     """The operator's side of the queue. Raises UnavailableError when Redis is unreachable."""
 
@@ -208,9 +212,10 @@ class AdminBroker:
         """Return by how much each stored sum exceeds the sum over the jobs' records; jobs may move meanwhile."""
         excess, waiting, open_ids, stored = await self._sums(pool)
         for part in _pages(waiting):
-            for tenant, priority, cost in await self._records(part, "tenant", "priority", "cost"):
+            for tenant, priority, cost, num_seqs in await self._records(part, "tenant", "priority", "cost", "n"):
                 excess["backlog", priority] -= int(cost or 0)
                 excess["queued", tenant] -= int(cost or 0)
+                excess["tenant_tasks", tenant] -= num_seqs == "0"
         for part in _pages(open_ids):
             for priority, num_bytes, tenant in await self._records(part, "priority", "bytes", "tenant"):
                 excess["promised_bytes", priority] -= int(num_bytes or 0)
@@ -227,15 +232,15 @@ class AdminBroker:
         """Read in one transaction: the stored sums, the ids of queued and of open jobs, the members of P:expiry."""
         with translated():
             async with self._redis.pipeline(transaction=True) as pipe:
-                for key in (keys.backlog(pool), keys.queued(pool), keys.promised_bytes(pool), keys.kept_bytes(pool)):
-                    pipe.hgetall(key)
+                for name in _SUMS:
+                    pipe.hgetall(f"{keys.prefix(pool)}:{name}")
                 pipe.zrange(keys.expiry(pool), 0, MAX_STORED)
                 pipe.smembers(keys.open_jobs(pool))
                 for priority in range(NUM_PRIORITIES):
                     pipe.zrange(keys.waiting(pool, priority), 0, -1)
-                backlog, queued, num_bytes, kept_bytes, stored, open_ids, *waiting = await pipe.execute()
-        kept = {"backlog": backlog, "queued": queued, "promised_bytes": num_bytes, "kept_bytes": kept_bytes}
-        sums = Counter({(name, f.decode()): int(value) for name, fields in kept.items() for f, value in fields.items()})
+                *hashes, stored, open_ids, at_0, at_1, at_2 = await pipe.execute()
+        kept, waiting = zip(_SUMS, hashes, strict=True), (at_0, at_1, at_2)
+        sums = Counter({(name, f.decode()): int(value) for name, fields in kept for f, value in fields.items()})
         waiting_ids = [i.decode() for ids in waiting for i in ids]
         return sums, waiting_ids, [i.decode() for i in open_ids], [member.decode() for member in stored]
 

@@ -35,6 +35,8 @@ def _busy_error(limit_name: str, limit: int, retry_after_ms: int, num_ahead: int
         num_waiting_ahead=num_ahead,
         estimated_wait_ms=None if wait_ms < 0 else wait_ms,
     )
+    if limit_name == "wait":
+        return busy(f"this job would wait about {wait_ms // 1000} s; the limit is {limit} s")
     if limit_name == "memory":
         message = f"the limit of {limit} % of Redis's memory is reached, including bytes that open jobs may still write"
         return busy(message, code="redis_full")

@@ -304,10 +304,6 @@ local function check_nodes()
   end
 end
 
-local open = redis.call('SCARD', P .. ':open')
-if open > config.max_open_jobs then
-  find('too_many_open', 'open', '', open .. ' jobs; the limit is ' .. config.max_open_jobs)
-end
 for _, row in ipairs(asked.jobs) do check_job(row[1], row[2]) end
 for _, row in ipairs(asked.virtual_times) do check_tenant(row[1], row[2]) end
 for _, key in ipairs(asked.idems) do check_idem(key) end

@@ -99,7 +99,12 @@ local function leave_queue(job)
   end
   leave_tenant_if_last(job)
   redis.call('ZREM', P .. ':waiting:' .. job.priority, job.id)
-  if is_task(job) then redis.call('ZREM', P .. ':tasks', job.id) end
+  if is_task(job) then
+    redis.call('ZREM', P .. ':tasks', job.id)
+    if redis.call('HINCRBY', P .. ':tenant_tasks', job.tenant, -1) <= 0 then
+      redis.call('HDEL', P .. ':tenant_tasks', job.tenant)
+    end
+  end
   redis.call('HINCRBY', P .. ':backlog', job.priority, -tonumber(job.cost))
   if redis.call('HINCRBY', P .. ':queued', job.tenant, -tonumber(job.cost)) == 0 then
     redis.call('HDEL', P .. ':queued', job.tenant)
@@ -112,7 +117,10 @@ end
 
 local function note_queued(job)
   redis.call('ZADD', P .. ':waiting:' .. job.priority, job.submitted, job.id)
-  if is_task(job) then redis.call('ZADD', P .. ':tasks', job.submitted, job.id) end
+  if is_task(job) then
+    redis.call('ZADD', P .. ':tasks', job.submitted, job.id)
+    redis.call('HINCRBY', P .. ':tenant_tasks', job.tenant, 1)
+  end
   note_due(job)
   redis.call('HINCRBY', P .. ':backlog', job.priority, job.cost)
   redis.call('HINCRBY', P .. ':queued', job.tenant, job.cost)

@@ -13,7 +13,7 @@ local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
 local MEMORY_PERCENT = {[0] = 90, 90, 80}
 local MEMORY_SHARE_PERCENT, MAX_RELEASED, MAX_LOOKED_AT = 50, 256, 256
 local MEMORY_RETRY_MS, MIN_RETRY_MS, MAX_RETRY_MS, JITTER = 5000, 1000, 600000, 0.2
-local MAX_WAITING_TASKS = 10000
+local MAX_WAITING_TASKS, MAX_WAIT_MS, MAX_REFUSED_BODIES = 10000, 60000, 66
 
 local id, tenant, p, n, cost = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local body, request, deadline_in, inbox, channel = ARGV[6], ARGV[7], tonumber(ARGV[8]), ARGV[9], ARGV[10]
@@ -53,21 +53,24 @@ local max_age = math.min(MAX_AGE_MS, math.max(record_life - MAX_AHEAD_MS, MAX_AH
 if not minted or now - minted > max_age or minted - now > MAX_AHEAD_MS then return {'BAD_ID_AGE', max_age} end
 
 -- Refusals -----------------------------------------------------------------------------------------
--- A refused caller is told when to retry. Jobs refused earlier will come back first. So their cost is kept as a backlog
--- of its own, P:refused, which decays at the rate at which the nodes complete cost.
+-- A refused caller is told when to retry. Its own jobs that were refused earlier will come back first. So their cost is
+-- kept as a backlog of the tenant's own, P:refused:<tenant>, which decays at the tenant's pace. A body counts once, however
+-- often it is sent again.
 
-local refused_key, rate_key = P .. ':refused', P .. ':rate:' .. tenant
+local refused_key, rate_key = P .. ':refused:' .. tenant, P .. ':rate:' .. tenant
 
--- Cost that the pool's nodes complete per millisecond; nil while no node has reported a rate.
-local function drain_rate()
-  local per_s = 0
+-- What the pool's nodes report: the cost that they complete per millisecond, nil while no node has reported a rate, and
+-- the KV tokens that are free.
+local function read_pace()
+  local per_s, free = 0, 0
   for _, record in ipairs(redis.call('HVALS', P .. ':pressure')) do
     local ok, node = pcall(cmsgpack.unpack, record)
-    if ok and type(node) == 'table' and type(node.drain_cost_per_s) == 'number' then
-      per_s = per_s + node.drain_cost_per_s
+    if ok and type(node) == 'table' and node.draining ~= true then
+      per_s = per_s + (tonumber(node.drain_cost_per_s) or 0)
+      free = free + (tonumber(node.kv_tokens_available) or 0)
     end
   end
-  return per_s > 0 and per_s / 1000 or nil
+  return per_s > 0 and per_s / 1000 or nil, free
 end
 
 -- Adds jitter from the id's last digits, which are random; Lua's random numbers are the same in every script run.
@@ -87,22 +90,38 @@ local function busy(what, limit, retry_ms, wait_ms)
     math.ceil(wait_ms or -1)}
 end
 
--- Predicted cost of the queued jobs of the job's class and of more urgent ones, and its own.
-local function cost_up_to_own()
-  local sum = cost
+-- Shares. Under `fair` a tenant's jobs wait for its own queued jobs, at its share of the nodes' pace. Under the other
+-- policies they wait for the jobs of all tenants.
+local own_queued = tonumber(redis.call('HGET', P .. ':queued', tenant) or '0')
+local num_others = redis.call('HLEN', P .. ':queued') - (own_queued > 0 and 1 or 0)
+local is_fair = redis.call('HGET', KEYS[1], 'policy') == 'fair'
+local share = is_fair and (tonumber(weight) or 1) / ((tonumber(weight) or 1) + num_others) or 1
+
+-- Cost that completes before this job can start: queued cost of its class and of more urgent ones, but under `fair` not
+-- more than the tenant's own, at its share.
+local function cost_ahead()
+  local sum = 0
   for class = 0, tonumber(p) do sum = sum + tonumber(redis.call('HGET', P .. ':backlog', class) or '0') end
-  return sum
+  return is_fair and math.min(sum, own_queued / share) or sum
 end
 
--- Refuses a job until `excess` and all previously refused cost will be completed.
-local function busy_until_drained(what, limit, excess)
-  local rate = drain_rate()
+-- Refuses a job until `excess`, which the tenant's share of the pace completes, and all its previously refused cost will
+-- be completed. wait_ms: how long the job would wait, if that is known.
+local function busy_until_drained(what, limit, excess, wait_ms)
+  local rate, free = read_pace()
   if not rate then return busy(what, limit, jittered(MEMORY_RETRY_MS)) end
-  local refused, at = unpack(redis.call('HMGET', refused_key, 'cost', 'at'))
-  local left = math.max(0, (tonumber(refused) or 0) - rate * (now - (tonumber(at) or now)))
-  redis.call('HSET', refused_key, 'cost', left + cost, 'at', now)
-  redis.call('PEXPIRE', refused_key, MAX_RETRY_MS)
-  return busy(what, limit, jittered((excess + left) / rate), cost_up_to_own() / rate)
+  local refused, at, is_known = unpack(redis.call('HMGET', refused_key, 'cost', 'at', body))
+  local left = math.max(0, (tonumber(refused) or 0) - rate * share * (now - (tonumber(at) or now)))
+  if not is_known then
+    if left == 0 then redis.call('DEL', refused_key) end
+    redis.call('HSET', refused_key, 'cost', left + cost, 'at', now)
+    if redis.call('HLEN', refused_key) < MAX_REFUSED_BODIES then redis.call('HSET', refused_key, body, 1) end
+    redis.call('PEXPIRE', refused_key, MAX_RETRY_MS)
+  else
+    left = math.max(0, left - cost)
+  end
+  wait_ms = wait_ms or math.max(0, cost_ahead() + cost - free) / rate
+  return busy(what, limit, jittered((excess + left) / (rate * share)), wait_ms)
 end
 
 -- GCRA: the time, in ms, at which a tenant's next unit is due after it takes `amount` units now. If that exceeds a
@@ -128,18 +147,38 @@ local function total(name)
   return sum
 end
 
-local queued = total(':backlog')
-local open = redis.call('SCARD', P .. ':open')
-if open >= config.max_open_jobs then
-  return busy_until_drained('open jobs', config.max_open_jobs, queued / open)
+-- A limit of the pool refuses only tenants that take their part of it: while others fill it, a tenant may go on up to
+-- limit ÷ number of tenants. Redis's memory bounds the sum.
+local function takes_its_part(own, limit, num_tenants) return own >= limit / math.max(1, num_tenants) end
+
+local own_open = redis.call('SCARD', P .. ':tenant:' .. tenant .. ':open')
+local queued, open = total(':backlog'), redis.call('SCARD', P .. ':open')
+local num_tenants = num_others + 1
+if open >= config.max_open_jobs and takes_its_part(own_open, config.max_open_jobs, num_tenants) then
+  return busy_until_drained('open jobs', config.max_open_jobs, own_queued / math.max(1, own_open))
 end
--- A task waits for no KV cache, so limits of KV tokens do not concern it.
+-- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
 local is_light = is_task({n = n})
 if is_light and redis.call('ZCARD', P .. ':tasks') >= MAX_WAITING_TASKS then
-  return busy('waiting tasks', MAX_WAITING_TASKS, jittered(MIN_RETRY_MS))
+  local own_tasks = tonumber(redis.call('HGET', P .. ':tenant_tasks', tenant) or '0')
+  local num_with_tasks = redis.call('HLEN', P .. ':tenant_tasks') + (own_tasks > 0 and 0 or 1)
+  if takes_its_part(own_tasks, MAX_WAITING_TASKS, num_with_tasks) then
+    return busy('waiting tasks', MAX_WAITING_TASKS, jittered(MIN_RETRY_MS))
+  end
 end
-if not is_light and queued > 0 and queued + cost > config.max_queued_cost then
-  return busy_until_drained('queued KV tokens', config.max_queued_cost, queued + cost - config.max_queued_cost)
+if not is_light and queued > 0 and queued + cost > config.max_queued_cost and
+    takes_its_part(own_queued + cost, config.max_queued_cost, num_tenants) then
+  local excess = math.max(0, own_queued + cost - config.max_queued_cost / num_tenants)
+  return busy_until_drained('queued KV tokens', config.max_queued_cost, excess)
+end
+-- Under `fair`, a tenant without queued jobs is never refused for its wait. A delayed job waits by its caller's wish.
+local ahead = not is_light and not_before_in == 0 and (own_queued > 0 or not is_fair) and cost_ahead() or 0
+if ahead > 0 then
+  local rate, free = read_pace()
+  local wait_ms = rate and math.max(0, ahead + cost - free) / rate or 0
+  if wait_ms > MAX_WAIT_MS then
+    return busy_until_drained('wait', MAX_WAIT_MS / 1000, (wait_ms - MAX_WAIT_MS) * rate * share, wait_ms)
+  end
 end
 local used, limit = used_memory()
 if limit > 0 and used + total(':promised_bytes') + bytes > limit * MEMORY_PERCENT[tonumber(p)] / 100 then
@@ -158,15 +197,13 @@ local function until_next_goes()
 end
 
 if limit > 0 then
-  local share = memory_percent > 0 and memory_percent or
+  local percent = memory_percent > 0 and memory_percent or
     tonumber(redis.call('HGET', KEYS[1], 'tenant_memory_percent') or '') or MEMORY_SHARE_PERCENT
-  if kept() + bytes > limit * share / 100 then subtract_expired(now, MAX_RELEASED) end
-  if kept() + bytes > limit * share / 100 then return busy("tenant's memory", share, jittered(until_next_goes())) end
+  if kept() + bytes > limit * percent / 100 then subtract_expired(now, MAX_RELEASED) end
+  if kept() + bytes > limit * percent / 100 then return busy("tenant's memory", percent, jittered(until_next_goes())) end
 end
-local own = redis.call('SCARD', P .. ':tenant:' .. tenant .. ':open')
-local own_queued = tonumber(redis.call('HGET', P .. ':queued', tenant) or '0')
-if tenant_open > 0 and own >= tenant_open then
-  return busy_until_drained("tenant's open jobs", tenant_open, own_queued / own)
+if tenant_open > 0 and own_open >= tenant_open then
+  return busy_until_drained("tenant's open jobs", tenant_open, own_queued / own_open)
 end
 if not is_light and tenant_queued > 0 and own_queued > 0 and own_queued + cost > tenant_queued then
   return busy_until_drained("tenant's queued KV tokens", tenant_queued, own_queued + cost - tenant_queued)

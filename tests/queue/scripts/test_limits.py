@@ -160,7 +160,7 @@ async def test_refusal_says_when_the_nodes_will_have_capacity(queue: Queue) -> N
     await drain(queue, 60.0, 40.0)
     await submit(queue, Terms(), cost=1000)
 
-    waits = [(await refusal(queue, Terms(), cost=500)).retry_after_ms for _ in range(4)]
+    waits = [(await refusal(queue, Terms(), cost=500, prompt=f"{number}")).retry_after_ms for number in range(4)]
 
     # 500 tokens at 100 a second take 5 s; a later refusal finds those before it.
     for number, wait_ms in enumerate(waits):
@@ -173,9 +173,9 @@ async def test_refused_backlog_decays_as_the_nodes_work(queue: Queue) -> None:
     await drain(queue, 100.0)
     await submit(queue, Terms(), cost=1000)
     await refusal(queue, Terms(), cost=3000)
-    at = int(await queue.redis.hget(f"{P}:refused", "at"))
-    await queue.redis.hset(f"{P}:refused", "at", at - 40_000)
-    assert (await refusal(queue, Terms(), cost=100)).retry_after_ms <= 1200
+    at = int(await queue.redis.hget(f"{P}:refused:acme", "at"))
+    await queue.redis.hset(f"{P}:refused:acme", "at", at - 40_000)
+    assert (await refusal(queue, Terms(), cost=100, prompt="other")).retry_after_ms <= 1200
 
 
 async def test_batch_is_refused_at_80_percent_and_all_at_90(queue: Queue) -> None:
@@ -249,7 +249,7 @@ async def test_a_refusal_by_the_pools_limit_says_what_waits_and_for_how_long(que
     await queue.node(max_queued_cost=500)
     await drain(queue, 10, 40)
     for priority, count in ((Priority.INTERACTIVE, 1), (Priority.STANDARD, 2), (Priority.BATCH, 1)):
-        await queue.submit_many(count, priority=priority)
+        await queue.submit_many(count, priority=priority, tenant="acme")
     error = await refusal(queue, Terms(), cost=200)
     assert error.message == "the pool's limit of 500 queued KV tokens is reached"
     assert (error.num_waiting_ahead, error.estimated_wait_ms) == (3, 1000 * (300 + 200) / 50)

@@ -243,6 +243,7 @@ async def test_pool_whose_queue_is_full_of_generations_still_takes_tasks(queue: 
 async def test_pool_refuses_a_task_while_too_many_wait(queue: Queue) -> None:
     await queue.node()
     await queue.redis.zadd("penstock:{m}:tasks", {f"m.{number}": number for number in range(10_000)})
+    await queue.redis.hset("penstock:{m}:tenant_tasks", "default", 10_000)
     with pytest.raises(BusyError, match="limit of 10000 waiting tasks") as caught:
         await submit_task(queue)
     assert caught.value.retry_after_ms >= 1000

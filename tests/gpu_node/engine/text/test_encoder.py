@@ -151,7 +151,7 @@ def test_a_long_system_prompt_is_encoded_once(backend: Backend, change: Callable
 
 def test_a_piece_is_encoded_again_for_each_tenant_and_salt(backend: Backend) -> None:
     counting = Counting(backend)
-    chats, text = ChatEncoder(counting), "<|im_start|>" + "a secret that two know. " * 100 + "<|im_end|>"
+    chats, text = _chats(counting), "<|im_start|>" + "a secret that two know. " * 100 + "<|im_end|>"
     for owner in (("a", None), ("b", None), ("a", "s"), ("b", "s"), ("as", None)):
         before = counting.num_chars
         assert chats.encode(text, owner) == _whole(backend, text)
