@@ -213,10 +213,8 @@ def _log_start(model: str, redis_url: str, server: EmbeddedRedis | RunningRedis 
 def _print_ready(node: Event, gateway: Event, redis_url: str, *, is_local: bool) -> None:
     body = {"model": node["pool"], "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
     data = shlex.quote(json.dumps(body))
-    print(f"\nServing {node['pool']}\n")
-    print(f"  page   {gateway['url']}/")
-    print(f"  API    {gateway['url']}/v1")
-    print(f"  Redis  {without_password(redis_url)}\n")
+    print(f"\nServing {node['pool']} at {gateway['url']}/v1   (page: {gateway['url']}/)")
+    print(f"Redis: {without_password(redis_url)}\n")
     print(f"  curl -N {gateway['url']}/v1/chat/completions -H 'Content-Type: application/json' -d {data}")
     if is_local:
         print("  penstock submit 'Hello!'")

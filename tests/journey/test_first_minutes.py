@@ -59,7 +59,7 @@ def test_the_demo_model_comes_from_the_hub_and_commands_find_the_redis(hub: HubS
                 line = serve.stdout.readline()
                 assert line, serve.stderr.read()
                 shown += line
-            assert "Serving SmolLM2-135M-Instruct-Q4_1\n\n  page   http://127.0.0.1:" in shown
+            assert "Serving SmolLM2-135M-Instruct-Q4_1 at http://127.0.0.1:" in shown
             submit = ("submit", "--model", "demo", "--raw", "--max-tokens", "4", "Hello!")
             answer = run_python("-m", "penstock", *submit, env=env)
             assert (answer.returncode, answer.stderr) == (0, "")
