@@ -7,9 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.contract.errors import BusyError, UnavailableError
-from penstock.contract.job import Priority
-from penstock.producer.client import cached_state
+from penstock.contract.errors import UnavailableError
 from penstock.producer.client.cached_state import RENEWED_S, CachedState, PoolAdmission
 from penstock.queue.wire import NodePressure, PoolPressure
 
@@ -106,19 +104,6 @@ async def test_canceled_caller_leaves_the_fetch_to_the_next() -> None:
     assert first.cancelled()
 
 
-async def test_admission_counts_admitted_cost_by_class() -> None:
-    node = NodePressure("n", kv_tokens_available=100, drain_cost_per_s=0.001)
-
-    async def fetch() -> PoolPressure:
-        return PoolPressure((node,))
-
-    door = PoolAdmission(fetch)
-    await door.admit(80, Priority.BATCH)
-    await door.admit(80, Priority.INTERACTIVE)  # batch jobs do not stand before it
-    with pytest.raises(BusyError):
-        await door.admit(80, Priority.INTERACTIVE)
-
-
 async def test_old_copy_is_returned_at_once_and_fetched_in_the_background() -> None:
     fetch = Fetch()
     fetch.gate.set()
@@ -159,22 +144,6 @@ async def test_old_copy_stays_in_use_while_fetches_fail() -> None:
     await copy.close()
 
 
-async def test_no_job_is_refused_because_of_an_old_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_state, "PRESSURE_TTL_S", 0.01)
-    nodes = [NodePressure("n", kv_tokens_available=0, drain_cost_per_s=0.001)]
-
-    async def fetch() -> PoolPressure:
-        return PoolPressure(tuple(nodes), (1000, 1000, 1000))
-
-    door = PoolAdmission(fetch)
-    with pytest.raises(BusyError):
-        await door.admit(80, Priority.INTERACTIVE)
-    nodes[:] = [NodePressure("n", kv_tokens_available=10_000, drain_cost_per_s=1e6)]
-    await asyncio.sleep(0.02)
-    await door.admit(80, Priority.INTERACTIVE)
-    await door.close()
-
-
 async def test_a_node_that_has_just_joined_is_found() -> None:
     nodes: list[NodePressure] = []
 
@@ -183,9 +152,9 @@ async def test_a_node_that_has_just_joined_is_found() -> None:
 
     door = PoolAdmission(fetch)
     with pytest.raises(UnavailableError):
-        await door.admit(80, Priority.INTERACTIVE)
-    nodes.append(NodePressure("n", kv_tokens_available=10_000, drain_cost_per_s=1e6))
-    await door.admit(80, Priority.INTERACTIVE)
+        await door.require_node()
+    nodes.append(NodePressure("n"))
+    await door.require_node()
     await door.close()
 
 

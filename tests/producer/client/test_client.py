@@ -332,9 +332,11 @@ async def test_a_pool_without_live_nodes_is_unavailable(client: AsyncClient, tol
 async def test_full_pool_says_when_to_retry(client: AsyncClient, told_node: FakeNode) -> None:
     told_node.pressure = NodePressure(told_node.node_id, kv_tokens_available=0, drain_cost_per_s=1.0)
     await told_node.heartbeat()
-    with pytest.raises(BusyError) as caught:
+    await client.submit("hello", max_tokens=200)
+    with pytest.raises(BusyError, match="would wait about") as caught:
         await client.submit("hello", max_tokens=200, priority=Priority.BATCH)
     assert caught.value.retry_after_ms >= 1000
+    await client.submit("hello", max_tokens=200, tenant="another")
 
 
 async def test_jobs_admitted_since_count(client: AsyncClient, told_node: FakeNode) -> None:
