@@ -22,12 +22,11 @@ from penstock.gateway.anthropic import routes as anthropic_routes
 from penstock.gateway.anthropic.errors import ID_HEADER as ANTHROPIC_ID_HEADER
 from penstock.gateway.api_docs.routes import ApiDocs
 from penstock.gateway.api_docs.routes import router as api_docs_router
-from penstock.gateway.authentication import Entry, warn_if_open
+from penstock.gateway.authentication import Entry, tell_without_keys
 from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.embeddings import routes as embedding_routes
 from penstock.gateway.errors import install_error_handlers
 from penstock.gateway.http.access_log import AccessLog
-from penstock.gateway.http.allowed_hosts import AllowedHosts
 from penstock.gateway.http.head_requests import HeadRequests
 from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.http.request_head import BoundedHead
@@ -112,7 +111,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with _client_of(settings) as client:
             app.state.client = client
-            await warn_if_open(client, is_closed=settings.require_keys)
+            await tell_without_keys(client, settings)
             app.state.loop_watch.start()
             guard = StallGuard(settings.loop_stall_s)
             guard.start()
@@ -146,13 +145,7 @@ def _add_routes(app: FastAPI) -> None:
 def _add_middleware(app: FastAPI, settings: GatewaySettings) -> None:
     """Add the middleware from the innermost to the outermost."""
     app.add_middleware(HeadRequests)
-    app.add_middleware(
-        Entry,
-        pepper=KeySettings.load().key_pepper,
-        is_closed=settings.require_keys,
-        hosts=AllowedHosts(settings.host, settings.allowed_hosts),
-        open_highest_class=settings.open_highest_class,
-    )
+    app.add_middleware(Entry, settings=settings, pepper=KeySettings.load().key_pepper)
     app.add_middleware(SubprotocolKey)
     app.add_middleware(Drain)
     if settings.cors_origins:

@@ -1,22 +1,28 @@
-"""Authentication: map a request's API key to a caller with a tenant and limits. With no keys the gateway is open."""
+"""Authentication: map a request's API key to a caller with a tenant and limits.
+
+Callers without a key are refused while keys exist, and if keys existed before and are missing. If there were never any,
+a gateway on a loopback address serves them with all scopes, unless a proxy passed their request on. On other addresses
+it refuses them. With `allow_anonymous` it serves them in all of these cases, with the scope `infer` alone.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import get_args
 
 from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.contract.api_keys import ApiKey, identify
+from penstock.contract.api_keys import ANONYMOUS, ApiKey, identify
 from penstock.contract.api_keys import Scope as KeyScope
-from penstock.contract.errors import PenstockError, UnauthorizedError
-from penstock.contract.priority import ClassName
+from penstock.contract.errors import ForbiddenError, PenstockError, UnauthorizedError
 from penstock.gateway.errors import error_response, soon
-from penstock.gateway.http.allowed_hosts import AllowedHosts
+from penstock.gateway.http.allowed_hosts import AllowedHosts, is_loopback
+from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.web.assets import ASSET_PATHS
 from penstock.producer.client import AsyncClient
 
@@ -37,6 +43,8 @@ OTHER_SCOPES: tuple[KeyScope, ...] = ("infer",)
 OPERATOR_PATIENCE_S = 1.0
 """Seconds that a request of an operator waits for fresh keys from Redis. After that the last known keys apply, so that
 an operator can still see that Redis is unreachable."""
+PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
+"""Headers that a proxy adds. Behind a proxy, a loopback address is no longer local."""
 _SCHEME = "bearer "
 _KEY_HEADER = "x-api-key"
 """The header in which Anthropic's clients send the key. An Authorization header goes first."""
@@ -47,6 +55,25 @@ def scopes_for(method: str, path: str) -> tuple[KeyScope, ...]:
     return READING_SCOPES.get(path, OTHER_SCOPES) if method in ("GET", "HEAD") else OTHER_SCOPES
 
 
+class KeysSeen:
+    """A note, in a file, that API keys exist. It outlives Redis's data, which a restored backup may lack."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.had_keys = path is not None and path.exists()
+
+    def note(self) -> None:
+        """Write the note, unless it is there. A folder that cannot be written is logged."""
+        if self.had_keys or self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.touch(mode=0o600)
+        except OSError as error:
+            logger.warning("cannot note that API keys exist", extra={"reason": str(error)})
+        self.had_keys = True
+
+
 class Entry:
     """ASGI middleware that attaches the caller to a request or a WebSocket, or answers 401 or 403.
 
@@ -54,27 +81,13 @@ class Entry:
     checks the Host header.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        pepper: str,
-        is_closed: bool,
-        hosts: AllowedHosts,
-        open_highest_class: ClassName = "standard",
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, settings: GatewaySettings, pepper: str) -> None:
         self._app = app
-        self._hosts = hosts
-        # The caller of every request while no API keys exist.
-        self._open_caller = ApiKey(
-            key_id="",
-            digest="",
-            tenant="default",
-            scopes=frozenset(get_args(KeyScope)),
-            highest_class=open_highest_class,
-        )
+        self._hosts = AllowedHosts(settings.host, settings.allowed_hosts)
+        self._settings = settings
+        self._seen = KeysSeen(settings.keys_seen_file)
         self._pepper = pepper
-        self._is_closed = is_closed
+        self._is_closed = is_closed_without_keys(settings) or self._seen.had_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Authenticate one request and pass it on, or send the refusal."""
@@ -97,18 +110,54 @@ class Entry:
         await self._app(scope, receive, send)
 
     def _identify(self, known: Mapping[str, ApiKey], headers: Headers) -> ApiKey:
-        self._is_closed = self._is_closed or bool(known)
-        if not self._is_closed:
-            self._hosts.check(headers)
-            return self._open_caller
+        if known:
+            self._is_closed = True
+            self._seen.note()
         authorization = headers.get("authorization", "")
-        if authorization.lower().startswith(_SCHEME):
-            key = authorization[len(_SCHEME) :].strip()
-        elif not authorization and _KEY_HEADER in headers:
-            key = headers[_KEY_HEADER].strip()
-        else:
-            raise UnauthorizedError("this gateway requires an API key: Authorization: Bearer pk-… or x-api-key: pk-…")
-        return identify(key, known, self._pepper)
+        if self._is_closed and authorization.lower().startswith(_SCHEME):
+            return identify(authorization[len(_SCHEME) :].strip(), known, self._pepper)
+        if self._is_closed and not authorization and _KEY_HEADER in headers:
+            return identify(headers[_KEY_HEADER].strip(), known, self._pepper)
+        if self._settings.allow_anonymous:
+            self._hosts.check(headers)
+            return self._keyless(ANONYMOUS if known else "default", ("infer",))
+        if self._is_closed:
+            raise UnauthorizedError(self._why_closed(known))
+        self._hosts.check(headers)
+        _refuse_proxies(headers)
+        return self._keyless("default", get_args(KeyScope))
+
+    def _keyless(self, tenant: str, scopes: Iterable[KeyScope]) -> ApiKey:
+        highest = self._settings.open_highest_class
+        return ApiKey(key_id="", digest="", tenant=tenant, scopes=frozenset(scopes), highest_class=highest)
+
+    def _why_closed(self, known: Mapping[str, ApiKey]) -> str:
+        if not known and self._seen.had_keys:
+            return (
+                "this gateway had API keys, and they are missing now: restore them with Redis's data, "
+                "or make new ones with `penstock keys add TENANT`"
+            )
+        if not known and not self._settings.require_keys:
+            return (
+                "this gateway has no API keys, and other machines reach its address: make one with "
+                "`penstock keys add TENANT`, or start the gateway with --allow-anonymous"
+            )
+        return "this gateway requires an API key: Authorization: Bearer pk-… or x-api-key: pk-…"
+
+
+def is_closed_without_keys(settings: GatewaySettings) -> bool:
+    """Return whether a gateway refuses callers without a key even while no keys exist."""
+    return settings.require_keys or not (settings.allow_anonymous or is_loopback(settings.host))
+
+
+def _refuse_proxies(headers: Headers) -> None:
+    name = next((name for name in PROXY_HEADERS if name in headers), None)
+    if name is not None:
+        message = (
+            f"a proxy passed this request on ({name}), but this gateway has no API keys: make one with "
+            "`penstock keys add TENANT`, or start the gateway with --allow-anonymous"
+        )
+        raise ForbiddenError(message, code="proxied_without_keys", param=name)
 
 
 def _only_reads(scope: Scope) -> bool:
@@ -123,7 +172,12 @@ def caller_of(request: Request) -> ApiKey:
     return caller
 
 
-async def warn_if_open(client: AsyncClient, *, is_closed: bool) -> None:
-    """Log a warning if this gateway accepts requests without an API key."""
-    if not is_closed and not await client.api_keys():
-        logger.warning("this gateway accepts unauthenticated requests: there are no API keys (penstock keys add)")
+async def tell_without_keys(client: AsyncClient, settings: GatewaySettings) -> None:
+    """Log a warning if callers without an API key are served, or if none can be, because there are no keys."""
+    if settings.allow_anonymous:
+        logger.warning("this gateway serves callers without an API key (--allow-anonymous)")
+    elif not await client.api_keys():
+        if is_closed_without_keys(settings):
+            logger.warning("this gateway refuses every request: there are no API keys (penstock keys add)")
+        else:
+            logger.warning("this gateway accepts unauthenticated requests: there are no API keys (penstock keys add)")

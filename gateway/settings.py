@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -50,9 +51,18 @@ class GatewaySettings(Settings):
     drain_s: int = Field(default=30, ge=0)
     """Seconds that open answers may continue after SIGTERM."""
     require_keys: bool = False
-    """Require an API key for every request, even while no keys exist."""
+    """Require an API key for every request, even while no keys exist. On an address that other machines reach, the
+    gateway does that by itself."""
+    allow_anonymous: bool = False
+    """Serve callers without an API key, on any address. They may only ask for answers; where keys exist, they are a
+    tenant of their own, `anonymous`."""
+    first_key_file: Path | None = None
+    """File into which a first API key, with all scopes, is written at the start if there is no key. Default: none."""
+    keys_seen_file: Path | None = None
+    """File that notes that API keys exist. If the keys are missing later, the gateway stays closed. Default: none; with
+    `penstock serve` a file in the state folder."""
     allowed_hosts: tuple[str, ...] = ()
-    """A host name that callers may use while no API keys exist, beside IP addresses and local names. Repeat the flag
+    """A host name that callers without a key may use, beside IP addresses and local names. Repeat the flag
     for several; `*` allows all. Default: none on a loopback address, all on others."""
     open_highest_class: ClassName = "standard"
     """The most urgent priority class that callers may use while no API keys exist."""

@@ -32,7 +32,7 @@ class AllowedHosts:
     def __init__(self, address: str, names: Sequence[str] = ()) -> None:
         """`address` is the one that the gateway listens on. `names` are allowed as well; `*` allows every name."""
         self._names = {*map(_name_of, names), _plain(address), _plain(socket.gethostname())}
-        self._checks = "*" not in names and (bool(names) or _is_loopback(address))
+        self._checks = "*" not in names and (bool(names) or is_loopback(address))
         self._is_allowed = lru_cache(_MAX_NAMES)(self._decide)
 
     def check(self, headers: Headers) -> None:
@@ -75,5 +75,6 @@ def _is_ip(name: str) -> bool:
     return True
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether only processes of this machine reach an address."""
     return address == "localhost" or (_is_ip(address) and ipaddress.ip_address(address).is_loopback)

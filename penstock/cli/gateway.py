@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
 
 from penstock.cli.options import options_of, taken_for, takes
-from penstock.contract.errors import ConfigError
+from penstock.contract.api_keys import Scope
+from penstock.contract.errors import ConfigError, PenstockError
+from penstock.contract.terms import UNLIMITED
 from penstock.gateway.settings import GatewaySettings
 from penstock.runtime.logging import LogSettings, configure_logging
-from penstock.runtime.settings import redis_url_of
+from penstock.runtime.settings import KeySettings, redis_url_of
+
+log = logging.getLogger(__name__)
 
 _FLAGS = {"cors_origins": ("--cors-origin",), "allowed_hosts": ("--allowed-host",)}
 
@@ -29,6 +38,34 @@ def gateway(**given: Any) -> None:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock[gateway]'") from error
 
     logs = LogSettings.load(**taken_for(LogSettings, given))
-    settings = GatewaySettings.load(**given | {"redis_url": redis_url_of(given["redis_url"])})
+    url = redis_url_of(given["redis_url"])
+    settings = GatewaySettings.load(**given | {"redis_url": url})
     configure_logging(logs)
+    if settings.first_key_file is not None:
+        _make_first_key(url, settings.first_key_file)
     run(settings)
+
+
+def _make_first_key(redis_url: str, path: Path) -> None:
+    """Make a key with all scopes if there is none, and write it to a file that only this user can read."""
+    try:
+        key = asyncio.run(_first_key(redis_url))
+        if key is not None:
+            with open(path, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+                file.write(f"{key}\n")
+            log.warning("made a first API key", extra={"file": str(path)})
+    except (PenstockError, OSError) as error:
+        log.warning("cannot make a first API key", extra={"reason": str(error)})
+
+
+async def _first_key(redis_url: str) -> str | None:
+    """Return a new key, or None if there are keys already."""
+    from penstock.queue.broker.connection import connect
+    from penstock.queue.broker.key_store import KeyStore
+
+    async with connect(redis_url) as redis:
+        store = KeyStore(redis)
+        if await store.all():
+            return None
+        key, _ = await store.add("default", get_args(Scope), UNLIMITED, pepper=KeySettings.load().key_pepper)
+        return key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import shlex
@@ -34,6 +35,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings, engine_config, pool_of_model
+from penstock.runtime.cache_folders import state_folder
 from penstock.runtime.embedded_redis import DEFAULT_MAXMEMORY_MIB, EmbeddedRedis, find_or_start_redis
 from penstock.runtime.local_redis import RunningRedis
 from penstock.runtime.logging import LogSettings, configure_logging, has_color
@@ -98,8 +100,9 @@ def serve(
             of_node["generation_config"] = SAMPLING
     _check_settings(model, of_node, of_gateway)
     configure_logging(logs, prefix=_prefix("serve"))
-    words = (words_of(of_node, NODE_FLAGS), words_of(of_gateway))
     with find_or_start_redis(redis_url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as (url, server):
+        of_gateway["keys_seen_file"] = keys_seen_file(str(data_dir.resolve()) if data_dir else without_password(url))
+        words = (words_of(of_node, NODE_FLAGS), words_of(of_gateway))
         _log_start(model, url, server)
         try:
             run_until_stopped(_serve(url, server, model, *words, logs))
@@ -126,6 +129,12 @@ def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[
         if not folder.expanduser().is_dir():
             raise ConfigError(f"lora: adapter {name}: there is no folder {folder}", param="lora")
     asyncio.run(check_address(gateway.host, gateway.port, wait_s=PORT_TIMEOUT_S))
+
+
+def keys_seen_file(queue: str) -> Path:
+    """Return the file in the state folder that notes that a queue has API keys. The queue is a folder or a URL."""
+    name = hashlib.blake2b(queue.encode(), digest_size=8).hexdigest()
+    return state_folder() / f"keys-seen-{name}"
 
 
 def _node_settings(model: str, of_node: Mapping[str, Any]) -> NodeSettings:

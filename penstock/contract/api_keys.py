@@ -23,6 +23,8 @@ from penstock.contract.terms import UNLIMITED, Terms
 Scope = Literal["infer", "metrics", "admin"]
 """`infer` allows generation, and reading of the tenant's own jobs and of the key's own usage. `metrics` allows scraping
 metrics, and nothing else. `admin` allows reading metrics, health, job lists and usage of all tenants."""
+ANONYMOUS = "anonymous"
+"""The tenant of callers without a key at a gateway that has keys and serves such callers. No key may have it."""
 MAX_KEY_CHARS = 100
 _ID_BYTES = 8
 _SECRET_BYTES = 32

@@ -1,4 +1,4 @@
-"""The cache folder that penstock's processes on a machine share, and a private folder if it is not writable."""
+"""The cache folder that penstock's processes on a machine share, a private one if it is not writable, and the state."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ def cache_folder() -> Path:
         return given.expanduser()
     except RuntimeError:
         # The user has no home folder, as in many containers. Writing to this path fails, and the writer reports it.
+        return Path("/nonexistent/penstock")
+
+
+def state_folder() -> Path:
+    """Return the folder of what must outlive a process: $XDG_STATE_HOME/penstock, else ~/.local/state/penstock."""
+    given = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
+    try:
+        return given.expanduser() / "penstock"
+    except RuntimeError:
         return Path("/nonexistent/penstock")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError, RequestError
-from penstock.runtime.cache_folders import flush_entry
+from penstock.runtime.cache_folders import flush_entry, state_folder
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def partial_path(output: str) -> Path:
             if Path(output).exists() and not Path(output).is_file():
                 raise RequestError(f"{output} is not a regular file", param="output")
         return Path(f"{output}.partial")
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "penstock/batch"
+    state = state_folder() / "batch"
     with readable("output"):
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
     return state / f"{hashlib.blake2b(output.encode(), digest_size=16).hexdigest()}.partial"

@@ -128,13 +128,13 @@ async def test_a_node_whose_loop_hangs_ends_and_its_jobs_move(redis: Redis, redi
     with hung:
         async with AsyncClient(redis_url) as client:
             reading = [asyncio.create_task(read(client, work)) for work in works]
-            while {await holder(redis, work.id) for work in works} != {"hung"}:
+            # The first text that it takes hangs it, so it may never take the others.
+            while "hung" not in {await holder(redis, work.id) for work in works}:
                 await asyncio.sleep(0.01)
-            hanging = await client.submit("a text", model=POOL, max_tokens=4)
             with NodeProcess(redis_url, step_s=0.01, name="living", **SETTINGS):
                 assert await asyncio.to_thread(hung.wait) == -signal.SIGABRT
                 assert "the event loop stands still" in hung.log
-                await asyncio.gather(*reading, hanging.result())
+                await asyncio.gather(*reading)
     for work in works:
         work.check()
     await check_settled(redis, POOL)

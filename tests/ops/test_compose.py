@@ -53,6 +53,7 @@ class Host:
         self.gateway_port, self.redis_port = free_port(), free_port()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self.data = folder / "data"
+        self.first_key = folder / "first-key"
         self.bin = folder / "bin"
         for made in (self.data, self.bin, folder / "redis", folder / "home"):
             made.mkdir()
@@ -129,6 +130,7 @@ class Host:
             ("redis://redis:", "redis://127.0.0.1:"),
             ("@redis:", "@127.0.0.1:"),
             ("0.0.0.0", "127.0.0.1"),
+            ("/tmp/first-key", str(self.first_key)),
             ("6379", str(self.redis_port)),
             ("8000", str(self.gateway_port)),
             ("/etc/penstock/", f"{ROOT}/ops/"),
@@ -157,7 +159,7 @@ def test_the_services_serve_a_stream_and_a_batch(host: Host) -> None:
         host.wait_until_healthy(service)
 
     assert_redis_keeps_what_it_accepted(host.redis_port)
-    assert_stream_over_http(host.gateway_port)
+    assert_stream_over_http(host)
     assert_batch(host)
 
     for service in ("worker", "gpu_node-cpu", "gateway", "redis"):
@@ -191,7 +193,7 @@ def test_the_services_do_their_work_each_as_its_own_user_of_redis(host_with_user
         host.start(service)
     for service in ("gateway", "worker", "gpu_node-cpu"):
         host.wait_until_healthy(service)
-    assert_stream_over_http(host.gateway_port)
+    assert_stream_over_http(host)
     assert_batch(host)
     assert_only_the_admin_may_list_keys(host)
     for service in ("worker", "gpu_node-cpu", "gateway", "redis"):
@@ -206,9 +208,13 @@ def assert_redis_keeps_what_it_accepted(port: int) -> None:
     assert int(config["maxmemory"]) == 1 << 30
 
 
-def assert_stream_over_http(port: int) -> None:
+def assert_stream_over_http(host: Host) -> None:
+    url, headers = f"http://127.0.0.1:{host.gateway_port}/v1/completions", {}
+    assert httpx.post(url, json={"prompt": "the gate"}).status_code == 401
+    headers["Authorization"] = f"Bearer {host.first_key.read_text().strip()}"
+    assert host.first_key.stat().st_mode & 0o777 == 0o600
     body = {"model": "tiny", "prompt": "the gate", "max_tokens": 8, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=30) as answer:
         assert answer.status_code == 200, answer.read()
         events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"

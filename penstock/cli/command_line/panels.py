@@ -51,7 +51,14 @@ _NODE: Mapping[str, tuple[str, ...]] = {
 _GATEWAY: Mapping[str, tuple[str, ...]] = {
     "HTTP": ("host", "port", "cors_origins", "unknown_fields"),
     "Queue": ("redis_url",),
-    "Access": ("require_keys", "allowed_hosts", "open_highest_class"),
+    "Access": (
+        "require_keys",
+        "allow_anonymous",
+        "first_key_file",
+        "keys_seen_file",
+        "allowed_hosts",
+        "open_highest_class",
+    ),
     "Limits": (
         "max_body_bytes",
         "max_logprobs",

@@ -57,6 +57,8 @@ class KeyStore:
 
         Raises RequestError that names the invalid field.
         """
+        if tenant == api_keys.ANONYMOUS:
+            raise RequestError(f"tenant {tenant!r} is that of callers without a key; choose another", param="tenant")
         key, key_id, digest = api_keys.mint(pepper)
         record = _checked(
             {

@@ -1,0 +1,117 @@
+"""A gateway without API keys is open only on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis as sync_redis
+
+from penstock.contract.errors import RequestError
+from penstock.contract.terms import UNLIMITED
+from penstock.gateway.authentication import PROXY_HEADERS
+from penstock.queue import keys
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.key_store import KeyStore
+
+BODY = {"model": "acme/echo", "prompt": "hi"}
+EVERY_ADDRESS = "0.0.0.0"
+
+
+@pytest.fixture(autouse=True)
+def without_keys(redis_url: str) -> Iterator[None]:
+    yield
+    with sync_redis.Redis.from_url(redis_url) as client:
+        client.delete(keys.API_KEYS)
+
+
+async def _add(redis_url: str, tenant: str) -> str:
+    async with connect(redis_url) as redis:
+        return (await KeyStore(redis).add(tenant, ("infer",), UNLIMITED))[0]
+
+
+def add(redis_url: str, tenant: str = "acme") -> str:
+    return asyncio.run(_add(redis_url, tenant))
+
+
+def ask(url: str, path: str = "/v1/completions", key: str = "", **headers: str) -> httpx.Response:
+    sent = {"authorization": f"Bearer {key}"} if key else {}
+    if path == "/v1/completions":
+        return httpx.post(url + path, json=BODY, headers=sent | headers, timeout=30)
+    return httpx.get(url + path, headers=sent | headers, timeout=30)
+
+
+def message_of(answer: httpx.Response) -> str:
+    return str(answer.json()["error"]["message"])
+
+
+def test_other_machines_are_refused_until_a_key_exists(stack: Any, shared_engine: Any, redis_url: str) -> None:
+    url = stack.start_gateway(host=EVERY_ADDRESS)
+    answer = ask(url)
+    assert answer.status_code == 401
+    assert "penstock keys add TENANT" in message_of(answer) and "--allow-anonymous" in message_of(answer)
+    for path in ("/v1/models", "/metrics", "/health/nodes", "/dashboard", "/v1/jobs"):
+        assert ask(url, path).status_code == 401
+    assert ask(url, "/health").status_code == 200
+    key = add(redis_url)
+    assert eventually(lambda: ask(url, key=key).status_code) == 200
+    assert ask(url).status_code == 401
+
+
+def eventually(status: Callable[[], int], wanted: int = 200) -> int:
+    """Return the status once it is the wanted one. A gateway fetches the keys again every two seconds."""
+    deadline_s = time.monotonic() + 30
+    while (found := status()) != wanted and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return found
+
+
+def test_on_loopback_a_gateway_without_keys_serves_this_machine_and_no_proxy(stack: Any, shared_engine: Any) -> None:
+    url = stack.start_gateway()
+    assert ask(url).status_code == 200
+    for name in PROXY_HEADERS:
+        answer = ask(url, **{name: "for=192.0.2.1"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "proxied_without_keys")
+        assert "penstock keys add" in message_of(answer)
+
+
+def test_anonymous_callers_may_only_ask_and_are_a_tenant_of_their_own_beside_keys(
+    stack: Any, shared_engine: Any, redis_url: str
+) -> None:
+    url = stack.start_gateway(host=EVERY_ADDRESS, allow_anonymous=True)
+    assert ask(url, **{"x-forwarded-for": "192.0.2.1"}).status_code == 200
+    assert [ask(url, path).status_code for path in ("/v1/models", "/metrics", "/health/nodes")] == [200, 403, 403]
+    key = add(redis_url)
+    assert eventually(lambda: ask(url, key=key[:-1] + "x").status_code, 401) == 401
+    job = ask(url, key=key).headers["x-penstock-job"]
+    assert ask(url, f"/v1/jobs/{job}", key=key).status_code == 200
+    assert ask(url, f"/v1/jobs/{job}").status_code == 404
+    own = ask(url).headers["x-penstock-job"]
+    assert ask(url, f"/v1/jobs/{own}").status_code == 200
+    assert ask(url, f"/v1/jobs/{own}", key=key).status_code == 404
+    with pytest.raises(RequestError, match="that of callers without a key"):
+        add(redis_url, "anonymous")
+
+
+def test_a_gateway_whose_keys_are_lost_stays_closed_after_a_restart(
+    stack: Any, shared_engine: Any, redis_url: str, tmp_path: Path
+) -> None:
+    note = tmp_path / "state" / "keys-seen"
+    key = add(redis_url)
+    assert ask(stack.start_gateway(keys_seen_file=note), key=key).status_code == 200
+    assert note.stat().st_mode & 0o777 == 0o600 and note.parent.stat().st_mode & 0o777 == 0o700
+    with sync_redis.Redis.from_url(redis_url) as client:
+        client.delete(keys.API_KEYS)
+    url = stack.start_gateway(keys_seen_file=note)
+    for path in ("/v1/completions", "/metrics", "/health/nodes"):
+        answer = ask(url, path)
+        assert answer.status_code == 401
+        assert "they are missing now" in message_of(answer) and "penstock keys add" in message_of(answer)
+    assert ask(url, key=key).status_code == 401
+    new = add(redis_url)
+    assert eventually(lambda: ask(url, key=new).status_code) == 200
