@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fakes.queue.harness import POOL, Queue, new_job
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +20,7 @@ MAX_WAIT_S = 60
 JITTER = 0.21
 
 
-async def pool(queue: Queue, policy: str = "fair", *, rate: float = 10.0, free: int = 0, **config: int) -> None:
+async def pool(queue: Queue, policy: str = "fair", *, rate: float = 10.0, free: int = 0, **config: Any) -> None:
     """Start a pool whose node completes `rate` KV tokens a second and has `free` of them."""
     node = await queue.node(policy=policy, **config)
     await node.heartbeat(drain_cost_per_s=rate, kv_tokens_available=free)
@@ -115,7 +117,7 @@ async def test_refused_cost_is_a_tenants_own_and_a_retry_counts_once(queue: Queu
     assert other.retry_after_ms == pytest.approx(first.retry_after_ms, rel=0.5)
     flooded = await refusal(queue, "flood", 1000, prompt="0")
     assert flooded is not None and flooded.retry_after_ms > 400_000
-    cost = int(float(await queue.redis.hget(f"{keys.prefix(POOL)}:refused:a", "cost") or 0))  # type: ignore[misc]
+    cost = int(float(await queue.redis.hget(f"{keys.prefix(POOL)}:refused:a", "cost") or 0))
     assert cost == 100
 
 
@@ -145,12 +147,12 @@ async def test_waiting_tasks_have_tenant_shares(queue: Queue, monkeypatch: pytes
     # The queue counts 10,000 of them; submitting as many takes minutes.
     waiting = f"{keys.prefix(POOL)}:tasks"
     await queue.redis.zadd(waiting, {f"x{number}": 0 for number in range(10_000)})
-    await queue.redis.hincrby(f"{keys.prefix(POOL)}:tenant_tasks", "flood", 10_000)  # type: ignore[misc]
+    await queue.redis.hincrby(f"{keys.prefix(POOL)}:tenant_tasks", "flood", 10_000)
     assert await refusal(queue, "flood", 1, task=Tokenize()) is not None
     assert await refusal(queue, "victim", 1, task=Tokenize()) is None
     taken = await node.take(tasks=32)
     assert len(taken.jobs) == 4
-    assert await queue.redis.hgetall(f"{keys.prefix(POOL)}:tenant_tasks") == {b"flood": b"10000"}  # type: ignore[misc]
+    assert await queue.redis.hgetall(f"{keys.prefix(POOL)}:tenant_tasks") == {b"flood": b"10000"}
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
