@@ -12,10 +12,10 @@ from penstock.contract.errors import PromptTooLongError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Job
 from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord
 
-JOB_BYTES = 2_048
-"""Bytes of a job in Redis without its request, log and result."""
-LOG_BYTES_PER_TOKEN = 45
-"""Assumed log bytes per token. A chunk of one token takes 96, of four tokens 30 per token; few jobs use max_tokens."""
+OUTPUT_BYTES_PER_TOKEN = 110
+"""The most bytes of log and result per token, without log-probabilities. A chunk of one token takes 96."""
+RESULT_BYTES = 512
+"""Bytes of log and result that do not depend on the number of tokens."""
 BYTES_PER_LOGPROB = 14
 """Bytes of a log-probability in a log: id, value, and a text of a few bytes."""
 REQUEST_BYTES_PER_TOKEN = 3
@@ -101,19 +101,19 @@ def estimate_cost(job: Job, record: PoolRecord, nodes: Sequence[NodePressure] = 
     return max(1, min(cost, record.max_model_len * params.n) if record.max_model_len else cost)
 
 
-def estimate_bytes(job: Job, request_bytes: int) -> int:
-    """Return the bytes that a job may occupy in Redis: its request, its record, and a log of its maximum length."""
+def estimate_output_bytes(job: Job, request_bytes: int) -> int:
+    """Return the bytes of log and result that a job may write to Redis; those predicted without max_tokens."""
     if job.num_sequences == 0:
-        return request_bytes * (1 + TASK_RESULT_BYTES) + JOB_BYTES
+        return request_bytes * TASK_RESULT_BYTES + RESULT_BYTES
     if job.task is not None:
-        return request_bytes + JOB_BYTES + EMBEDDING_BYTES
+        return EMBEDDING_BYTES + RESULT_BYTES
     params = job.params
     output = params.max_tokens if params.max_tokens is not None else PREDICTED_OUTPUT_TOKENS
-    token_bytes = LOG_BYTES_PER_TOKEN + _logprob_bytes(params.logprobs)
+    token_bytes = OUTPUT_BYTES_PER_TOKEN + 2 * _logprob_bytes(params.logprobs)
     # The ids of a prompt's tokens are stored as log-probabilities without values.
     num_of_prompt = 0 if params.return_token_ids and params.prompt_logprobs is None else params.prompt_logprobs
-    of_prompt = request_bytes // REQUEST_BYTES_PER_TOKEN * _logprob_bytes(num_of_prompt)
-    return request_bytes + JOB_BYTES + params.n * output * token_bytes + of_prompt
+    of_prompt = request_bytes // REQUEST_BYTES_PER_TOKEN * 2 * _logprob_bytes(num_of_prompt)
+    return RESULT_BYTES + params.n * output * token_bytes + of_prompt
 
 
 def _logprob_bytes(num_logprobs: int | None) -> int:

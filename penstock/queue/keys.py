@@ -51,9 +51,10 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
                                                                           announced
     P:backlog                hash    submit, requeue, release, take, end  class → predicted KV tokens of its queued jobs
     P:queued                 hash    submit, requeue, release, take, end  the same per tenant; no field where it is 0
-    P:promised_bytes         hash    submit; end                          class → bytes that its open jobs may occupy
-    P:kept_bytes             hash    submit, end; sweep, purge,           tenant → bytes: of open jobs as predicted, of
-                                     delete_response                      ended jobs as stored
+    P:stored                 hash    submit, emit, requeue, end; sweep,   tenant → bytes that its jobs occupy
+                                     purge, delete_response
+    P:reserved               hash    take, emit; requeue, end             tenant → bytes that its running jobs may still
+                                                                          write
     P:expiry                 zset    end; deliver; submit, sweep, purge,  `<bytes> <tenant> <key>` per stored key of an
                                      delete_response                      ended job, by expiry time
     P:usage:<day>            hash    end                                  `<tenant>:<account>:<what>` → jobs; tokens of
@@ -195,14 +196,14 @@ def queued(pool: str) -> str:
     return f"{prefix(pool)}:queued"
 
 
-def promised_bytes(pool: str) -> str:
-    """Hash: class → bytes of Redis memory that its open jobs may occupy."""
-    return f"{prefix(pool)}:promised_bytes"
+def stored(pool: str) -> str:
+    """Hash: tenant → bytes of Redis memory that its jobs occupy, open or ended."""
+    return f"{prefix(pool)}:stored"
 
 
-def kept_bytes(pool: str) -> str:
-    """Hash: tenant → bytes of Redis memory, of open jobs as predicted and of ended jobs as stored."""
-    return f"{prefix(pool)}:kept_bytes"
+def reserved(pool: str) -> str:
+    """Hash: tenant → bytes of Redis memory that its running jobs may still write."""
+    return f"{prefix(pool)}:reserved"
 
 
 def expiry(pool: str) -> str:

@@ -48,4 +48,4 @@ class PoolStats:
     nodes: tuple[NodePressure, ...]
     """Pressure records of the live nodes."""
     kept: Mapping[str, int] = field(default_factory=dict)
-    """Tenant → bytes of Redis memory, of open jobs as predicted and of ended jobs as stored."""
+    """Tenant → bytes of Redis memory, of its jobs as stored, and what its running jobs may still write."""

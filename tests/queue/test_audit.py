@@ -112,7 +112,7 @@ MENDED: dict[str, tuple[Damage, str, str]] = {
     "backlog is too large": (lambda s: s.redis.hincrby(f"{P}:backlog", "1", 30), "wrong_sum", "backlog"),
     "backlog is gone": (lambda s: s.redis.delete(f"{P}:backlog"), "wrong_sum", "backlog"),
     "tenant's queued cost is wrong": (lambda s: s.redis.hincrby(f"{P}:queued", "acme", 3), "wrong_sum", "queued"),
-    "promised bytes are wrong": (lambda s: s.redis.hdel(f"{P}:promised_bytes", "1"), "wrong_sum", "promised_bytes"),
+    "reserved bytes are wrong": (lambda s: s.redis.hincrby(f"{P}:reserved", "acme", 7), "wrong_sum", "reserved"),
     "key of an open job goes away": (lambda s: s.redis.set(f"{P}:idem:acme:x", s.queued, 9), "would_vanish", "idem"),
     "key of an ended job stays": (lambda s: s.redis.set(f"{P}:idem:acme:x", s.done), "lives_for_ever", "idem"),
     "open job's record goes away": (lambda s: s.redis.pexpire(keys.job(s.queued), 60_000), "would_vanish", "job"),

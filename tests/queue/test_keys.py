@@ -67,8 +67,8 @@ def _writes(text: str) -> set[str]:
 
 
 def _functions() -> dict[str, str]:
-    parts = re.split(r"^local function (\w+)", SHARED, flags=re.MULTILINE)
-    bodies = {name: body.split("\nend\n")[0] for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+    found = re.finditer(r"^( *)(?:local )?function (\w+)", SHARED, flags=re.MULTILINE)
+    bodies = {head[2]: SHARED[head.end() :].split(f"\n{head[1]}end\n")[0] for head in found}
     bodies = {name: body for name, body in bodies.items() if name not in WRITERS_OF_ARGUMENTS}
     return {name: body.split("\n")[0] if re.match(r".* end\n", body) else body for name, body in bodies.items()}
 

@@ -59,7 +59,7 @@ async def test_refusals_are_counted_by_their_limit(queue: Queue, broker: StatsBr
     assert await refused(queue, cost=1000) == await refused(queue, cost=1001) == "pool_busy"
     assert await refused(queue, Terms(max_open_jobs=1)) == "rate_limit_exceeded"
     assert await refused(queue, Terms(max_queued_cost=1)) == "rate_limit_exceeded"
-    await queue.redis.hset(keys.kept_bytes(POOL), "default", 300 << 20)
+    await queue.redis.hset(keys.stored(POOL), "default", 300 << 20)
     assert await refused(queue) == "memory_share_exceeded"
     await queue.redis.config_set("maxmemory", 1)
     assert await refused(queue) == "redis_full"

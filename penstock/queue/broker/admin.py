@@ -60,7 +60,7 @@ class JobHistory:
     result: bytes | None
 
 
-_SUMS = ("backlog", "queued", "tenant_tasks", "promised_bytes", "kept_bytes")
+_SUMS = ("backlog", "queued", "tenant_tasks", "stored", "reserved")
 """The hashes of sums over jobs, by their names without the pool's prefix."""
 
 
@@ -210,27 +210,30 @@ class AdminBroker:
 
     async def excess_of_sums(self, pool: str) -> dict[Sum, int]:
         """Return by how much each stored sum exceeds the sum over the jobs' records; jobs may move meanwhile."""
-        excess, waiting, open_ids, stored = await self._sums(pool)
+        excess, waiting, open_ids, running, stored = await self._sums(pool)
         for part in _pages(waiting):
             for tenant, priority, cost, num_seqs in await self._records(part, "tenant", "priority", "cost", "n"):
                 excess["backlog", priority] -= int(cost or 0)
                 excess["queued", tenant] -= int(cost or 0)
                 excess["tenant_tasks", tenant] -= num_seqs == "0"
         for part in _pages(open_ids):
-            for priority, num_bytes, tenant in await self._records(part, "priority", "bytes", "tenant"):
-                excess["promised_bytes", priority] -= int(num_bytes or 0)
-                excess["kept_bytes", tenant] -= int(num_bytes or 0)
+            for tenant, held in await self._records(part, "tenant", "held"):
+                excess["stored", tenant] -= int(held or 0)
+        for part in _pages(running):
+            for tenant, reserved in await self._records(part, "tenant", "reserved"):
+                excess["reserved", tenant] -= int(reserved or 0)
         if len(stored) > MAX_STORED:
             # Not readable in one transaction, so not checked: in a busy pool, several reads would not agree.
-            return {where: by for where, by in excess.items() if where[0] != "kept_bytes"}
+            return {where: by for where, by in excess.items() if where[0] != "stored"}
         for member in stored:
             num_bytes, tenant, _ = member.split(" ", 2)
-            excess["kept_bytes", tenant] -= int(num_bytes)
+            excess["stored", tenant] -= int(num_bytes)
         return dict(excess)
 
-    async def _sums(self, pool: str) -> tuple[Counter[Sum], list[str], list[str], list[str]]:
-        """Read in one transaction: the stored sums, the ids of queued and of open jobs, the members of P:expiry."""
+    async def _sums(self, pool: str) -> tuple[Counter[Sum], list[str], list[str], list[str], list[str]]:
+        """Read in one transaction: sums, ids of queued, open and running jobs, and members of P:expiry."""
         with translated():
+            nodes = await self._redis.zrange(keys.nodes(pool), 0, -1)
             async with self._redis.pipeline(transaction=True) as pipe:
                 for name in _SUMS:
                     pipe.hgetall(f"{keys.prefix(pool)}:{name}")
@@ -238,11 +241,15 @@ class AdminBroker:
                 pipe.smembers(keys.open_jobs(pool))
                 for priority in range(NUM_PRIORITIES):
                     pipe.zrange(keys.waiting(pool, priority), 0, -1)
-                *hashes, stored, open_ids, at_0, at_1, at_2 = await pipe.execute()
-        kept, waiting = zip(_SUMS, hashes, strict=True), (at_0, at_1, at_2)
+                for node in nodes:
+                    pipe.smembers(f"{keys.prefix(pool)}:running:{node.decode()}")
+                found = await pipe.execute()
+        hashes, (stored, open_ids, *waiting) = found[: len(_SUMS)], found[len(_SUMS) : len(found) - len(nodes)]
+        kept = zip(_SUMS, hashes, strict=True)
+        running_ids = [i.decode() for ids in found[len(found) - len(nodes) :] for i in ids]
         sums = Counter({(name, f.decode()): int(value) for name, fields in kept for f, value in fields.items()})
         waiting_ids = [i.decode() for ids in waiting for i in ids]
-        return sums, waiting_ids, [i.decode() for i in open_ids], [member.decode() for member in stored]
+        return sums, waiting_ids, [i.decode() for i in open_ids], running_ids, [member.decode() for member in stored]
 
     async def _records(self, job_ids: Sequence[str], *names: str) -> list[list[str]]:
         """Return the named fields of these jobs' records, '' for an absent field."""

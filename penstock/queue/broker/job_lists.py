@@ -90,7 +90,7 @@ class JobLists:
             if tenant is not None:
                 return [(name, tenant) for name in pools]
             # Each stored job counts there, so no tenant with a list is missing.
-            tenants = await asyncio.gather(*(self._redis.hkeys(keys.kept_bytes(name)) for name in pools))
+            tenants = await asyncio.gather(*(self._redis.hkeys(keys.stored(name)) for name in pools))
         lists = [(name, owner.decode()) for name, of_pool in zip(pools, tenants, strict=True) for owner in of_pool]
         if len(lists) > MAX_LISTS:
             message = f"tenant: {len(lists)} tenants of pools have jobs; name a tenant or a pool to list fewer than "

@@ -36,14 +36,26 @@ class StatsBroker:
 
     async def _of(self, pool: str) -> PoolStats:
         redis, classes = self._redis, range(NUM_PRIORITIES)
-        time, lease_ms, num_open, counts, heartbeats, records, kept, backlog, *waiting = await asyncio.gather(
+        (
+            time,
+            lease_ms,
+            num_open,
+            counts,
+            heartbeats,
+            records,
+            stored,
+            reserved,
+            backlog,
+            *waiting,
+        ) = await asyncio.gather(
             redis.time(),
             redis.hget(keys.config(pool), "lease_ms"),
             redis.scard(keys.open_jobs(pool)),
             redis.hgetall(keys.counts(pool)),
             redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
             redis.hgetall(keys.pressure(pool)),
-            redis.hgetall(keys.kept_bytes(pool)),
+            redis.hgetall(keys.stored(pool)),
+            redis.hgetall(keys.reserved(pool)),
             redis.hmget(keys.backlog(pool), [str(p) for p in classes]),
             *(redis.zcard(keys.waiting(pool, p)) for p in classes),
             *(redis.zrange(keys.waiting(pool, p), 0, 0, withscores=True) for p in classes),
@@ -65,5 +77,5 @@ class StatsBroker:
             num_open,
             {event: int(counts.get(event.encode(), 0)) for event in EVENTS},
             tuple(nodes),
-            {tenant.decode(): int(num_bytes) for tenant, num_bytes in kept.items()},
+            {tenant.decode(): int(size) + int(reserved.get(tenant, 0)) for tenant, size in stored.items()},
         )

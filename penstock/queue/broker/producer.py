@@ -19,7 +19,7 @@ from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.contract.terms import NO_LIMIT, UNLIMITED, Terms
 from penstock.queue import keys, wire
-from penstock.queue.admission import estimate_bytes
+from penstock.queue.admission import estimate_output_bytes
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.decoding import decoded, packed_result_of, result_of
@@ -120,7 +120,7 @@ class ProducerBroker:
             *(job.id, job.tenant, int(job.priority), job.num_sequences, submission.cost, body, request),
             *(job.deadline_ms or 0, inbox, int(submission.channel), int(job.background)),
             keys.key_hash(job.idempotency_key),
-            estimate_bytes(job, len(request)) + len(record.data),
+            estimate_output_bytes(job, len(request)),
             *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
             *(terms.burst_s, terms.weight, job.not_before_ms or 0, terms.memory_percent, terms.account),
             *(record.data, record.keep_ms),

@@ -76,11 +76,12 @@ class UsageBroker:
                 return dict(sums)
 
     async def kept(self) -> dict[str, int]:
-        """Return the bytes of Redis memory that each tenant's jobs and results occupy, in all pools."""
+        """Return the bytes of Redis memory that each tenant occupies or has reserved, in all pools."""
         sums: dict[str, int] = defaultdict(int)
         with translated():
             pools = await pool_names(self._redis)
-            for kept in await asyncio.gather(*(self._redis.hgetall(keys.kept_bytes(name)) for name in pools)):
+            names = [key(name) for name in pools for key in (keys.stored, keys.reserved)]
+            for kept in await asyncio.gather(*map(self._redis.hgetall, names)):
                 for tenant, num_bytes in kept.items():
                     sums[tenant.decode()] += int(num_bytes)
         return dict(sums)

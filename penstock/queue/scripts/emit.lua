@@ -33,6 +33,8 @@ local function emit_job(id, lease, index, chunks, progress)
   for from = 1 + length - index, #chunks, PUSH do
     redis.call('RPUSH', log, unpack(chunks, from, math.min(from + PUSH - 1, #chunks)))
   end
+  local num_logged = math.max(length, index + #chunks)
+  if math.floor(num_logged / COUNTED_CHUNKS) > math.floor(length / COUNTED_CHUNKS) then count_log(id) end
   if progress ~= '' then push(job, progress) end
   for i = 1, #chunks do publish(job, chunks[i]) end
   if job.cancel == '1' then return 'CANCEL' end

@@ -4,13 +4,14 @@
 -- keys.py lists all keys with their writers.
 -- Order inside a script: validate all input, read all keys, then write. Lua does not roll back, so nothing may fail
 -- after the first write. Every script except submit starts with a free write, a DEL or ZREM of a missing member. A full
--- Redis checks its memory limit only before a script's first write, so it refuses submits and nothing else.
+-- Redis checks its memory limit only before a script's first write, so it refuses submits and nothing else. take leaves
+-- jobs queued that Redis has no memory for.
 --
 -- A job's hash has these fields:
 --   state tenant priority n entry body cost submitted taken first finished deadline background inboxes channel unread
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
---   urgency charge window weight bytes idem lacks ms_per_token charged account stored result_until keep response_bytes
---   retaken past_leases num_past_leases used
+--   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged account stored
+--   result_until keep response_bytes retaken past_leases num_past_leases used
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
 -- entry: position of a queued job: its id in the tenant's stream, DELAYED for a delayed job, '' for a requeued job.
 -- unread: time since which the job has no reader, '' with a reader. inboxes: its readers, separated by spaces.
@@ -19,8 +20,9 @@
 -- losses, loss_nodes: losses since the job last made progress; `node@ms` of each. lacks: nodes without its adapter.
 -- urgency, charge, window: class it was taken as, what its tenant was charged, and the share window of that charge.
 -- ms_per_token, charged: tenant's token rate and the tokens charged to it, if the tenant has such a limit.
--- bytes: predicted memory of the open job, counted in P:kept_bytes. stored: bytes that count there after its end, as
--- `<log> <large result> <dead letter's request> <rest>[ <response>]`. result_until: expiry of a large result.
+-- held, reserved: bytes of a job that count, while it is open, in P:stored and P:reserved. output: bytes of log and result that it may
+-- write. logged: `<chunks> <bytes>` of its log that `held` includes. stored: bytes that count in P:stored after its end,
+-- as `<log> <large result> <dead letter's request> <rest>[ <response>]`. memory_percent: its tenant's share, if not the pool's. result_until: expiry of a large result.
 -- keep: ms after the end for which the record of a stored response, of response_bytes, and the job's result are kept.
 -- taken, retaken: times of the first take and of the last later one. past_leases: the newest MAX_PAST_LEASES leases that
 -- ended before the job did, as `<node>@<taken>-<ended>:<why>`; num_past_leases counts all of them.
@@ -37,7 +39,10 @@ local MAX_DELAYED = 64
 local MAX_PAST_LEASES = 8
 local MAX_DEAD, DEAD_LIFE_MS = 10000, 604800000
 local LARGE_RESULT_BYTES, LOG_PAGE = 65536, 500
-local RECORD_BYTES, MOVED_RECORD_BYTES = 2048, 5120
+-- Memory of a job's record with its entries in other keys, of one with a field above MAX_SHORT_BYTES (Redis stores such a
+-- hash in another way), and of another key of a job. tests/queue/test_memory_accounting.py compares them with MEMORY USAGE.
+local RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES, MAX_SHORT_BYTES = 1056, 5120, 256, 64
+local COUNTED_CHUNKS, MIN_RESERVED_BYTES = 12, 4096
 local MAX_EVENTS = 256
 local DAY_MS, USAGE_DAYS = 86400000, 92
 local HOUR_MS, USAGE_HOURS = 3600000, 72
@@ -178,6 +183,39 @@ end
 
 local function is_expired(job, now)
   return job.deadline ~= '' and tonumber(job.deadline) <= now
+end
+
+-- Bytes of jobs ------------------------------------------------------------------------------------
+-- Per tenant, P:stored sums the bytes that its jobs occupy, and P:reserved those that its running jobs may still write.
+
+local function count_bytes(key, tenant, by)
+  if by ~= 0 and redis.call('HINCRBY', key, tenant, by) == 0 then redis.call('HDEL', key, tenant) end
+end
+
+-- Parses `logged`: the number of chunks that `held` includes, and their bytes.
+local function logged_of(text)
+  local chunks, bytes = string.match(text or '', '^(%d+) (%d+)$')
+  return tonumber(chunks or '0'), tonumber(bytes or '0')
+end
+
+-- Moves the bytes of newly logged chunks from `reserved` to `held`. What stays reserved is at least as much as these
+-- chunks took, because a job without max_tokens may write more than was predicted.
+local function count_log(id)
+  local tenant, held, reserved, logged = unpack(redis.call('HMGET', job_key(id), 'tenant', 'held', 'reserved', 'logged'))
+  held = tonumber(held or '')
+  if not held or not tenant then return end
+  local chunks, bytes = logged_of(logged)
+  local new = 0
+  repeat
+    local page = redis.call('LRANGE', log_key(id), chunks, chunks + LOG_PAGE - 1)
+    for _, chunk in ipairs(page) do new = new + #chunk end
+    chunks = chunks + #page
+  until #page < LOG_PAGE
+  reserved = tonumber(reserved or '') or 0
+  local left = math.max(reserved - new, new, MIN_RESERVED_BYTES)
+  redis.call('HSET', job_key(id), 'held', held + new, 'reserved', left, 'logged', chunks .. ' ' .. bytes + new)
+  count_bytes(P .. ':stored', tenant, new)
+  count_bytes(P .. ':reserved', tenant, left - reserved)
 end
 
 -- Messages ---------------------------------------------------------------------------------------

@@ -158,9 +158,14 @@ local function note_lease_end(job, now, why)
     'num_past_leases'))
   local ended = string.format('%s@%s-%d:%s', job.node, retaken or taken or now, now, why)
   count = (tonumber(count or '') or 0) + 1
+  local was_short = #(past or '') <= MAX_SHORT_BYTES
   past = past and (past .. ' ' .. ended) or ended
   if count > MAX_PAST_LEASES then past = string.match(past, '^%S+ (.+)$') end
   redis.call('HSET', job_key(job.id), 'past_leases', past, 'num_past_leases', count)
+  if #past > MAX_SHORT_BYTES and was_short then
+    redis.call('HINCRBY', job_key(job.id), 'held', WIDE_RECORD_BYTES - RECORD_BYTES)
+    count_bytes(P .. ':stored', job.tenant, WIDE_RECORD_BYTES - RECORD_BYTES)
+  end
 end
 
 -- running → queued. The job keeps its submission time, so jobs submitted later stay behind it. Its tenant's charge is
@@ -168,6 +173,8 @@ end
 -- give_back.lua), lost (its node), unlisted (by its node's heartbeat) or repaired (by an audit).
 local function requeue(job, now, why, cost, avoid_until)
   note_lease_end(job, now, why)
+  count_log(job.id)
+  count_bytes(P .. ':reserved', job.tenant, -(tonumber(redis.call('HGET', job_key(job.id), 'reserved') or '') or 0))
   redis.call('SREM', P .. ':running:' .. job.node, job.id)
   job.cost = tostring(cost)
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
@@ -180,36 +187,64 @@ end
 
 -- Terminal chunks, packed by hand because cmsgpack does not keep the order of map keys -----------------
 
-local function pack_string(s)
-  local n = #s
-  if n < 32 then return string.char(0xa0 + n) .. s end
-  if n < 256 then return string.char(0xd9, n) .. s end
-  return struct.pack('>BH', 0xda, n) .. s
-end
+local terminal_chunk
+do
+  local function pack_string(s)
+    local n = #s
+    if n < 32 then return string.char(0xa0 + n) .. s end
+    if n < 256 then return string.char(0xd9, n) .. s end
+    return struct.pack('>BH', 0xda, n) .. s
+  end
 
-local function pack_uint(n)
-  if n < 128 then return string.char(n) end
-  if n < 256 then return string.char(0xcc, n) end
-  if n < 65536 then return struct.pack('>BH', 0xcd, n) end
-  return struct.pack('>BI4', 0xce, n)
-end
+  local function pack_uint(n)
+    if n < 128 then return string.char(n) end
+    if n < 256 then return string.char(0xcc, n) end
+    if n < 65536 then return struct.pack('>BH', 0xcd, n) end
+    return struct.pack('>BI4', 0xce, n)
+  end
 
-local function terminal_chunk(id, index, state, code, message, param)
-  return string.char(0x84) .. pack_string('v') .. pack_uint(tonumber(PROTOCOL_VERSION)) .. pack_string('j') .. pack_string(id) ..
-    pack_string('i') .. pack_uint(index) .. pack_string('e') .. string.char(0x84) ..
-    pack_string('state') .. pack_string(state) .. pack_string('code') .. pack_string(code) ..
-    pack_string('message') .. pack_string(message) .. pack_string('param') .. pack_string(param)
+  function terminal_chunk(id, index, state, code, message, param)
+    return string.char(0x84) .. pack_string('v') .. pack_uint(tonumber(PROTOCOL_VERSION)) .. pack_string('j') .. pack_string(id) ..
+      pack_string('i') .. pack_uint(index) .. pack_string('e') .. string.char(0x84) ..
+      pack_string('state') .. pack_string(state) .. pack_string('code') .. pack_string(code) ..
+      pack_string('message') .. pack_string(message) .. pack_string('param') .. pack_string(param)
+  end
 end
 
 -- Stored bytes ------------------------------------------------------------------------------------
--- P:kept_bytes sums, per tenant, the predicted bytes of open jobs and the stored bytes of ended jobs. An expiring key
--- runs no script. So P:expiry lists each stored key as `<bytes> <tenant> <key>` by its expiry time, to be subtracted
--- then.
+-- P:stored sums, per tenant, the bytes of open and of ended jobs. An expiring key runs no script. So P:expiry lists each
+-- stored key of an ended job as `<bytes> <tenant> <key>` by its expiry time, to be subtracted then.
 
-local function count_kept_bytes(tenant, by)
-  if by ~= 0 and redis.call('HINCRBY', P .. ':kept_bytes', tenant, by) == 0 then
-    redis.call('HDEL', P .. ':kept_bytes', tenant)
-  end
+-- Bytes that Redis uses, and its limit (0: none).
+local function used_memory()
+  local info = redis.call('INFO', 'memory')
+  return tonumber(string.match(info, 'used_memory:(%d+)')), tonumber(string.match(info, 'maxmemory:(%d+)'))
+end
+
+-- The sum of a hash of numbers.
+local function total(name)
+  local sum = 0
+  for _, value in ipairs(redis.call('HVALS', P .. name)) do sum = sum + tonumber(value) end
+  return sum
+end
+
+-- Bytes that a tenant's jobs occupy and may still write, and those that they may occupy of Redis's limit.
+local function bytes_of(tenant)
+  return tonumber(redis.call('HGET', P .. ':stored', tenant) or '0') +
+    tonumber(redis.call('HGET', P .. ':reserved', tenant) or '0')
+end
+
+local MEMORY_SHARE_PERCENT = 50
+local function memory_percent_of(own)
+  return own > 0 and own or tonumber(redis.call('HGET', KEYS[1], 'tenant_memory_percent') or '') or MEMORY_SHARE_PERCENT
+end
+
+-- Reserves what a job that is being taken may write beyond what its log has.
+local function reserve_output(job)
+  local _, bytes = logged_of(job.logged)
+  local reserved = math.max(job.output - bytes, bytes > 0 and MIN_RESERVED_BYTES or 0)
+  redis.call('HSET', job_key(job.id), 'reserved', reserved)
+  count_bytes(P .. ':reserved', job.tenant, reserved)
 end
 
 local function expiry_member(bytes, tenant, key) return string.format('%d %s %s', bytes, tenant, key) end
@@ -217,12 +252,13 @@ local function expiry_member(bytes, tenant, key) return string.format('%d %s %s'
 local function count_stored(tenant, key, bytes, till)
   if bytes == 0 then return end
   redis.call('ZADD', P .. ':expiry', till, expiry_member(bytes, tenant, key))
-  count_kept_bytes(tenant, bytes)
+  count_bytes(P .. ':stored', tenant, bytes)
 end
 
 local function subtract_stored(member)
   local bytes, tenant = string.match(member, '^(%d+) (%S+) ')
-  if redis.call('ZREM', P .. ':expiry', member) == 1 then count_kept_bytes(tenant, -tonumber(bytes)) end
+  if redis.call('ZREM', P .. ':expiry', member) == 0 then return end
+  count_bytes(P .. ':stored', tenant, -tonumber(bytes))
 end
 
 -- Subtracts up to `max_keys` keys that have expired since the last call. A job leaves its tenant's list with its record.
@@ -285,13 +321,15 @@ local function log_life(job, config, result_bytes)
   return math.max(config.log_ttl_ms, result_bytes == 0 and response_life(job) or 0)
 end
 
--- Counts the bytes that are stored of a job after its end. A record with past leases takes more memory.
-local function count_ended(job, config, now, log_bytes, result_bytes, is_dead, has_moved)
+-- Counts the bytes that are stored of a job after its end.
+local function count_ended(job, config, now, log_bytes, result_bytes, is_dead, is_wide)
   local is_large = result_bytes > LARGE_RESULT_BYTES
   local request = is_dead and redis.call('GET', P .. ':request:' .. job.id)
-  local bytes = {log = log_bytes, result = is_large and result_bytes or 0, request = request and #request or 0,
-    job = (has_moved and MOVED_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes),
-    response = tonumber(redis.call('HGET', job_key(job.id), 'response_bytes') or '0')}
+  local function with_key(bytes) return bytes > 0 and bytes + KEY_BYTES or 0 end
+  local bytes = {log = with_key(log_bytes), result = is_large and with_key(result_bytes) or 0,
+    request = request and with_key(#request) or 0,
+    job = (is_wide and WIDE_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes),
+    response = with_key(tonumber(redis.call('HGET', job_key(job.id), 'response_bytes') or '0'))}
   local large_result_life = result_life(job, config, result_bytes)
   count_stored(job.tenant, 'log:' .. job.id, bytes.log, now + log_life(job, config, result_bytes))
   count_stored(job.tenant, 'result:' .. job.id, bytes.result, now + large_result_life)
@@ -323,20 +361,23 @@ local function measure_log(id)
   return bytes, tokens
 end
 
--- Adds a job's tokens to the sums per tenant and account in `key`, which lives for life_ms.
-local function add_to_usage(key, life_ms, job, account, used)
-  local name = job.tenant .. ':' .. (account or '') .. ':'
-  redis.call('HINCRBY', key, name .. 'jobs', 1)
-  for _, what in ipairs({'prompt', 'completion', 'cached'}) do
-    if used[what] > 0 then redis.call('HINCRBY', key, name .. what, used[what]) end
+local add_usage
+do
+  -- Adds a job's tokens to the sums per tenant and account in `key`, which lives for life_ms.
+  local function add_to_usage(key, life_ms, job, account, used)
+    local name = job.tenant .. ':' .. (account or '') .. ':'
+    redis.call('HINCRBY', key, name .. 'jobs', 1)
+    for _, what in ipairs({'prompt', 'completion', 'cached'}) do
+      if used[what] > 0 then redis.call('HINCRBY', key, name .. what, used[what]) end
+    end
+    redis.call('PEXPIRE', key, life_ms)
   end
-  redis.call('PEXPIRE', key, life_ms)
-end
 
--- Counts a job's tokens in P:usage:<day> and P:hour_usage:<hour>. Only `end_job` calls it, once per job.
-local function add_usage(job, account, now, used)
-  add_to_usage(P .. ':usage:' .. math.floor(now / DAY_MS), USAGE_DAYS * DAY_MS, job, account, used)
-  add_to_usage(P .. ':hour_usage:' .. math.floor(now / HOUR_MS), USAGE_HOURS * HOUR_MS, job, account, used)
+  -- Counts a job's tokens in P:usage:<day> and P:hour_usage:<hour>. Only `end_job` calls it, once per job.
+  function add_usage(job, account, now, used)
+    add_to_usage(P .. ':usage:' .. math.floor(now / DAY_MS), USAGE_DAYS * DAY_MS, job, account, used)
+    add_to_usage(P .. ':hour_usage:' .. math.floor(now / HOUR_MS), USAGE_HOURS * HOUR_MS, job, account, used)
+  end
 end
 
 -- Corrects the charge to a tenant's token rate by `by` tokens; negative if the charge was too high. A debt is kept
@@ -382,11 +423,15 @@ local function end_job(job, config, now, state, code, message, param, reported)
     note_event(now, 'dead_letter', job.node, job.id, '-', '-')
   end
   if is_dead then dead_letter(job, now) else redis.call('DEL', P .. ':request:' .. job.id) end
-  local bytes, idem, ms_per_token, charged, account, has_moved = unpack(redis.call('HMGET', job_key(job.id), 'bytes',
-    'idem', 'ms_per_token', 'charged', 'account', 'num_past_leases'))
-  local promised = bytes and tonumber(bytes) or 0
-  redis.call('HINCRBY', P .. ':promised_bytes', job.priority, -promised)
-  count_kept_bytes(job.tenant, -promised)
+  local held, reserved, idem, ms_per_token, charged, account, past = unpack(redis.call('HMGET', job_key(job.id), 'held',
+    'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases'))
+  count_bytes(P .. ':stored', job.tenant, -(tonumber(held or '') or 0))
+  if job.state ~= 'running' then reserved = nil end
+  count_bytes(P .. ':reserved', job.tenant, -(tonumber(reserved or '') or 0))
+  local is_wide = false
+  for _, text in ipairs({message, param, past or '', job.inboxes, job.loss_nodes or ''}) do
+    is_wide = is_wide or #text > MAX_SHORT_BYTES
+  end
   add_usage(job, account, now, reported)
   if ms_per_token then
     correct_rate(job, tonumber(ms_per_token), reported.prompt + reported.completion - (charged and tonumber(charged) or 0), now)
@@ -400,7 +445,7 @@ local function end_job(job, config, now, state, code, message, param, reported)
   local chunk = terminal_chunk(job.id, index, state, code, message, param)
   redis.call('RPUSH', log, chunk)
   redis.call('PEXPIRE', log, log_life(job, config, reported.result_bytes or 0))
-  count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead, has_moved)
+  count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead, is_wide)
   local used = string.format('%d %d %d ', reported.prompt, reported.completion, reported.cached) ..
     (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '')
   redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,

@@ -1,9 +1,9 @@
 -- submit: accept a job, or answer why it is refused. A known id or idempotency key with the same body is the same job.
--- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash bytes
+-- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash output
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
 --   response keep_ms
 --   p: class. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
---   bytes: Redis memory that the job may occupy.
+--   output: bytes of log and result that the job may write.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL} | {BAD_ID_AGE, max_age_ms}
@@ -11,13 +11,13 @@
 --   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it.
 local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
 local MEMORY_PERCENT = {[0] = 90, 90, 80}
-local MEMORY_SHARE_PERCENT, MAX_RELEASED, MAX_LOOKED_AT = 50, 256, 256
+local MAX_RELEASED, MAX_LOOKED_AT = 256, 256
 local MEMORY_RETRY_MS, MIN_RETRY_MS, MAX_RETRY_MS, JITTER = 5000, 1000, 600000, 0.2
 local MAX_WAITING_TASKS, MAX_WAIT_MS, MAX_REFUSED_BODIES = 10000, 60000, 66
 
 local id, tenant, p, n, cost = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local body, request, deadline_in, inbox, channel = ARGV[6], ARGV[7], tonumber(ARGV[8]), ARGV[9], ARGV[10]
-local background, idem, bytes = ARGV[11], ARGV[12], tonumber(ARGV[13])
+local background, idem, output = ARGV[11], ARGV[12], tonumber(ARGV[13])
 local tenant_open, tenant_queued = tonumber(ARGV[14]), tonumber(ARGV[15])
 local per_minute, burst_s = {jobs = tonumber(ARGV[16]), tokens = tonumber(ARGV[17])}, tonumber(ARGV[18])
 local weight, not_before_in, memory_percent, account = ARGV[19], tonumber(ARGV[20]), tonumber(ARGV[21]), ARGV[22]
@@ -44,13 +44,15 @@ if idem ~= '' then
   if known then return same_or(known, 'IDEMPOTENCY_CONFLICT') end
 end
 
-local dot = string.find(id, '.', 1, true)
-local minted = tonumber(string.sub(id, dot + 1, dot + 8) .. string.sub(id, dot + 10, dot + 13), 16)
--- A job of this id may have ended and its record expired. So an id is refused before that can have happened: a record
--- lives at least record_life after the id's time, less what the id's clock was ahead. Clocks may be behind as much.
-local record_life = response ~= '' and tonumber(keep) or config.result_ttl_ms
-local max_age = math.min(MAX_AGE_MS, math.max(record_life - MAX_AHEAD_MS, MAX_AHEAD_MS))
-if not minted or now - minted > max_age or minted - now > MAX_AHEAD_MS then return {'BAD_ID_AGE', max_age} end
+do
+  local dot = string.find(id, '.', 1, true)
+  local minted = tonumber(string.sub(id, dot + 1, dot + 8) .. string.sub(id, dot + 10, dot + 13), 16)
+  -- A job of this id may have ended and its record expired. So an id is refused before that can have happened: a record
+  -- lives at least record_life after the id's time, less what the id's clock was ahead. Clocks may be behind as much.
+  local record_life = response ~= '' and tonumber(keep) or config.result_ttl_ms
+  local max_age = math.min(MAX_AGE_MS, math.max(record_life - MAX_AHEAD_MS, MAX_AHEAD_MS))
+  if not minted or now - minted > max_age or minted - now > MAX_AHEAD_MS then return {'BAD_ID_AGE', max_age} end
+end
 
 -- Refusals -----------------------------------------------------------------------------------------
 -- A refused caller is told when to retry. Its own jobs that were refused earlier will come back first. So their cost is
@@ -136,17 +138,6 @@ local function next_due(amount, ms_per_unit, stated_due, stated_rate)
   return later
 end
 
-local function used_memory()
-  local info = redis.call('INFO', 'memory')
-  return tonumber(string.match(info, 'used_memory:(%d+)')), tonumber(string.match(info, 'maxmemory:(%d+)'))
-end
-
-local function total(name)
-  local sum = 0
-  for _, value in ipairs(redis.call('HVALS', P .. name)) do sum = sum + tonumber(value) end
-  return sum
-end
-
 -- A limit of the pool refuses only tenants that take their part of it: while others fill it, a tenant may go on up to
 -- limit ÷ number of tenants. Redis's memory bounds the sum.
 local function takes_its_part(own, limit, num_tenants) return own >= limit / math.max(1, num_tenants) end
@@ -180,27 +171,30 @@ if ahead > 0 then
     return busy_until_drained('wait', MAX_WAIT_MS / 1000, (wait_ms - MAX_WAIT_MS) * rate * share, wait_ms)
   end
 end
-local used, limit = used_memory()
-if limit > 0 and used + total(':promised_bytes') + bytes > limit * MEMORY_PERCENT[tonumber(p)] / 100 then
-  return busy('memory', MEMORY_PERCENT[tonumber(p)], jittered(MEMORY_RETRY_MS))
-end
--- Memory of one tenant: beyond its share, only that tenant is refused.
-local function kept() return tonumber(redis.call('HGET', P .. ':kept_bytes', tenant) or '0') end
-
--- Milliseconds until a stored key of this tenant expires, if it is among the next MAX_LOOKED_AT keys of all tenants.
-local function until_next_goes()
-  local next_ones = redis.call('ZRANGE', P .. ':expiry', 0, MAX_LOOKED_AT - 1, 'WITHSCORES')
-  for at = 1, #next_ones, 2 do
-    if string.match(next_ones[at], '^%d+ (%S+) ') == tenant then return tonumber(next_ones[at + 1]) - now end
+-- The job occupies `held` bytes from now on. Its output is reserved only when a node takes it.
+local held = #request + RECORD_BYTES + (response ~= '' and #response + KEY_BYTES or 0)
+do
+  local used, limit = used_memory()
+  if limit > 0 and used + total(':reserved') + held + output > limit * MEMORY_PERCENT[tonumber(p)] / 100 then
+    return busy('memory', MEMORY_PERCENT[tonumber(p)], jittered(MEMORY_RETRY_MS))
   end
-  return MAX_RETRY_MS
-end
+  -- Memory of one tenant: beyond its share, only that tenant is refused.
+  local function exceeds(percent) return bytes_of(tenant) + held + output > limit * percent / 100 end
 
-if limit > 0 then
-  local percent = memory_percent > 0 and memory_percent or
-    tonumber(redis.call('HGET', KEYS[1], 'tenant_memory_percent') or '') or MEMORY_SHARE_PERCENT
-  if kept() + bytes > limit * percent / 100 then subtract_expired(now, MAX_RELEASED) end
-  if kept() + bytes > limit * percent / 100 then return busy("tenant's memory", percent, jittered(until_next_goes())) end
+  -- Milliseconds until a stored key of this tenant expires, if it is among the next MAX_LOOKED_AT keys of all tenants.
+  local function until_next_goes()
+    local next_ones = redis.call('ZRANGE', P .. ':expiry', 0, MAX_LOOKED_AT - 1, 'WITHSCORES')
+    for at = 1, #next_ones, 2 do
+      if string.match(next_ones[at], '^%d+ (%S+) ') == tenant then return tonumber(next_ones[at + 1]) - now end
+    end
+    return MAX_RETRY_MS
+  end
+
+  if limit > 0 then
+    local percent = memory_percent_of(memory_percent)
+    if exceeds(percent) then subtract_expired(now, MAX_RELEASED) end
+    if exceeds(percent) then return busy("tenant's memory", percent, jittered(until_next_goes())) end
+  end
 end
 if tenant_open > 0 and own_open >= tenant_open then
   return busy_until_drained("tenant's open jobs", tenant_open, own_queued / own_open)
@@ -239,7 +233,8 @@ local entry = is_delayed and DELAYED or redis.call('XADD', queue_key(job), '*', 
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
   'deadline', deadline, 'background', background, 'unread', unread, 'inboxes', inbox, 'channel', channel,
   'tenant', tenant, 'priority', p, 'n', n, 'cost', cost, 'entry', entry, 'submitted', job.submitted,
-  'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'bytes', bytes, 'idem', idem_name)
+  'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'held', held, 'output', output, 'idem', idem_name)
+if memory_percent > 0 then redis.call('HSET', job_key(id), 'memory_percent', memory_percent) end
 if account ~= '' then redis.call('HSET', job_key(id), 'account', account) end
 if response ~= '' then
   redis.call('SET', P .. ':response:' .. id, response)
@@ -258,8 +253,7 @@ count_event('submitted')
 redis.call('SADD', P .. ':open', id)
 redis.call('SADD', P .. ':tenant:' .. tenant .. ':open', id)
 redis.call('ZADD', P .. ':jobs:' .. tenant, 0, id)
-redis.call('HINCRBY', P .. ':promised_bytes', p, bytes)
-count_kept_bytes(tenant, bytes)
+count_bytes(P .. ':stored', tenant, held)
 -- The idempotency key lives as long as the job, and idem_ttl_ms after its end.
 if idem ~= '' then redis.call('SET', P .. ':idem:' .. idem_name, id) end
 if #new_rates > 0 then

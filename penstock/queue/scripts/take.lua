@@ -17,6 +17,7 @@
 --   STALE: a later take of this node was already answered.
 local MAX_TAKEN, MAX_EXAMINED, MAX_SKIPPED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 512, 128, 32, 16384
 local MAX_SORTED, MAX_PASSED, MAX_TASKS_EXAMINED, LEAST_URGENT = 64, 16, 64, CLASSES - 1
+local MEMORY_PERCENT, MEMORY_RETRY_MS = 95, 1000
 
 local node, call, nonce = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local kv_tokens = {[0] = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])}
@@ -83,45 +84,48 @@ if next_up then
   if tonumber(next_up) > now then look_again_in(tonumber(next_up) - now) end
 end
 
--- A job with tokens in its log may continue only on a node with the same model revision.
-local function is_foreign(job)
-  return job.revision ~= '' and job.revision ~= revision and redis.call('LLEN', log_key(job.id)) > 0
-end
-
--- The jobs that a node skips have few different revisions and lists of nodes without an adapter. So the answers for
--- these are cached during one script.
-local live_revisions, elsewhere = {}, {}
-
-local function has_live_revision(job)
-  if not can_trust_heartbeats(config, now) then return true end
-  if live_revisions[job.revision] == nil then
-    local last = redis.call('ZSCORE', P .. ':revisions', job.revision)
-    live_revisions[job.revision] = last and now - tonumber(last) < config.lease_ms or false
+local is_for_us
+do
+  -- A job with tokens in its log may continue only on a node with the same model revision.
+  local function is_foreign(job)
+    return job.revision ~= '' and job.revision ~= revision and redis.call('LLEN', log_key(job.id)) > 0
   end
-  return live_revisions[job.revision]
-end
 
--- Whether this node gave the job back because it lacks the job's adapter, and another node may have that adapter.
-local function is_for_others(job)
-  local lacks = job.avoid ~= '' and redis.call('HGET', job_key(job.id), 'lacks')
-  if not lacks or not is_listed(lacks, node) then return false end
-  local name = (redis.call('LLEN', log_key(job.id)) > 0 and job.revision or '') .. ' ' .. lacks
-  if elsewhere[name] == nil then elsewhere[name] = may_be_elsewhere(job, lacks) end
-  return elsewhere[name]
-end
+  -- The jobs that a node skips have few different revisions and lists of nodes without an adapter. So the answers for
+  -- these are cached during one script.
+  local live_revisions, elsewhere = {}, {}
 
--- Whether this node may take the job at all. Also records jobs that must be ended, and when to look again.
-local function is_for_us(job)
-  if why_over(job, config, now) then
-    over[#over + 1], tried[job.id] = job, true
-  elseif is_foreign(job) then
-    if not has_live_revision(job) then gone[#gone + 1], tried[job.id] = job, true end
-  elseif job.avoid == node and tonumber(job.avoid_until) > now then
-    look_again_in(tonumber(job.avoid_until) - now)
-  elseif not is_for_others(job) then
-    return true
+  local function has_live_revision(job)
+    if not can_trust_heartbeats(config, now) then return true end
+    if live_revisions[job.revision] == nil then
+      local last = redis.call('ZSCORE', P .. ':revisions', job.revision)
+      live_revisions[job.revision] = last and now - tonumber(last) < config.lease_ms or false
+    end
+    return live_revisions[job.revision]
   end
-  return false
+
+  -- Whether this node gave the job back because it lacks the job's adapter, and another node may have that adapter.
+  local function is_for_others(job)
+    local lacks = job.avoid ~= '' and redis.call('HGET', job_key(job.id), 'lacks')
+    if not lacks or not is_listed(lacks, node) then return false end
+    local name = (redis.call('LLEN', log_key(job.id)) > 0 and job.revision or '') .. ' ' .. lacks
+    if elsewhere[name] == nil then elsewhere[name] = may_be_elsewhere(job, lacks) end
+    return elsewhere[name]
+  end
+
+  -- Whether this node may take the job at all. Also records jobs that must be ended, and when to look again.
+  function is_for_us(job)
+    if why_over(job, config, now) then
+      over[#over + 1], tried[job.id] = job, true
+    elseif is_foreign(job) then
+      if not has_live_revision(job) then gone[#gone + 1], tried[job.id] = job, true end
+    elseif job.avoid == node and tonumber(job.avoid_until) > now then
+      look_again_in(tonumber(job.avoid_until) - now)
+    elseif not is_for_others(job) then
+      return true
+    end
+    return false
+  end
 end
 
 -- Whether the job is a task and the node can take no more tasks. The record of a job that is skipped is not read for it.
@@ -215,109 +219,112 @@ end
 
 local function any_tenant() return true end
 
-local function queue_by_age(p)
-  local read = reader_of_index(new_count(MAX_EXAMINED), new_count(MAX_SKIPPED), P .. ':waiting:' .. p)
-  local head = read()
-  local is_first = true
-  return {head = head, next = function()
-    if is_first then
-      is_first = false
-      if head and not tried[head.id] then return head end
-    end
-    return read()
-  end}
-end
-
--- A job's cost without the output tokens that its log has. The position of its last chunk tells their number, for each
--- choice. At least 1: a job that outgrew its prediction comes first.
-local function remaining_cost(job)
-  local last = job.first ~= '' and redis.call('LRANGE', log_key(job.id), -1, -1)[1]
-  local ok, chunk = pcall(cmsgpack.unpack, last or '')
-  local has_tokens = ok and type(chunk) == 'table' and type(chunk.p) == 'number' and type(chunk.t) == 'table'
-  local done = has_tokens and #chunk.t > 0 and chunk.p + #chunk.t or 0
-  return math.max(1, tonumber(job.cost) - done * tonumber(job.n))
-end
-
-local function queue_by_cost(p)
-  local read = reader_of_index(new_count(MAX_SORTED), new_count(MAX_SKIPPED), P .. ':waiting:' .. p)
-  local jobs = {}
-  for job in read do
-    job.remaining = remaining_cost(job)
-    jobs[#jobs + 1] = job
-  end
-  local head, at = jobs[1], 0
-  table.sort(jobs, function(one, other)
-    if one.remaining ~= other.remaining then return one.remaining < other.remaining end
-    return is_older(one, other)
-  end)
-  return {head = head, next = function()
-    repeat at = at + 1 until not jobs[at] or not tried[jobs[at].id]
-    return jobs[at]
-  end}
-end
-
--- One tenant's jobs, oldest first, merged from its requeued jobs and its stream.
-local function reader_of_tenant(examined, skipped, p, tenant)
-  local requeued = reader_of_index(examined, skipped, P .. ':requeued:' .. p .. ':' .. tenant)
-  local fresh = reader_of_stream(examined, skipped, P .. ':queue:' .. p .. ':' .. tenant)
-  local one, other
-  return function()
-    one, other = one or requeued(), other or fresh()
-    local job = one
-    if one and (not other or is_older(one, other)) then
-      one = nil
-    else
-      job, other = other, nil
-    end
-    return job
-  end
-end
-
-local function queue_by_virtual_time(p)
-  local examined, tenants = new_count(MAX_EXAMINED), {}
-  local found = redis.call('ZRANGE', P .. ':virtual_time:' .. p, 0, MAX_TENANTS - 1, 'WITHSCORES')
-  for at = 1, #found, 2 do tenants[#tenants + 1] = {name = found[at], time = tonumber(found[at + 1])} end
-
-  -- Each tenant has its share of the jobs that may be skipped. So a tenant's jobs for other nodes hide no other tenant's.
-  local max_skipped = math.ceil(MAX_SKIPPED / math.max(1, #tenants))
-
-  -- The oldest remaining job of a tenant, or nil.
-  local function oldest_of(tenant)
-    tenant.read = tenant.read or reader_of_tenant(examined, new_count(max_skipped), p, tenant.name)
-    while not tenant.job or tried[tenant.job.id] do
-      tenant.job = tenant.read()
-      if not tenant.job then return nil end
-    end
-    return tenant.job
-  end
-
-  local function next_tenant(may)
-    local best
-    for _, tenant in ipairs(tenants) do
-      local is_first = not best or tenant.time < best.time or (tenant.time == best.time and tenant.name < best.name)
-      if is_first and may(tenant.name) and oldest_of(tenant) then best = tenant end
-    end
-    return best
-  end
-
-  local first = next_tenant(any_tenant)
-  return {
-    head = first and first.job,
-    next = function(may)
-      local tenant = next_tenant(may)
-      local job = tenant and tenant.job
-      if tenant then tenant.job = nil end
-      return job
-    end,
-    charge = function(job, by)
-      for _, tenant in ipairs(tenants) do
-        if tenant.name == job.tenant then tenant.time = tenant.time + by end
+local QUEUES
+do
+  local function queue_by_age(p)
+    local read = reader_of_index(new_count(MAX_EXAMINED), new_count(MAX_SKIPPED), P .. ':waiting:' .. p)
+    local head = read()
+    local is_first = true
+    return {head = head, next = function()
+      if is_first then
+        is_first = false
+        if head and not tried[head.id] then return head end
       end
-    end,
-  }
-end
+      return read()
+    end}
+  end
 
-local QUEUES = {priority = queue_by_age, sjf = queue_by_cost, fair = queue_by_virtual_time}
+  -- A job's cost without the output tokens that its log has. The position of its last chunk tells their number, for each
+  -- choice. At least 1: a job that outgrew its prediction comes first.
+  local function remaining_cost(job)
+    local last = job.first ~= '' and redis.call('LRANGE', log_key(job.id), -1, -1)[1]
+    local ok, chunk = pcall(cmsgpack.unpack, last or '')
+    local has_tokens = ok and type(chunk) == 'table' and type(chunk.p) == 'number' and type(chunk.t) == 'table'
+    local done = has_tokens and #chunk.t > 0 and chunk.p + #chunk.t or 0
+    return math.max(1, tonumber(job.cost) - done * tonumber(job.n))
+  end
+
+  local function queue_by_cost(p)
+    local read = reader_of_index(new_count(MAX_SORTED), new_count(MAX_SKIPPED), P .. ':waiting:' .. p)
+    local jobs = {}
+    for job in read do
+      job.remaining = remaining_cost(job)
+      jobs[#jobs + 1] = job
+    end
+    local head, at = jobs[1], 0
+    table.sort(jobs, function(one, other)
+      if one.remaining ~= other.remaining then return one.remaining < other.remaining end
+      return is_older(one, other)
+    end)
+    return {head = head, next = function()
+      repeat at = at + 1 until not jobs[at] or not tried[jobs[at].id]
+      return jobs[at]
+    end}
+  end
+
+  -- One tenant's jobs, oldest first, merged from its requeued jobs and its stream.
+  local function reader_of_tenant(examined, skipped, p, tenant)
+    local requeued = reader_of_index(examined, skipped, P .. ':requeued:' .. p .. ':' .. tenant)
+    local fresh = reader_of_stream(examined, skipped, P .. ':queue:' .. p .. ':' .. tenant)
+    local one, other
+    return function()
+      one, other = one or requeued(), other or fresh()
+      local job = one
+      if one and (not other or is_older(one, other)) then
+        one = nil
+      else
+        job, other = other, nil
+      end
+      return job
+    end
+  end
+
+  local function queue_by_virtual_time(p)
+    local examined, tenants = new_count(MAX_EXAMINED), {}
+    local found = redis.call('ZRANGE', P .. ':virtual_time:' .. p, 0, MAX_TENANTS - 1, 'WITHSCORES')
+    for at = 1, #found, 2 do tenants[#tenants + 1] = {name = found[at], time = tonumber(found[at + 1])} end
+
+    -- Each tenant has its share of the jobs that may be skipped. So a tenant's jobs for other nodes hide no other tenant's.
+    local max_skipped = math.ceil(MAX_SKIPPED / math.max(1, #tenants))
+
+    -- The oldest remaining job of a tenant, or nil.
+    local function oldest_of(tenant)
+      tenant.read = tenant.read or reader_of_tenant(examined, new_count(max_skipped), p, tenant.name)
+      while not tenant.job or tried[tenant.job.id] do
+        tenant.job = tenant.read()
+        if not tenant.job then return nil end
+      end
+      return tenant.job
+    end
+
+    local function next_tenant(may)
+      local best
+      for _, tenant in ipairs(tenants) do
+        local is_first = not best or tenant.time < best.time or (tenant.time == best.time and tenant.name < best.name)
+        if is_first and may(tenant.name) and oldest_of(tenant) then best = tenant end
+      end
+      return best
+    end
+
+    local first = next_tenant(any_tenant)
+    return {
+      head = first and first.job,
+      next = function(may)
+        local tenant = next_tenant(may)
+        local job = tenant and tenant.job
+        if tenant then tenant.job = nil end
+        return job
+      end,
+      charge = function(job, by)
+        for _, tenant in ipairs(tenants) do
+          if tenant.name == job.tenant then tenant.time = tenant.time + by end
+        end
+      end,
+    }
+  end
+
+  QUEUES = {priority = queue_by_age, sjf = queue_by_cost, fair = queue_by_virtual_time}
+end
 local queues, taken, num_passed = {}, {}, 0
 
 -- An isolated job becomes a dead letter at its next loss: it, or a job that ran beside it, killed its nodes.
@@ -364,19 +371,44 @@ local function pass(job, name)
   return false
 end
 
+-- Memory. A job is taken only if Redis has memory for its output, and its tenant's share has. Otherwise it stays queued
+-- until something expires, and the jobs behind it go on. memory_left: nil before it is read, false without a limit.
+local has_memory
+do
+  local memory_left, memory_limit
+  local taken_bytes = {}
+
+  function has_memory(job)
+    if memory_left == nil then
+      local used, limit = used_memory()
+      memory_limit, memory_left = limit, limit > 0 and limit * MEMORY_PERCENT / 100 - used - total(':reserved')
+    end
+    local output, logged, percent = unpack(redis.call('HMGET', job_key(job.id), 'output', 'logged', 'memory_percent'))
+    job.output, job.logged = tonumber(output or '') or 0, logged
+    if not memory_left then return true end
+    local of_tenant = taken_bytes[job.tenant] or bytes_of(job.tenant)
+    local share = memory_limit * memory_percent_of(tonumber(percent or '') or 0) / 100
+    if job.output > memory_left or of_tenant + job.output > share then
+      look_again_in(MEMORY_RETRY_MS)
+      return false
+    end
+    memory_left, taken_bytes[job.tenant] = memory_left - job.output, of_tenant + job.output
+    return true
+  end
+end
+
 -- Takes a job if it fits. Returns whether the walk continues.
 local function try(job, urgency, is_head)
   tried[job.id] = true
   if #taken >= MAX_TAKEN then return false end
   local is_alone = is_isolated(job)
   if is_alone and num_held + #taken > 0 then return pass(job, ISOLATED) end
-  if is_task(job) then
-    if task_slots == 0 then return true end
-    task_slots = task_slots - 1
-  end
+  if is_task(job) and task_slots == 0 then return true end
   local need, seqs = is_task(job) and 0 or math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
   -- A more urgent job may have left less than nothing. A task fits all the same.
   if not is_task(job) and (need > kv_tokens[urgency] or seqs > slots[urgency]) then return pass(job, job.id) end
+  if not has_memory(job) then return true end
+  if is_task(job) then task_slots = task_slots - 1 end
   for q = urgency, LEAST_URGENT do kv_tokens[q], slots[q] = kv_tokens[q] - need, slots[q] - seqs end
   local queue = queues[tonumber(job.priority)]
   job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms / weight_of(job), is_head
@@ -403,43 +435,46 @@ local function walk_by_age()
   end
 end
 
--- The heads whose age has raised them above their class, most urgent first.
-local function risen_heads()
-  local served = redis.call('HMGET', P .. ':head_served', 0, 1, 2)
-  local risen = {}
-  for p = 0, LEAST_URGENT do
-    local head = queues[p].head
-    if head then
-      local since = math.max(tonumber(head.submitted), tonumber(served[p + 1] or '0'))
-      local level = p - math.floor(math.max(0, now - since) / config.aging_ms)
-      if level < p then risen[#risen + 1] = {level = level, priority = p, job = head} end
+local walk_by_class
+do
+  -- The heads whose age has raised them above their class, most urgent first.
+  local function risen_heads()
+    local served = redis.call('HMGET', P .. ':head_served', 0, 1, 2)
+    local risen = {}
+    for p = 0, LEAST_URGENT do
+      local head = queues[p].head
+      if head then
+        local since = math.max(tonumber(head.submitted), tonumber(served[p + 1] or '0'))
+        local level = p - math.floor(math.max(0, now - since) / config.aging_ms)
+        if level < p then risen[#risen + 1] = {level = level, priority = p, job = head} end
+      end
     end
+    table.sort(risen, function(one, other)
+      if one.level ~= other.level then return one.level < other.level end
+      return one.priority > other.priority
+    end)
+    return risen
   end
-  table.sort(risen, function(one, other)
-    if one.level ~= other.level then return one.level < other.level end
-    return one.priority > other.priority
-  end)
-  return risen
-end
 
-local function walk_by_class()
-  for p = 0, LEAST_URGENT do queues[p] = QUEUES[policy](p) end
-  if policy == 'fair' and redis.call('ZCARD', P .. ':waiting:0') > 0 then read_uses() end
-  local risen = risen_heads()
-  local function risen_to(p) return risen[1] and risen[1].level <= p and table.remove(risen, 1).job end
-  -- Interactive jobs of tenants above their share count as standard and follow the standard jobs. This is decided anew
-  -- for each job.
-  local function upcoming()
-    local job = risen_to(0)
-    if job then return job, 0 end
-    job = queues[0].next(goes_first)
-    if job then return job, may_displace(job.tenant) and 0 or 1 end
-    job = risen_to(1) or queues[1].next(any_tenant) or queues[0].next(any_tenant)
-    if job then return job, 1 end
-    return risen_to(2) or queues[2].next(any_tenant), 2
+  function walk_by_class()
+    for p = 0, LEAST_URGENT do queues[p] = QUEUES[policy](p) end
+    if policy == 'fair' and redis.call('ZCARD', P .. ':waiting:0') > 0 then read_uses() end
+    local risen = risen_heads()
+    local function risen_to(p) return risen[1] and risen[1].level <= p and table.remove(risen, 1).job end
+    -- Interactive jobs of tenants above their share count as standard and follow the standard jobs. This is decided anew
+    -- for each job.
+    local function upcoming()
+      local job = risen_to(0)
+      if job then return job, 0 end
+      job = queues[0].next(goes_first)
+      if job then return job, may_displace(job.tenant) and 0 or 1 end
+      job = risen_to(1) or queues[1].next(any_tenant) or queues[0].next(any_tenant)
+      if job then return job, 1 end
+      return risen_to(2) or queues[2].next(any_tenant), 2
+    end
+    local job, urgency = upcoming()
+    while job and try(job, urgency, job == queues[tonumber(job.priority)].head) do job, urgency = upcoming() end
   end
-  local job, urgency = upcoming()
-  while job and try(job, urgency, job == queues[tonumber(job.priority)].head) do job, urgency = upcoming() end
 end
 
 -- Takes the oldest tasks that the walk did not reach. An isolated one waits for its place in the order. An id is stale
@@ -479,6 +514,7 @@ local _, window = share_window()
 for i, job in ipairs(taken) do
   charge_tenant(job, job.charge)
   leave_queue(job)
+  reserve_output(job)
   if job.is_head then redis.call('HSET', P .. ':head_served', job.priority, now) end
   job.lease = call .. ':' .. nonce .. ':' .. i
   local taken_at = job.revision == '' and 'taken' or 'retaken'

@@ -23,9 +23,9 @@ OF_THE_POOL = {
     "sweep",
     "last_take",
     "queued",
-    "promised_bytes",
+    "reserved",
 }
-OF_THE_POOL |= {"counts", "events", "adapters", "kept_bytes", "expiry", "usage", "hour_usage"}
+OF_THE_POOL |= {"counts", "events", "adapters", "stored", "expiry", "usage", "hour_usage"}
 OF_POLICY = {"virtual_time", "virtual_clock", "debt", "head_served", "reservations", "recent_use"}
 Dump = dict[str, Any]
 
@@ -92,21 +92,29 @@ def check_sets(found: Dump, model: QueueModel) -> None:
 
 
 def check_owned(found: Dump, model: QueueModel) -> None:
-    """Assert that each tenant's stored bytes are the limits of its open jobs plus what its ended jobs store."""
+    """Assert that each tenant's stored and reserved bytes are those of its jobs' records and keys."""
     kept: dict[str, int] = {}
+    reserved: dict[str, int] = {}
     stored: dict[str, int] = {}
     for job in model.jobs.values():
         record = found[f"job:{job.job_id}"]
         if job.state not in TERMINAL:
-            kept[job.tenant] = kept.get(job.tenant, 0) + int(record[b"bytes"])
+            _, logged = map(int, record.get(b"logged", b"0 0").split())
+            of_record = 5120 if len(record.get(b"past_leases", b"")) > 64 else 1056
+            assert int(record[b"held"]) == len(found[f"request:{job.job_id}"]) + of_record + logged
+            assert logged <= sum(map(len, found.get(f"log:{job.job_id}", [])))
+            kept[job.tenant] = kept.get(job.tenant, 0) + int(record[b"held"])
+            if job.state == "running":
+                reserved[job.tenant] = reserved.get(job.tenant, 0) + int(record[b"reserved"])
             continue
         sizes = zip(("log", "result", "request", "job"), map(int, record[b"stored"].split()), strict=True)
         stored |= {f"{size} {job.tenant} {name}:{job.job_id}": size for name, size in sizes if size}
-        assert int(record[b"stored"].split()[0]) == sum(map(len, found[f"log:{job.job_id}"]))
+        assert int(record[b"stored"].split()[0]) == 256 + sum(map(len, found[f"log:{job.job_id}"]))
     for member, size in stored.items():
         kept[member.split()[1]] = kept.get(member.split()[1], 0) + size
     assert {member.decode() for member, _ in found.get("expiry", [])} == stored.keys()
-    assert {tenant.decode(): int(size) for tenant, size in found.get("kept_bytes", {}).items()} == kept
+    assert {tenant.decode(): int(size) for tenant, size in found.get("stored", {}).items()} == kept
+    assert {tenant.decode(): int(size) for tenant, size in found.get("reserved", {}).items()} == reserved
     for kind in ("usage:", "hour_usage:"):
         used: dict[str, int] = {}
         for name in [name for name in found if name.startswith(kind)]:

@@ -212,14 +212,13 @@ async def test_all_keys_of_an_ended_job_expire(queue: Queue, end: Callable[[Queu
         "pressure",
         "adapters",
         "backlog",
-        "promised_bytes",
         "readers",
         "sweep",
         "dead_letters",
         "counts",
         "events",
     }
-    of_the_pool |= {"head_served", "virtual_clock", "debt", "kept_bytes", "expiry", "recent_use", "jobs"}
+    of_the_pool |= {"head_served", "virtual_clock", "debt", "stored", "expiry", "recent_use", "jobs"}
     of_the_pool |= {"usage", "hour_usage"}
     names = await queue.keys()
     assert {name for name in names if name.partition(":")[0] not in ("last_take", *of_the_pool)} == set(limits)
@@ -228,8 +227,7 @@ async def test_all_keys_of_an_ended_job_expire(queue: Queue, end: Callable[[Queu
     for name in names:
         if name.startswith(("last_take:", "usage:", "recent_use:")):
             assert await queue.redis.pttl(f"{P}:{name}") > 0
-    for sums in ("backlog", "promised_bytes"):
-        assert set(await queue.redis.hvals(f"{P}:{sums}")) <= {b"0"}
+    assert set(await queue.redis.hvals(f"{P}:backlog")) <= {b"0"}
 
 
 async def test_keys_of_an_open_job_do_not_expire(queue: Queue) -> None:

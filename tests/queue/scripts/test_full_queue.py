@@ -56,6 +56,8 @@ async def test_full_redis_refuses_submits_and_nothing_else(queue: Queue) -> None
     await queue.producer.reader_heartbeat(POOL, "me")
     assert (await node.heartbeat([flagged.job_id])).cancelled == (flagged.job_id,)
     late = await queue.node("late")
+    assert (await late.take()).jobs == (), "no memory for their output"
+    await queue.redis.config_set("maxmemory", "512mb")
     assert {job.job_id for job in (await late.take()).jobs} == {waiting, given.job_id, swept.job_id}
     assert await late.broker.leave() == 3
     assert len(await queue.log(running.job_id)) == 6

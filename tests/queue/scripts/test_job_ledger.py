@@ -21,7 +21,7 @@ from penstock.queue.broker.job_lists import MAX_EXAMINED, JobLists
 from penstock.queue.broker.node import Emission
 
 MAX_PAST_LEASES = 8
-RECORD_BYTES, MOVED_RECORD_BYTES = 2048, 5120
+RECORD_BYTES, WIDE_RECORD_BYTES = 1056, 5120
 
 
 async def ledger_of(queue: Queue, job_id: str) -> JobLedger:
@@ -119,7 +119,7 @@ async def test_job_that_ends_in_the_queue_has_no_last_node(queue: Queue) -> None
 
 async def test_record_of_a_moved_job_counts_as_larger(queue: Queue) -> None:
     node = await queue.node("n1", avoid_ms=0)
-    for moves, size in ((0, RECORD_BYTES), (2, MOVED_RECORD_BYTES)):
+    for moves, size in ((0, RECORD_BYTES), (2, WIDE_RECORD_BYTES)):
         taken = await queue.running(node)
         for _ in range(moves):
             await node.give_back(taken)

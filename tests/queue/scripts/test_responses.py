@@ -22,12 +22,12 @@ from penstock.queue.broker.responses import ResponseBroker
 from penstock.queue.results import encode_result
 
 RECORD = ResponseRecord(b"r" * 5000, keep_ms=600_000)
-JOB_BYTES = 2048
+JOB_BYTES, KEY_BYTES = 1056, 256
 LOG_TTL_MS, RESULT_TTL_MS = 120_000, 86_400_000
 
 
 async def kept(queue: Queue) -> int:
-    return int(await cast(Any, queue.redis.hget(keys.kept_bytes(POOL), "acme")) or 0)
+    return int(await cast(Any, queue.redis.hget(keys.stored(POOL), "acme")) or 0)
 
 
 async def life_ms(redis: Redis, key: str) -> int:
@@ -58,7 +58,7 @@ async def test_a_record_is_stored_with_its_job_and_counts_for_its_tenant(queue: 
     await submit(queue, NO_RESPONSE)
     alone = await kept(queue)
     job = await submit(queue)
-    assert await kept(queue) == 2 * alone + len(RECORD.data)
+    assert await kept(queue) == 2 * alone + len(RECORD.data) + KEY_BYTES
     assert await ResponseBroker(queue.redis).read(job.id, "acme") == RECORD.data
     assert await life_ms(queue.redis, keys.response(job.id)) == -1
     assert await findings(queue) == []
@@ -111,7 +111,7 @@ async def test_an_ended_response_counts_until_it_expires(queue: Queue) -> None:
     await end(node)
     log = sum(map(len, await queue.log(job.id)))
     result = int(await queue.redis.strlen(keys.result(job.id)))
-    assert await kept(queue) == JOB_BYTES + result + log + len(RECORD.data)
+    assert await kept(queue) == JOB_BYTES + result + log + len(RECORD.data) + 2 * KEY_BYTES
     for member in await queue.ids("expiry"):
         await queue.age("expiry", member, RECORD.keep_ms)
     await queue.sweep()

@@ -10,10 +10,11 @@ from fakes.queue.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, NotFoundError
+from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Outcome, Usage
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.queue import keys
-from penstock.queue.admission import estimate_bytes
+from penstock.queue.admission import estimate_output_bytes
 from penstock.queue.audit import audit
 from penstock.queue.broker import scripts
 from penstock.queue.broker.admin import AdminBroker
@@ -22,7 +23,7 @@ from penstock.queue.broker.node import Emission, Taken
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES, Submission
 from penstock.queue.results import encode_result
 
-RECORD_BYTES, MOVED_RECORD_BYTES = 2048, 5120
+RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES = 1056, 5120, 256
 LOG_TTL_MS, RESULT_TTL_MS, DEAD_LIFE_MS = 120_000, 86_400_000, 604_800_000
 
 
@@ -35,7 +36,12 @@ async def small(redis: Redis) -> AsyncIterator[None]:
 
 
 async def kept(queue: Queue) -> dict[str, int]:
-    found = await cast(Any, queue.redis.hgetall(keys.kept_bytes(POOL)))
+    found = await cast(Any, queue.redis.hgetall(keys.stored(POOL)))
+    return {tenant.decode(): int(size) for tenant, size in found.items()}
+
+
+async def reserved(queue: Queue) -> dict[str, int]:
+    found = await cast(Any, queue.redis.hgetall(keys.reserved(POOL)))
     return {tenant.decode(): int(size) for tenant, size in found.items()}
 
 
@@ -63,18 +69,40 @@ async def pass_time(queue: Queue, ms: int) -> None:
     await queue.sweep()
 
 
-async def test_a_job_counts_as_predicted_while_it_is_open_and_as_stored_from_then_on(queue: Queue) -> None:
+async def test_each_byte_of_a_job_counts_once_and_is_released_once(queue: Queue) -> None:
     node, job = await queue.node(), new_job(tenant="acme")
     await queue.producer.submit(Submission(job, 10))
-    (promised,) = (await kept(queue)).values()
-    assert promised == int(await queue.redis.hget(keys.job(job.id), "bytes"))  # type: ignore[arg-type]
-    assert promised >= estimate_bytes(job, 0)
+    held = RECORD_BYTES + int(await queue.redis.strlen(keys.request(job.id)))
+    assert (await kept(queue), await reserved(queue)) == ({"acme": held}, {}), "a queued job reserves no output"
+    taken = await node.take_one()
+    output = estimate_output_bytes(job, 0)
+    assert (await kept(queue), await reserved(queue)) == ({"acme": held}, {"acme": output})
+
+    await node.emit(taken, 0, 40)
+    logged = sum(map(len, await queue.log(job.id)))
+    assert await kept(queue) == {"acme": held + logged}, "what is written is no longer reserved"
+    assert await reserved(queue) == {"acme": max(output - logged, logged, 4096)}
+    await node.emit(taken, 40, 2)
+    assert await kept(queue) == {"acme": held + logged}, "counted every 12 chunks"
+    await node.give_back(taken)
+    logged = sum(map(len, await queue.log(job.id)))
+    assert (await kept(queue), await reserved(queue)) == ({"acme": held + logged}, {})
+    taken = await (await queue.node("other")).take_one()
+    assert await reserved(queue) == {"acme": max(output - logged, 4096)}
+
+    last = Emission(taken.job_id, taken.lease, 42, [])
+    other = FakeNode(queue.redis, "other", "r1")
+    assert await other.broker.finish(last, Outcome("done"), b"r" * 100, usage=Usage(3, 2)) == "OK"
+    assert await reserved(queue) == {}
+
+
+async def test_stored_bytes_of_an_ended_job_are_released_as_its_keys_expire(queue: Queue) -> None:
+    node, job = await queue.node(), new_job(tenant="acme")
+    await queue.producer.submit(Submission(job, 10))
     taken = await node.take_one()
     await node.emit(taken, 0, 2)
-    assert await kept(queue) == {"acme": promised}
-
     await end(node, taken, b"r" * 100)
-    log = sum(map(len, await queue.log(job.id)))
+    log = KEY_BYTES + sum(map(len, await queue.log(job.id)))
     assert await kept(queue) == {"acme": RECORD_BYTES + 100 + log}
 
     await pass_time(queue, LOG_TTL_MS - 1000)
@@ -149,9 +177,9 @@ async def dead_letter(queue: Queue) -> str:
 
 async def test_a_dead_letters_request_counts_until_it_is_purged(queue: Queue) -> None:
     job_id = await dead_letter(queue)
-    assert (await kept(queue))["default"] > MOVED_RECORD_BYTES + 5000
+    assert (await kept(queue))["default"] > WIDE_RECORD_BYTES + 5000 + KEY_BYTES
     assert await DeadLetters(queue.redis).purge([job_id, job_id]) == 1
-    assert await kept(queue) == {"default": MOVED_RECORD_BYTES}
+    assert await kept(queue) == {"default": WIDE_RECORD_BYTES}
     assert await queue.ids("dead_letters") == set()
 
 
@@ -161,9 +189,9 @@ async def test_a_dead_letter_whose_request_has_expired_is_purged_without_its_byt
     (member,) = [one for one in members if " request:" in one]
     await queue.redis.zadd(f"{P}:expiry", {member: 1})
     await pass_time(queue, 0)
-    assert await kept(queue) == {"default": MOVED_RECORD_BYTES}
+    assert await kept(queue) == {"default": WIDE_RECORD_BYTES}
     assert await DeadLetters(queue.redis).purge([job_id]) == 1
-    assert await kept(queue) == {"default": MOVED_RECORD_BYTES}
+    assert await kept(queue) == {"default": WIDE_RECORD_BYTES}
 
 
 async def attack(queue: Queue, node: FakeNode, terms: Terms = UNLIMITED) -> tuple[int, BusyError]:
@@ -210,7 +238,7 @@ async def test_audit_finds_and_repairs_wrong_counts(queue: Queue) -> None:
     gone = await ended(queue, 100)
     right = await kept(queue)
     broker = AdminBroker(queue.redis)
-    assert {f.key for f in await audit(broker, POOL)} & {"expiry", "kept_bytes"} == set()
+    assert {f.key for f in await audit(broker, POOL)} & {"expiry", "stored"} == set()
     (member,) = [m for m in await queue.ids("expiry") if m.endswith(f"job:{gone}")]
     await queue.redis.zrem(keys.expiry(POOL), member)
     await queue.redis.zadd(keys.expiry(POOL), {f"77 acme out:{gone}": await queue.now_ms() + RESULT_TTL_MS})
@@ -218,6 +246,39 @@ async def test_audit_finds_and_repairs_wrong_counts(queue: Queue) -> None:
     assert {f.name for f in found if f.key == "expiry"} == {"missing", "stray"}
     await audit(broker, POOL, repair=True)
     assert await kept(queue) == right
-    await queue.redis.hincrby(keys.kept_bytes(POOL), "acme", 5)
-    assert ("wrong_sum", "kept_bytes") in {(f.name, f.key) for f in await audit(broker, POOL, repair=True)}
+    await queue.redis.hincrby(keys.stored(POOL), "acme", 5)
+    assert ("wrong_sum", "stored") in {(f.name, f.key) for f in await audit(broker, POOL, repair=True)}
     assert await kept(queue) == right
+
+
+DELAYED_MS, NUM_DELAYED = 3_600_000, 1102
+
+
+@pytest.mark.usefixtures("small")
+async def test_delayed_jobs_of_one_tenant_refuse_nobody_else(queue: Queue) -> None:
+    """1,102 delayed jobs of 25 kB in 64 MB took 46 % of memory and were counted twice."""
+    await queue.node()
+    for _ in range(NUM_DELAYED):
+        job = new_job(tenant="attacker", prompt="x" * 25_000, not_before_ms=DELAYED_MS, background=True)
+        await queue.producer.submit(Submission(job, 10))
+    for _ in range(20):
+        await queue.submit(tenant="victim")
+    with pytest.raises(BusyError) as caught:
+        for _ in range(NUM_DELAYED):
+            job = new_job(tenant="attacker", prompt="x" * 25_000, not_before_ms=DELAYED_MS, background=True)
+            await queue.producer.submit(Submission(job, 10))
+    assert caught.value.code == "memory_share_exceeded"
+    await queue.submit(tenant="victim")
+
+
+@pytest.mark.usefixtures("small")
+async def test_a_job_is_not_taken_while_its_output_has_no_memory(queue: Queue) -> None:
+    node, long = await queue.node(), SamplingParams(max_tokens=120_000)
+    for _ in range(3):
+        await queue.producer.submit(Submission(new_job(tenant="acme", params=long), 10))
+    other = await queue.submit(tenant="other")
+    taken = await node.take()
+    assert [job.tenant for job in taken.jobs] == ["acme", "acme", "other"], "two of 13 MB fit into a share of 32 MB"
+    assert taken.jobs[-1].job_id == other
+    await end(node, taken.jobs[0], b"small")
+    assert [job.tenant for job in (await node.take()).jobs] == ["acme"]
