@@ -113,6 +113,7 @@ class JobInbox:
             self._kv_tokens,
             self._max_num_seqs,
             max(0, MAX_TASKS - self._ledger.num_tasks),
+            self._ledger.usage_by_tenant(),
         )
 
     async def close(self) -> None:

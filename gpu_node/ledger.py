@@ -129,6 +129,19 @@ class Ledger:
                     sequences[urgency] += job.num_sequences
         return (tokens[0], tokens[1], tokens[2]), (sequences[0], sequences[1], sequences[2])
 
+    def usage_by_tenant(self) -> dict[str, tuple[int, int, float]]:
+        """Return the KV tokens and sequences that each tenant's jobs are expected to use, and its weight."""
+        usage: dict[str, tuple[int, int, float]] = {}
+        for job in self._jobs.values():
+            if job.outcome is None and not job.is_task:
+                tokens, sequences, _ = usage.get(job.taken.tenant, (0, 0, 0.0))
+                usage[job.taken.tenant] = (
+                    tokens + job.expected_kv_tokens,
+                    sequences + job.num_sequences,
+                    job.taken.weight,
+                )
+        return usage
+
     @property
     def unsent_bytes(self) -> int:
         """Bytes of encoded chunks that Redis has not acknowledged, over all jobs. May be called from any thread."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from fakes.cover import examples
+from fakes.queue.harness import P, Queue, ids_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.contract.job import Priority
 from penstock.queue.policy import PolicyConfig, PolicyName, choose, foremost
 from penstock.queue.policy_state import PolicyState, RecentUse
 
@@ -137,3 +141,39 @@ def test_use_counts_in_its_window_and_the_next_one() -> None:
     use.note("a", -60, 6000, 3500)
     use.note("a", 7, 6000)
     assert use.of("a", 6000) == 7, "what was charged long ago is no credit now"
+
+
+# A tenant below its share of a node --------------------------------------------------------------
+
+
+async def test_full_node_takes_a_job_of_a_tenant_that_holds_nothing_there(queue: Queue) -> None:
+    node = await queue.node(policy="fair")
+    flood = [await queue.submit(tenant="flood", cost=100) for _ in range(3)]
+    victim = await queue.submit(tenant="victim", cost=100)
+    held = {"flood": (800, 8, 1.0)}
+    full: Any = {"tokens": 200, "slots": 0, "kv_total": 1000, "slots_total": 8}
+    assert ids_of(await node.take(**full)) == [], "nobody is known to be above its share"
+    assert ids_of(await node.take(**full, tenants=held)) == [victim]
+    assert ids_of(await node.take(**full, tenants=held | {"victim": (100, 1, 1.0)})) == []
+    assert await queue.redis.scard(f"{P}:open") == len(flood) + 1
+
+
+async def test_a_tenant_gets_its_share_of_a_full_node_and_no_more(queue: Queue) -> None:
+    node = await queue.node(policy="fair")
+    for _ in range(9):
+        await queue.submit(tenant="victim", cost=10)
+    taken = await node.take(200, 0, kv_total=1000, slots_total=8, tenants={"flood": (800, 8, 1.0)})
+    assert len(taken.jobs) == 4
+    batch = await queue.submit(tenant="other", cost=10, priority=Priority.BATCH)
+    taken = await node.take(200, 0, kv_total=1000, slots_total=8, tenants={"flood": (800, 8, 1.0)})
+    assert batch not in ids_of(taken), "batch work waits"
+
+
+async def test_a_flood_whose_turn_has_come_holds_back_no_tenant_below_its_share(queue: Queue) -> None:
+    """The head of the flood is old, so the node keeps capacity free for it; the victim need not wait for that."""
+    node = await queue.node(policy="fair", bypass_ms=0, aging_ms=1)
+    await queue.submit(tenant="flood", cost=500)
+    await asyncio.sleep(0.01)
+    victim = await queue.submit(tenant="victim", cost=10)
+    taken = await node.take(200, 0, kv_total=1000, slots_total=8, tenants={"flood": (800, 8, 1.0)})
+    assert ids_of(taken) == [victim]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.policy.base import NumTokens, SchedulingPolicy
+from penstock.gpu_node.engine.policy.shares import Device
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.model.protocol import Adapter, ModelRunner
 
@@ -111,6 +112,12 @@ class ByAdapter:
     ) -> tuple[Sequence, list[Sequence]] | None:
         """Return the inner policy's request among sequences that have a slot. None is preempted to free a slot."""
         return self._inner.preemption_request(self._with_slot(waiting), running, num_tokens)
+
+    def share_request(
+        self, waiting: Iterable[Sequence], running: list[Sequence], device: Device
+    ) -> tuple[Sequence, list[Sequence]] | None:
+        """Return the inner policy's request among sequences that have a slot."""
+        return self._inner.share_request(self._with_slot(waiting), running, device)
 
     def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
         """Return the inner policy's victim."""

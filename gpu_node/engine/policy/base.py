@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from penstock.gpu_node.engine.policy.shares import Device
 from penstock.gpu_node.engine.sequence import Sequence
 
 NumTokens = Callable[[Sequence], int]
@@ -32,6 +33,11 @@ class SchedulingPolicy(Protocol):
     ) -> tuple[Sequence, list[Sequence]] | None:
         """Return a waiting sequence that may preempt others, with the sequences to preempt, in order; or None."""
 
+    def share_request(
+        self, waiting: Iterable[Sequence], running: list[Sequence], device: Device
+    ) -> tuple[Sequence, list[Sequence]] | None:
+        """Return a sequence of a tenant below its share, with those to preempt for it, in order; or None."""
+
     def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
         """Return the sequence to preempt when a running one finds no free block; it may be the same one."""
 
@@ -53,6 +59,9 @@ class FirstComeFirstServed:
 
     def preemption_request(self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens) -> None:
         """Return None: waiting sequences never preempt running ones."""
+
+    def share_request(self, waiting: Iterable[Sequence], running: list[Sequence], device: Device) -> None:
+        """Return None: tenants have no shares."""
 
     def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
         """Return the newest running sequence."""

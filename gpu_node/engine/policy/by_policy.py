@@ -11,6 +11,7 @@ from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots, ByAdapter
 from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, NumTokens, SchedulingPolicy
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
+from penstock.gpu_node.engine.policy.shares import Device, share_request
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.queue.policy import HOLD_MS, PolicyConfig, choose, foremost, learned_hold_ms, preemption_order, victims_of
 from penstock.queue.policy_state import PolicyState
@@ -42,6 +43,8 @@ class ByPolicy:
         self._predictor = LengthPredictor(ORDERING_QUANTILE)
         self._started: dict[Sequence, _Start] = {}
         self._hold_ms = HOLD_MS
+        self._favored: Sequence | None = None
+        """The sequence that room was made for."""
 
     def added(self, seq: Sequence) -> None:
         """Predict the output length of a sequence that is about to be queued."""
@@ -71,6 +74,10 @@ class ByPolicy:
                 self._started[one] = _Start(one.kv_token_ms, self._charge(one), now_ms)
             return True
 
+        favored, self._favored = self._favored, None
+        if favored is not None and favored in queued and fits(favored, favored.priority):
+            self._state.start(favored.priority, favored.tenant, favored.charge, now_ms)
+            queued.remove(favored)
         choose(queued, self._config, self._state, now_ms, fits)
 
     def preemption_request(
@@ -89,6 +96,19 @@ class ByPolicy:
         candidate, urgency = first
         victims = victims_of(urgency, running, self._remaining_if_shortest_first(num_tokens))
         return (candidate, victims) if victims else None
+
+    def share_request(
+        self, waiting: Iterable[Sequence], running: list[Sequence], device: Device
+    ) -> tuple[Sequence, list[Sequence]] | None:
+        """Return a sequence of a tenant below its share, with those to preempt for it; None but under `fair`.
+
+        The next offer begins with this sequence, since the room is made for it.
+        """
+        if self._config.name != "fair":
+            return None
+        found = share_request(waiting, running, device)
+        self._favored = None if found is None else found[0]
+        return found
 
     def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
         """Return the newest of the least urgent running sequences; under `sjf`, the one that will run the longest."""

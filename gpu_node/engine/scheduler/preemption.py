@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.base import SchedulingPolicy
+from penstock.gpu_node.engine.policy.shares import Device
 from penstock.gpu_node.engine.scheduler.admission import Admission
 from penstock.gpu_node.engine.scheduler.fault_isolation import FaultIsolator
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
@@ -24,6 +25,7 @@ class Preemptor:
         costs: SwapCost,
         policy: SchedulingPolicy,
         isolator: FaultIsolator,
+        max_num_seqs: int,
     ) -> None:
         self.num_preemptions = self.num_swaps = 0
         self._memory = memory
@@ -33,16 +35,27 @@ class Preemptor:
         self._costs = costs
         self._policy = policy
         self._isolator = isolator
+        self._device = Device(max_num_seqs, memory.device.num_total, batch.num_blocks)
 
     def preemption_request(self) -> tuple[Sequence, list[Sequence]] | None:
-        """Return an urgent waiting sequence that could fit, with the sequences to preempt for it, in order; or None."""
+        """Return a waiting sequence that could fit, with the sequences to preempt for it, in order; or None.
+
+        It is urgent, or its tenant is below its share.
+        """
         if self._isolator.is_isolating:
             return None
+        if not self._queues:
+            return None
         request = self._policy.preemption_request(self._queues, self._batch.seqs, self._batch.num_tokens)
-        return request if request is not None and self._admission.could_fit(*request) else None
+        if request is not None and self._admission.could_fit(*request):
+            return request
+        request = self._policy.share_request(self._queues, self._batch.seqs, self._device)
+        if request is None or self._admission.fits(request[0]) or not self._admission.could_fit(*request):
+            return None
+        return request
 
     def preempt_for_request(self) -> None:
-        """Preempt for an urgent waiting sequence, until it fits."""
+        """Preempt for an urgent waiting sequence, or for one of a tenant below its share, until it fits."""
         request = self.preemption_request()
         if request is None:
             return

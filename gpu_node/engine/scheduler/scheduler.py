@@ -63,7 +63,9 @@ class Scheduler:
         self._progress = StepProgress(self._batch)
         sequences = self._batch, self.queues
         self._admission = Admission(memory, *sequences, policy, self._isolator)
-        self._preemptor = Preemptor(memory, *sequences, self._admission, times.swap_cost, policy, self._isolator)
+        self._preemptor = Preemptor(
+            memory, *sequences, self._admission, times.swap_cost, policy, self._isolator, limits.max_num_seqs
+        )
 
     @property
     def running(self) -> list[Sequence]:

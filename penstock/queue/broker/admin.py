@@ -242,7 +242,7 @@ class AdminBroker:
                 for priority in range(NUM_PRIORITIES):
                     pipe.zrange(keys.waiting(pool, priority), 0, -1)
                 for node in nodes:
-                    pipe.smembers(f"{keys.prefix(pool)}:running:{node.decode()}")
+                    pipe.smembers(f"{keys.prefix(pool)}:running:{cast(bytes, node).decode()}")
                 found = await pipe.execute()
         hashes, (stored, open_ids, *waiting) = found[: len(_SUMS)], found[len(_SUMS) : len(found) - len(nodes)]
         kept = zip(_SUMS, hashes, strict=True)

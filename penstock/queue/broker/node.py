@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, TypedDict, Unpack, cast
@@ -51,6 +51,8 @@ class Capacity:
     kv_total: int
     slots_total: int
     tasks: int = 0
+    tenants: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
+    """KV tokens, sequences and weight of each tenant whose jobs the node holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +232,8 @@ class NodeBroker:
         cost × hold_ms ÷ weight.
         """
         sizes = (*capacity.kv_tokens, *capacity.slots, capacity.kv_total, capacity.slots_total)
-        answer = await self._call("take", call, nonce, *sizes, self._revision, hold_ms, capacity.tasks)
+        held = scripts.packed(capacity.tenants) if capacity.tenants else b""
+        answer = await self._call("take", call, nonce, *sizes, self._revision, hold_ms, capacity.tasks, held)
         if answer[0] == b"UNKNOWN_NODE":
             raise LeaseLostError
         if answer[0] != b"OK":

@@ -4,10 +4,11 @@
 -- capacity is left. Where it stops, because a job does not fit, the oldest other tasks follow: nothing that they need is
 -- reserved for that job. `task_slots` alone limits them.
 -- ARGV: node call nonce kv_tokens0 kv_tokens1 kv_tokens2 slots0 slots1 slots2 kv_total slots_total revision hold_ms
---   task_slots
+--   task_slots held
 --   call: number of this take; repeating the last call gets the same answer. nonce: makes leases unique.
 --   kv_tokens, slots: free KV tokens and sequence slots, per class. kv_total, slots_total: the node's whole capacity.
---   task_slots: tasks that the node can take.
+--   task_slots: tasks that the node can take. held: msgpack of tenant → [KV tokens, sequences, weight] of the node's
+--   jobs, or ''.
 --   hold_ms: expected time for which a KV token of cost is held. A tenant is charged cost × hold_ms ÷ weight.
 -- Answer: {OK, {row…}, {depth0, depth1, depth2}, again_in_ms, num_nodes} | {UNKNOWN_NODE} | {STALE}
 --   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n, priority,
@@ -23,7 +24,7 @@ local node, call, nonce = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local kv_tokens = {[0] = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])}
 local slots = {[0] = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])}
 local kv_total, slots_total, revision, hold_ms = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12], tonumber(ARGV[13])
-local task_slots = tonumber(ARGV[14])
+local task_slots, held_by_tenant = tonumber(ARGV[14]), ARGV[15]
 
 local config = read_config()
 local now = clock()
@@ -371,14 +372,15 @@ local function pass(job, name)
   return false
 end
 
+-- `room` has functions that tell whether the node and Redis have room for a job.
 -- Memory. A job is taken only if Redis has memory for its output, and its tenant's share has. Otherwise it stays queued
 -- until something expires, and the jobs behind it go on. memory_left: nil before it is read, false without a limit.
-local has_memory
+local room = {}
 do
   local memory_left, memory_limit
   local taken_bytes = {}
 
-  function has_memory(job)
+  function room.has_memory(job)
     if memory_left == nil then
       local used, limit = used_memory()
       memory_limit, memory_left = limit, limit > 0 and limit * MEMORY_PERCENT / 100 - used - total(':reserved')
@@ -397,6 +399,58 @@ do
   end
 end
 
+-- Shares of the node under `fair` (gpu_node/engine/policy/shares.py). A tenant below its share does not wait for one above
+-- it: the engine preempts what those above hold beyond their shares, so that counts as free here.
+do
+  local held, weights
+
+  local function read_held()
+    held, weights = {}, 0
+    for tenant, row in pairs(held_by_tenant ~= '' and cmsgpack.unpack(held_by_tenant) or {}) do
+      held[tenant] = {kv = row[1], slots = row[2], weight = row[3]}
+      weights = weights + row[3]
+    end
+  end
+
+  local function holding_of(job)
+    if not held[job.tenant] then
+      held[job.tenant] = {kv = 0, slots = 0, weight = weight_of(job)}
+      weights = weights + held[job.tenant].weight
+    end
+    return held[job.tenant]
+  end
+
+  local function part_of(kv, num_slots) return math.max(kv / kv_total, num_slots / slots_total) end
+
+  function room.fits_by_share(job, need, seqs)
+    if policy ~= 'fair' or is_task(job) or held_by_tenant == '' or tonumber(job.priority) >= LEAST_URGENT then return false end
+    if not held then read_held() end
+    local own = holding_of(job)
+    local share = own.weight / weights
+    if part_of(own.kv, own.slots) > 0 and part_of(own.kv + need, own.slots + seqs) > share then return false end
+    local free_kv, free_slots = kv_tokens[LEAST_URGENT], slots[LEAST_URGENT]
+    for tenant, one in pairs(held) do
+      local its_share = one.weight / weights
+      if tenant ~= job.tenant and part_of(one.kv, one.slots) > its_share then
+        free_kv = free_kv + math.max(0, one.kv - its_share * kv_total)
+        free_slots = free_slots + math.max(0, one.slots - its_share * slots_total)
+      end
+    end
+    return need <= free_kv and seqs <= free_slots
+  end
+
+  function room.holds_nothing(tenant)
+    if not held then read_held() end
+    return held[tenant] == nil
+  end
+
+  function room.note_held(job, need, seqs)
+    if not held or is_task(job) then return end
+    local own = holding_of(job)
+    own.kv, own.slots = own.kv + need, own.slots + seqs
+  end
+end
+
 -- Takes a job if it fits. Returns whether the walk continues.
 local function try(job, urgency, is_head)
   tried[job.id] = true
@@ -406,9 +460,11 @@ local function try(job, urgency, is_head)
   if is_task(job) and task_slots == 0 then return true end
   local need, seqs = is_task(job) and 0 or math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
   -- A more urgent job may have left less than nothing. A task fits all the same.
-  if not is_task(job) and (need > kv_tokens[urgency] or seqs > slots[urgency]) then return pass(job, job.id) end
-  if not has_memory(job) then return true end
+  local has_room = is_task(job) or (need <= kv_tokens[urgency] and seqs <= slots[urgency])
+  if not has_room and not room.fits_by_share(job, need, seqs) then return pass(job, job.id) end
+  if not room.has_memory(job) then return true end
   if is_task(job) then task_slots = task_slots - 1 end
+  room.note_held(job, need, seqs)
   for q = urgency, LEAST_URGENT do kv_tokens[q], slots[q] = kv_tokens[q] - need, slots[q] - seqs end
   local queue = queues[tonumber(job.priority)]
   job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms / weight_of(job), is_head
@@ -474,6 +530,17 @@ do
     end
     local job, urgency = upcoming()
     while job and try(job, urgency, job == queues[tonumber(job.priority)].head) do job, urgency = upcoming() end
+    -- Where the walk stopped for a job that does not fit, tenants that hold nothing here need not wait for it.
+    if policy ~= 'fair' or held_by_tenant == '' or reserves_for == ISOLATED then return end
+    for p = 0, LEAST_URGENT - 1 do
+      job = queues[p].next(room.holds_nothing)
+      while job do
+        tried[job.id] = true
+        local need, seqs = math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
+        if not is_isolated(job) and room.fits_by_share(job, need, seqs) and not try(job, p, false) then return end
+        job = queues[p].next(room.holds_nothing)
+      end
+    end
   end
 end
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -87,10 +87,11 @@ class FakeNode:
         slots_total: int = 256,
         hold_ms: float = 1.0,
         tasks: int = 0,
+        tenants: Mapping[str, tuple[int, int, float]] | None = None,
     ) -> TakeAnswer:
         self.call += 1
         return await self.take_again(
-            tokens, slots, kv_total=kv_total, slots_total=slots_total, hold_ms=hold_ms, tasks=tasks
+            tokens, slots, kv_total=kv_total, slots_total=slots_total, hold_ms=hold_ms, tasks=tasks, tenants=tenants
         )
 
     async def take_again(
@@ -102,11 +103,12 @@ class FakeNode:
         slots_total: int = 256,
         hold_ms: float = 1.0,
         tasks: int = 0,
+        tenants: Mapping[str, tuple[int, int, float]] | None = None,
     ) -> TakeAnswer:
         """Repeat the last call, as after a lost reply."""
         room = tokens if isinstance(tokens, tuple) else (tokens,) * 3
         places = slots if isinstance(slots, tuple) else (slots,) * 3
-        whole = Capacity(room, places, kv_total, slots_total, tasks)
+        whole = Capacity(room, places, kv_total, slots_total, tasks, tenants or {})
         return await self.broker.take(self.call, f"nonce-{self.name}", whole, hold_ms=hold_ms)
 
     async def take_one(self) -> Taken:

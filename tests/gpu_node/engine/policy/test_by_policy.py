@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.gpu_node.engine import Engine, StepOutput
+from penstock.gpu_node.engine.policy.shares import MAX_SHARE_PREEMPTIONS
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.queue.policy import PolicyName
@@ -273,3 +274,85 @@ def test_a_class_that_does_not_exist_is_refused(make_engine: MakeEngine) -> None
     with pytest.raises(RequestError, match="priority is 3") as refused:
         make_engine().add(EngineRequest("a", [5], SamplingParams(), seed=1, priority=3))
     assert refused.value.param == "priority"
+
+
+# Shares of the device ---------------------------------------------------------------------------
+
+
+def test_tenant_below_its_share_starts_at_once_beside_a_flood_of_sequences() -> None:
+    bench = Bench("fair", num_blocks=64, max_num_seqs=4)
+    flood = [bench.add(f"F{i}", 4, 40, tenant="flood") for i in range(8)]
+    bench.step()
+    assert len(bench.scheduler.running) == 4
+    victim = bench.add("V", 4, 8, tenant="victim")
+    bench.step()
+    assert victim in bench.scheduler.running, "a slot was made free"
+    assert bench.scheduler.num_preemptions == 1
+    second = bench.add("W", 4, 8, tenant="victim")
+    bench.step()
+    assert second in bench.scheduler.running, "two of four slots are its share"
+    third = bench.add("X", 4, 8, tenant="victim")
+    bench.step()
+    assert third not in bench.scheduler.running, "above its share it waits"
+    bench.run()
+    assert all(len(seq.token_ids) == 44 for seq in flood)
+
+
+def test_large_n_is_no_way_around_the_share() -> None:
+    bench = Bench("fair", num_blocks=64, max_num_seqs=8)
+    bench.add_choices(4, "A", 4, 40, tenant="flood")
+    bench.add_choices(4, "B", 4, 40, tenant="flood")
+    for _ in range(3):
+        bench.step()
+    victim = bench.add("V", 4, 8, tenant="victim")
+    bench.step()
+    assert victim in bench.scheduler.running
+    bench.run()
+
+
+def test_kv_blocks_count_as_slots_do() -> None:
+    bench = Bench("fair", num_blocks=12, max_num_seqs=8)
+    bench.add("A", 20, 8, tenant="flood")
+    bench.add("B", 20, 8, tenant="flood")
+    bench.step()
+    victim = bench.add("V", 8, 4, tenant="victim")
+    bench.step()
+    assert victim in bench.scheduler.running
+    bench.run()
+
+
+def test_batch_work_makes_others_wait_for_nothing() -> None:
+    bench = Bench("fair", num_blocks=64, max_num_seqs=2)
+    for name in "AB":
+        bench.add(name, 4, 20, tenant="chats")
+    bench.step()
+    batch = bench.add("C", 4, 4, tenant="batch", priority=Priority.BATCH)
+    bench.step()
+    assert batch not in bench.scheduler.running
+    bench.run()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 24), st.integers(1, 20), st.integers(1, 4), st.integers(0, 3)),
+        min_size=1,
+        max_size=24,
+    )
+)
+def test_no_sequence_is_preempted_for_shares_more_often_than_the_bound(
+    asked: list[tuple[str, int, int, int, int]],
+) -> None:
+    """Each sequence ends with all its tokens, and no tenant starves."""
+    bench = Bench("fair", num_blocks=40, max_num_seqs=6)
+    seqs = []
+    for number, (tenant, num_prompt, num_output, n, num_steps) in enumerate(asked):
+        seqs += bench.add_choices(n, f"{tenant}{number}", num_prompt, num_output, tenant=tenant)
+        for _ in range(num_steps):
+            bench.step()
+    for _ in range(5000):
+        if not (bench.scheduler.running or bench.scheduler.queues):
+            break
+        bench.step()
+    for seq in seqs:
+        assert len(seq.token_ids) == seq.max_num_tokens
+        assert seq.num_preemptions <= MAX_SHARE_PREEMPTIONS, "blocks suffice, so nothing else preempts"
