@@ -65,11 +65,16 @@ class Stack:
         self.keys: dict[str, str] = {}
         """API keys by tenant: `neighbor`, `attacker` and, for statistics of all tenants, `admin`."""
 
-    def start(self, *, model: Path | None, maxmemory: str = "1gb", terms: Terms | None = None, **node: Any) -> None:
-        """Start all processes. `terms`: the attacker's limits. Without a model, the reference node serves."""
+    def start(
+        self, *, model: Path | None, maxmemory: str = "1gb", terms: Terms | None = None, tenants: int = 0, **node: Any
+    ) -> None:
+        """Start all processes. `terms`: the attacker's limits. Without a model, the reference node serves.
+
+        `tenants`: further tenants, `flood-0` and so on.
+        """
         options = {"appendonly": "no", "maxmemory": maxmemory, "maxmemory-policy": "noeviction"}
         self.redis = self._exit.enter_context(RedisProcess(self._folder / "redis", **options))
-        self.keys = asyncio.run(_new_keys(self.redis.url, terms or Terms()))
+        self.keys = asyncio.run(_new_keys(self.redis.url, terms or Terms(), tenants))
         settings = {"pool": POOL, "stall_after_s": STALL_AFTER_S, **node}
         if model is not None:
             settings["model"] = model
@@ -146,13 +151,14 @@ def running_stack(**options: Any) -> Iterator[Stack]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _new_keys(redis_url: str, terms: Terms) -> dict[str, str]:
+async def _new_keys(redis_url: str, terms: Terms, num_floods: int) -> dict[str, str]:
     redis = connect(redis_url)
     try:
         store = KeyStore(redis)
         neighbor, _ = await store.add("neighbor", ["infer"], Terms())
         attacker, _ = await store.add("attacker", ["infer"], terms)
+        floods = {f"flood-{i}": (await store.add(f"flood-{i}", ["infer"], Terms()))[0] for i in range(num_floods)}
         admin, _ = await store.add("operator", ["infer", "admin"], Terms())
     finally:
         await redis.aclose()
-    return {"neighbor": neighbor, "attacker": attacker, "admin": admin}
+    return {"neighbor": neighbor, "attacker": attacker, "admin": admin, **floods}

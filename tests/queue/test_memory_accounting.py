@@ -26,7 +26,12 @@ from penstock.queue.broker.producer import Submission
 from penstock.queue.wire import encode_chunk
 
 T = TypeVar("T")
-CONFIG = {"lease_ms": 1_000_000, "reattach_grace_ms": 500_000_000, "abandon_after_ms": 500_000_000, "max_losses": 2}
+CONFIG: dict[str, Any] = {
+    "lease_ms": 1_000_000,
+    "reattach_grace_ms": 500_000_000,
+    "abandon_after_ms": 500_000_000,
+    "max_losses": 2,
+}
 OF_JOBS = (
     "job",
     "log",
@@ -119,14 +124,15 @@ class MemoryMachine(RuleBasedStateMachine):
         self.left[taken.job_id] -= count
 
     @staticmethod
-    def chunks(taken: Taken, index: int, count: int) -> list[bytes]:
-        return [encode_chunk(Chunk(taken.job_id, i, 0, i, (4000 + i,), " word")) for i in range(index, index + count)]
+    def chunks(taken: Taken, index: int, count: int) -> tuple[bytes, ...]:
+        ids = range(index, index + count)
+        return tuple(encode_chunk(Chunk(taken.job_id, i, 0, i, (4000 + i,), " word")) for i in ids)
 
     @precondition(lambda self: self.held)
     @rule(pick=picks, num_bytes=st.sampled_from((50, 5000)))
     def finish(self, pick: int, num_bytes: int) -> None:
         name, taken, index = self.held.pop(pick % len(self.held))
-        last = Emission(taken.job_id, taken.lease, index, [])
+        last = Emission(taken.job_id, taken.lease, index, ())
         num_bytes = min(num_bytes, 8 * (index + 1))
         self.run(self.nodes[name].broker.finish(last, Outcome("done"), b"r" * num_bytes, usage=Usage(3, index)))
 
@@ -170,7 +176,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for member, due in cast("list[tuple[bytes, float]]", self.sync.zrange(f"{P}:expiry", 0, -1, withscores=True)):
             self.sync.zadd(f"{P}:expiry", {member: due - by_ms})
         for name in self.names():
-            left = cast(int, self.sync.pttl(name))
+            left = self.sync.pttl(name)
             if left > 0:
                 self.sync.pexpire(name, max(1, left - by_ms)) if left > by_ms else self.sync.delete(name)
         self.run(self.queue.sweep(since_last_ms=250_000))
@@ -209,7 +215,7 @@ class MemoryMachine(RuleBasedStateMachine):
             if record := self.sync.hgetall(keys.job(job_id)):
                 self.run(self.queue.producer.cancel(job_id, cast(Any, record)[b"tenant"].decode()))
         for name, taken, index in self.held:
-            last = Emission(taken.job_id, taken.lease, index, [])
+            last = Emission(taken.job_id, taken.lease, index, ())
             self.run(self.nodes[name].broker.finish(last, Outcome("cancelled"), b"", usage=Usage(3, index)))
         self.held = []
         self.expire(8)

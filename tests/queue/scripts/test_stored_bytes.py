@@ -90,7 +90,7 @@ async def test_each_byte_of_a_job_counts_once_and_is_released_once(queue: Queue)
     taken = await (await queue.node("other")).take_one()
     assert await reserved(queue) == {"acme": max(output - logged, 4096)}
 
-    last = Emission(taken.job_id, taken.lease, 42, [])
+    last = Emission(taken.job_id, taken.lease, 42, ())
     other = FakeNode(queue.redis, "other", "r1")
     assert await other.broker.finish(last, Outcome("done"), b"r" * 100, usage=Usage(3, 2)) == "OK"
     assert await reserved(queue) == {}
