@@ -1,7 +1,7 @@
 """`python -m hostile.floods`: the first token and the tokens' gaps of a tenant beside tenants that flood a node.
 
-Each flooding tenant keeps jobs of one shape waiting. The victim asks one short question after the other, and is compared
-with itself alone.
+Each flooding tenant keeps jobs of one shape waiting. The victim asks one short question after the other, and is
+compared with itself alone.
 """
 
 from __future__ import annotations

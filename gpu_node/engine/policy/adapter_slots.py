@@ -80,6 +80,11 @@ class ByAdapter:
         self._inner = inner
         self._slots = slots
 
+    @property
+    def has_shares(self) -> bool:
+        """Whether tenants have shares under the inner policy."""
+        return self._inner.has_shares
+
     def added(self, seq: Sequence) -> None:
         """Note that a sequence is about to be queued."""
         self._inner.added(seq)

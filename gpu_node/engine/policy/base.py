@@ -15,6 +15,10 @@ NumTokens = Callable[[Sequence], int]
 class SchedulingPolicy(Protocol):
     """The order in which a scheduler starts and preempts sequences."""
 
+    @property
+    def has_shares(self) -> bool:
+        """Whether tenants have shares of the device and of a step's budget."""
+
     def added(self, seq: Sequence) -> None:
         """Note that a sequence is about to be queued."""
 
@@ -44,6 +48,8 @@ class SchedulingPolicy(Protocol):
 
 class FirstComeFirstServed:
     """First come, first served: no sequence overtakes another, and the newest running one is preempted."""
+
+    has_shares = False
 
     def added(self, seq: Sequence) -> None:
         """Do nothing: the queue keeps the order of arrival."""

@@ -46,6 +46,11 @@ class ByPolicy:
         self._favored: Sequence | None = None
         """The sequence that room was made for."""
 
+    @property
+    def has_shares(self) -> bool:
+        """Whether tenants have shares of the device and of a step's budget."""
+        return self._config.name == "fair"
+
     def added(self, seq: Sequence) -> None:
         """Predict the output length of a sequence that is about to be queued."""
         limit = seq.end_rule.max_tokens
@@ -104,7 +109,7 @@ class ByPolicy:
 
         The next offer begins with this sequence, since the room is made for it.
         """
-        if self._config.name != "fair":
+        if not self.has_shares:
             return None
         found = share_request(waiting, running, device)
         self._favored = None if found is None else found[0]

@@ -62,6 +62,28 @@ class Admission:
             self.recompute(self._queues.swapped[-1])
             self._offer(grants)
 
+    def start_newcomers(self) -> None:
+        """Start a queued sequence of each tenant that computes no prompt, without tokens.
+
+        Otherwise it would wait until the other tenants' prompts leave something of a step's budget.
+        """
+        busy = self._batch.tenants_in_prefill()
+        started: list[tuple[deque[Sequence], Sequence]] = []
+
+        def start(seq: Sequence) -> bool:
+            if seq.tenant in busy or not self._isolator.may_join(seq, self._batch.seqs) or not self.fits(seq):
+                return False
+            busy.add(seq.tenant)
+            started.append((self._queues.queue_of(seq), seq))
+            self._start(seq)
+            return True
+
+        queued = [seq for seq in self._isolator.eligible(self._queues, self._batch.seqs) if seq.tenant not in busy]
+        if queued:
+            self._policy.offer(queued, start)
+        for queue, seq in started:
+            queue.remove(seq)
+
     def fits(self, seq: Sequence) -> bool:
         """Return whether rows and blocks suffice for all of a sequence, so that admission does not cause preemption."""
         batch, memory = self._batch, self._memory
@@ -99,14 +121,19 @@ class Admission:
             if grants.budget <= 0 or not self._isolator.may_join(seq, self._batch.seqs) or not self.fits(seq):
                 return False
             started.append((self._queues.queue_of(seq), seq))
-            self._start(seq, grants)
+            num_stored = self._start(seq)
+            end = min(len(seq.token_ids), num_stored + grants.budget)
+            self._batch.cache_full_blocks(seq, end, grants.cached)
+            grants.budget -= end - num_stored
+            grants.ends.append(end)
             return True
 
         self._policy.offer(self._isolator.eligible(self._queues, self._batch.seqs), start)
         for queue, seq in started:
             queue.remove(seq)
 
-    def _start(self, seq: Sequence, grants: Grants) -> None:
+    def _start(self, seq: Sequence) -> int:
+        """Start a sequence. Return how many of its tokens are stored."""
         is_swapped, held = bool(seq.blocks), self._batch.held_by(seq)
         in_place = self._batch.num_missing(seq, held) > self._memory.num_free_without(held)
         num_on_host = len(held) - sum(map(self._memory.is_on_device, held))
@@ -117,7 +144,4 @@ class Admission:
             self.hits.host_tokens += num_stored * num_on_host // max(1, len(held))
             if seq.cached_tokens is None:
                 seq.cached_tokens = min(num_stored, seq.num_prompt_tokens)
-        end = min(len(seq.token_ids), num_stored + grants.budget)
-        self._batch.cache_full_blocks(seq, end, grants.cached)
-        grants.budget -= end - num_stored
-        grants.ends.append(end)
+        return num_stored

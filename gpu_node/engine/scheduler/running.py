@@ -100,6 +100,32 @@ class RunningBatch:
         self._changed()
         return num_stored
 
+    def share_prefill(self, *, shortest_first: bool) -> None:
+        """Order the prompts that are still computed, so that a step's budget goes to the tenants in turn.
+
+        The first prompt of each tenant goes before the second one of any. Of these, the shortest goes first or the
+        oldest. Sequences that decode stay in front.
+        """
+        lacking = self.table.num_tokens[self.rows] - self.table.num_computed[self.rows]
+        prefilling = (lacking > 1).nonzero()[0].tolist()
+        if len({self.seqs[i].tenant for i in prefilling}) < 2:
+            return
+        ranks: Counter[str] = Counter()
+        keys: dict[int, tuple[int, int]] = {}
+        for i in prefilling:
+            tenant = self.seqs[i].tenant
+            keys[i] = (1 + ranks[tenant], int(lacking[i]) if shortest_first else i)
+            ranks[tenant] += 1
+        order = sorted(range(len(self.seqs)), key=lambda i: keys.get(i, (0, i)))
+        if order != list(range(len(self.seqs))):
+            self.seqs[:] = [self.seqs[i] for i in order]
+            self._changed()
+
+    def tenants_in_prefill(self) -> set[str]:
+        """Return the tenants of running sequences that lack more than one token."""
+        lacking = self.table.num_tokens[self.rows] - self.table.num_computed[self.rows]
+        return {self.seqs[i].tenant for i in (lacking > 1).nonzero()[0].tolist()}
+
     def grow(self, seq: Sequence, num_blocks: int) -> None:
         """Give a running sequence more blocks."""
         self.table.add_blocks(seq, self._memory.alloc_anywhere(num_blocks))

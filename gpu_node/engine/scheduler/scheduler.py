@@ -62,6 +62,7 @@ class Scheduler:
         self._prefill_budget = PrefillBudget(limits, self._batch, self.queues, times.step_time)
         self._progress = StepProgress(self._batch)
         sequences = self._batch, self.queues
+        self._has_shares, self._prefers_shortest = policy.has_shares, True
         self._admission = Admission(memory, *sequences, policy, self._isolator)
         self._preemptor = Preemptor(
             memory, *sequences, self._admission, times.swap_cost, policy, self._isolator, limits.max_num_seqs
@@ -166,7 +167,7 @@ class Scheduler:
         if self._preemptor.preemption_request() is not None:
             return None
         self._batch.own_last_blocks()
-        return self._decide(budget)
+        return self._decide(budget, is_ahead=True)
 
     def plan(self, step: Step) -> StepPlan:
         """Return a scheduled step in the form that the runner takes."""
@@ -239,15 +240,31 @@ class Scheduler:
         num_decoded = num_decoding + self.drafts.num_written
         return min(max_tokens, num_decoded + self._prefill_budget.num_tokens(to_compute, num_decoded))
 
-    def _decide(self, budget: int) -> Step | None:
+    def _decide(self, budget: int, *, is_ahead: bool = False) -> Step | None:
         """Divide a token budget between running and new sequences. Return None where no sequence progresses."""
         cached: list[int] = []
+        if self._has_shares:
+            self._share_budget(budget, is_ahead=is_ahead)
         preemptions_before = self.num_preemptions
         ends = self._schedule_running(budget, cached)
         if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
             ends = self._admit(budget, ends, cached)
         self._in_flight = self._step(ends, cached)
         return self._in_flight
+
+    def _share_budget(self, budget: int, *, is_ahead: bool) -> None:
+        """Where prompts take more than a step's budget, let each tenant's prompts have their turn.
+
+        Every other step prefers the oldest prompts to the shortest ones, so that no long one waits for ever.
+        """
+        rows = self._batch.rows
+        if int((self._table.num_tokens[rows] - self._table.num_computed[rows]).sum()) < budget:
+            return
+        if self.queues and not is_ahead:
+            # Newcomers take blocks, which a step ahead has counted as free.
+            self._admission.start_newcomers()
+        self._batch.share_prefill(shortest_first=self._prefers_shortest)
+        self._prefers_shortest = not self._prefers_shortest
 
     def _has_free_blocks(self, budget: int) -> bool:
         """Return whether enough blocks are free for all running sequences in a step of `budget` tokens."""

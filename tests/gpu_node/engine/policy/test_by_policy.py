@@ -356,3 +356,17 @@ def test_no_sequence_is_preempted_for_shares_more_often_than_the_bound(
     for seq in seqs:
         assert len(seq.token_ids) == seq.max_num_tokens
         assert seq.num_preemptions <= MAX_SHARE_PREEMPTIONS, "blocks suffice, so nothing else preempts"
+
+
+@pytest.mark.parametrize("num_tenants", [1, 5])
+def test_long_prompts_of_other_tenants_delay_a_short_prompt_by_few_steps(num_tenants: int) -> None:
+    """64 tokens are computed per step, and 600 are before the short prompt."""
+    bench = Bench("fair", num_blocks=400, max_num_seqs=16)
+    flood = [bench.add(f"F{i}", 60, 4, tenant=f"flood-{i % num_tenants}") for i in range(10)]
+    bench.step()
+    victim = bench.add("V", 12, 4, tenant="victim")
+    for _ in range(3):
+        bench.step()
+    assert len(victim.token_ids) > 12 or bench.scheduler.tokens_of(victim).size > 12
+    bench.run()
+    assert all(len(seq.token_ids) == seq.max_num_tokens for seq in (victim, *flood))
