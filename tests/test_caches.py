@@ -23,6 +23,8 @@ from tests.source_tree import ROOT, modules
 BY_TENANT = {
     "gpu_node.engine.kv_cache.manager:_index": "hashes that chain from salted_root(tenant, cache_salt, adapter)",
     "gpu_node.engine.policy.length_predictor:_windows": "(tenant, classes of lengths); '' is the sum over all tenants",
+    "gpu_node.engine.policy.shares:_held": "tenant; no text of a request",
+    "gpu_node.engine.policy.shares:_weights": "tenant; no text of a request",
     "gpu_node.engine.structured.compiler:_known": "_Key: (tenant, digest of the text)",
     "gpu_node.engine.structured.compiler:_num_ended": "_Key",
     "gpu_node.engine.structured.compiler:_pending": "_Key; the single flight of trials",

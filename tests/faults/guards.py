@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant("shares of skipped jobs", "take", "MAX_SKIPPED / math.max(1, #tenants)", "MAX_SKIPPED", SKIPPED),
     Mutant("bound of jobs that end", "take", "(is_eligible or tried[id]) and", "is_eligible and", SKIPPED),
     Mutant("tasks without a slot", "take", "job = not has_no_slot_for(id) and", "job =", SKIPPED),
-    Mutant("tasks fit a node without capacity", "take", "if not is_task(job) and (need", "if (need", "tasks.py"),
+    Mutant("tasks fit a node without capacity", "take", "is_task(job) or (need", "(need", "tasks.py"),
     Mutant("tasks of a full node", "take", "is_task(job) and task_slots == 0", "false", "tasks.py"),
     Mutant("tasks hold no KV cache", "take", "is_task(job) and 0 or ", "", "tasks.py"),
     Mutant("a node for an isolated job", "take", "if not is_for_isolated then", "if true then", "tasks.py"),
@@ -183,7 +183,23 @@ MUTANTS = (
         "a key's own share", "submit", "memory_percent_of(memory_percent)", "memory_percent_of(0)", "stored_bytes.py"
     ),
     Mutant("a queued job reserves nothing", "take", "  reserve_output(job)\n", "", "stored_bytes.py"),
-    Mutant("memory for what is taken", "take", "if not has_memory(job) then return true end", "", "stored_bytes.py"),
+    Mutant(
+        "memory for what is taken", "take", "if not fit.has_memory(job) then return true end", "", "stored_bytes.py"
+    ),
+    Mutant(
+        "capacity for a tenant below its share",
+        "take",
+        "or held_by_tenant == '' or tonumber",
+        "or true or tonumber",
+        "tests/queue/test_fair_shares.py",
+    ),
+    Mutant(
+        "no more capacity than its share",
+        "take",
+        "own.slots + seqs) > share then",
+        "own.slots + seqs) > 2 then",
+        "tests/queue/test_fair_shares.py",
+    ),
     Mutant("logs are counted as they grow", "emit", "then count_log(id) end", "then end", "stored_bytes.py"),
     Mutant(
         "a returned job reserves nothing",

@@ -44,7 +44,7 @@ class ByPolicy:
         self._started: dict[Sequence, _Start] = {}
         self._hold_ms = HOLD_MS
         self._favored: Sequence | None = None
-        """The sequence that room was made for."""
+        """The sequence that capacity was freed for."""
 
     @property
     def has_shares(self) -> bool:
@@ -107,7 +107,7 @@ class ByPolicy:
     ) -> tuple[Sequence, list[Sequence]] | None:
         """Return a sequence of a tenant below its share, with those to preempt for it; None but under `fair`.
 
-        The next offer begins with this sequence, since the room is made for it.
+        The next offer begins with this sequence, since the capacity is freed for it.
         """
         if not self.has_shares:
             return None

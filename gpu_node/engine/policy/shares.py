@@ -1,4 +1,4 @@
-"""Shares of a device under the policy `fair`: which sequences make room for a tenant below its share.
+"""Shares of a device under the policy `fair`: which sequences yield to a tenant below its share.
 
 The resource that counts is a tenant's dominant one: its sequence slots or its KV blocks, whichever is the larger part
 of the device (A. Ghodsi et al., *Dominant Resource Fairness*, NSDI 2011). A tenant's share is its weight ÷ the weights
@@ -64,15 +64,21 @@ class Holdings:
         return self.part_of(tenant) / self.share_of(tenant) - 1
 
     def may_start(self, seq: Sequence) -> bool:
-        """Return whether others make room for a sequence: its tenant holds nothing, or stays within its share."""
-        if self.part_of(seq.tenant) == 0:
-            return True
+        """Return whether others yield to a sequence: its tenant holds nothing, or stays within its share."""
+        return self.part_of(seq.tenant) == 0 or self.excess_with(seq) <= 0
+
+    def excess_with(self, seq: Sequence) -> float:
+        """Return the excess that a waiting sequence's tenant would have with it."""
         num_blocks = self._device.blocks_of(len(seq.token_ids))
-        return self.part_of(seq.tenant, 1 + len(seq.forks), num_blocks) <= self.share_of(seq.tenant)
+        return self.part_of(seq.tenant, 1 + len(seq.forks), num_blocks) / self.share_of(seq.tenant) - 1
 
     def release(self, seq: Sequence) -> None:
         """Count a sequence as preempted."""
         self._add(seq, -1)
+
+    def restore(self, seq: Sequence) -> None:
+        """Count a released sequence as running again."""
+        self._add(seq, 1)
 
     def _add(self, seq: Sequence, sign: int) -> None:
         held = self._held.setdefault(seq.tenant, [0, 0])
@@ -83,10 +89,11 @@ class Holdings:
 def share_request(
     waiting: Iterable[Sequence], running: list[Sequence], device: Device
 ) -> tuple[Sequence, list[Sequence]] | None:
-    """Return the first waiting sequence of the tenant furthest below its share, and the sequences that make room.
+    """Return the first waiting sequence of the tenant furthest below its share, and the sequences that yield.
 
     These are sequences of tenants above their share: always the newest one of the tenant that is then furthest above.
-    Returns None if no tenant with waiting sequences is below its share, or none is above.
+    No tenant yields so much that it would hold less, for its weight, than the one that it yields to. Returns None if no
+    tenant with waiting sequences is below its share, or none is above.
     """
     queued = list(waiting)
     # This runs at every step with a queue. A single tenant ends it here.
@@ -111,12 +118,19 @@ def _victims(candidate: Sequence, running: list[Sequence], holdings: Holdings) -
         if seq.tenant != candidate.tenant and yields and seq.num_preemptions < MAX_SHARE_PREEMPTIONS:
             by_tenant.setdefault(seq.tenant, []).append(seq)
     victims: list[Sequence] = []
+    wanted = holdings.excess_with(candidate)
     while by_tenant:
         tenant = max(by_tenant, key=holdings.excess_of)
         if holdings.excess_of(tenant) <= 0:
             break
-        victims.append(by_tenant[tenant].pop())
-        holdings.release(victims[-1])
+        seq = by_tenant[tenant].pop()
+        holdings.release(seq)
+        if holdings.excess_of(tenant) < wanted:
+            # It would hold less than the candidate's tenant then, and ask for it back.
+            holdings.restore(seq)
+            del by_tenant[tenant]
+            continue
+        victims.append(seq)
         if not by_tenant[tenant]:
             del by_tenant[tenant]
     return victims

@@ -39,8 +39,8 @@ local MAX_DELAYED = 64
 local MAX_PAST_LEASES = 8
 local MAX_DEAD, DEAD_LIFE_MS = 10000, 604800000
 local LARGE_RESULT_BYTES, LOG_PAGE = 65536, 500
--- Memory of a job's record with its entries in other keys, of one with a field above MAX_SHORT_BYTES (Redis stores such a
--- hash in another way), and of another key of a job. tests/queue/test_memory_accounting.py compares them with MEMORY USAGE.
+-- Memory of a job's record with its entries in other keys, of a wide record, and of another key of a job. A record is
+-- wide if a field is above MAX_SHORT_BYTES, because Redis stores such a hash in another way. tests/queue/test_memory_accounting.py compares them with MEMORY USAGE.
 local RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES, MAX_SHORT_BYTES = 1056, 5120, 256, 64
 local COUNTED_CHUNKS, MIN_RESERVED_BYTES = 12, 4096
 local MAX_EVENTS = 256

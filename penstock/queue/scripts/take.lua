@@ -372,15 +372,15 @@ local function pass(job, name)
   return false
 end
 
--- `room` has functions that tell whether the node and Redis have room for a job.
+-- `fit` has functions that tell whether the node and Redis have capacity for a job.
 -- Memory. A job is taken only if Redis has memory for its output, and its tenant's share has. Otherwise it stays queued
 -- until something expires, and the jobs behind it go on. memory_left: nil before it is read, false without a limit.
-local room = {}
+local fit = {}
 do
   local memory_left, memory_limit
   local taken_bytes = {}
 
-  function room.has_memory(job)
+  function fit.has_memory(job)
     if memory_left == nil then
       local used, limit = used_memory()
       memory_limit, memory_left = limit, limit > 0 and limit * MEMORY_PERCENT / 100 - used - total(':reserved')
@@ -422,7 +422,7 @@ do
 
   local function part_of(kv, num_slots) return math.max(kv / kv_total, num_slots / slots_total) end
 
-  function room.fits_by_share(job, need, seqs)
+  function fit.fits_by_share(job, need, seqs)
     if policy ~= 'fair' or is_task(job) or held_by_tenant == '' or tonumber(job.priority) >= LEAST_URGENT then return false end
     if not held then read_held() end
     local own = holding_of(job)
@@ -439,12 +439,12 @@ do
     return need <= free_kv and seqs <= free_slots
   end
 
-  function room.holds_nothing(tenant)
+  function fit.holds_nothing(tenant)
     if not held then read_held() end
     return held[tenant] == nil
   end
 
-  function room.note_held(job, need, seqs)
+  function fit.note_held(job, need, seqs)
     if not held or is_task(job) then return end
     local own = holding_of(job)
     own.kv, own.slots = own.kv + need, own.slots + seqs
@@ -461,10 +461,10 @@ local function try(job, urgency, is_head)
   local need, seqs = is_task(job) and 0 or math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
   -- A more urgent job may have left less than nothing. A task fits all the same.
   local has_room = is_task(job) or (need <= kv_tokens[urgency] and seqs <= slots[urgency])
-  if not has_room and not room.fits_by_share(job, need, seqs) then return pass(job, job.id) end
-  if not room.has_memory(job) then return true end
+  if not has_room and not fit.fits_by_share(job, need, seqs) then return pass(job, job.id) end
+  if not fit.has_memory(job) then return true end
   if is_task(job) then task_slots = task_slots - 1 end
-  room.note_held(job, need, seqs)
+  fit.note_held(job, need, seqs)
   for q = urgency, LEAST_URGENT do kv_tokens[q], slots[q] = kv_tokens[q] - need, slots[q] - seqs end
   local queue = queues[tonumber(job.priority)]
   job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms / weight_of(job), is_head
@@ -533,12 +533,12 @@ do
     -- Where the walk stopped for a job that does not fit, tenants that hold nothing here need not wait for it.
     if policy ~= 'fair' or held_by_tenant == '' or reserves_for == ISOLATED then return end
     for p = 0, LEAST_URGENT - 1 do
-      job = queues[p].next(room.holds_nothing)
+      job = queues[p].next(fit.holds_nothing)
       while job do
         tried[job.id] = true
         local need, seqs = math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
-        if not is_isolated(job) and room.fits_by_share(job, need, seqs) and not try(job, p, false) then return end
-        job = queues[p].next(room.holds_nothing)
+        if not is_isolated(job) and fit.fits_by_share(job, need, seqs) and not try(job, p, false) then return end
+        job = queues[p].next(fit.holds_nothing)
       end
     end
   end
