@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from penstock.contract.errors import PromptTooLongError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Job
@@ -99,6 +100,27 @@ def estimate_cost(job: Job, record: PoolRecord, nodes: Sequence[NodePressure] = 
         )
     cost = prompt + params.n * predict_output(nodes, prompt, params.max_tokens or MAX_TOKENS_LIMIT)
     return max(1, min(cost, record.max_model_len * params.n) if record.max_model_len else cost)
+
+
+class RateTokens(NamedTuple):
+    """What a job counts for its tenant's token rate."""
+
+    prompt: int
+    num_choices: int
+    """0 for a job without generated text."""
+    max_output: int
+    """The most tokens of a choice; 0 if the caller names no limit."""
+
+
+def rate_tokens(job: Job) -> RateTokens:
+    """Return what a job counts for its tenant's token rate. submit.lua knows the tenant's own lengths."""
+    num_ids = num_prompt_ids(job)
+    prompt = (
+        num_ids if num_ids is not None else math.ceil((prompt_bytes(job) + tool_bytes(job)) / REQUEST_BYTES_PER_TOKEN)
+    )
+    if job.task is not None:
+        return RateTokens(prompt, 0, 0)
+    return RateTokens(prompt, job.sampling.n, job.sampling.max_tokens or 0)
 
 
 def estimate_output_bytes(job: Job, request_bytes: int) -> int:

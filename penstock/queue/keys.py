@@ -64,7 +64,8 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
                                                                           window of share_window_ms; two windows
     P:refused:<t>            hash    submit                               its recently refused cost, since when, and the
                                                                           bodies that it counts; 10 min
-    P:rate:<t>               hash    submit; end                          when its next job and token are due, in ms,
+    P:lengths                hash    end                                  tenant → length of its recent outputs
+    P:rate:<t>               hash    submit, release; end                 when its next job and token are due, in ms,
                                                                           and the ms per job and token of that rate
     P:readers                zset    reader_heartbeat, submit, attach;    inbox → last heartbeat of its process
                                      sweep

@@ -28,7 +28,7 @@ from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
 from penstock.producer.client.tokens import TaskCalls
 from penstock.producer.client.waiting import QueueWatch
-from penstock.queue.admission import estimate_cost
+from penstock.queue.admission import estimate_cost, rate_tokens
 from penstock.queue.broker.connection import connect, not_reached
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.job_lists import JobLists, JobPage
@@ -193,7 +193,7 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
             if refusal.code == "redis_away" or not await self._is_repeated(job, options):
                 raise
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
-        return Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE)
+        return Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE, rate_tokens(job))
 
     async def _is_repeated(self, job: Job, options: SubmitOptions) -> bool:
         has_name = job.idempotency_key or options.get("job_id")

@@ -68,8 +68,14 @@ MUTANTS = (
         "if tenant_queued",
         "tasks.py",
     ),
-    Mutant("tasks take no tokens of a rate", "submit", "if is_light then per_minute.tokens = 0 end", "", "tasks.py"),
-    Mutant("debt at another rate", "submit", "tonumber(stated_rate) ~= ms_per_unit", "false", "limits.py"),
+    Mutant(
+        "tasks take no tokens of a rate",
+        "submit",
+        "if is_light and rate_prompt == '' then per_minute.tokens = 0 end",
+        "",
+        "tasks.py",
+    ),
+    Mutant("debt at another rate", "queue", "tonumber(stated_rate) ~= ms_per_unit", "false", "limits.py"),
     Mutant(
         "debt of the other unit",
         "submit",
@@ -80,7 +86,13 @@ MUTANTS = (
     Mutant(
         "corrected debt at another rate", "queue", "tonumber(stated or '') or ms_per_token", "ms_per_token", "usage.py"
     ),
-    Mutant("refund beside an unpaid debt", "queue", "tonumber(jobs or '') or 0) - now)", "0) - now)", "usage.py"),
+    Mutant(
+        "refund beside an unpaid debt",
+        "queue",
+        "local life = math.ceil(math.max(due, tonumber(jobs or '') or 0) - now)",
+        "local life = math.ceil(math.max(due, 0) - now)",
+        "usage.py",
+    ),
     Mutant("jobs of other nodes", "take", "(is_eligible or tried[id]) and examined or skipped", "examined", SKIPPED),
     Mutant("bound of skipped jobs", "take", " and skipped.count < skipped.max_count do", " do", SKIPPED),
     Mutant("shares of skipped jobs", "take", "MAX_SKIPPED / math.max(1, #tenants)", "MAX_SKIPPED", SKIPPED),
@@ -160,7 +172,7 @@ MUTANTS = (
     Mutant(
         "a first job above its tenant's limit", "submit", "own_queued > 0 and own_queued", "own_queued", "limits.py"
     ),
-    Mutant("a first job above its tenant's rate", "submit", "if debt > 0 and later >", "if later >", "limits.py"),
+    Mutant("a first job above its tenant's rate", "queue", "if debt > 0 and later >", "if later >", "limits.py"),
     Mutant("refused cost decays", "submit", " - rate * share * (now - (tonumber(at) or now))", "", "limits.py"),
     Mutant("memory for more urgent classes", "submit", "{[0] = 90, 90, 80}", "{[0] = 90, 90, 90}", "limits.py"),
     Mutant("memory that open jobs may need", "submit", " + total(':reserved')", "", "limits.py"),

@@ -19,7 +19,7 @@ from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.contract.terms import NO_LIMIT, UNLIMITED, Terms
 from penstock.queue import keys, wire
-from penstock.queue.admission import estimate_output_bytes
+from penstock.queue.admission import RateTokens, estimate_output_bytes
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.decoding import decoded, packed_result_of, result_of
@@ -64,6 +64,8 @@ class Submission:
     """Whether chunks are also published on the job's own channel."""
     terms: Terms = UNLIMITED
     response: ResponseRecord = NO_RESPONSE
+    rate_tokens: RateTokens | None = None
+    """What it counts for the tenant's token rate; None counts the cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class ProducerBroker:
             *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
             *(terms.burst_s, terms.weight, job.not_before_ms or 0, terms.memory_percent, terms.account),
             *(record.data, record.keep_ms),
+            *(submission.rate_tokens or ("", 0, 0)),
         )
         kind = answer[0].decode()
         if kind in ("OK", "EXISTS"):

@@ -10,7 +10,7 @@
 -- A job's hash has these fields:
 --   state tenant priority n entry body cost submitted taken first finished deadline background inboxes channel unread
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
---   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged account stored
+--   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge burst_ms account stored
 --   result_until keep response_bytes retaken past_leases num_past_leases used
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
 -- entry: position of a queued job: its id in the tenant's stream, DELAYED for a delayed job, '' for a requeued job.
@@ -19,7 +19,8 @@
 -- loss.
 -- losses, loss_nodes: losses since the job last made progress; `node@ms` of each. lacks: nodes without its adapter.
 -- urgency, charge, window: class it was taken as, what its tenant was charged, and the share window of that charge.
--- ms_per_token, charged: tenant's token rate and the tokens charged to it, if the tenant has such a limit.
+-- ms_per_token, charged: tenant's token rate and the tokens charged to it, if the tenant has such a limit. to_charge,
+-- burst_ms: tokens that a delayed job reserves when it is due, and the burst of that rate.
 -- held, reserved: bytes of a job that count, while it is open, in P:stored and P:reserved. output: bytes of log and result that it may
 -- write. logged: `<chunks> <bytes>` of its log that `held` includes. stored: bytes that count in P:stored after its end,
 -- as `<log> <large result> <dead letter's request> <rest>[ <response>]`. memory_percent: its tenant's share, if not the pool's. result_until: expiry of a large result.

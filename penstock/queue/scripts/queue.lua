@@ -138,16 +138,55 @@ local function ring_doorbell(cost, but)
   end
 end
 
--- Queues the delayed jobs whose time has come.
-local function release_delayed(now)
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':delayed', '-inf', now, 'LIMIT', 0, MAX_DELAYED)) do
-    local job = read_job(id)
-    redis.call('ZREM', P .. ':delayed', id)
-    if job then
-      redis.call('HSET', job_key(id), 'entry', '')
-      redis.call('ZADD', requeued_key(job), job.submitted, id)
-      note_queued(job)
-      ring_doorbell(tonumber(job.cost))
+local next_due, release_delayed
+do
+  -- GCRA: the time, in ms, at which a tenant's next unit is due after it takes `amount` units now. If that exceeds a burst
+  -- of burst_ms: nil, and the ms to wait. A tenant without debt may take any amount. A debt is a number of units: P:rate
+  -- states it in ms at some rate, and at another rate it takes another time.
+  -- https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
+  function next_due(now, burst_ms, amount, ms_per_unit, stated_due, stated_rate)
+    local debt = math.max(0, (tonumber(stated_due or '') or 0) - now)
+    if stated_rate and tonumber(stated_rate) ~= ms_per_unit then debt = debt * ms_per_unit / tonumber(stated_rate) end
+    local later = now + debt + amount * ms_per_unit
+    if debt > 0 and later > now + burst_ms then return nil, math.min(debt, later - burst_ms - now) end
+    return later
+  end
+
+  -- Reserves a due job's tokens of its tenant's rate. Returns 0, or the ms until the rate allows the job. `before`: what the
+  -- tenant's jobs that this script has postponed will reserve, in ms.
+  local function reserve_tokens(job, now, before)
+    local to_charge, ms_per_token, burst_ms = unpack(redis.call('HMGET', job_key(job.id), 'to_charge', 'ms_per_token', 'burst_ms'))
+    if not to_charge then return 0 end
+    local key, length = P .. ':rate:' .. job.tenant, tonumber(to_charge) * tonumber(ms_per_token)
+    local jobs, tokens, stated = unpack(redis.call('HMGET', key, 'jobs', 'tokens', 'ms_per_token'))
+    local later, wait = next_due(now, tonumber(burst_ms), tonumber(to_charge), tonumber(ms_per_token), tokens, stated)
+    if not later then
+      local after = before[job.tenant] or 0
+      before[job.tenant] = after + length
+      return math.max(1, math.ceil(wait + after))
+    end
+    redis.call('HSET', key, 'tokens', later, 'ms_per_token', ms_per_token)
+    redis.call('PEXPIRE', key, math.ceil(math.max(later, tonumber(jobs or '') or 0) - now) + 1)
+    redis.call('HSET', job_key(job.id), 'charged', to_charge)
+    return 0
+  end
+
+  -- Queues the delayed jobs whose time has come. One that its tenant's rate does not allow yet stays delayed.
+  function release_delayed(now)
+    local before = {}
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':delayed', '-inf', now, 'LIMIT', 0, MAX_DELAYED)) do
+      local job = read_job(id)
+      redis.call('ZREM', P .. ':delayed', id)
+      local wait = job and reserve_tokens(job, now, before) or 0
+      if wait > 0 then
+        redis.call('HSET', job_key(id), 'submitted', now + wait)
+        redis.call('ZADD', P .. ':delayed', now + wait, id)
+      elseif job then
+        redis.call('HSET', job_key(id), 'entry', '')
+        redis.call('ZADD', requeued_key(job), job.submitted, id)
+        note_queued(job)
+        ring_doorbell(tonumber(job.cost))
+      end
     end
   end
 end
@@ -380,80 +419,92 @@ do
   end
 end
 
--- Corrects the charge to a tenant's token rate by `by` tokens; negative if the charge was too high. A debt is kept
--- until it is worked off. A refund never gives more than a full burst, because a due time in the past counts as now.
--- ms_per_token: the rate at the job's submit. The rate that the debt is stated at goes first: it may be newer.
-local function correct_rate(job, ms_per_token, by, now)
-  local key = P .. ':rate:' .. job.tenant
-  local jobs, tokens, stated = unpack(redis.call('HMGET', key, 'jobs', 'tokens', 'ms_per_token'))
-  ms_per_token = tonumber(stated or '') or ms_per_token
-  local due = math.max(now, tonumber(tokens or '') or 0) + by * ms_per_token
-  local life = math.ceil(math.max(due, tonumber(jobs or '') or 0) - now)
-  if life <= 0 then
-    redis.call('DEL', key)
-  else
-    redis.call('HSET', key, 'tokens', due, 'ms_per_token', ms_per_token)
-    redis.call('PEXPIRE', key, life)
+local end_job
+do
+  -- Corrects the charge to a tenant's token rate by `by` tokens; negative if the charge was too high. A debt is kept
+  -- until it is worked off. A refund never gives more than a full burst, because a due time in the past counts as now.
+  -- ms_per_token: the rate at the job's submit. The rate that the debt is stated at goes first: it may be newer.
+  local function correct_rate(job, ms_per_token, by, now)
+    local key = P .. ':rate:' .. job.tenant
+    local jobs, tokens, stated = unpack(redis.call('HMGET', key, 'jobs', 'tokens', 'ms_per_token'))
+    ms_per_token = tonumber(stated or '') or ms_per_token
+    local due = math.max(now, tonumber(tokens or '') or 0) + by * ms_per_token
+    local life = math.ceil(math.max(due, tonumber(jobs or '') or 0) - now)
+    if life <= 0 then
+      redis.call('DEL', key)
+    else
+      redis.call('HSET', key, 'tokens', due, 'ms_per_token', ms_per_token)
+      redis.call('PEXPIRE', key, life)
+    end
   end
-end
 
--- Ends a job; the only way to a terminal state. The record keeps node and lease, to recognize a repeated finish.
--- `reported`: what the job's node reported: tokens of prompt, completion and cached; kv_token_ms; bytes of the log
--- before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log, and prompt
--- tokens are not counted.
-local function end_job(job, config, now, state, code, message, param, reported)
-  reported = reported or {}
-  if not reported.completion or not reported.log_bytes then
-    local bytes, tokens = measure_log(job.id)
-    reported = {prompt = reported.prompt or 0, completion = reported.completion or tokens,
-      cached = reported.cached or 0, log_bytes = bytes, result_bytes = reported.result_bytes,
-      kv_token_ms = reported.kv_token_ms}
+  -- Remembers the length of a tenant's recent outputs, for its token rate: the longest one, which fades by a tenth per job.
+  local function note_length(job, state, num_tokens)
+    if state ~= 'done' or num_tokens == 0 then return end
+    local known = tonumber(redis.call('HGET', P .. ':lengths', job.tenant) or '0')
+    redis.call('HSET', P .. ':lengths', job.tenant, math.max(math.ceil(num_tokens / tonumber(job.n)), math.floor(known * 0.9)))
   end
-  if job.state == 'queued' then
-    leave_queue(job)
-  else
-    redis.call('SREM', P .. ':running:' .. job.node, job.id)
+
+  -- Ends a job; the only way to a terminal state. The record keeps node and lease, to recognize a repeated finish.
+  -- `reported`: what the job's node reported: tokens of prompt, completion and cached; kv_token_ms; bytes of the log
+  -- before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log, and prompt
+  -- tokens are not counted.
+  function end_job(job, config, now, state, code, message, param, reported)
+    reported = reported or {}
+    if not reported.completion or not reported.log_bytes then
+      local bytes, tokens = measure_log(job.id)
+      reported = {prompt = reported.prompt or 0, completion = reported.completion or tokens,
+        cached = reported.cached or 0, log_bytes = bytes, result_bytes = reported.result_bytes,
+        kv_token_ms = reported.kv_token_ms}
+    end
+    if job.state == 'queued' then
+      leave_queue(job)
+    else
+      redis.call('SREM', P .. ':running:' .. job.node, job.id)
+    end
+    redis.call('SREM', P .. ':open', job.id)
+    redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
+    local is_dead = code == 'node_lost'
+    count_event('ended_' .. state)
+    if is_dead then
+      count_event('dead_letters')
+      note_event(now, 'dead_letter', job.node, job.id, '-', '-')
+    end
+    if is_dead then dead_letter(job, now) else redis.call('DEL', P .. ':request:' .. job.id) end
+    local held, reserved, idem, ms_per_token, charged, account, past = unpack(redis.call('HMGET', job_key(job.id), 'held',
+      'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases'))
+    count_bytes(P .. ':stored', job.tenant, -(tonumber(held or '') or 0))
+    if job.state ~= 'running' then reserved = nil end
+    count_bytes(P .. ':reserved', job.tenant, -(tonumber(reserved or '') or 0))
+    local is_wide = false
+    for _, text in ipairs({message, param, past or '', job.inboxes, job.loss_nodes or ''}) do
+      is_wide = is_wide or #text > MAX_SHORT_BYTES
+    end
+    add_usage(job, account, now, reported)
+    -- A task keeps its charge: its node reports no tokens.
+    if ms_per_token and job.n ~= '0' then
+      note_length(job, state, reported.completion)
+      correct_rate(job, tonumber(ms_per_token), reported.prompt + reported.completion - (charged and tonumber(charged) or 0), now)
+    end
+    if idem and idem ~= '' then
+      -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.
+      redis.call('PEXPIRE', P .. ':idem:' .. idem, code == 'unread' and 0 or config.idem_ttl_ms)
+    end
+    local log = log_key(job.id)
+    local index = redis.call('LLEN', log)
+    local chunk = terminal_chunk(job.id, index, state, code, message, param)
+    redis.call('RPUSH', log, chunk)
+    redis.call('PEXPIRE', log, log_life(job, config, reported.result_bytes or 0))
+    count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead, is_wide)
+    local used = string.format('%d %d %d ', reported.prompt, reported.completion, reported.cached) ..
+      (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '')
+    redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
+      'message', message, 'param', param, 'used', used)
+    redis.call('PEXPIRE', job_key(job.id), record_life(job, config, is_dead))
+    local keep = response_life(job)
+    if keep then redis.call('PEXPIRE', P .. ':response:' .. job.id, keep) end
+    publish(job, chunk)
   end
-  redis.call('SREM', P .. ':open', job.id)
-  redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
-  local is_dead = code == 'node_lost'
-  count_event('ended_' .. state)
-  if is_dead then
-    count_event('dead_letters')
-    note_event(now, 'dead_letter', job.node, job.id, '-', '-')
-  end
-  if is_dead then dead_letter(job, now) else redis.call('DEL', P .. ':request:' .. job.id) end
-  local held, reserved, idem, ms_per_token, charged, account, past = unpack(redis.call('HMGET', job_key(job.id), 'held',
-    'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases'))
-  count_bytes(P .. ':stored', job.tenant, -(tonumber(held or '') or 0))
-  if job.state ~= 'running' then reserved = nil end
-  count_bytes(P .. ':reserved', job.tenant, -(tonumber(reserved or '') or 0))
-  local is_wide = false
-  for _, text in ipairs({message, param, past or '', job.inboxes, job.loss_nodes or ''}) do
-    is_wide = is_wide or #text > MAX_SHORT_BYTES
-  end
-  add_usage(job, account, now, reported)
-  if ms_per_token then
-    correct_rate(job, tonumber(ms_per_token), reported.prompt + reported.completion - (charged and tonumber(charged) or 0), now)
-  end
-  if idem and idem ~= '' then
-    -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.
-    redis.call('PEXPIRE', P .. ':idem:' .. idem, code == 'unread' and 0 or config.idem_ttl_ms)
-  end
-  local log = log_key(job.id)
-  local index = redis.call('LLEN', log)
-  local chunk = terminal_chunk(job.id, index, state, code, message, param)
-  redis.call('RPUSH', log, chunk)
-  redis.call('PEXPIRE', log, log_life(job, config, reported.result_bytes or 0))
-  count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead, is_wide)
-  local used = string.format('%d %d %d ', reported.prompt, reported.completion, reported.cached) ..
-    (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '')
-  redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
-    'message', message, 'param', param, 'used', used)
-  redis.call('PEXPIRE', job_key(job.id), record_life(job, config, is_dead))
-  local keep = response_life(job)
-  if keep then redis.call('PEXPIRE', P .. ':response:' .. job.id, keep) end
-  publish(job, chunk)
 end
 
 -- State, code and message with which a job must end now; nil if it may still run.

@@ -1,10 +1,12 @@
 -- submit: accept a job, or answer why it is refused. A known id or idempotency key with the same body is the same job.
 -- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash output
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
---   response keep_ms
+--   response keep_ms rate_prompt rate_n rate_max
 --   p: class. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
+--   rate_prompt, rate_n, rate_max: tokens of the prompt, choices and most tokens of each (0: no limit), for the tenant's
+--   token rate. rate_prompt '' counts the cost.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL} | {BAD_ID_AGE, max_age_ms}
 --       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent class, wait_ms}
@@ -13,6 +15,7 @@ local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
 local MEMORY_PERCENT = {[0] = 90, 90, 80}
 local MAX_RELEASED, MAX_LOOKED_AT = 256, 256
 local MEMORY_RETRY_MS, MIN_RETRY_MS, MAX_RETRY_MS, JITTER = 5000, 1000, 600000, 0.2
+local UNKNOWN_LENGTH = 256
 local MAX_WAITING_TASKS, MAX_WAIT_MS, MAX_REFUSED_BODIES = 10000, 60000, 66
 
 local id, tenant, p, n, cost = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
@@ -21,7 +24,7 @@ local background, idem, output = ARGV[11], ARGV[12], tonumber(ARGV[13])
 local tenant_open, tenant_queued = tonumber(ARGV[14]), tonumber(ARGV[15])
 local per_minute, burst_s = {jobs = tonumber(ARGV[16]), tokens = tonumber(ARGV[17])}, tonumber(ARGV[18])
 local weight, not_before_in, memory_percent, account = ARGV[19], tonumber(ARGV[20]), tonumber(ARGV[21]), ARGV[22]
-local response, keep = ARGV[23], ARGV[24]
+local response, keep, rate_prompt = ARGV[23], ARGV[24], ARGV[25]
 
 local config = read_config()
 if not config then return {'UNKNOWN_POOL'} end
@@ -126,16 +129,13 @@ local function busy_until_drained(what, limit, excess, wait_ms)
   return busy(what, limit, jittered((excess + left) / (rate * share)), wait_ms)
 end
 
--- GCRA: the time, in ms, at which a tenant's next unit is due after it takes `amount` units now. If that exceeds a
--- burst of burst_s seconds: nil, and the ms to wait. A tenant without debt may take any amount. A debt is a number of
--- units: P:rate states it in ms at some rate, and at another rate it takes another time.
--- https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
-local function next_due(amount, ms_per_unit, stated_due, stated_rate)
-  local debt = math.max(0, (tonumber(stated_due or '') or 0) - now)
-  if stated_rate and tonumber(stated_rate) ~= ms_per_unit then debt = debt * ms_per_unit / tonumber(stated_rate) end
-  local later = now + debt + amount * ms_per_unit
-  if debt > 0 and later > now + burst_s * 1000 then return nil, math.min(debt, later - burst_s * 1000 - now) end
-  return later
+-- Tokens that the job reserves of its tenant's rate: its prompt and, per choice, the length of the tenant's own outputs
+-- or the caller's limit, whichever is smaller.
+local function tokens_to_reserve()
+  if rate_prompt == '' then return is_task({n = n}) and 0 or cost end
+  local longest = tonumber(ARGV[27]) > 0 and tonumber(ARGV[27]) or nil
+  local known = tonumber(redis.call('HGET', P .. ':lengths', tenant) or '')
+  return tonumber(rate_prompt) + tonumber(ARGV[26]) * math.min(longest or known or UNKNOWN_LENGTH, known or longest or UNKNOWN_LENGTH)
 end
 
 -- A limit of the pool refuses only tenants that take their part of it: while others fill it, a tenant may go on up to
@@ -203,14 +203,16 @@ if not is_light and tenant_queued > 0 and own_queued > 0 and own_queued + cost >
   return busy_until_drained("tenant's queued KV tokens", tenant_queued, own_queued + cost - tenant_queued)
 end
 local new_rates, rate_until = {}, now
-if is_light then per_minute.tokens = 0 end
+if is_light and rate_prompt == '' then per_minute.tokens = 0 end
+local reserved_tokens = per_minute.tokens > 0 and tokens_to_reserve() or 0
 local rates = redis.call('HMGET', rate_key, 'jobs', 'ms_per_job', 'tokens', 'ms_per_token')
-for at, unit in ipairs({{'jobs', 'ms_per_job', 1}, {'tokens', 'ms_per_token', cost}}) do
+for at, unit in ipairs({{'jobs', 'ms_per_job', 1}, {'tokens', 'ms_per_token', reserved_tokens}}) do
   local name, rate_name, amount = unpack(unit)
   local due, limit_of_unit = tonumber(rates[2 * at - 1] or '') or 0, per_minute[name]
-  if limit_of_unit > 0 then
+  -- A delayed job reserves its tokens when it is due.
+  if limit_of_unit > 0 and not (name == 'tokens' and not_before_in > 0) then
     local ms_per_unit = 60000 / limit_of_unit
-    local later, wait = next_due(amount, ms_per_unit, due, rates[2 * at])
+    local later, wait = next_due(now, burst_s * 1000, amount, ms_per_unit, due, rates[2 * at])
     if not later then return busy("tenant's " .. name .. ' per minute', limit_of_unit, wait) end
     due = later
     for _, value in ipairs({name, later, rate_name, ms_per_unit}) do new_rates[#new_rates + 1] = value end
@@ -241,7 +243,8 @@ if response ~= '' then
   redis.call('HSET', job_key(id), 'keep', keep, 'response_bytes', #response)
 end
 if per_minute.tokens > 0 then
-  redis.call('HSET', job_key(id), 'ms_per_token', 60000 / per_minute.tokens, 'charged', cost)
+  redis.call('HSET', job_key(id), 'ms_per_token', 60000 / per_minute.tokens, 'charged', is_delayed and 0 or reserved_tokens)
+  if not_before_in > 0 then redis.call('HSET', job_key(id), 'to_charge', reserved_tokens, 'burst_ms', burst_s * 1000) end
 end
 if is_delayed then
   redis.call('ZADD', P .. ':delayed', job.submitted, id)

@@ -25,7 +25,7 @@ OF_THE_POOL = {
     "queued",
     "reserved",
 }
-OF_THE_POOL |= {"counts", "events", "adapters", "stored", "expiry", "usage", "hour_usage"}
+OF_THE_POOL |= {"counts", "events", "adapters", "stored", "lengths", "expiry", "usage", "hour_usage"}
 OF_POLICY = {"virtual_time", "virtual_clock", "debt", "head_served", "reservations", "recent_use"}
 Dump = dict[str, Any]
 
