@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from fakes.queue.harness import POOL, P, Queue, new_job
@@ -316,7 +317,8 @@ async def test_delayed_jobs_reserve_their_tokens_when_they_are_due(queue: Queue)
         await queue.change(job_id, submitted=now_ms - 10)
         await queue.redis.zadd(f"{P}:delayed", {job_id: now_ms - 10})
     assert len((await node.take()).jobs) == 1, "the others wait for the tenant's rate"
-    due_ms = sorted(score for _, score in await queue.redis.zrange(f"{P}:delayed", 0, -1, withscores=True))
+    found: Any = await queue.redis.zrange(f"{P}:delayed", 0, -1, withscores=True)
+    due_ms = sorted(score for _, score in found)
     assert len(due_ms) == 4
     assert due_ms[0] - now_ms == pytest.approx(100_000, abs=TOLERANCE_MS)
     assert due_ms[3] - due_ms[0] == pytest.approx(300_000, abs=TOLERANCE_MS), "one after the other"
