@@ -52,6 +52,8 @@ CHARS_AROUND_MESSAGE = 32
 """The characters whose tokenization takes as long as a message or a call without text."""
 MAX_TASKS_AT_ONCE = 2
 """Long tasks that are tokenized at once, on threads of their own: a flood of tasks then delays no job's prompt."""
+MAX_TASKS_OF_TENANT = 1
+"""The same for the long tasks of one tenant, so that its flood leaves a thread to other tenants."""
 MAX_CHATS_OF_TENANT = 2
 """Chats of one tenant that are rendered at once, so that costly ones leave workers to other tenants."""
 MAX_TRIALS_AWAITED = 64
@@ -87,6 +89,8 @@ class JobIntake:
         self._threads = threads
         self._yielder = LoopYielder()
         self._task_threads = Threads(MAX_TASKS_AT_ONCE)
+        self._tasks_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """Semaphores by tenant."""
         self._trial_threads = Threads(MAX_TRIALS_AWAITED)
         """Threads that wait for grammar trials; separate, so that trials do not delay long prompts."""
         self._trials_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -189,7 +193,11 @@ class JobIntake:
         """Run a task and end its job. The engine takes no part in it."""
         now, tenant = created_at(job.job_id), job.taken.tenant
         run = partial(run_task, self._tokenizer, request, tenant, self._ledger.max_model_len, now)
-        job.output = await self._tokenized(run, job, request, self._task_threads)
+        if _num_chars(request) <= MAX_CHARS_ON_LOOP:
+            job.output = await self._tokenized(run, job, request, self._task_threads)
+        else:
+            async with self._tasks_of.setdefault(tenant, asyncio.Semaphore(MAX_TASKS_OF_TENANT)):
+                job.output = await self._tokenized(run, job, request, self._task_threads)
         self._outbox.end(job, Outcome("done"))
 
     async def _encode(self, job: HeldJob, request: Request) -> list[int]:

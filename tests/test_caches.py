@@ -33,6 +33,7 @@ BY_TENANT = {
     "gpu_node.engine.text.encoder:_known": "(Owner, piece of a chat); an Owner is (tenant, cache_salt)",
     "gpu_node.job_intake:_trials_of": "tenant",
     "gpu_node.job_intake:_chats_of": "tenant; no text of a request",
+    "gpu_node.job_intake:_tasks_of": "tenant; no text of a request",
     "gateway.shared_budget:_claims": "tenant; no text of a request",
     "gateway.shared_budget:_waiting": "tenant; no text of a request",
     "queue.policy:_queues": "tenant; no text of a request",

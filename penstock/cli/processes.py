@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Self, TypeVar
 from penstock.cli.process_ends import reason_in, status_in_words
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.runtime.process_guard import guarded
+from penstock.runtime.settings import RedisSettings
 
 _LOG = logging.getLogger(__name__)
 NODE_GRACE_S = 30.0
@@ -262,14 +263,19 @@ def node_command(
     model: str, redis_url: str, *, arguments: Sequence[str] = (), on_progress: Callable[[Event], None] | None = None
 ) -> Command:
     """Return the command of a node that runs `model`."""
-    env = {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json"}
+    env = {**_redis_variable(redis_url), "PENSTOCK_NODE_PROGRESS": "json"}
     return Command("node", (*_PENSTOCK, "node", model, *arguments), env, NODE_GRACE_S, on_progress)
 
 
 def gateway_command(redis_url: str, *, arguments: Sequence[str] = ()) -> Command:
     """Return the command of a gateway. Its ready event holds the `url`."""
-    env = {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_GATEWAY_PROGRESS": "json"}
+    env = {**_redis_variable(redis_url), "PENSTOCK_GATEWAY_PROGRESS": "json"}
     return Command("gateway", (*_PENSTOCK, "gateway", *arguments), env, GATEWAY_GRACE_S)
+
+
+def _redis_variable(redis_url: str) -> dict[str, str]:
+    """Return the variable that gives a child the URL. A child inherits a file with it: the URL may be a secret."""
+    return {} if RedisSettings.load().redis_url == redis_url else {"PENSTOCK_REDIS_URL": redis_url}
 
 
 def _event_in(line: str) -> Event | None:

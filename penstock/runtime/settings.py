@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -37,6 +37,41 @@ class _Environment(EnvSettingsSource):
         return None if injected else value, key, is_complex
 
 
+class _SecretFiles(PydanticBaseSettingsSource):
+    """Files with secrets: `PENSTOCK_<NAME>_FILE` names one, else systemd's credential `penstock_<name>` is read.
+
+    A secret in a file is neither in the list of processes nor in their environment. A line end at its end is dropped.
+    """
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """Return a secret, its name, and whether it is JSON; value None without a file."""
+        variable = f"{_SHARED_PREFIX}{field_name.upper()}_FILE"
+        if given := os.environ.get(variable):
+            return _secret_in(Path(given), variable), field_name, False
+        folder = os.environ.get("CREDENTIALS_DIRECTORY")
+        credential = Path(folder, f"{_SHARED_PREFIX.lower()}{field_name}") if folder else None
+        if credential is None or not credential.is_file():
+            return None, field_name, False
+        return _secret_in(credential, "CREDENTIALS_DIRECTORY"), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the secrets that files give."""
+        secrets: frozenset[str] = cast(Any, self.settings_cls).secrets
+        found = {name: self.get_field_value(self.settings_cls.model_fields[name], name)[0] for name in secrets}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _secret_in(path: Path, variable: str) -> str:
+    try:
+        secret = path.read_text().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"{variable}: cannot read {path}: {why}", param=variable) from None
+    if not secret:
+        raise ConfigError(f"{variable}: {path} is empty", param=variable)
+    return secret
+
+
 class Settings(BaseSettings):
     """Base of a package's settings. The package sets its own `env_prefix`, such as `PENSTOCK_NODE_`."""
 
@@ -44,6 +79,8 @@ class Settings(BaseSettings):
 
     unchecked_env: ClassVar[frozenset[str]] = frozenset({"PROGRESS"})
     """Names after the prefix that are not fields. PROGRESS: a supervisor requests progress lines from its children."""
+    secrets: ClassVar[frozenset[str]] = frozenset()
+    """Settings that a file may give (`_SecretFiles`)."""
 
     @classmethod
     def settings_customise_sources(
@@ -54,8 +91,8 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources by precedence: given values, then the environment. Nothing else is read."""
-        return init_settings, _Environment(settings_cls)
+        """Return the sources by precedence: given values, the environment, files with secrets. Nothing else is read."""
+        return init_settings, _Environment(settings_cls), _SecretFiles(settings_cls)
 
     @model_validator(mode="after")
     def _no_unknown_variables(self) -> Self:
@@ -90,6 +127,8 @@ class Settings(BaseSettings):
 class RedisSettings(Settings):
     """The Redis to use; None where not set."""
 
+    secrets: ClassVar[frozenset[str]] = frozenset({"redis_url"})
+
     redis_url: str | None = None
     """redis://, rediss:// or unix://."""
     redis_server: Path | None = None
@@ -100,6 +139,8 @@ class RedisSettings(Settings):
 
 class KeySettings(Settings):
     """Settings that gateways and `penstock keys` must share, besides Redis."""
+
+    secrets: ClassVar[frozenset[str]] = frozenset({"key_pepper"})
 
     key_pepper: str = Field(default="", repr=False)
     """Secret that is part of every API key's digest."""

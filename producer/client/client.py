@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack, cast
 
-from penstock.contract.errors import NotFoundError, ProtocolVersionError, RequestError, UnavailableError
+from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import Job, JobKey, is_job_id
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.priority import Priority, class_not_allowed
@@ -29,7 +29,7 @@ from penstock.producer.client.stats import ClientStats
 from penstock.producer.client.tokens import TaskCalls
 from penstock.producer.client.waiting import QueueWatch
 from penstock.queue.admission import estimate_cost, rate_tokens
-from penstock.queue.broker.connection import connect, not_reached
+from penstock.queue.broker.connection import connect, not_reached, refused_at
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.job_lists import JobLists, JobPage
 from penstock.queue.broker.known_jobs import KnownJobs
@@ -90,6 +90,8 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
                     await self._inbox.open()
                 except UnavailableError as error:
                     raise not_reached(error, self._url) from None
+                except ConfigError as error:
+                    raise refused_at(error, self._url) from None
                 self._retries.is_open = True
         return self
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
+from penstock.cli.processes import gateway_command, node_command
 from penstock.contract.errors import ConfigError
-from penstock.runtime.settings import RedisSettings, Settings, redis_url_of
+from penstock.runtime.settings import KeySettings, RedisSettings, Settings, redis_url_of
 
 
 class RoomSettings(Settings):
@@ -142,3 +145,46 @@ def test_a_port_that_is_neither_ours_nor_theirs_is_refused(monkeypatch: pytest.M
     monkeypatch.setenv("PENSTOCK_ROOM_PORT", value)
     with pytest.raises(ConfigError, match="port"):
         HouseSettings.load()
+
+
+def test_secrets_come_from_files_that_variables_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "url").write_text("redis://:secret@queue:6379\n")
+    (tmp_path / "pepper").write_text("salt and pepper")
+    monkeypatch.delenv("PENSTOCK_REDIS_URL", raising=False)
+    monkeypatch.setenv("PENSTOCK_REDIS_URL_FILE", str(tmp_path / "url"))
+    monkeypatch.setenv("PENSTOCK_KEY_PEPPER_FILE", str(tmp_path / "pepper"))
+    assert redis_url_of() == "redis://:secret@queue:6379"
+    assert KeySettings.load().key_pepper == "salt and pepper"
+    monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://other")
+    assert redis_url_of() == "redis://other"
+    assert redis_url_of("redis://given") == "redis://given"
+
+
+def test_secrets_come_from_credentials_of_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "penstock_redis_url").write_text("redis://:secret@queue:6379")
+    monkeypatch.delenv("PENSTOCK_REDIS_URL", raising=False)
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    assert redis_url_of() == "redis://:secret@queue:6379"
+    assert KeySettings.load().key_pepper == ""
+
+
+@pytest.mark.parametrize(("content", "why"), [(None, "No such file"), (b"\n", "is empty"), (b"\xff", "not UTF-8")])
+def test_a_file_without_a_secret_is_refused(
+    content: bytes | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pepper"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.delenv("PENSTOCK_KEY_PEPPER", raising=False)
+    monkeypatch.setenv("PENSTOCK_KEY_PEPPER_FILE", str(path))
+    with pytest.raises(ConfigError, match=f"PENSTOCK_KEY_PEPPER_FILE: .*{why}"):
+        KeySettings.load()
+
+
+def test_children_get_no_url_that_a_file_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "url").write_text("redis://:secret@queue:6379")
+    monkeypatch.delenv("PENSTOCK_REDIS_URL", raising=False)
+    monkeypatch.setenv("PENSTOCK_REDIS_URL_FILE", str(tmp_path / "url"))
+    for command in (node_command("m", redis_url_of()), gateway_command(redis_url_of())):
+        assert "secret" not in str(command.env) + str(command)
+    assert gateway_command("redis://own").env["PENSTOCK_REDIS_URL"] == "redis://own"

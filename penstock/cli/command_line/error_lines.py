@@ -38,10 +38,12 @@ def with_names_of(ctx: Any) -> Iterator[None]:
     try:
         yield
     except UnavailableError as error:
-        if error.code == "redis_away":
+        if error.code == "redis_away" and not error.message.startswith("Redis at "):
             error.message = _without_redis(error, ctx.params.get("redis_url"))
         raise
     except (ConfigError, RequestError) as error:
+        if isinstance(error, ConfigError) and error.param == "redis_url":
+            error.message = _refused(error, ctx.params.get("redis_url"))
         _name_option(error, ctx)
         raise
 
@@ -109,15 +111,22 @@ def _variable_of(field: str, command: str) -> str | None:
     return next((variable for variable in variables if variable in os.environ), None)
 
 
+def _refused(error: ConfigError, given_url: str | None) -> str:
+    from penstock.queue.broker.connection import refused_at
+    from penstock.runtime.settings import redis_url_of, without_password
+
+    return refused_at(error, without_password(redis_url_of(given_url))).message
+
+
 def _without_redis(error: UnavailableError, given_url: str | None) -> str:
     """Return one line: the address that was tried, why it failed, and how to start a Redis."""
+    from penstock.queue.broker.connection import os_error_of, tls_problem
     from penstock.runtime.settings import redis_url_of, without_password
 
     address = without_password(redis_url_of(given_url))
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    if cause is None:
+    if (why := tls_problem(error, address)) is not None:
+        return f"no connection to Redis at {address}: {why}"
+    if (cause := os_error_of(error)) is None:
         return f"Redis at {address} does not serve: {error.message.removeprefix('Redis is unreachable: ')}"
     reason = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else str(cause) or "no answer in time"
     return f"no Redis answers at {address}: {reason}; `penstock serve` starts one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -12,7 +13,7 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
+from penstock.contract.errors import BusyError, ConfigError, InvariantError, PenstockError, UnavailableError
 from penstock.queue.broker.shared_connection import REPLY_TIMEOUT_S, SharedRedis
 from penstock.queue.protocol_version import other_version
 from penstock.runtime.cancellation import preserve_cancellation
@@ -30,6 +31,10 @@ _UNREACHABLE = (
     OSError,
 )
 
+_SIGNS_OF_TLS = ("\\x15", "reset by peer", "Connection closed by server")
+"""How a TLS server ends a connection without TLS: with an alert, whose first byte hiredis shows, or without."""
+_CREDENTIALS = re.compile(r"^(?:NOAUTH|WRONGPASS|Authentication required|invalid username-password)")
+_NO_DATABASE = "DB index is out of range"
 # At the head of an error reply, or inside the error of a script in which a call failed.
 _OTHER_VERSION = re.compile(r"OTHER_PROTOCOL_VERSION (\S+) ([\w-]+)")
 _UNREACHABLE_CODES = re.compile(r"(?:^|-)(?:MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN|TRYAGAIN) ")
@@ -55,7 +60,12 @@ def connect(url: str) -> Redis:
         # Opens no connection, but checks the options in the URL's query.
         cast(Any, redis.connection_pool).make_connection()
     except ValueError as error:
-        # The message omits the URL, which may hold a password.
+        # The message omits the URL, which may hold a password. So may what stands where a port should be.
+        if str(error).startswith("Port "):
+            message = (
+                "the port is no number from 0 to 65535; in a password, write / ? # [ ] @ : as %2F %3F %23 and so on"
+            )
+            raise ConfigError(f"redis_url: {message}", param="redis_url") from None
         raise ConfigError(f"redis_url: {error}", param="redis_url") from None
     except TypeError as error:
         raise ConfigError(f"redis_url: unknown option {str(error).rpartition(' ')[2]}", param="redis_url") from None
@@ -64,8 +74,40 @@ def connect(url: str) -> Redis:
 
 def not_reached(error: UnavailableError, shown_url: str) -> UnavailableError:
     """Return the error of a failed first connection, which names the tried URL and the remedy."""
+    if (why := tls_problem(error, shown_url)) is not None:
+        return UnavailableError(f"Redis is unreachable: {why}; tried {shown_url}", code=error.code)
     remedy = "`penstock serve` starts a Redis and a model; redis_url or PENSTOCK_REDIS_URL names another Redis"
     return UnavailableError(f"{error.message.rstrip('.')}; tried {shown_url}. {remedy}", code=error.code)
+
+
+def refused_at(error: ConfigError, shown_url: str) -> ConfigError:
+    """Return the error of a Redis that refuses this URL, which names the URL. Errors of a setting stay as they are."""
+    if not error.message.startswith("Redis "):
+        return error
+    return ConfigError(f"Redis at {shown_url} {error.message.removeprefix('Redis ')}", param=error.param)
+
+
+def os_error_of(error: BaseException) -> OSError | None:
+    """Return the system's error that ended a connection, or None if Redis was reached."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def tls_problem(error: BaseException, url: str) -> str | None:
+    """Return what is wrong with TLS on either side, and the remedy; None if something else is wrong."""
+    cause, has_tls = os_error_of(error), url.startswith("rediss://")
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        remedy = "in redis_url, ?ssl_ca_certs=FILE names the certificate of its authority"
+        return f"its TLS certificate is not accepted ({cause.verify_message}); {remedy}"
+    if isinstance(cause, ssl.SSLError):
+        return f"TLS fails ({cause.reason or cause}); if this Redis has no TLS, its URL begins with redis://"
+    if has_tls and isinstance(cause, TimeoutError) and not cause.errno:
+        return "no answer in time; if this Redis has no TLS, its URL begins with redis://"
+    if not has_tls and any(sign in str(error) for sign in _SIGNS_OF_TLS):
+        return "it ends the connection; if it speaks TLS, its URL begins with rediss://"
+    return None
 
 
 @contextmanager
@@ -80,19 +122,46 @@ def translated() -> Iterator[None]:
         with preserve_cancellation():
             yield
     except exceptions.AuthenticationError as error:
-        raise ConfigError(f"Redis refuses our credentials: {error}", param="redis_url") from None
+        raise _refused_credentials(str(error)) from None
     except exceptions.NoPermissionError as error:
         raise ConfigError(f"Redis refuses this user: {error}", param="redis_url") from None
     except _UNREACHABLE as error:
-        raise UnavailableError(f"Redis is unreachable: {error}", code="redis_away") from None
+        # redis-py raises a ConnectionError if a connection is refused while it is set up.
+        raise _unusable(str(error)) or _unreachable(str(error)) from None
     except exceptions.OutOfMemoryError:
         raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from None
     except exceptions.ResponseError as error:
-        text = str(error)
-        if found := _OTHER_VERSION.search(text):
-            raise other_version(found[2], found[1]) from None
-        if "OOM" in text:
-            raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from None
-        if _UNREACHABLE_CODES.search(text):
-            raise UnavailableError(f"Redis is unreachable: {text}", code="redis_away") from None
-        raise InvariantError(f"Redis: {text}") from error
+        if (known := _error_of_reply(str(error))) is not None:
+            raise known from None
+        raise InvariantError(f"Redis: {error}") from error
+
+
+def _error_of_reply(text: str) -> PenstockError | None:
+    """Return the error for an error reply of Redis; None if only a bug explains it."""
+    if found := _OTHER_VERSION.search(text):
+        return other_version(found[2], found[1])
+    if "OOM" in text:
+        return BusyError("Redis is full", code="redis_full", retry_after_ms=5000)
+    if _UNREACHABLE_CODES.search(text):
+        return _unreachable(text)
+    return _unusable(text)
+
+
+def _unreachable(text: str) -> UnavailableError:
+    return UnavailableError(f"Redis is unreachable: {text}", code="redis_away")
+
+
+def _unusable(text: str) -> ConfigError | None:
+    """Return the error for a Redis that answers and refuses what the URL says; None if that is not the problem."""
+    if _CREDENTIALS.search(text):
+        return _refused_credentials(text)
+    if _NO_DATABASE in text:
+        return ConfigError("Redis has no database of the number in its URL", param="redis_url")
+    return None
+
+
+def _refused_credentials(text: str) -> ConfigError:
+    if text.startswith(("NOAUTH", "Authentication required")):
+        message = "Redis requires a password, and its URL has none (redis://:PASSWORD@HOST)"
+        return ConfigError(message, param="redis_url")
+    return ConfigError(f"Redis refuses our credentials: {text}", param="redis_url")
