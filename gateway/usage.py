@@ -149,9 +149,8 @@ async def _query_of(caller: ApiKey, params: UsageParams, client: AsyncClient) ->
     tenant, account = await _owner_of(caller, params, client)
     pools = None if params.pool is None else frozenset((params.pool,))
     if params.model is not None:
-        serving = frozenset(
-            pool for pool, record in (await client.pools()).items() if params.model in (record.model, *record.aliases)
-        )
+        known = (await client.pools()).items() if caller.sees(params.model) else ()
+        serving = frozenset(pool for pool, record in known if params.model in (record.model, *record.aliases))
         if not serving:
             raise NotFoundError(f"no pool serves the model {params.model!r}", code="model_not_found", param="model")
         pools = serving if pools is None else pools & serving

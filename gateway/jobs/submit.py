@@ -13,7 +13,7 @@ from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.request.parsing import MAX_KEY_CHARS, generation_request_of, read_body
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import JOB_HEADER
-from penstock.gateway.stream.generation_request import GenerationRequest, submit_options
+from penstock.gateway.stream.generation_request import GenerationRequest, hiding_models, submit_options
 from penstock.gateway.stream.limits import check_logprobs
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import choose_pool
@@ -32,7 +32,8 @@ class SubmitJob:
         body = await read_body(request, FORM)
         generation = generation_request_of(request, body)
         try:
-            submitted = await _submit(request, body, generation)
+            with hiding_models(generation):
+                submitted = await _submit(request, body, generation)
         except PenstockError as error:
             rename(error, body.content.names)
             raise
@@ -45,7 +46,7 @@ class SubmitJob:
 async def _submit(request: Request, body: ParsedBody, generation: GenerationRequest) -> Submitted:
     client: AsyncClient = request.app.state.client
     settings: GatewaySettings = request.app.state.settings
-    content = body.content
+    content = generation.content
     if content.needs_token_details:
         record = choose_pool((await client.pools()).values(), content.model or None)
         check_logprobs(content, record, settings.max_logprobs)

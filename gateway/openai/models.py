@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from penstock.contract.errors import NotFoundError
+from penstock.gateway.authentication import caller_of
 from penstock.gateway.errors import soon
 from penstock.gateway.health import PROBE_METHODS
 from penstock.producer.client import AsyncClient
@@ -21,7 +22,8 @@ async def list_models(request: Request) -> dict[str, Any]:
     """List the models that live nodes serve, under each of their names, and their adapters."""
     client: AsyncClient = request.app.state.client
     async with soon():
-        return {"object": "list", "data": list(_models(await client.pools()).values())}
+        models = _models(await client.pools())
+    return {"object": "list", "data": [one for name, one in models.items() if caller_of(request).sees(name)]}
 
 
 @router.api_route("/v1/models/{model:path}", methods=PROBE_METHODS)
@@ -33,7 +35,7 @@ async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
         if model not in models:
             # The model's first node may have joined after the pools were cached.
             models = _models(await client.pools(renewed=True))
-    if model not in models:
+    if model not in models or not caller_of(request).sees(model):
         raise NotFoundError(f"no model {model[:256]!r} is served", code="model_not_found", param="model")
     return models[model]
 

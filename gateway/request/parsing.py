@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from fastapi import Request
 
@@ -118,9 +119,10 @@ def generation_request_of(request: Request, body: ParsedBody) -> GenerationReque
     Raises RequestError for invalid headers and ForbiddenError for a priority class above the caller's.
     """
     caller = caller_of(request)
+    content = replace(body.content, model=caller.model_of(body.content.model)) if caller.models else body.content
     key, cut_at = idempotency_key_of(request), stream_position_of(request, body)
     return GenerationRequest(
-        body.content,
+        content,
         allowed_class(body.priority, caller.highest_class, _limit_of(caller)),
         tenant=caller.tenant,
         terms=caller.metered_terms,
@@ -130,4 +132,5 @@ def generation_request_of(request: Request, body: ParsedBody) -> GenerationReque
         return_progress=body.options.get("return_progress", False),
         cut_at=cut_at,
         event_ids=_wants_event_ids(request, body, may_resume=key is not None or cut_at is not None),
+        hides_models=bool(caller.models),
     )

@@ -94,6 +94,8 @@ class GenerationRequest:
     """The id of the job, for a request with one prompt. The client makes one by default."""
     background: bool = False
     """Whether the jobs continue without a reader."""
+    hides_models: bool = False
+    """Whether the caller may use only some models. Then an error must not list what else is served."""
     response: ResponseRecord | None = None
     """The record that is stored with the job of a stored response."""
 
@@ -189,7 +191,20 @@ async def _submit(client: AsyncClient, generation: GenerationRequest, index: int
     options = submit_options(generation)
     options["background"], options["idempotency_key"] = generation.background, generation.key_of(index)
     options["job_id"], options["response"] = generation.job_id, generation.response
-    return await client.submit(prompt, **options)
+    with hiding_models(generation):
+        return await client.submit(prompt, **options)
+
+
+@contextlib.contextmanager
+def hiding_models(generation: GenerationRequest) -> Iterator[None]:
+    """Remove the list of served models from an error if the caller may not see all of them."""
+    try:
+        yield
+    except PenstockError as error:
+        if generation.hides_models and error.param == "model":
+            error.message = error.message.partition("; served:")[0]
+            error.args = (error.message,)
+        raise
 
 
 async def _release(jobs: Sequence[AsyncJob], *, may_resume: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from penstock.contract.errors import ForbiddenError, UnauthorizedError
+from penstock.contract.errors import ForbiddenError, NotFoundError, RequestError, UnauthorizedError
 from penstock.contract.job import NAME_PATTERN
 from penstock.contract.priority import ClassName
 from penstock.contract.terms import UNLIMITED, Terms
@@ -26,6 +26,8 @@ metrics, and nothing else. `admin` allows reading metrics, health, job lists and
 ANONYMOUS = "anonymous"
 """The tenant of callers without a key at a gateway that has keys and serves such callers. No key may have it."""
 MAX_KEY_CHARS = 100
+MAX_MODELS = 64
+"""Names of models and adapters that a key may list."""
 _ID_BYTES = 8
 _SECRET_BYTES = 32
 _KEY = re.compile(rf"pk-([0-9a-f]{{{2 * _ID_BYTES}}})-([A-Za-z0-9_-]{{1,64}})")
@@ -46,6 +48,10 @@ class ApiKey(BaseModel):
     terms: Terms = UNLIMITED
     highest_class: ClassName = "standard"
     """The most urgent priority class that the caller may request."""
+    models: frozenset[Annotated[str, StringConstraints(min_length=1, max_length=256)]] = Field(
+        default=frozenset(), max_length=MAX_MODELS
+    )
+    """Names of the models and adapters that the key may use. Empty: all."""
     label: str = Field(default="", max_length=200)
     created_s: int = 0
     is_revoked: bool = False
@@ -55,6 +61,26 @@ class ApiKey(BaseModel):
         if self.scopes.isdisjoint(scopes):
             needed, present = " or ".join(scopes), ", ".join(sorted(self.scopes)) or "none"
             raise ForbiddenError(f"this request needs the scope {needed}; scopes of this API key: {present}")
+
+    def sees(self, model: str) -> bool:
+        """Return whether the key may use a model or an adapter by this name."""
+        return not self.models or model in self.models
+
+    def model_of(self, asked: str) -> str:
+        """Return the name of the model to use for a request; empty if the request and the key name none.
+
+        Raises NotFoundError for a name that the key does not list, as for a model that is not served. Raises
+        RequestError if the request names none and the key lists several.
+        """
+        if not self.models or asked in self.models:
+            return asked
+        listed = ", ".join(sorted(self.models))
+        if asked:
+            message = f"model {asked[:256]!r} is not served; this API key may use: {listed}"
+            raise NotFoundError(message, code="model_not_found", param="model")
+        if len(self.models) > 1:
+            raise RequestError(f"model must be named; this API key may use: {listed}", param="model")
+        return listed
 
     @property
     def metered_terms(self) -> Terms:

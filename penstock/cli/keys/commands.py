@@ -43,6 +43,14 @@ Scopes = Annotated[
         rich_help_panel="Key",
     ),
 ]
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Model, alias or adapter that the key may use; others are unlisted and not found. Repeat it for several; "
+        "* allows all. A new key may use all.",
+        rich_help_panel="Key",
+    ),
+]
 LIMITS = tuple(name for name in Terms.model_fields if name != "account")
 DEFAULT_DAYS = 31
 NOTHING = (0, 0, 0, 0)
@@ -74,6 +82,7 @@ def add(
         ClassName, typer.Option(help="Most urgent priority class that the key may use.", rich_help_panel="Key")
     ] = "standard",
     label: Annotated[str, typer.Option(help="Note on what the key is for.", rich_help_panel="Key")] = "",
+    models: Models = None,
     redis_url: RedisUrl = None,
     **limits: Any,
 ) -> None:
@@ -83,6 +92,7 @@ def add(
         penstock keys add acme --max-open-jobs 100 --tokens-per-minute 60000
         penstock keys add chat --highest-class interactive
         penstock keys add prometheus --scope metrics
+        penstock keys add shop --models chat-small --models shop-adapter
     """
     try:
         terms = Terms(**_given(limits))
@@ -91,7 +101,10 @@ def add(
     pepper, scopes = KeySettings.load().key_pepper, scope or ["infer"]
 
     async def create(brokers: Brokers) -> str:
-        key, _ = await brokers.keys.add(tenant, scopes, terms, highest_class=highest_class, label=label, pepper=pepper)
+        names = _models_of(models) or ()
+        key, _ = await brokers.keys.add(
+            tenant, scopes, terms, highest_class=highest_class, label=label, models=names, pepper=pepper
+        )
         return key
 
     print(_run(redis_url, create))
@@ -106,6 +119,7 @@ def set_key(
         ClassName | None, typer.Option(help="Most urgent priority class that the key may use.", rich_help_panel="Key")
     ] = None,
     label: Annotated[str | None, typer.Option(help="Note on what the key is for.", rich_help_panel="Key")] = None,
+    models: Models = None,
     redis_url: RedisUrl = None,
     **limits: Any,
 ) -> None:
@@ -118,7 +132,7 @@ def set_key(
         penstock keys set acme --tokens-per-minute 120000
     """
     terms = _given(limits)
-    changes = _given({"scopes": scope, "highest_class": highest_class, "label": label})
+    changes = _given({"scopes": scope, "highest_class": highest_class, "label": label, "models": _models_of(models)})
     if not terms and not changes:
         raise RequestError("nothing to change: give at least one option, such as --tokens-per-minute", param="name")
 
@@ -218,6 +232,11 @@ def revoke(name: KeyName, redis_url: RedisUrl = None) -> None:
         await brokers.keys.revoke((await brokers.keys.find(name)).key_id)
 
     _run(redis_url, end)
+
+
+def _models_of(given: list[str] | None) -> frozenset[str] | None:
+    """Return the names that a key shall list, none for all; None if no option was given."""
+    return None if given is None else frozenset(given) - {"*"} if "*" not in given else frozenset()
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ def key_object(key: ApiKey, num_kept_bytes: int, used: Sequence[int], days: int)
         "created": datetime.fromtimestamp(key.created_s, UTC).isoformat(),
         "scopes": sorted(key.scopes),
         "highest_class": key.highest_class,
+        "models": sorted(key.models),
         "limits": key.terms.model_dump(exclude={"account"}),
         "tenant_kept_bytes": num_kept_bytes,
         "usage": {
@@ -49,7 +50,8 @@ def lines_of(shown: dict[str, Any]) -> Iterator[str]:
             counts = " ".join(f"{counter}={count}" for counter, count in value.items() if counter != "days")
             yield _line("usage", f"{counts} (last {value['days']} days)")
         elif name != "object":
-            yield _line(name, ",".join(value) if isinstance(value, list) else value)
+            text = ",".join(value) if isinstance(value, list) else value
+            yield _line(name, "all" if name == "models" and not value else text)
 
 
 def line_of(key: ApiKey, num_kept_bytes: int | None, used: Sequence[int] | None) -> str:
@@ -57,6 +59,8 @@ def line_of(key: ApiKey, num_kept_bytes: int | None, used: Sequence[int] | None)
     state = "revoked" if key.is_revoked else ",".join(sorted(key.scopes))
     words = [key.key_id, key.tenant, state, f"highest_class={key.highest_class}"]
     words += [f"{name}={value}" for name, value in key.terms.model_dump(exclude_defaults=True).items()]
+    if key.models:
+        words.append(f"models={','.join(sorted(key.models))}")
     if num_kept_bytes is not None:
         words.append(f"kept_bytes={num_kept_bytes}")
     if used is not None:

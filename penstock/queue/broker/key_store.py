@@ -51,6 +51,7 @@ class KeyStore:
         *,
         highest_class: ClassName = "standard",
         label: str = "",
+        models: Iterable[str] = (),
         pepper: str = "",
     ) -> tuple[str, ApiKey]:
         """Create a key. Returns the key, which cannot be read again later, and its record.
@@ -69,6 +70,7 @@ class KeyStore:
                 "terms": terms,
                 "highest_class": highest_class,
                 "label": label,
+                "models": frozenset(models),
                 "created_s": int(time.time()),
             }
         )

@@ -1,0 +1,82 @@
+"""A key that lists models: other models are not found and unlisted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import redis as sync_redis
+
+from penstock.contract.terms import UNLIMITED
+from penstock.queue import keys
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.key_store import KeyStore
+from tests.gateway.conftest import EchoEngine, Stack
+
+BODY = {"prompt": "a b"}
+
+
+@pytest.fixture(scope="module")
+def callers(redis_url: str, shared_engine: EchoEngine, stack: Stack) -> Iterator[dict[str, httpx.Client]]:
+    """Clients of keys that may use every model, another model alone, the served one alone, and both."""
+    url = stack.start_gateway()
+    served = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    listed = {"all": (), "other": ("elsewhere",), "one": (served,), "both": (served, "elsewhere")}
+
+    async def add() -> dict[str, str]:
+        async with connect(redis_url) as redis:
+            store = KeyStore(redis)
+            return {
+                name: (await store.add(name, ["infer"], UNLIMITED, models=names))[0] for name, names in listed.items()
+            }
+
+    made = asyncio.run(add())
+    url = stack.start_gateway()
+    clients = {
+        name: httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30)
+        for name, key in made.items()
+    }
+    yield clients
+    for client in clients.values():
+        client.close()
+    with sync_redis.Redis.from_url(redis_url) as client:
+        client.delete(keys.API_KEYS)
+
+
+def _served(callers: dict[str, httpx.Client]) -> list[str]:
+    return [one["id"] for one in callers["all"].get("/v1/models").json()["data"]]
+
+
+def test_other_models_are_unlisted(callers: dict[str, httpx.Client]) -> None:
+    (model,) = _served(callers)[:1]
+    assert callers["other"].get("/v1/models").json()["data"] == []
+    assert callers["other"].get(f"/v1/models/{model}").status_code == 404
+    assert [one["id"] for one in callers["one"].get("/v1/models").json()["data"]] == [model]
+    assert callers["one"].get(f"/v1/models/{model}").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/jobs"])
+def test_a_request_for_another_model_is_not_found(callers: dict[str, httpx.Client], path: str) -> None:
+    (model,) = _served(callers)[:1]
+    answer = callers["other"].post(path, json={**BODY, "model": model})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert "this API key may use: elsewhere" in answer.json()["error"]["message"]
+    assert callers["one"].post(path, json={**BODY, "model": model}).status_code in (200, 202)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/jobs"])
+def test_a_listed_model_that_is_not_served_reveals_no_other(callers: dict[str, httpx.Client], path: str) -> None:
+    (model,) = _served(callers)[:1]
+    answer = callers["other"].post(path, json={**BODY, "model": "elsewhere"})
+    assert answer.status_code == 404
+    assert model not in answer.text
+
+
+def test_a_request_without_a_model(callers: dict[str, httpx.Client]) -> None:
+    assert callers["one"].post("/v1/jobs", json=BODY).status_code == 202
+    answer = callers["both"].post("/v1/jobs", json=BODY)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "model"
