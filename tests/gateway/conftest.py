@@ -7,7 +7,8 @@ import codecs
 import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
 
 T = TypeVar("T")
+Name = TypeVar("Name", bound=str)
 MODEL = "acme/echo"
 DIGEST = "0123456789abcdef" * 2
 """Of its only adapter, echo-tuned."""
@@ -276,6 +278,18 @@ class Stack:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+@contextmanager
+def clients_with(url: str, made: Mapping[Name, str]) -> Iterator[dict[Name, httpx.Client]]:
+    """Yield a client for each API key, by the key's name."""
+    with ExitStack() as opened:
+        yield {
+            name: opened.enter_context(
+                httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30)
+            )
+            for name, key in made.items()
+        }
 
 
 def port_of(server: uvicorn.Server) -> int:

@@ -13,7 +13,7 @@ from penstock.contract.terms import UNLIMITED
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
-from tests.gateway.conftest import EchoEngine, Stack
+from tests.gateway.conftest import EchoEngine, Stack, clients_with
 
 BODY = {"prompt": "a b"}
 
@@ -34,13 +34,8 @@ def callers(redis_url: str, shared_engine: EchoEngine, stack: Stack) -> Iterator
 
     made = asyncio.run(add())
     url = stack.start_gateway()
-    clients = {
-        name: httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30)
-        for name, key in made.items()
-    }
-    yield clients
-    for client in clients.values():
-        client.close()
+    with clients_with(url, made) as clients:
+        yield clients
     with sync_redis.Redis.from_url(redis_url) as client:
         client.delete(keys.API_KEYS)
 

@@ -20,7 +20,7 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
-from tests.gateway.conftest import EchoEngine, Stack
+from tests.gateway.conftest import EchoEngine, Stack, clients_with
 from tests.gateway.test_api_docs import routes_of
 from tests.source_tree import ROOT
 
@@ -44,13 +44,8 @@ def made(redis_url: str, shared_engine: EchoEngine) -> Iterator[dict[Scope, str]
 @pytest.fixture(scope="module")
 def callers(made: dict[Scope, str], stack: Stack) -> Iterator[Callers]:
     url = stack.start_gateway()
-    clients = {
-        scope: httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30)
-        for scope, key in made.items()
-    }
-    yield clients
-    for client in clients.values():
-        client.close()
+    with clients_with(url, made) as clients:
+        yield clients
 
 
 def requests_of_all_routes() -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from penstock.contract.usage import MAX_DAYS
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
-from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.conftest import MODEL, EchoEngine, Stack, clients_with
 
 POOL = "echo"
 TENANTS: dict[str, Scope] = {"acme": "infer", "rival": "infer", "ops": "admin", "prometheus": "metrics"}
@@ -39,13 +39,8 @@ def callers(redis_url: str, stack: Stack, shared_engine: EchoEngine) -> Iterator
 
     made = asyncio.run(add())
     url = stack.start_gateway()
-    clients = {
-        tenant: httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30)
-        for tenant, key in made.items()
-    }
-    yield clients
-    for client in clients.values():
-        client.close()
+    with clients_with(url, made) as clients:
+        yield clients
     with sync_redis.Redis.from_url(redis_url) as client:
         client.delete(keys.API_KEYS)
 

@@ -38,7 +38,7 @@ def with_names_of(ctx: Any) -> Iterator[None]:
     try:
         yield
     except UnavailableError as error:
-        if error.code == "redis_away" and not error.message.startswith("Redis at "):
+        if error.code == "redis_away":
             error.message = _without_redis(error, ctx.params.get("redis_url"))
         raise
     except (ConfigError, RequestError) as error:

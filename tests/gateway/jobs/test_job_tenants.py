@@ -13,7 +13,7 @@ from penstock.contract.api_keys import Scope
 from penstock.contract.terms import Terms
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
-from tests.gateway.conftest import MODEL, EchoEngine, Stack
+from tests.gateway.conftest import MODEL, EchoEngine, Stack, clients_with
 
 PEPPER = "of the tests"
 Callers = dict[str, httpx.Client]
@@ -30,13 +30,8 @@ def callers(redis_url: str, stack: Stack, shared_engine: EchoEngine) -> Iterator
     """A client with a key of each tenant."""
     made = asyncio.run(add_keys(redis_url))
     url = stack.start_gateway(pepper=PEPPER)
-    clients = {
-        tenant: httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30)
-        for tenant, key in made.items()
-    }
-    yield clients
-    for client in clients.values():
-        client.close()
+    with clients_with(url, made) as clients:
+        yield clients
 
 
 async def add_keys(redis_url: str) -> dict[str, str]:
