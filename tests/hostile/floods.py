@@ -48,6 +48,11 @@ class Times:
         """The median time between two tokens."""
         return statistics.median(self.gaps)
 
+    @property
+    def mean_gap(self) -> float:
+        """The mean time between two tokens."""
+        return statistics.fmean(self.gaps)
+
 
 def _body(prompt: str, max_tokens: int, n: int, *, stream: bool) -> dict[str, Any]:
     options = {"max_tokens": max_tokens, "n": n, "stream": stream, "ignore_eos": True, "temperature": 1.0}
@@ -124,7 +129,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--requests", type=int, default=12)
     asked = parser.parse_args()
-    print("floods  shape          first token alone / beside, worst    gap alone / beside, median", flush=True)
+    print("floods  shape          first token alone / beside, worst    gap alone / beside, median and mean", flush=True)
     with running_stack(model=demo_model(), tenants=max(asked.floods)) as stack:
         for num_floods in asked.floods:
             for name in asked.shapes:
@@ -133,7 +138,8 @@ def main() -> None:
                 asyncio.run(drained(stack))
                 print(
                     f"{num_floods:6}  {name:13}  {alone.worst_first_token:8.3f} s / {beside.worst_first_token:8.3f} s"
-                    f"              {1e3 * alone.median_gap:7.1f} ms / {1e3 * beside.median_gap:7.1f} ms",
+                    f"              {1e3 * alone.median_gap:5.1f} {1e3 * alone.mean_gap:5.1f} ms"
+                    f" / {1e3 * beside.median_gap:5.1f} {1e3 * beside.mean_gap:5.1f} ms",
                     flush=True,
                 )
 

@@ -38,6 +38,7 @@ class RunningBatch:
     def _changed(self) -> None:
         self._rows: Rows | None = None
         self._end_ids: frozenset[int] | None = None
+        self._weights: dict[str, float] | None = None
 
     @property
     def rows(self) -> Rows:
@@ -57,6 +58,13 @@ class RunningBatch:
         if self._end_ids is None:
             self._end_ids = frozenset((FAILED_TOKEN,)).union(*(seq.end_rule.end_ids for seq in self.seqs))
         return self._end_ids
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each tenant with a running sequence."""
+        if self._weights is None:
+            self._weights = {seq.tenant: seq.weight for seq in self.seqs}
+        return self._weights
 
     def num_tokens(self, seq: Sequence) -> int:
         """Return the number of tokens of a running sequence, prompt included."""
@@ -120,6 +128,15 @@ class RunningBatch:
         if order != list(range(len(self.seqs))):
             self.seqs[:] = [self.seqs[i] for i in order]
             self._changed()
+
+    def put_first(self, indices: list[int]) -> None:
+        """Move the running sequences at ascending indices to the front."""
+        if indices[-1] == len(indices) - 1:
+            return
+        chosen = set(indices)
+        others = [seq for i, seq in enumerate(self.seqs) if i not in chosen]
+        self.seqs[:] = [self.seqs[i] for i in indices] + others
+        self._changed()
 
     def tenants_in_prefill(self) -> set[str]:
         """Return the tenants of running sequences that lack more than one token."""

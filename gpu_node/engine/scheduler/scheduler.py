@@ -20,6 +20,7 @@ from penstock.gpu_node.engine.scheduler.preemption import Preemptor
 from penstock.gpu_node.engine.scheduler.prefill_budget import PrefillBudget
 from penstock.gpu_node.engine.scheduler.progress import StepOutcome, StepProgress
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
+from penstock.gpu_node.engine.scheduler.small_steps import SmallSteps
 from penstock.gpu_node.engine.scheduler.waiting import WaitingQueues, leave_group
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculative.budget import DraftBudget
@@ -60,6 +61,7 @@ class Scheduler:
         self.drafts = Drafts(self._batch, memory, speculation or DraftBudget(0, times.draft_cost), limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
         self._prefill_budget = PrefillBudget(limits, self._batch, self.queues, times.step_time)
+        self._small_steps = SmallSteps(self._batch, times.step_time)
         self._progress = StepProgress(self._batch)
         sequences = self._batch, self.queues
         self._has_shares, self._prefers_shortest = policy.has_shares, True
@@ -141,9 +143,10 @@ class Scheduler:
         """Return the next step, or None when there is nothing to compute."""
         self._batch.own_last_blocks()
         self._preemptor.preempt_for_request()
-        self.drafts.write(0 if self._isolator.has_any else self.max_step_tokens)
+        num_small = 0 if self._isolator.has_any else self._small_steps.take()
+        self.drafts.write(0 if self._isolator.has_any or num_small else self.max_step_tokens)
         preemptions_before = self.num_preemptions
-        if (step := self._decide(self._budget())) is not None:
+        if (step := self._decide_small(num_small) or self._decide(self._budget())) is not None:
             return step
         if self.running and self.num_preemptions > preemptions_before:
             return self.schedule()  # the sequence that would have used the whole budget was preempted
@@ -162,12 +165,13 @@ class Scheduler:
             return None
         self._progress.assume(step)
         self._in_flight = None
-        if not self.running or not self._has_free_blocks(budget := self._budget()):
+        num_small = self._small_steps.take()
+        if not self.running or not self._has_free_blocks(budget := num_small or self._budget()):
             return None
         if self._preemptor.preemption_request() is not None:
             return None
         self._batch.own_last_blocks()
-        return self._decide(budget, is_ahead=True)
+        return self._decide_small(num_small) or self._decide(budget, is_ahead=True)
 
     def plan(self, step: Step) -> StepPlan:
         """Return a scheduled step in the form that the runner takes."""
@@ -249,6 +253,17 @@ class Scheduler:
         ends = self._schedule_running(budget, cached)
         if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
             ends = self._admit(budget, ends, cached)
+        self._in_flight = self._step(ends, cached)
+        if self._has_shares and self._in_flight is not None:
+            self._small_steps.note_full(self._in_flight)
+        return self._in_flight
+
+    def _decide_small(self, num_small: int) -> Step | None:
+        """Return a step in which the first `num_small` sequences decode and no other computes; None for none."""
+        if not num_small:
+            return None
+        cached: list[int] = []
+        ends = self._schedule_running(num_small, cached)
         self._in_flight = self._step(ends, cached)
         return self._in_flight
 

@@ -21,6 +21,7 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, NumTokens
 from penstock.gpu_node.engine.records import EngineRequest
+from penstock.gpu_node.engine.scheduler import small_steps
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
@@ -162,7 +163,9 @@ CONFIGS: list[dict[str, Any]] = [
     {"num_kv_blocks": 200, "max_num_seqs": 16},
     {"num_kv_blocks": 14, "num_swap_blocks": 24, "preemption": "swap", "scheduling_policy": "priority"},
     {"num_kv_blocks": 14, "max_num_batched_tokens": 24, "max_num_seqs": 6, "scheduling_policy": "fair"},
+    {"num_kv_blocks": 200, "max_num_seqs": 16, "scheduling_policy": "fair"},
     {"num_kv_blocks": 60, "speculative": "ngram"},
+    {"num_kv_blocks": 60, "speculative": "ngram", "scheduling_policy": "fair"},
 ]
 
 
@@ -170,6 +173,13 @@ CONFIGS: list[dict[str, Any]] = [
 def alone(make_engine: MakeEngine) -> Engine:
     """An engine with blocks for every sequence that plans no step ahead."""
     return make_engine(**NATIVE, enable_prefix_caching=False)
+
+
+@pytest.fixture
+def many_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give tenants steps of their own wherever these would be shorter."""
+    monkeypatch.setattr(small_steps, "MAX_SLOWDOWN", 0.0)
+    monkeypatch.setattr(small_steps, "MIN_REMAINDER", 1.05)
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +230,7 @@ def _ends(outputs: list[StepOutput]) -> dict[tuple[str, int], Any]:
 
 @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(batch=st.lists(requests(), min_size=1, max_size=8), which=st.integers(0, len(CONFIGS) - 1))
+@pytest.mark.usefixtures("many_small_steps")
 def test_planning_ahead_changes_no_tokens(alone: Engine, engines: list[Engine], batch: list[Any], which: int) -> None:
     want, got = _run(alone, [(*request[:3], None, 0) for request in batch]), _run(engines[which], batch)
     ends, ended = _ends(want), _ends(got)
