@@ -206,3 +206,12 @@ async def test_changes_at_the_same_time_are_all_kept(redis_url: str) -> None:
             await asyncio.gather(store.revoke(record.key_id), store.change(record.key_id, {"label": "x"}, {}))
         with pytest.raises(UnauthorizedError):
             identify(key, await store.all(), "")
+
+
+def test_models_of_a_key_are_set_shown_and_removed(redis_url: str) -> None:
+    key = keys(redis_url, "add", "acme", "--models", "small", "--models", "sql-adapter").stdout.strip()
+    record = identify(key, asyncio.run(known_of(redis_url)), "")
+    assert {*record.models} == {"small", "sql-adapter"}
+    assert "small" in keys(redis_url, "list").stdout and "sql-adapter" in keys(redis_url, "list").stdout
+    assert keys(redis_url, "set", record.key_id, "--models", "large").returncode == 0
+    assert {*identify(key, asyncio.run(known_of(redis_url)), "").models} == {"large"}

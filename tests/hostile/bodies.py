@@ -11,6 +11,7 @@ from hostile.fields import LIMITS
 from hostile.grammars import TEXTS, random_grammar, random_regex, random_schema, random_value, real_schemas
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+TOKENIZE, DETOKENIZE, JOBS = "/tokenize", "/detokenize", "/v1/jobs"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ def case_of(seed: int, number: int, model: str) -> Case:
         return _at_a_limit(rng, number, model)
     if kind < 0.18:
         return _no_body(rng, number, model)
+    if kind < 0.25:
+        return _task(rng, number, model)
+    if kind < 0.32:
+        return _job(rng, number, model)
     return _of_fields(rng, number, model)
 
 
@@ -56,6 +61,42 @@ def _of_fields(rng: random.Random, number: int, model: str) -> Case:
     headers = _headers(rng) if rng.random() < 0.08 else {}
     raw = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode(errors="surrogatepass")
     return Case(number, CHAT if is_chat else COMPLETIONS, raw, headers, hangs_up=rng.random() < 0.05)
+
+
+def _task(rng: random.Random, number: int, model: str) -> Case:
+    """Return a request for the tokens of a text or a chat, or for the text of tokens."""
+    body: dict[str, Any] = {"model": model}
+    path = TOKENIZE if rng.random() < 0.7 else DETOKENIZE
+    if path == DETOKENIZE:
+        body["tokens"] = [rng.choice((0, 1, 5, 200, 49_151, 49_152, 1 << 20)) for _ in range(rng.randrange(2000))]
+    elif rng.random() < 0.4:
+        body["messages"] = _messages(rng)
+        body.update({"tools": _tools(rng)} if rng.random() < 0.3 else {})
+    else:
+        body["prompt"] = rng.choice(
+            (*TEXTS, "a" * 20_000, " " * 9000, "\u0301" * 5000, "\U0001f469\u200d" * 900, "say " * 9000)
+        )
+    for name in ("add_special_tokens", "add_generation_prompt", "return_token_strs", "cache_salt"):
+        if rng.random() < 0.3:
+            body[name] = rng.choice((True, False, None, "x"))
+    return Case(number, path, json.dumps(body).encode(errors="surrogatepass"), hangs_up=rng.random() < 0.05)
+
+
+def _job(rng: random.Random, number: int, model: str) -> Case:
+    """Return a job without a reader, often a delayed one. It ends within seconds, because the run waits for it."""
+    params: dict[str, Any] = {"max_tokens": rng.choice((1, 2, 8)), "n": rng.choice((1, 1, 2, 8, 16, 17))}
+    body: dict[str, Any] = {"model": model, "params": params}
+    if rng.random() < 0.3:
+        body["messages"] = _messages(rng)
+    else:
+        body["prompt"] = rng.choice(("Say", "x" * rng.randrange(1, 900), "".join(rng.choices(TEXTS, k=9))))
+    if rng.random() < 0.6:
+        body["not_before_s"] = rng.choice(_DELAYS)
+    if rng.random() < 0.2:
+        body[rng.choice(("deadline_s", "background", "priority", "idempotency_key"))] = rng.choice(_NUMBERS)
+    if rng.random() < 0.2:
+        params[rng.choice(_NUMBER_FIELDS)] = rng.choice(_NUMBERS)
+    return Case(number, JOBS, json.dumps(body).encode(errors="surrogatepass"))
 
 
 def _prompt(rng: random.Random) -> Any:
@@ -82,6 +123,8 @@ def _messages(rng: random.Random) -> list[Any]:
 
 
 _NUMBERS = (0, 1, -1, 2, 0.5, 1.0, 16, 17, 20, 21, 100, 1 << 20, (1 << 20) + 1, 1 << 63, 10**30, 1e308, "1", None, True)
+_DELAYS = (0, 0.05, 0.2, 1, -1, 1e308, 10**30, "1", None)
+"""Values of `not_before_s`."""
 _NUMBER_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "top_logprobs", "max_completion_tokens"),
@@ -95,7 +138,13 @@ def _field(rng: random.Random, is_chat: bool) -> dict[str, Any]:
         return {rng.choice(_NUMBER_FIELDS): rng.choice(_NUMBERS)}
     if kind < 0.6:
         return {rng.choice(("user", "metadata", "response_format", "suffix", "nonsense", *TEXTS)): random_value(rng)}
-    if kind < 0.7 and is_chat:
+    if kind < 0.63:
+        return {"n": rng.choice((2, 8, 16)), "max_tokens": 3}
+    if kind < 0.66:
+        return {"not_before_s": rng.choice(_DELAYS)}
+    if kind < 0.76 and is_chat:
+        return {"chat_template_kwargs": _template_variables(rng)}
+    if kind < 0.84 and is_chat:
         return {
             "tools": _tools(rng),
             "tool_choice": rng.choice(("auto", "required", "none", "x", None, {"type": "function"})),
@@ -114,6 +163,23 @@ def _field(rng: random.Random, is_chat: bool) -> dict[str, Any]:
             {"stream": True, "stream_options": rng.choice(({"include_usage": True}, {}, None, {"x": 1}, 5))},
             {"priority": rng.choice(("interactive", "standard", "batch", "urgent", 0, None))},
             {"logprobs": True, "top_logprobs": 3} if is_chat else {"logprobs": 3, "echo": True},
+        )
+    )
+
+
+def _template_variables(rng: random.Random) -> Any:
+    deep: Any = "x"
+    for _ in range(rng.choice((5, 60, 900))):
+        deep = {"a": deep}
+    return rng.choice(
+        (
+            {"enable_thinking": rng.choice((True, False, None, "x"))},
+            {rng.choice(("messages", "tools", "bos_token", "add_generation_prompt", "loop", "__class__")): "x"},
+            {rng.choice(TEXTS): random_value(rng) for _ in range(rng.randrange(4))},
+            {"text": "{% for i in range(10**9) %}{% endfor %}" * 20},
+            {"text": "x" * 4000},
+            {"deep": deep},
+            random_value(rng),
         )
     )
 
@@ -190,7 +256,7 @@ def _no_body(rng: random.Random, number: int, model: str) -> Case:
             valid.decode().encode("utf-16"),
         )
     )
-    return Case(number, rng.choice((COMPLETIONS, CHAT)), raw)
+    return Case(number, rng.choice((COMPLETIONS, CHAT, TOKENIZE, JOBS)), raw)
 
 
 _RARE = ("body", "arguments of a call", "messages")

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import httpx
-from hostile.bodies import Case, case_of
+from hostile.bodies import JOBS, Case, case_of
 from hostile.costs import MemoryWatch
 from hostile.stack import POOL, Hold, Stack
 
@@ -110,6 +110,11 @@ class Fuzzer:
 
     def _judge(self, case: Case, answer: httpx.Response, content: bytes) -> None:
         status, found = answer.status_code, self.found
+        if status == 202 and case.path == JOBS:
+            found.answers["202"] += 1
+            if json.loads(content).get("id") not in self._jobs:
+                found.complain(case, f"an accepted job without its id: {content[:200]!r}")
+            return
         if status not in DOCUMENTED:
             found.complain(case, f"status {status}: {content[:300]!r}")
         if case.must_refuse and not 400 <= status < 500:
@@ -120,8 +125,8 @@ class Fuzzer:
             found.answers[f"200 stream {self._stream(case, content)}"] += 1
         else:
             found.answers["200"] += 1
-            if not json.loads(content).keys() & {"choices", "output"}:
-                found.complain(case, f"an answer without choices: {content[:200]!r}")
+            if not json.loads(content).keys() & {"choices", "output", "tokens", "prompt"}:
+                found.complain(case, f"an answer without choices or tokens: {content[:200]!r}")
 
     def _refusal(self, case: Case, content: bytes) -> str:
         try:

@@ -1,0 +1,120 @@
+"""One tenant takes all that it can get, over HTTP; another tenant is served as if it were alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hostile.costs import MemoryWatch
+from hostile.stack import POOL, Stack, running_stack
+
+from penstock.contract.terms import Terms
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(240)]
+
+AT_ONCE = 16
+LIMIT_PER_MINUTE = 1000
+MAX_GROWTH = 128 << 20
+
+
+@pytest.fixture(scope="module")
+def stack(demo_file: Path) -> Iterator[Stack]:
+    """A small Redis. The attacker has a limit on tokens; each `flood` tenant has none."""
+    terms = Terms(tokens_per_minute=LIMIT_PER_MINUTE)
+    with running_stack(model=demo_file, maxmemory="64mb", terms=terms, tenants=3) as stack:
+        yield stack
+
+
+async def send_all(http: httpx.AsyncClient, path: str, bodies: list[dict[str, Any]]) -> Counter[str]:
+    """Send bodies, several at once. Return how often each status came, with the code of an error."""
+    answers: Counter[str] = Counter()
+    left = iter(bodies)
+
+    async def lane() -> None:
+        for body in left:
+            answer = await http.post(path, json={"model": POOL, **body})
+            code = answer.json()["error"]["code"] if answer.status_code >= 400 else ""
+            answers[f"{answer.status_code} {code}".strip()] += 1
+
+    await asyncio.gather(*(lane() for _ in range(AT_ONCE)))
+    return answers
+
+
+async def check_neighbor(stack: Stack) -> None:
+    """Assert that a tenant that takes little gets its answers."""
+    async with stack.client("neighbor") as http:
+        for number in range(5):
+            body = {"model": POOL, "prompt": f"Question {number}", "max_tokens": 4}
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+        answer = await http.post("/tokenize", json={"model": POOL, "prompt": "hello"})
+        assert answer.status_code == 200, answer.text
+
+
+async def test_stored_delayed_jobs_of_one_tenant_refuse_no_other(stack: Stack) -> None:
+    bodies = [
+        {"prompt": f"{i} " + "x" * 25_000, "not_before_s": 3600, "params": {"max_tokens": 8}} for i in range(3000)
+    ]
+    async with stack.client("flood-0") as http:
+        answers = await send_all(http, "/v1/jobs", bodies)
+    assert answers["202"] > 500 and answers["429 memory_share_exceeded"] > 0, answers
+    assert set(answers) == {"202", "429 memory_share_exceeded"}
+    await check_neighbor(stack)
+
+
+async def test_a_long_queue_of_one_tenant_refuses_no_other(stack: Stack) -> None:
+    params = {"max_tokens": 2000, "ignore_eos": True}
+    bodies = [{"prompt": f"{i}", "params": params} for i in range(300)]
+    async with stack.client("flood-1") as http:
+        refused: Counter[str] = Counter()
+        for _ in range(20):  # A node that has just started has no pace yet, and refuses nothing.
+            answers = await send_all(http, "/v1/jobs", bodies)
+            del answers["202"]
+            refused += answers
+            if sum(refused.values()) > 300:
+                break
+        assert refused["429 pool_busy"] > 300, refused
+        await check_neighbor(stack)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "accepted"),
+    [
+        ("/v1/jobs", {"tokens": [200] * 7000, "params": {"max_tokens": 2}}, "202"),
+        ("/v1/jobs", {"prompt": "word " * 7000, "params": {"max_tokens": 2}}, "202"),
+        ("/tokenize", {"prompt": "word " * 7000}, "200"),
+    ],
+    ids=["tokens", "text", "tokenization"],
+)
+async def test_a_token_limit_holds_for_requests_larger_than_a_minute_of_it(
+    stack: Stack, path: str, body: dict[str, Any], accepted: str
+) -> None:
+    """The attacker's first request leaves a debt of several minutes, so the later cases accept none."""
+    async with stack.client("attacker") as http:
+        answers = await send_all(http, path, [body] * 115)
+    assert answers["429 rate_limit_exceeded"] >= 114, answers
+    assert answers[accepted] + answers["429 rate_limit_exceeded"] == 115
+    await check_neighbor(stack)
+
+
+async def test_large_texts_to_tokenize_take_little_memory_and_refuse_no_other(stack: Stack) -> None:
+    watch = MemoryWatch(stack.pids)
+    watching = asyncio.create_task(watch.run())
+    async with stack.client("flood-2", timeout=180.0, limits=httpx.Limits(max_connections=None)) as http:
+        await send_all(http, "/tokenize", [{"prompt": "warm"}])
+        watch.start_anew()
+        text = json.dumps({"model": POOL, "prompt": "word " * 320_000, "return_token_strs": True}).encode()
+        headers = {"content-type": "application/json"}
+        posts = [asyncio.create_task(http.post("/tokenize", content=text, headers=headers)) for _ in range(12)]
+        while not all(post.done() for post in posts):
+            await check_neighbor(stack)
+        statuses = {post.result().status_code for post in posts}
+    watching.cancel()
+    assert statuses <= {200, 400, 413, 429, 503}
+    assert watch.growth()["gateway"] <= MAX_GROWTH
