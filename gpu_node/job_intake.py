@@ -201,7 +201,8 @@ class JobIntake:
         self._outbox.end(job, Outcome("done"))
 
     async def _encode(self, job: HeldJob, request: Request) -> list[int]:
-        encode = partial(_encode, self._tokenizer, request, job.taken.tenant, created_at(job.job_id))
+        max_tokens = self._ledger.max_model_len if request.params.truncate_prompt_tokens is None else None
+        encode = partial(_encode, self._tokenizer, request, job.taken.tenant, created_at(job.job_id), max_tokens)
         return await self._tokenized(encode, job, request, self._threads)
 
     async def _tokenized(self, call: Callable[[], T], job: HeldJob, request: Request, threads: Threads) -> T:
@@ -286,16 +287,21 @@ def _num_chars_of(message: Message) -> int:
     return CHARS_AROUND_MESSAGE + len(message.content) + len(message.name or "") + calls
 
 
-def _encode(tokenizer: Tokenizer, request: Request, tenant: str, now: datetime) -> list[int]:
-    """Return the prompt's tokens. `now` is part of the job, so that another node renders the same chat."""
-    return truncated(_encode_whole(tokenizer, request, tenant, now), request.params)
+def _encode(tokenizer: Tokenizer, request: Request, tenant: str, now: datetime, max_tokens: int | None) -> list[int]:
+    """Return the prompt's tokens. `now` is part of the job, so that another node renders the same chat.
+
+    Raises PromptTooLongError for a chat that certainly has more than `max_tokens` tokens; None: no limit.
+    """
+    return truncated(_encode_whole(tokenizer, request, tenant, now, max_tokens), request.params)
 
 
-def _encode_whole(tokenizer: Tokenizer, request: Request, tenant: str, now: datetime) -> list[int]:
+def _encode_whole(
+    tokenizer: Tokenizer, request: Request, tenant: str, now: datetime, max_tokens: int | None
+) -> list[int]:
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.messages is not None:
         messages = [message.model_dump(exclude_defaults=True) for message in request.messages]
         owner, variables = (tenant, request.params.cache_salt), request.chat_template_kwargs
-        return tokenizer.encode_chat(messages, request.tools, variables, now=now, owner=owner)
+        return tokenizer.encode_chat(messages, request.tools, variables, now=now, owner=owner, max_tokens=max_tokens)
     return tokenizer.encode(request.prompt or "")

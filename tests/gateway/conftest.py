@@ -68,6 +68,7 @@ class ByteTokenizer:
         framed: bool = False,
         now: datetime | None = None,
         owner: object = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         self.last_chat, self.last_template_kwargs, self.last_framed = (messages, tools), template_kwargs, framed
         return self.encode(messages[-1]["content"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.contract.errors import ConfigError, RequestError
+from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.text.chat_format import (
@@ -84,6 +86,7 @@ class Tokenizer:
         framed: bool = False,
         now: datetime | None = None,
         owner: Owner = NO_OWNER,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Encode a chat up to where the assistant's answer begins. `developer` counts as `system`.
 
@@ -92,7 +95,7 @@ class Tokenizer:
         the clock's. Only texts of the same `owner` share cached pieces.
 
         Blocks while the template renders. Raises RequestError if the model has no chat template, or if its template
-        refuses the chat or takes too much.
+        refuses the chat or takes too much; PromptTooLongError if the text certainly has more than `max_tokens` tokens.
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
@@ -102,7 +105,20 @@ class Tokenizer:
         rendered, offered = template_messages(messages), None if tools is None else json.loads(tools)
         variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
         text = self._template.render(rendered, offered, variables, now)
+        if max_tokens is not None:
+            self._require_fit(text, max_tokens)
         return self._long_texts.encode(text, framed=True) if framed else self._chats.encode(text, owner)
+
+    def _require_fit(self, text: str, max_tokens: int) -> None:
+        """Refuse a text that is too long at the most bytes per token. To encode it could take hundreds of MiB."""
+        if len(text) <= max_tokens or not self.max_token_bytes:
+            return
+        min_tokens = math.ceil(len(text.encode(errors="surrogatepass")) / self.max_token_bytes)
+        if min_tokens > max_tokens:
+            raise PromptTooLongError(
+                f"This model's maximum context length is {max_tokens} tokens; the prompt has at least {min_tokens}",
+                param="prompt",
+            )
 
     @property
     def takes_tools(self) -> bool:
@@ -169,7 +185,7 @@ class Tokenizer:
         """
         return Detokenizer(self.token_bytes, strip_first_space=begins_text and self._strips_first_space)
 
-    @property
+    @cached_property
     def max_token_bytes(self) -> int:
         """Maximum bytes of text that one token can stand for; 0 if there is no bound.
 

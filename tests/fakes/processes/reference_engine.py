@@ -91,6 +91,7 @@ class ReferenceTokenizer:
         framed: bool = False,
         now: datetime | None = None,
         owner: object = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Return the bytes of all messages."""
         return self.encode("\n".join(m["content"] for m in messages))

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from penstock.contract.errors import ConfigError, RequestError, TooCostlyError
+from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError, TooCostlyError
 from penstock.gpu_node.engine.text.chat_template import ChatTemplate
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
@@ -303,6 +303,22 @@ def test_a_decoder_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
 @example(text="<|im_start|>")
 def test_no_text_has_fewer_tokens_than_its_bytes_allow(tokenizer: Tokenizer, text: str) -> None:
     assert len(text.encode()) <= tokenizer.max_token_bytes * len(tokenizer.encode(text))
+
+
+@given(text=st.text(max_size=300), max_tokens=st.integers(1, 40))
+@example(text="x" * 300, max_tokens=8)
+def test_a_chat_is_refused_unencoded_only_if_it_has_more_tokens(
+    tokenizer: Tokenizer, text: str, max_tokens: int
+) -> None:
+    chat = [{"role": "user", "content": text}]
+    try:
+        ids = tokenizer.encode_chat(chat, max_tokens=max_tokens)
+    except PromptTooLongError:
+        assert len(tokenizer.encode_chat(chat)) > max_tokens
+    else:
+        assert ids == tokenizer.encode_chat(chat)
+        rendered = len(tokenizer.decode(ids).encode())
+        assert rendered <= max_tokens * tokenizer.max_token_bytes, "a text that cannot fit was encoded"
 
 
 def test_normalizer_removes_the_bound_of_bytes_per_token(tiny_model: Path, tmp_path: Path) -> None:
