@@ -584,7 +584,7 @@ async def test_chat_that_is_long_in_any_way_is_tokenized_on_a_thread(
 ) -> None:
     engine, readers = ReferenceEngine(), list[threading.Thread]()
 
-    def encode_chat(*chat: object, now: datetime, owner: object) -> list[int]:
+    def encode_chat(*chat: object, now: datetime, owner: object, max_tokens: int) -> list[int]:
         readers.append(threading.current_thread())
         return [1, 2, 3]
 

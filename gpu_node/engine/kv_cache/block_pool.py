@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.kv_cache.eviction import EvictionName, EvictionValue, FreeList
+from penstock.gpu_node.engine.kv_cache.eviction import CacheShares, EvictionName, EvictionValue, FreeList
 from penstock.gpu_node.model.protocol import NULL_BLOCK
 
 ROOT_HASH = b""
@@ -30,10 +30,12 @@ def salted_root(*salts: str | None) -> bytes:
 
 
 class CachedBlock(NamedTuple):
-    """The hash under which a block is cached, and its eviction value."""
+    """The hash under which a block is cached, its eviction value, and the tenant that cached it."""
 
     block_hash: bytes
     worth: int
+    tenant: str
+    weight: float
 
 
 class BlockPool:
@@ -55,6 +57,9 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._worths = [0] * num_blocks
+        self._tenants: list[tuple[str, float]] = [("", 1.0)] * num_blocks
+        """Of each cached block: the tenant that cached it, and its weight."""
+        self._shares = CacheShares(num_blocks)
 
     def touch(self, block: int) -> None:
         """Add a reference to a block of a matched prefix."""
@@ -64,17 +69,24 @@ class BlockPool:
             self.num_free -= 1
             self.num_cached -= self._hashes[at] is not None
         self._ref_counts[at] += 1
+        if self._hashes[at] is not None:
+            self._shares.use(self._tenants[at][0], self.num_evictions)
         self._worths[at] = self._worth_by.after_use(self._worths[at])
 
     def take(self) -> tuple[int, CachedBlock | None]:
-        """Take the free block of the lowest eviction value. Return it with its former cache entry."""
+        """Take a free block: one without content, or the least valuable one of the tenant above its share.
+
+        Return it with its former cache entry.
+        """
         if self.num_free == 0:
             raise InvariantError("no block is free")
-        at = self._free.pop()
+        at = self._free.pop_blank()
         self.num_free -= 1
-        self._ref_counts[at] = 1
-        if self._hashes[at] is None:
+        if at is not None:
+            self._ref_counts[at] = 1
             return at + self.first, None
+        at = self._free.pop_cached(self._shares.loser(self._free.owners, self.num_evictions))
+        self._ref_counts[at] = 1
         self.num_cached -= 1
         self.num_evictions += 1
         return at + self.first, self.uncache(at + self.first)
@@ -98,14 +110,16 @@ class BlockPool:
             else:
                 self.num_cached += 1
                 self._worths[at] = max(self._worths[at], least_worth)
-                self._free.add_cached(at, self._worths[at])
+                self._free.add_cached(at, self._worths[at], self._tenants[at][0])
 
-    def cache(self, block: int, block_hash: bytes, worth: int = 0) -> None:
-        """Cache a held block under its hash, unless the hash or the block is cached already."""
+    def cache(self, block: int, block_hash: bytes, worth: int = 0, tenant: str = "", weight: float = 1.0) -> None:
+        """Cache a held block of a tenant under its hash, unless the hash or the block is cached already."""
         at = block - self.first
         if block_hash not in self._index and self._hashes[at] is None:
             self._index[block_hash] = block
             self._hashes[at], self._worths[at] = block_hash, worth
+            self._tenants[at] = (tenant, weight)
+            self._shares.add(tenant, weight, self.num_evictions)
 
     def uncache(self, block: int) -> CachedBlock | None:
         """Remove a block from the cache and return its entry. If free, it is the next block to be taken."""
@@ -120,7 +134,9 @@ class BlockPool:
             self._free.remove(at)
             self._free.add_blank(at)
         worth, self._worths[at] = self._worths[at], 0
-        return CachedBlock(known, worth)
+        tenant, weight = self._tenants[at]
+        self._shares.remove(tenant)
+        return CachedBlock(known, worth, tenant, weight)
 
     def is_cached(self, block: int) -> bool:
         """Return whether a block is cached."""

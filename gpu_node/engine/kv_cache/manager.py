@@ -145,10 +145,10 @@ class KvCacheManager:
         self.free([unneeded])
         return spare if unneeded == block else block
 
-    def cache(self, block: int, block_hash: bytes) -> None:
-        """Cache a held, full device block; the first block of a hash stays cached."""
+    def cache(self, block: int, block_hash: bytes, tenant: str = "", weight: float = 1.0) -> None:
+        """Cache a held, full device block of a tenant; the first block of a hash stays cached."""
         if self._caching and self.is_on_device(block):
-            self.device.cache(block, block_hash)
+            self.device.cache(block, block_hash, 0, tenant, weight)
 
     def uncache(self, blocks: Iterable[int]) -> None:
         """Remove blocks from the cache, held or not, because their content was not computed."""

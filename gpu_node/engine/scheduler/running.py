@@ -209,7 +209,7 @@ class RunningBatch:
         num_full = len(tokens) // self._block_size  # drafted tokens may be rejected, so they do not count
         seq.hash_full_blocks(tokens, self._block_size)
         for i in range(int(self.table.num_cached[seq.row]) // self._block_size, num_full):
-            self._memory.cache(seq.blocks[i], seq.block_hashes[i])
+            self._memory.cache(seq.blocks[i], seq.block_hashes[i], seq.tenant, seq.weight)
             cached.append(seq.blocks[i])
         self.table.num_cached[seq.row] = num_full * self._block_size
 

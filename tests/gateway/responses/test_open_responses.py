@@ -68,7 +68,7 @@ IMAGE = [
 @pytest.fixture(scope="module")
 def weather(stack: Any, shared_engine: Any) -> str:
     engine = type(shared_engine)()
-    engine.tokenizer.encode_chat = lambda messages, tools=None, _kwargs=None, now=None, owner=None: list(
+    engine.tokenizer.encode_chat = lambda messages, tools=None, _kwargs=None, **_: list(
         (CALL if tools else TEXT).encode()
     )
     stack.start_node(engine, model=MODEL, pool="weather", tool_parser="hermes", reasoning_parser="think")

@@ -11,10 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, BlockPool, block_hash, salted_root
-from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
+from penstock.gpu_node.engine.kv_cache.eviction import MAX_IDLE_TURNOVERS, EvictionName
 
 NUM_BLOCKS = 11
 FIRST = 5
+WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.5}
+"""Of tenants."""
 
 
 def _hash(*token_ids: int, parent: bytes = ROOT_HASH) -> bytes:
@@ -37,6 +39,8 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.holders: list[list[int]] = []
         self.content: dict[int, bytes] = {}
+        self.tenants: dict[int, str] = {}
+        """The tenant of each cached block."""
 
     @initialize(eviction=st.sampled_from(("lru", "lfu", "length")))
     def start(self, eviction: EvictionName) -> None:
@@ -55,19 +59,28 @@ class PoolMachine(RuleBasedStateMachine):
             block, entry = self.pool.take()
             assert block in range(FIRST, FIRST + NUM_BLOCKS) and block not in held
             assert (entry is None and block in blank) if blank else entry is not None
+            if entry is not None:
+                unheld = {self.tenants[one] for one in self.content if one not in held}
+                assert entry.tenant == self.tenants[block] and entry.weight == WEIGHTS[entry.tenant]
+                assert self.parts()[entry.tenant] == max(self.parts()[one] for one in unheld)
             assert (entry and entry.block_hash) == self.content.pop(block, None)
             blocks.append(block)
         if blocks:
             self.holders.append(blocks)
 
+    def parts(self) -> dict[str, float]:
+        """Return how many blocks each tenant has cached, for its weight."""
+        named = [self.tenants[block] for block in self.content]
+        return {tenant: named.count(tenant) / weight for tenant, weight in WEIGHTS.items()}
+
     @precondition(lambda self: self.holders)
-    @rule(data=st.data(), name=st.integers(0, 9))
-    def cache(self, data: st.DataObject, name: int) -> None:
+    @rule(data=st.data(), name=st.integers(0, 9), tenant=st.sampled_from(("a", "b", "c")))
+    def cache(self, data: st.DataObject, name: int, tenant: str) -> None:
         block = data.draw(st.sampled_from(data.draw(st.sampled_from(self.holders))))
         digest = _hash(name)
         if digest not in self.content.values() and block not in self.content:
-            self.content[block] = digest
-        self.pool.cache(block, digest)
+            self.content[block], self.tenants[block] = digest, tenant
+        self.pool.cache(block, digest, 0, tenant, WEIGHTS[tenant])
 
     @rule(name=st.integers(0, 9))
     def share(self, name: int) -> None:
@@ -117,11 +130,11 @@ def test_blocks_without_a_prefix_go_first_then_the_tail_of_the_oldest_prefix(evi
     assert index == dict(zip(names[2:], second, strict=True))
 
 
-def _cached(pool: BlockPool, name: int, length: int, num_uses: int = 0) -> list[int]:
+def _cached(pool: BlockPool, name: int, length: int, num_uses: int = 0, tenant: str = "a") -> list[int]:
     """Cache a prefix of `length` blocks that was found so often and that no sequence holds."""
     blocks = _take(pool, length)
     for i, block in enumerate(blocks):
-        pool.cache(block, _hash(name, i))
+        pool.cache(block, _hash(name, i), 0, tenant)
     pool.free(blocks)
     for _ in range(num_uses):
         for block in blocks:
@@ -163,6 +176,32 @@ def test_shared_prefix_has_the_value_of_its_longest_sequence() -> None:
     _cached(pool, 2, 4)
     taken = _take(pool, 12)
     assert not set(taken) & set(head) and _hash(1, 0) in index and _hash(2, 0) not in index
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "length"])
+def test_a_flood_of_one_tenant_evicts_no_prefix_of_a_tenant_below_its_share(eviction: EvictionName) -> None:
+    pool, index = _pool(20, eviction)
+    small = _cached(pool, 0, 8, tenant="small")
+    for name in range(1, 100):
+        _cached(pool, name, 3, num_uses=2, tenant="large")
+    assert all(index[_hash(0, i)] == block for i, block in enumerate(small))
+
+
+def test_a_tenant_that_grows_takes_blocks_of_larger_ones_until_all_have_as_many() -> None:
+    pool, index = _pool(30)
+    _cached(pool, 0, 20, tenant="large")
+    _cached(pool, 1, 10, tenant="middle")
+    _cached(pool, 2, 10, tenant="new")
+    sizes = {name: sum(_hash(name, i) in index for i in range(20)) for name in range(3)}
+    assert sizes == {0: 10, 1: 10, 2: 10}
+
+
+def test_a_tenant_that_uses_nothing_for_long_loses_its_prefixes() -> None:
+    pool, index = _pool(20)
+    _cached(pool, 0, 5, tenant="gone")
+    for name in range(1, MAX_IDLE_TURNOVERS * 20 // 4 + 10):
+        _cached(pool, name, 4, tenant="busy")
+    assert _hash(0, 0) not in index
 
 
 def test_taking_a_block_of_an_empty_pool_is_an_error() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from pathlib import Path
 
@@ -17,7 +18,9 @@ NUM_PAGES = 64
 @pytest.fixture
 def file(tmp_path: Path) -> MappedFile:
     path = tmp_path / "file"
-    path.write_bytes(bytes(NUM_PAGES * mmap.PAGESIZE))
+    with path.open("wb") as written:
+        written.write(bytes(NUM_PAGES * mmap.PAGESIZE))
+        os.fsync(written.fileno())  # Linux maps no neighbor that is just being written to the disk.
     return MappedFile(path)
 
 
