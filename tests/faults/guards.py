@@ -68,13 +68,6 @@ MUTANTS = (
         "if tenant_queued",
         "tasks.py",
     ),
-    Mutant(
-        "tasks take no tokens of a rate",
-        "submit",
-        "if is_light and rate_prompt == '' then per_minute.tokens = 0 end",
-        "",
-        "tasks.py",
-    ),
     Mutant("debt at another rate", "queue", "tonumber(stated_rate) ~= ms_per_unit", "false", "limits.py"),
     Mutant(
         "debt of the other unit",
@@ -213,13 +206,7 @@ MUTANTS = (
         "tests/queue/test_fair_shares.py",
     ),
     Mutant("logs are counted as they grow", "emit", "then count_log(id) end", "then end", "stored_bytes.py"),
-    Mutant(
-        "a returned job reserves nothing",
-        "queue",
-        "if job.state ~= 'running' then reserved = nil end",
-        "",
-        "stored_bytes.py",
-    ),
+    Mutant("a returned job reserves nothing", "queue", "'reserved', 0, 'avoid'", "'avoid'", "stored_bytes.py"),
     Mutant("expired bytes free memory", "submit", "subtract_expired(now, MAX_RELEASED)", "", "stored_bytes.py"),
     Mutant(
         "bytes are subtracted once",

@@ -169,6 +169,15 @@ async def test_a_tenant_gets_its_share_of_a_full_node_and_no_more(queue: Queue) 
     assert batch not in ids_of(taken), "batch work waits"
 
 
+async def test_a_tenant_gets_no_more_than_its_share_of_what_a_flood_has_above_its_own(queue: Queue) -> None:
+    node = await queue.node(policy="fair")
+    for _ in range(9):
+        await queue.submit(tenant="victim", cost=10)
+    held = {"flood": (800, 8, 1.0), "third": (0, 0, 1.0)}
+    taken = await node.take(200, 0, kv_total=1000, slots_total=8, tenants=held)
+    assert len(taken.jobs) == 2, "a third of 8 slots"
+
+
 async def test_a_flood_whose_turn_has_come_holds_back_no_tenant_below_its_share(queue: Queue) -> None:
     """The head of the flood is old, so the node keeps capacity free for it; the victim need not wait for that."""
     node = await queue.node(policy="fair", bypass_ms=0, aging_ms=1)

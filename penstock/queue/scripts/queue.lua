@@ -217,7 +217,7 @@ local function requeue(job, now, why, cost, avoid_until)
   redis.call('SREM', P .. ':running:' .. job.node, job.id)
   job.cost = tostring(cost)
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
-    'avoid', job.node, 'avoid_until', avoid_until)
+    'reserved', 0, 'avoid', job.node, 'avoid_until', avoid_until)
   redis.call('ZADD', requeued_key(job), job.submitted, job.id)
   note_queued(job)
   correct_charge(job, -(tonumber(job.charge) or 0))
@@ -474,7 +474,6 @@ do
     local held, reserved, idem, ms_per_token, charged, account, past = unpack(redis.call('HMGET', job_key(job.id), 'held',
       'reserved', 'idem', 'ms_per_token', 'charged', 'account', 'past_leases'))
     count_bytes(P .. ':stored', job.tenant, -(tonumber(held or '') or 0))
-    if job.state ~= 'running' then reserved = nil end
     count_bytes(P .. ':reserved', job.tenant, -(tonumber(reserved or '') or 0))
     local is_wide = false
     for _, text in ipairs({message, param, past or '', job.inboxes, job.loss_nodes or ''}) do

@@ -203,7 +203,6 @@ if not is_light and tenant_queued > 0 and own_queued > 0 and own_queued + cost >
   return busy_until_drained("tenant's queued KV tokens", tenant_queued, own_queued + cost - tenant_queued)
 end
 local new_rates, rate_until = {}, now
-if is_light and rate_prompt == '' then per_minute.tokens = 0 end
 local reserved_tokens = per_minute.tokens > 0 and tokens_to_reserve() or 0
 local rates = redis.call('HMGET', rate_key, 'jobs', 'ms_per_job', 'tokens', 'ms_per_token')
 for at, unit in ipairs({{'jobs', 'ms_per_job', 1}, {'tokens', 'ms_per_token', reserved_tokens}}) do

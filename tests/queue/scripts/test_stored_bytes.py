@@ -282,3 +282,16 @@ async def test_a_job_is_not_taken_while_its_output_has_no_memory(queue: Queue) -
     assert taken.jobs[-1].job_id == other
     await end(node, taken.jobs[0], b"small")
     assert [job.tenant for job in (await node.take()).jobs] == ["acme"]
+
+
+async def test_a_returned_job_that_is_cancelled_releases_its_output_once(queue: Queue) -> None:
+    node = await queue.node()
+    for _ in range(2):
+        await queue.submit(tenant="acme")
+    returned, running = (await node.take()).jobs
+    both = (await reserved(queue))["acme"]
+    await node.give_back(returned)
+    await queue.producer.cancel(returned.job_id, "acme")
+    assert (await reserved(queue))["acme"] == both / 2
+    await end(node, running, b"small")
+    assert await reserved(queue) == {}
