@@ -242,12 +242,9 @@ def test_every_field_of_a_message_and_of_stream_options_accepts_and_refuses_what
 
 
 def test_the_accepted_values_of_the_page_are_sent_at_their_limits(http: httpx.Client) -> None:
+    everywhere = effects(BODIES) | effects(TEXTS)
     for name, said in values().items():
-        path = next(
-            path
-            for path in PROMPTS
-            if effects(TEXTS if path in ("/v1/embeddings", "/rerank", "/score") else BODIES)[path, name] == HONORED
-        )
+        path = next(path for path in PROMPTS if everywhere.get((path, name)) == HONORED)
         beside = sent_to(path, name, HONORED)[2]
         for value in (json.loads(one.strip("`")) for one in said.split(" or ") if one.startswith("`")):
             answer = answer_to(http, path, **beside, **{name: value})
