@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from penstock.contract.job import SamplingParams
 from penstock.contract.named import Named
 from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
 from penstock.gateway.responses.body import ResponseBody
 from penstock.gateway.responses.body import StreamOptions as ResponseStreamOptions
 from penstock.producer.batch.request import ROWS
-from penstock.producer.openai.fields import NO_EFFECT, neutral_values_of
+from penstock.producer.openai.fields import NO_EFFECT, Accepts, neutral_values_of
 from penstock.producer.openai.messages import ChatMessage
 
 BEGIN, END = "<!-- begin: made by `make fields` -->", "<!-- end -->"
 """The lines between which FIELDS.md holds the tables."""
 HONORED, WITHOUT_EFFECT, REFUSED, UNKNOWN = "honored", "no effect", "refused", "unknown"
+BODIES, TEXTS = "Fields of the body", "Fields of a body with texts to embed"
+STREAM_OPTIONS, MESSAGE = "Fields of `stream_options`", "Fields of a message"
 _TABLES: Mapping[str, Mapping[str, type[Named]]] = {
-    "Fields of the body": {
+    BODIES: {
         "/v1/chat/completions": ChatRequest,
         "/v1/completions": CompletionRequest,
         "/v1/responses": ResponseBody,
         **{f"batch: {url}": row for url, row in ROWS.items()},
     },
-    "Fields of a body with texts to embed": {
-        "/v1/embeddings": EmbeddingRequest,
-        "/rerank": RerankRequest,
-        "/score": ScoreRequest,
-    },
-    "Fields of `stream_options`": {"chats and completions": StreamOptions, "/v1/responses": ResponseStreamOptions},
-    "Fields of a message": {"`messages[]`": ChatMessage},
+    TEXTS: {"/v1/embeddings": EmbeddingRequest, "/rerank": RerankRequest, "/score": ScoreRequest},
+    STREAM_OPTIONS: {"chats and completions": StreamOptions, "/v1/responses": ResponseStreamOptions},
+    MESSAGE: {"`messages[]`": ChatMessage},
 }
+
+_LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_OPTION_OF = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "top_logprobs": "logprobs"}
+"""Fields that penstock's sampling options call otherwise."""
+_SHOWN_BITS = 20
+"""Powers of two beyond this one are shown as powers."""
 
 
 def effect_of(field: FieldInfo | None) -> str:
@@ -43,15 +50,17 @@ def effect_of(field: FieldInfo | None) -> str:
         return UNKNOWN
     if NO_EFFECT in field.metadata or _is_hint(field.annotation):
         return WITHOUT_EFFECT
+    if said := next((mark.words for mark in field.metadata if isinstance(mark, Accepts)), None):
+        return said
     neutral = neutral_values_of(field.metadata)
     if neutral is None:
         return HONORED
     return REFUSED if neutral.accepted == (None,) else f"only {_code(neutral.shown)}"
 
 
-def effects() -> dict[tuple[str, str], str]:
-    """Map each (endpoint, field) of the first table to what the field does."""
-    schemas = _TABLES["Fields of the body"]
+def effects(title: str = BODIES) -> dict[tuple[str, str], str]:
+    """Map each (column, field) of a table to what the field does."""
+    schemas = _TABLES[title]
     names = _names_of(schemas)
     return {
         (path, name): effect_of(schema.model_fields.get(name)) for path, schema in schemas.items() for name in names
@@ -60,7 +69,66 @@ def effects() -> dict[tuple[str, str], str]:
 
 def tables() -> str:
     """Return the tables as Markdown."""
-    return "\n".join(line for title, schemas in _TABLES.items() for line in _table(title, schemas))
+    lines = [line for title, schemas in _TABLES.items() for line in _table(title, schemas)]
+    return "\n".join([*lines, *_values_table()])
+
+
+def values() -> dict[str, str]:
+    """Map each sampling option and each choice of the first two tables to the values that it accepts."""
+    found: dict[str, str] = {}
+    for title in (BODIES, TEXTS):
+        for schema in _TABLES[title].values():
+            for name, field in schema.model_fields.items():
+                if effect_of(field) != HONORED:
+                    continue
+                option = SamplingParams.model_fields.get(_OPTION_OF.get(name, name), field)
+                said = _choices_of(field.annotation) or _range_of(field) or _range_of(option)
+                if said:
+                    found.setdefault(name, said)
+    return dict(sorted(found.items()))
+
+
+def _values_table() -> Iterator[str]:
+    yield "## Values of honored fields\n"
+    yield "| field | accepted values |"
+    yield "|---|---|"
+    for name, said in values().items():
+        yield f"| `{name}` | {said} |"
+    yield ""
+
+
+def _choices_of(annotation: Any) -> str:
+    """Return the values of a Literal, which may be optional; "" for another type."""
+    for part in _types_in(annotation):
+        if get_origin(part) is Literal:
+            return " or ".join(f"`{json.dumps(value)}`" for value in get_args(part))
+    return ""
+
+
+def _range_of(field: FieldInfo) -> str:
+    """Return the limits of a number; "" for another type, or without a limit."""
+    if not {int, float} & {*_types_in(field.annotation)}:
+        return ""
+    marks = [*field.metadata, *(mark for part in get_args(field.annotation) for mark in _marks_of(part))]
+    limits = {name: getattr(mark, name) for mark in marks for name in _LIMIT_WORDS if hasattr(mark, name)}
+    return ", ".join(f"{word} {_number(limits[name])}" for name, word in _LIMIT_WORDS.items() if name in limits)
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """Yield the alternatives of an annotation, without their metadata."""
+    for part in get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,):
+        yield getattr(part, "__origin__", part) if hasattr(part, "__metadata__") else part
+
+
+def _marks_of(annotation: Any) -> list[Any]:
+    """Return the metadata of an annotation, and the marks inside of pydantic's Field."""
+    marks = getattr(annotation, "__metadata__", ())
+    return [inner for mark in marks for inner in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
+
+
+def _number(value: float) -> str:
+    power, sign = int(abs(value)).bit_length() - 1, "-" if value < 0 else ""
+    return f"{sign}2^{power}" if abs(value) == 2**power and power > _SHOWN_BITS else f"{value:,}".removesuffix(".0")
 
 
 def _table(title: str, schemas: Mapping[str, type[Named]]) -> Iterator[str]:

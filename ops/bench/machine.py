@@ -33,9 +33,12 @@ def describe() -> dict[str, object]:
 
 
 def revision() -> str:
-    """The commit of these sources, marked when they were changed since; `unknown` outside a clone."""
+    """The commit of these sources, marked when they were changed since; `unknown` outside a clone and without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude", "*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 

@@ -18,6 +18,7 @@ from penstock.cli.processes import Supervisor, run_until_stopped
 from penstock.cli.serve import start_all
 from penstock.contract.errors import PenstockError
 from penstock.runtime.embedded_redis import resolve_redis
+from penstock.runtime.logging import LogSettings, configure_logging
 
 if TYPE_CHECKING:
     from httpx import AsyncClient
@@ -48,8 +49,15 @@ def demo(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    configure_logging(_log_settings(), prefix="demo    | ")
     with resolve_redis(redis_url) as url:
         run_until_stopped(_demo(url, model or default_model(), prompt, options))
+
+
+def _log_settings() -> LogSettings:
+    """Return the settings of the log, which is for people even without a terminal."""
+    settings = LogSettings.load()
+    return LogSettings.load(log_format="console") if settings.log_format == "auto" else settings
 
 
 async def _demo(redis_url: str, model: str, question: str, options: dict[str, object]) -> None:

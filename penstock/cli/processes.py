@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from penstock.cli.process_ends import reason_in, status_in_words
+from penstock.cli.process_ends import end_in_words, status_in_words
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
@@ -104,8 +104,7 @@ class Child:
 
     def why_it_ended(self) -> str:
         """Return one line with the exit status and the reason of a child that has ended."""
-        reason = reason_in(self._tail)
-        return self._status() + (f": {reason}" if reason else "")
+        return f"{self.name} ended with {end_in_words(self._process.returncode, self._tail)}"
 
     def _status(self) -> str:
         return f"{self.name} ended with {status_in_words(self._process.returncode)}"

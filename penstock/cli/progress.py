@@ -12,18 +12,11 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from penstock.cli.processes import Event
 from penstock.runtime.cancellation import cancel_until_done
-from penstock.runtime.progress_log import ProgressLog
+from penstock.runtime.progress_log import STAGES, ProgressLog
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_STAGES = {
-    "download": "downloading from the hub",
-    "convert": "reading the GGUF file",
-    "compile": "compiling the kernels, once per machine",
-    "load": "loading and packing weights",
-}
-"""Stage of a progress event → what the bar shows."""
 _ALMOST = 0.999
 """Shown instead of 1. After 1, rich counts the bar as finished and stops its clock, but another stage may follow."""
 
@@ -74,7 +67,7 @@ class LoadingBar:
         """Show a stage and the fraction of it that is done."""
         if self._progress is not None:
             self._progress.update(
-                self._progress.task_ids[0], completed=min(fraction, _ALMOST), stage=_STAGES.get(stage, stage)
+                self._progress.task_ids[0], completed=min(fraction, _ALMOST), stage=STAGES.get(stage, stage)
             )
 
     def __enter__(self) -> Self:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from penstock.cli.process_ends import status_in_words
+from penstock.cli.process_ends import end_in_words
 from penstock.cli.processes import Child, Command, ProcessDiedError, Supervisor
 from penstock.contract.errors import ConfigError
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -68,7 +68,7 @@ async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
                 await asyncio.to_thread(server.end)
             await asyncio.sleep(_POLL_INTERVAL_S)
         pause_s = back_off.pause_s(time.monotonic() - started_s)
-        words = f"{status_in_words(server.status)}: {server.last_log_line()}"
+        words = end_in_words(server.status, [server.last_log_line()])
         say(f"redis ended with {words}; it starts again in {pause_s:g} s")
         if not server.keeps_jobs:
             say("redis kept its jobs only in memory: jobs without a waiting caller are lost (--data-dir keeps them)")

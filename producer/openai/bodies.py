@@ -28,7 +28,7 @@ from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.problems import problem_of
 from penstock.contract.template_kwargs import CONTINUES, GENERATION_PROMPT, TemplateKwargs
 from penstock.contract.tools import MAX_TOOLS
-from penstock.producer.openai.fields import NO_EFFECT, Whole, only
+from penstock.producer.openai.fields import NO_EFFECT, Accepts, Whole, only
 from penstock.producer.openai.generation_body import GenerationBody
 from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
 
@@ -208,7 +208,7 @@ class CompletionBody(GenerationBody):
     prompt_logprobs: Whole | None = None
     echo: bool | None = None
     suffix: Annotated[Any, only(None)] = None
-    best_of: Whole | None = None
+    best_of: Annotated[Whole | None, Accepts("only `1` or the value of `n`")] = None
     prompt_embeds: Annotated[Any, only(None)] = None
     add_special_tokens: Annotated[Any, only(None, True)] = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict
@@ -15,6 +16,13 @@ NO_EFFECT = "accepted without effect"
 """The mark of a field that is accepted with any value of its type and changes nothing."""
 Hint = Annotated[str | None, NO_EFFECT]
 """A text that a caller may send and that changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepts:
+    """The mark of a field whose validators accept only some values: `words` say which, for FIELDS.md."""
+
+    words: str
 
 
 class NeutralValues:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from dataclasses import replace
@@ -14,8 +15,19 @@ from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 
 from penstock.cli.admin import doctor
-from penstock.cli.admin.doctor import check_demo_model, check_extras, check_kernels, judge_cpu, judge_node, judge_redis
+from penstock.cli.admin.doctor import (
+    NODE_ADVICE,
+    check_demo_model,
+    check_extras,
+    check_kernels,
+    judge_cpu,
+    judge_node,
+    judge_pool,
+    judge_redis,
+)
 from penstock.cli.admin.gpus import Gpu, GpuMachine, judge_gpus, this_machine
+from penstock.gpu_node.monitor import health
+from penstock.queue.pool_stats import PoolStats
 from penstock.queue.wire import NodePressure
 
 GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
@@ -54,6 +66,20 @@ def test_each_unhealthy_part_of_a_node_is_named() -> None:
     )
     assert [check.level for check in checks] == ["warn", "warn"]
     assert checks[0].finding == "n1: memory 3 steps ran out of memory"
+    assert "PENSTOCK_NODE_MAX_NUM_SEQS" in checks[0].advice
+
+
+def test_every_part_of_a_node_that_may_be_unhealthy_has_an_advice() -> None:
+    assert set(NODE_ADVICE) == set(re.findall(r'yield "(\w+)"', inspect.getsource(health)))
+
+
+def test_each_finding_that_is_not_good_says_what_to_do() -> None:
+    info = {"redis_version": "5.0", "maxmemory_policy": "allkeys-lru"}
+    pool = PoolStats("small", (), (), (), num_open=0, counts={}, nodes=())
+    checks = [*judge_redis(info), *judge_pool(pool), judge_cpu("x86_64", None)]
+    assert {check.level for check in checks} == {"warn", "fail"}
+    assert all(check.advice for check in checks)
+    assert "penstock pools forget small" in " ".join(check.advice for check in checks)
 
 
 def test_doctor_checks_live_nodes_and_names_pools_without_nodes(redis_url: str) -> None:

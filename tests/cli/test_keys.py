@@ -50,6 +50,18 @@ def test_key_is_added_listed_and_revoked(redis_url: str) -> None:
     assert keys(redis_url, "list").stdout.startswith(f"{record.key_id} acme revoked")
 
 
+def test_a_new_key_is_printed_as_json_with_what_it_may_do(redis_url: str) -> None:
+    options = ("--max-open-jobs", "7", "--scope", "infer", "--scope", "metrics", "--models", "small", "--label", "web")
+    made = json.loads(keys(redis_url, "add", "acme", *options, "--json").stdout)
+    record = identify(made["key"], asyncio.run(known_of(redis_url)), "")
+    assert (made["id"], made["state"], made["limits"]["max_open_jobs"]) == (record.key_id, "active", 7)
+    shown = json.loads(keys(redis_url, "show", "web", "--json").stdout)
+    assert {name: value for name, value in made.items() if name != "key"} == {
+        name: value for name, value in shown.items() if name not in ("tenant_kept_bytes", "usage")
+    }
+    assert "digest" not in str(made)
+
+
 def test_rights_and_usage_are_shown(redis_url: str) -> None:
     keys(redis_url, "add", "acme", "--highest-class", "interactive", "--memory-percent", "20")
     listed = keys(redis_url, "list").stdout

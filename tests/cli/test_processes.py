@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from penstock.cli import restarting
 from penstock.cli.process_ends import reason_in
 from penstock.cli.processes import Child, Command, Event, ProcessDiedError, Supervisor
 from penstock.cli.restarting import BackOff, keep_child
+from penstock.runtime.console_format import ConsoleFormatter
 
 READY = 'import json, time; print(json.dumps({"event": "ready", "pool": "p"}), flush=True)\n'
 SLEEP = "time.sleep(300)\n"
@@ -358,3 +360,17 @@ def test_only_a_warning_or_an_error_is_the_reason_for_an_end() -> None:
     assert reason_in(['{"level": "ERROR", "message": "the node stops", "reason": "a bug"}']) == "the node stops: a bug"
     assert reason_in(["penstock: model 'x' is not served", " "]) == "model 'x' is not served"
     assert reason_in(["[1]"]) == "[1]"
+
+
+@pytest.mark.parametrize("has_color", [False, True])
+def test_a_log_for_people_gives_the_same_reasons(has_color: bool) -> None:
+    lines = ConsoleFormatter(has_color=has_color)
+
+    def reason_of(level: int, message: str, **fields: object) -> str:
+        record = logging.makeLogRecord({"name": "penstock.x", "levelno": level, "msg": message, **fields})
+        record.levelname = logging.getLevelName(level)
+        return reason_in([lines.format(record)])
+
+    assert reason_of(logging.INFO, "node serves", node_id="n1") == ""
+    assert reason_of(logging.WARNING, "swap is full") == "swap is full"
+    assert reason_of(logging.ERROR, "the node stops", reason="a bug") == 'the node stops reason="a bug"'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import re
 
 import pytest
 
@@ -46,10 +47,24 @@ async def test_a_log_gets_a_line_at_a_slow_pace(
             while len(caplog.records) < 2:
                 await asyncio.sleep(0.005)
     said = [vars(record) for record in caplog.records]
-    assert {(one["message"], one["model"], one["stage"], one["percent"]) for one in said} == {
-        ("loading", "some-model", "download", 100)
+    assert {(one["message"], one["model"], one["stage"]) for one in said} == {
+        ("downloading the model from the hub", "some-model", "download")
     }
+    assert [one["percent"] for one in said] == [0, *[100] * (len(said) - 1)]
     assert len(said) < 10
+
+
+async def test_a_log_says_at_once_that_the_kernels_are_compiled_and_for_how_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    progress = LoadingProgress(LOG, "some-model")
+    with caplog.at_level(logging.INFO):
+        async with progress.shown():
+            progress.update({"event": "progress", "stage": "compile", "fraction": 0.0})
+            progress.update({"event": "progress", "stage": "compile", "fraction": 0.5})
+    (one,) = caplog.records
+    assert re.search(r"compiling the kernels, once per machine \(\d+ s on two idle cores\)", one.message)
 
 
 def test_loading_reports_progress_within_two_seconds() -> None:

@@ -63,7 +63,8 @@ CLIENTS = (
         "instructor",
         "instructor",
         "instructor_checks.py",
-        "records in each mode, partial streams, errors, cancellation",
+        "records in the modes TOOLS, TOOLS_STRICT, JSON, JSON_SCHEMA and RESPONSES_TOOLS, partial streams, errors, "
+        "cancellation",
     ),
     Client(
         "http",

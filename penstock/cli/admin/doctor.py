@@ -28,6 +28,20 @@ from penstock.runtime.settings import RedisSettings, without_password
 MIN_REDIS = (6, 2)
 EXTRAS = ("gateway", "node", "embedded", "batch", "tracing")
 _TORCH_COMPUTES = "torch computes, several times slower than the native kernels"
+NODE_ADVICE = {
+    "engine": "nothing: if it makes no step for PENSTOCK_NODE_STALL_AFTER_S, the node ends and its jobs move",
+    "runner": "read the reason in the node's log: 'a step failed'",
+    "memory": "lower PENSTOCK_NODE_MAX_NUM_SEQS; PENSTOCK_NODE_KV_CACHE_GIB: lower if the machine lacks memory, "
+    "higher if the cache is too small",
+    "grammars": "restart the node",
+    "redis": "check that Redis runs, and the network between it and the node",
+    "outbox": "check that Redis runs, and the network between it and the node",
+    "doorbell": "check the network, and the rights of the node's Redis user (ops/acl)",
+    "tokenizer": "report it, with the line 'the engine failed on a job' of the node's log",
+    "loop": "find what pauses the machine: swap, no free core, a frozen virtual machine",
+    "clock": "nothing: only Redis's clock counts",
+}
+"""Unhealthy part of a node (`gpu_node/monitor/health.py`) → what to do."""
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -83,7 +97,14 @@ async def check_redis(url: str | None) -> list[Check]:
             with translated():
                 info = await redis.info("everything")
     except PenstockError as error:
-        return [Check("fail", "Redis", error.message, "start it, or correct PENSTOCK_REDIS_URL")]
+        return [
+            Check(
+                "fail",
+                "Redis",
+                error.message,
+                "start it (`penstock serve` brings its own), or correct --redis-url or PENSTOCK_REDIS_URL",
+            )
+        ]
     return [Check("ok", "Redis", f"at {without_password(url)}"), *judge_redis(info)]
 
 
@@ -103,7 +124,7 @@ def judge_pool(pool: PoolStats) -> Iterator[Check]:
             "warn",
             "pool",
             f"{pool.pool}: no live node, {pool.num_open} open jobs",
-            "start a node (penstock node) or remove the pool (penstock pools forget)",
+            f"start a node (`penstock node MODEL`), or remove the pool: penstock pools forget {pool.pool}",
         )
     for node in pool.nodes:
         yield from judge_node(node)
@@ -112,7 +133,8 @@ def judge_pool(pool: PoolStats) -> Iterator[Check]:
 def judge_node(node: NodePressure) -> Iterator[Check]:
     """Yield a warning for each unhealthy part of a node, or its load if it is healthy."""
     for part, why in node.troubles.items():
-        yield Check("warn", "node", f"{node.node_id}: {part} {why}", "see the node's log")
+        advice = NODE_ADVICE.get(part, "see the node's log")
+        yield Check("warn", "node", f"{node.node_id}: {part} {why}", advice)
     if not node.troubles:
         used = node.kv_blocks_total - node.kv_blocks_free
         yield Check(
@@ -136,12 +158,13 @@ def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
             "warn",
             "Redis",
             "no maxmemory",
-            "set it: a full machine kills Redis, but a full Redis only refuses new jobs",
+            "CONFIG SET maxmemory 2gb, or what the machine can spare: a full machine kills Redis, a full Redis only "
+            "refuses new jobs",
         )
     if int(info.get("aof_enabled", 0)):
         yield Check("ok", "Redis", "append-only file is on")
     else:
-        advice = "set appendonly yes; without it, a restart of Redis loses all jobs"
+        advice = "CONFIG SET appendonly yes (penstock serve: --data-dir FOLDER); else a restart of Redis loses all jobs"
         yield Check("warn", "Redis", "append-only file is off", advice)
 
 

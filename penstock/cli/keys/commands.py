@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from penstock.cli.command_line.commands import App
-from penstock.cli.keys.output import key_object, line_of, lines_of, usage_line_of
+from penstock.cli.keys.output import key_object, line_of, lines_of, record_object, usage_line_of
 from penstock.cli.options import RedisUrl, options_of, takes
 from penstock.cli.output import AsJson, JsonArray, print_object
 from penstock.contract.api_keys import ApiKey, Scope
@@ -83,10 +83,11 @@ def add(
     ] = "standard",
     label: Annotated[str, typer.Option(help="Note on what the key is for.", rich_help_panel="Key")] = "",
     models: Models = None,
+    as_json: AsJson = False,
     redis_url: RedisUrl = None,
     **limits: Any,
 ) -> None:
-    """Create a key and print it. The key cannot be shown again.
+    """Create a key and print it. The key cannot be shown again. JSON has the key, its id and what it may do.
 
     Examples:
         penstock keys add acme --max-open-jobs 100 --tokens-per-minute 60000
@@ -100,14 +101,17 @@ def add(
         raise request_error(error) from error
     pepper, scopes = KeySettings.load().key_pepper, scope or ["infer"]
 
-    async def create(brokers: Brokers) -> str:
+    async def create(brokers: Brokers) -> tuple[str, ApiKey]:
         names = _models_of(models) or ()
-        key, _ = await brokers.keys.add(
+        return await brokers.keys.add(
             tenant, scopes, terms, highest_class=highest_class, label=label, models=names, pepper=pepper
         )
-        return key
 
-    print(_run(redis_url, create))
+    key, record = _run(redis_url, create)
+    if as_json:
+        print_object({"key": key, **record_object(record)}, as_json=True)
+    else:
+        print(key)
 
 
 @app.command("set")

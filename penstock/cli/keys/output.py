@@ -11,13 +11,8 @@ from penstock.contract.terms import NO_LIMIT
 from penstock.contract.usage import PeriodUsage
 
 
-def key_object(key: ApiKey, num_kept_bytes: int, used: Sequence[int], days: int) -> dict[str, Any]:
-    """Return a key as a JSON object, without its digest.
-
-    `num_kept_bytes` is what its tenant stores in Redis. `used` counts jobs and prompt, completion and cached tokens of
-    the last `days`.
-    """
-    jobs, prompt, completion, cached = used
+def record_object(key: ApiKey) -> dict[str, Any]:
+    """Return a key as a JSON object, without its digest and its usage."""
     return {
         "object": "api_key",
         "id": key.key_id,
@@ -29,6 +24,18 @@ def key_object(key: ApiKey, num_kept_bytes: int, used: Sequence[int], days: int)
         "highest_class": key.highest_class,
         "models": sorted(key.models),
         "limits": key.terms.model_dump(exclude={"account"}),
+    }
+
+
+def key_object(key: ApiKey, num_kept_bytes: int, used: Sequence[int], days: int) -> dict[str, Any]:
+    """Return a key with its usage as a JSON object.
+
+    `num_kept_bytes` is what its tenant stores in Redis. `used` counts jobs and prompt, completion and cached tokens of
+    the last `days`.
+    """
+    jobs, prompt, completion, cached = used
+    return {
+        **record_object(key),
         "tenant_kept_bytes": num_kept_bytes,
         "usage": {
             "days": days,

@@ -1,8 +1,12 @@
-"""instructor: records by tool calls, by JSON schemas and over the Responses API."""
+"""instructor: records by tool calls, by JSON schemas and over the Responses API.
+
+Its modes MD_JSON and PARALLEL_TOOLS ask in words only, so whether a record comes depends on the model.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any, Literal
 
 import instructor
@@ -21,14 +25,40 @@ from clients.python.checks import (
 )
 from clients.python.river import ASK_RIVER, River
 from instructor.core import InstructorRetryException
-from pydantic import create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-MODES = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)
+Mode = instructor.Mode
+MODES = (Mode.TOOLS, Mode.TOOLS_STRICT, Mode.FUNCTIONS, Mode.JSON_SCHEMA, Mode.JSON_O1)
+RESPONSES_MODES = (Mode.RESPONSES_TOOLS, Mode.RESPONSES_TOOLS_WITH_INBUILT_TOOLS)
 GREEDY: Any = {"model": MODEL, "temperature": 0, "max_tokens": 200, "max_retries": 0}
+GREEDY_RESPONSE: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 200, "max_retries": 0}
+ASK_USER = "Extract: Bob is 25 years old and lives in Oslo."
 NUM_STATIONS = 400
 _stations: Any = {f"station_{n}": (Literal["open", "shut"], ...) for n in range(NUM_STATIONS)}
 Stations: Any = create_model("Stations", **_stations)
 """A record whose JSON is long enough to be canceled."""
+
+
+class Address(BaseModel):
+    """An address. Its schema does not say `additionalProperties`, as pydantic's schemas usually do not."""
+
+    city: Literal["Oslo", "Bergen"]
+    zip: Literal["0150", "5003"] | None = None
+
+
+class User(BaseModel):
+    """A user."""
+
+    name: Literal["Ann", "Bob"]
+    age: int = Field(ge=0, le=150)
+    address: Address
+    tags: list[Literal["new", "old"]] = Field(default=[], max_length=2)
+
+
+class AnyObject(BaseModel):
+    """A record of every JSON object."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 def patched(mode: instructor.Mode) -> Any:
@@ -69,17 +99,52 @@ def partial_records_are_streamed() -> None:
 
 
 @check
+def partial_records_grow_over_several_events() -> None:
+    for mode in (Mode.TOOLS, Mode.JSON_SCHEMA):
+        partial = [
+            *patched(mode).chat.completions.create_partial(response_model=User, messages=user(ASK_USER), **GREEDY)
+        ]
+        shown = [record.model_dump(exclude_none=True) for record in partial]
+        assert any("name" in record and not record["address"] for record in shown), (mode, shown)
+        User.model_validate(partial[-1].model_dump())
+
+
+@check
+def nested_records_with_open_schemas_are_made_in_each_mode() -> None:
+    for mode in MODES:
+        made = patched(mode).chat.completions.create(response_model=User, messages=user(ASK_USER), **GREEDY)
+        assert isinstance(made, User), mode
+
+
+@check
+def json_mode_makes_an_object() -> None:
+    made, raw = patched(Mode.JSON).chat.completions.create_with_completion(
+        response_model=AnyObject, messages=user('Answer: {"name": "Oder"}'), **GREEDY
+    )
+    assert made.model_dump() == json.loads(raw.choices[0].message.content)
+
+
+@check
 def responses_api_makes_a_record() -> None:
-    responses = patched(instructor.Mode.RESPONSES_TOOLS).responses
-    asked = {"model": MODEL, "temperature": 0, "max_output_tokens": 200, "max_retries": 0}
-    assert isinstance(responses.create(input=ASK_RIVER, response_model=River, **asked), River)
+    for mode in RESPONSES_MODES:
+        for asked, kind in ((ASK_RIVER, River), (ASK_USER, User)):
+            made = patched(mode).responses.create(input=asked, response_model=kind, **GREEDY_RESPONSE)
+            assert isinstance(made, kind), mode
+
+
+@check
+def responses_api_streams_partial_records() -> None:
+    *_, last = patched(Mode.RESPONSES_TOOLS).responses.create_partial(
+        input=ASK_USER, response_model=User, **GREEDY_RESPONSE
+    )
+    User.model_validate(last.model_dump())
 
 
 @check
 def errors_are_those_of_the_client() -> None:
     def refusal(**wrong: Any) -> Any:
         asked = {"messages": user("x"), **GREEDY, **wrong}
-        create = patched(instructor.Mode.TOOLS).chat.completions.create
+        create = patched(Mode.TOOLS).chat.completions.create
         return error_of(InstructorRetryException, lambda: create(response_model=River, **asked)).__cause__
 
     assert "absent" in str(refusal(model="absent"))
@@ -88,7 +153,7 @@ def errors_are_those_of_the_client() -> None:
 
 @check
 async def canceled_call_cancels_its_job() -> None:
-    client = instructor.from_openai(openai.AsyncOpenAI(base_url=API, api_key=KEY), mode=instructor.Mode.JSON_SCHEMA)
+    client = instructor.from_openai(openai.AsyncOpenAI(base_url=API, api_key=KEY), mode=Mode.JSON_SCHEMA)
     before = newest_job()["id"]
     asked = {"response_model": Stations, "messages": user("Which are open?"), **GREEDY, "max_tokens": 6000}
     call = asyncio.ensure_future(client.chat.completions.create(**asked))

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
 
-from penstock.gateway.openai.field_table import BEGIN, END, HONORED, REFUSED, UNKNOWN, WITHOUT_EFFECT, effects, tables
+from penstock.contract.errors import RequestError
+from penstock.gateway.openai.field_table import (
+    BEGIN,
+    BODIES,
+    END,
+    HONORED,
+    MESSAGE,
+    REFUSED,
+    STREAM_OPTIONS,
+    TEXTS,
+    UNKNOWN,
+    WITHOUT_EFFECT,
+    effects,
+    tables,
+    values,
+)
+from penstock.producer.batch.request import request_of
 from tests.source_tree import ROOT
 
 EFFECTS = effects()
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-PROMPTS = {"/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}}
 MODEL = "acme/echo"
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+PROMPTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+    "/rerank": {"query": "hi", "documents": ["ho"]},
+    "/score": {"text_1": "hi", "text_2": "ho"},
+}
 HINTS: dict[str, Any] = {
+    "include_obfuscation": True,
     "max_tool_calls": 1,
     "metadata": {"a": "b"},
     "prompt_cache_retention": "24h",
@@ -23,13 +50,217 @@ HINTS: dict[str, Any] = {
 }
 """Values of fields without an effect; the others take a text."""
 NOT_NEUTRAL = {"x": 1}
+WRONG: Any = ((1,),)
+"""No field takes it."""
+CHAT_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+RESPONSE_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 
 
-def refusal_of(http: httpx.Client, path: str, name: str, value: object) -> dict[str, Any]:
-    prompt = PROMPTS.get(path, {"messages": [{"role": "user", "content": "hi"}]})
-    response = http.post(path, json={"model": MODEL, **prompt, name: value})
-    assert response.status_code in (200, 400), response.text
-    return response.json().get("error") or {}
+@dataclass(frozen=True)
+class Sent:
+    """A value that a field accepts, one that it refuses, and what the body needs beside it."""
+
+    accepted: Any
+    refused: Any = WRONG
+    beside: dict[str, Any] = field(default_factory=dict)
+
+
+STREAM = {"stream": True}
+NO_CALL = {"tool_choice": "none"}
+"""The model of these tests has no format of calls."""
+SENT: dict[str, Sent] = {
+    "add_generation_prompt": Sent(accepted=True),
+    "background": Sent(accepted=True),
+    "bad_words": Sent(["x"]),
+    "best_of": Sent(2, 3, {"n": 2}),
+    "cache_salt": Sent("s", ""),
+    "chat_template_kwargs": Sent({"a": 1}),
+    "content": Sent("hi"),
+    "continue_final_message": Sent(accepted=True),
+    "continuous_usage_stats": Sent(accepted=True),
+    "deadline_s": Sent(30, -1),
+    "dimensions": Sent(4, 0),
+    "documents": Sent(["x", {"text": "y"}], []),
+    "echo": Sent(accepted=True),
+    "encoding_format": Sent("base64", "x"),
+    "frequency_penalty": Sent(-2, 2.1),
+    "ignore_eos": Sent(accepted=False),
+    "include": Sent(["reasoning.encrypted_content"], ["x"]),
+    "include_event_ids": Sent(accepted=True),
+    "include_stop_str_in_output": Sent(accepted=True),
+    "include_usage": Sent(accepted=True),
+    "instructions": Sent("be short"),
+    "logit_bias": Sent({"5": 100}, {"5": 101}),
+    "max_completion_tokens": Sent(1, 0),
+    "max_output_tokens": Sent(1, 0),
+    "max_tokens": Sent(1, 0),
+    "messages": Sent(CHAT["messages"], []),
+    "min_p": Sent(1, 1.1),
+    "min_tokens": Sent(1, -1),
+    "model": Sent(MODEL, ""),
+    "n": Sent(2, 17),
+    "name": Sent("ann"),
+    "not_before_s": Sent(0, -1),
+    "parallel_tool_calls": Sent(accepted=False),
+    "pooling": Sent("last", "x"),
+    "presence_penalty": Sent(2, -2.1),
+    "priority": Sent("batch", "x"),
+    "prompt": Sent(["hi"], []),
+    "prompt_logprobs": Sent(1, 21),
+    "query": Sent("x"),
+    "reasoning": Sent({"effort": "low"}, {"effort": "x"}),
+    "reasoning_effort": Sent("max", "x"),
+    "refusal": Sent("no"),
+    "repetition_penalty": Sent(10, 0),
+    "response_format": Sent({"type": "text"}, {"type": "x"}),
+    "return_documents": Sent(accepted=False),
+    "return_progress": Sent(accepted=True, beside=STREAM),
+    "return_token_ids": Sent(accepted=True),
+    "role": Sent("system", "x"),
+    "seed": Sent(-(1 << 63), 1 << 63),
+    "service_tier": Sent("flex", "x"),
+    "stop": Sent(["x"], ["x"] * 17),
+    "stop_token_ids": Sent([5], [-1]),
+    "stream": Sent(accepted=True),
+    "structured_outputs": Sent({"choice": ["a"]}, {"x": 1}),
+    "temperature": Sent(10, 10.1),
+    "text": Sent({"format": {"type": "text"}}, {"format": {"type": "x"}}),
+    "text_1": Sent("x", []),
+    "text_2": Sent(["x", "y"], []),
+    "tool_call_id": Sent("c1", beside={"role": "tool"}),
+    "tool_choice": Sent("none", "x"),
+    "top_k": Sent(-1, -2),
+    "top_n": Sent(1, -1),
+    "top_p": Sent(1, 0),
+    "truncate_prompt_tokens": Sent(5, 0),
+}
+OF_ENDPOINT: dict[tuple[str, str], Sent] = {
+    ("/v1/responses", "input"): Sent([{"role": "user", "content": "hi"}]),
+    ("/v1/embeddings", "input"): Sent(["hi", [1, 2]], []),
+    ("/v1/responses", "metadata"): Sent({"a": "b"}, {"a": 1}),
+    ("/v1/responses", "store"): Sent(accepted=False),
+    ("/v1/responses", "stream_options"): Sent({"include_obfuscation": False}, beside=STREAM),
+    ("/v1/responses", "tools"): Sent([RESPONSE_TOOL], beside=NO_CALL),
+    ("/v1/responses", "top_logprobs"): Sent(20, 21),
+    ("/v1/chat/completions", "logprobs"): Sent(accepted=True),
+    ("/v1/chat/completions", "top_logprobs"): Sent(20, 21, {"logprobs": True}),
+    ("/v1/chat/completions", "tools"): Sent([CHAT_TOOL], beside=NO_CALL),
+    ("/v1/completions", "logprobs"): Sent(20, 21),
+    ("/v1/chat/completions", "stream_options"): Sent({"include_usage": True}, beside=STREAM),
+    ("/v1/completions", "stream_options"): Sent({"include_usage": True}, beside=STREAM),
+}
+
+
+def kept_response(http: httpx.Client) -> Sent:
+    made = http.post("/v1/responses", json={"model": MODEL, **PROMPTS["/v1/responses"]}).json()
+    return Sent(made["id"], "r" * 257)
+
+
+def sent_to(endpoint: str, name: str, effect: str) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Return the values that a field of this effect accepts, those that it refuses, and what the body needs beside."""
+    if effect == UNKNOWN:
+        return [], [None, 1, "text"], {}
+    if effect == WITHOUT_EFFECT:
+        return [None, HINTS.get(name, "text")], [WRONG], {}
+    if effect == REFUSED:
+        return [None], [NOT_NEUTRAL, "text"], {}
+    path = endpoint.removeprefix("batch: ")
+    if effect.startswith("only") and (path, name) != ("/v1/completions", "best_of"):
+        accepted = [json.loads(value.strip("`")) for value in effect.removeprefix("only ").split(" or ")]
+        return [None, *accepted], [NOT_NEUTRAL, "text"], {}
+    sent = OF_ENDPOINT.get((path, name)) or SENT[name]
+    return [sent.accepted], [sent.refused], sent.beside
+
+
+def answer_to(http: httpx.Client, path: str, **fields: Any) -> httpx.Response:
+    return http.post(path, json={"model": MODEL, **PROMPTS[path], **fields})
+
+
+def assert_refused(answer: httpx.Response, name: str, effect: str, context: object) -> None:
+    assert answer.status_code == 400, (context, answer.text)
+    error = answer.json()["error"]
+    assert error["param"].split(".")[0].split("[")[0] == name, (context, error)
+    if effect == UNKNOWN:
+        assert error["code"] == "unknown_field", (context, error)
+    if effect == REFUSED:
+        assert error["code"] == "unsupported_value", (context, error)
+
+
+@pytest.mark.parametrize("title", [BODIES, TEXTS])
+def test_every_field_of_every_endpoint_accepts_and_refuses_what_the_page_says(http: httpx.Client, title: str) -> None:
+    OF_ENDPOINT["/v1/responses", "previous_response_id"] = kept_response(http)
+    for (path, name), effect in effects(title).items():
+        if path not in PROMPTS:
+            continue
+        accepted, refused, beside = sent_to(path, name, effect)
+        for value in accepted:
+            answer = answer_to(http, path, **beside, **{name: value})
+            assert answer.status_code == 200 and "error" not in answer.text.split('"')[:3], (path, name, answer.text)
+        for value in refused:
+            assert_refused(answer_to(http, path, **beside, **{name: value}), name, effect, (path, name, value))
+
+
+def test_every_field_of_a_batch_row_accepts_and_refuses_what_the_page_says() -> None:
+    for (endpoint, name), effect in EFFECTS.items():
+        url = endpoint.removeprefix("batch: ")
+        if url == endpoint:
+            continue
+        accepted, refused, beside = sent_to(endpoint, name, effect)
+        for value in accepted:
+            request_of(url, {"model": MODEL, **PROMPTS[url], **beside, name: value})
+        for value in refused:
+            with pytest.raises(RequestError) as caught:
+                request_of(url, {"model": MODEL, **PROMPTS[url], **beside, name: value})
+            assert (caught.value.param or "").split(".")[0].split("[")[0] == name, (endpoint, name, caught.value)
+
+
+def parts_of_bodies() -> Iterator[tuple[str, str, str, str]]:
+    for (column, name), effect in effects(STREAM_OPTIONS).items():
+        yield "stream_options", column if column.startswith("/") else "/v1/chat/completions", name, effect
+    for (_, name), effect in effects(MESSAGE).items():
+        yield "messages", "/v1/chat/completions", name, effect
+
+
+def test_every_field_of_a_message_and_of_stream_options_accepts_and_refuses_what_the_page_says(
+    http: httpx.Client,
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calls = Sent([call], beside={"role": "assistant"})
+    OF_ENDPOINT["/v1/chat/completions", "tool_calls"] = calls
+    for part, path, name, effect in parts_of_bodies():
+        accepted, refused, beside = sent_to(path, name, effect)
+        for value, is_accepted in (*((value, True) for value in accepted), *((value, False) for value in refused)):
+            inner = {name: value}
+            body = {"stream": True, part: inner}
+            if part == "messages":
+                body = {part: [{"role": "user", "content": "hi", **beside, **inner}, CHAT["messages"][0]]}
+            answer = answer_to(http, path, **body)
+            context = (part, path, name, value, answer.text)
+            assert answer.status_code == (200 if is_accepted else 400), context
+            if not is_accepted:
+                assert answer.json()["error"]["param"].startswith(part), context
+
+
+def test_the_accepted_values_of_the_page_are_sent_at_their_limits(http: httpx.Client) -> None:
+    everywhere = effects(BODIES) | effects(TEXTS)
+    for name, said in values().items():
+        path = next(path for path in PROMPTS if everywhere.get((path, name)) == HONORED)
+        beside = sent_to(path, name, HONORED)[2]
+        for value in (json.loads(one.strip("`")) for one in said.split(" or ") if one.startswith("`")):
+            answer = answer_to(http, path, **beside, **{name: value})
+            assert answer.status_code in (200, 403), (name, value, answer.text)
+        for limit in said.split(", ") if "`" not in said else ():
+            word, number = limit.removeprefix("at ").split(" ")
+            edge = number_of(number)
+            outside = {"least": edge - 1, "most": edge + 1, "above": edge, "below": edge}[word]
+            assert_refused(answer_to(http, path, **beside, **{name: outside}), name, HONORED, (name, limit))
+
+
+def number_of(text: str) -> int:
+    """Read a number of the page, such as 65,536 or -2^63."""
+    base, _, power = text.lstrip("-").replace(",", "").partition("^")
+    value = int(base) ** int(power or 1)
+    return -value if text.startswith("-") else value
 
 
 def test_the_page_has_the_tables_of_the_code() -> None:
@@ -41,20 +272,6 @@ def test_every_kind_of_effect_occurs() -> None:
     kinds = {HONORED, REFUSED, UNKNOWN, WITHOUT_EFFECT}
     assert kinds < set(EFFECTS.values())
     assert len(EFFECTS) > 200
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_fields_do_what_the_page_says(http: httpx.Client, path: str) -> None:
-    for (endpoint, name), effect in EFFECTS.items():
-        if endpoint != path:
-            continue
-        if effect == UNKNOWN:
-            assert refusal_of(http, path, name, None)["code"] == "unknown_field", name
-        elif effect == WITHOUT_EFFECT:
-            assert not refusal_of(http, path, name, HINTS.get(name, "text")), name
-        elif effect != HONORED:
-            refused = refusal_of(http, path, name, NOT_NEUTRAL)
-            assert (refused["param"], refused["code"]) == (name, "unsupported_value"), name
 
 
 def test_a_batch_file_restricts_what_a_row_cannot_have() -> None:

@@ -181,11 +181,13 @@ async def test_messages_arrive_in_order_and_readers_run_between_two(
 
 @asynccontextmanager
 async def line_to(folder: Path, serve: Serve) -> AsyncIterator[SharedConnection]:
-    """Return a connection to a server that imitates Redis."""
+    """Return a connection that a server that imitates Redis has accepted."""
     serving: set[Any] = set()
+    is_accepted = asyncio.Event()
 
     async def noted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         serving.add(asyncio.current_task())
+        is_accepted.set()
         await serve(reader, writer)
         writer.close()
         await writer.wait_closed()
@@ -193,6 +195,7 @@ async def line_to(folder: Path, serve: Serve) -> AsyncIterator[SharedConnection]
     async with await asyncio.start_unix_server(noted, folder / "s"):
         _, writer = await asyncio.open_unix_connection(folder / "s")
         line = SharedConnection(writer, None)
+        await is_accepted.wait()
         yield line
         line.close()
         await asyncio.wait(serving)
