@@ -38,7 +38,7 @@ def shortage_of(error: BaseException | None) -> str | None:
 
 
 class DescriptorWatch:
-    """Logs when the process of the loop on which it is started has too few free descriptors, and when it has some again."""
+    """Logs when too few descriptors are free, and when some are again. Its process is that of the running loop."""
 
     def __init__(self, *, look_s: float = LOOK_S, recovered_after_s: float = RECOVERED_AFTER_S) -> None:
         self._look_s = look_s
@@ -86,7 +86,7 @@ def _shortage() -> str | None:
     """Return why FREE_DESCRIPTORS files cannot be opened at once; None if they can."""
     opened: list[int] = []
     try:
-        for _ in range(FREE_DESCRIPTORS):
+        while len(opened) < FREE_DESCRIPTORS:
             opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         return shortage_of(error)

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -252,3 +253,66 @@ def test_a_gateway_without_free_file_descriptors_says_so_once_and_recovers(redis
         rest = process.communicate(timeout=20)[1]
     assert process.returncode == 0
     assert log == 2 * [short, free] and rest.count(short) <= 1
+
+
+STANDING = """
+import signal, time
+
+def standing(*_):
+    time.sleep(600)
+
+signal.signal(signal.SIGUSR1, standing)
+from penstock.cli.main import app
+app(["gateway"])
+"""
+STALL_S = 0.5
+
+
+@contextmanager
+def guarded_gateway(redis_url: str) -> Iterator[tuple[PythonProcess, str]]:
+    """A gateway that may stand still for STALL_S. SIGUSR1 makes its loop do so."""
+    settings = {"PENSTOCK_GATEWAY_PORT": "0", "PENSTOCK_GATEWAY_PROGRESS": "json", "PENSTOCK_REDIS_URL": redis_url}
+    settings["PENSTOCK_GATEWAY_LOOP_STALL_S"] = str(STALL_S)
+    process = PythonProcess("-c", STANDING, env={**os.environ, **settings}, new_group=True)
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield process, json.loads(line)["url"]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def watcher_of(process: PythonProcess) -> int:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (found,) = [pid for pid in children if b"stall_guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return int(found)
+
+
+def test_a_gateway_whose_loop_stands_still_ends_with_a_stack_dump(redis_url: str) -> None:
+    with guarded_gateway(redis_url) as (process, url):
+        assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        process.send_signal(signal.SIGUSR1)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGABRT
+    assert f"the event loop stands still for {STALL_S} s" in log and "in standing" in log
+
+
+@pytest.mark.parametrize("stops_watcher", [False, True])
+def test_a_gateway_that_is_stopped_and_continued_is_not_ended(redis_url: str, *, stops_watcher: bool) -> None:
+    with guarded_gateway(redis_url) as (process, url):
+        watcher = watcher_of(process)
+        for _ in range(3):
+            os.killpg(process.pid, signal.SIGSTOP)
+            if stops_watcher:
+                os.kill(watcher, signal.SIGSTOP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(3 * STALL_S)
+            if stops_watcher:
+                os.kill(watcher, signal.SIGCONT)
+            os.killpg(process.pid, signal.SIGCONT)
+            assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        assert watcher_of(process) == watcher
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+    assert process.returncode == 0 and "stands still" not in log
