@@ -50,6 +50,7 @@ from penstock.gateway.websocket.handshake import SocketCounter, SubprotocolKey
 from penstock.gateway.websocket.routes import ADVICE_ROUTE, SOCKET_ROUTE
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
+from penstock.runtime.file_descriptors import DescriptorWatch
 from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.settings import KeySettings
@@ -113,12 +114,14 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             app.state.client = client
             await tell_without_keys(client, settings)
             app.state.loop_watch.start()
-            guard = StallGuard(settings.loop_stall_s)
+            descriptors, guard = DescriptorWatch(), StallGuard(settings.loop_stall_s)
+            descriptors.start()
             guard.start()
             try:
                 yield
             finally:
                 guard.stop()
+                descriptors.stop()
                 app.state.loop_watch.stop()
                 await app.state.parser.close()
                 if tracing is not None:
@@ -206,6 +209,8 @@ class _Server(uvicorn.Server):
 
 MAX_CONNECTIONS_PERCENT = 87
 """Percent of the open files that the system allows. The rest is for Redis, the log and the parser process."""
+MIN_OTHER_FILES = 32
+"""At least so many are the rest. An idle gateway has 19."""
 MAX_CONNECTIONS = 1 << 20
 """The most connections where the system limits the number of open files of a process no further."""
 
@@ -215,7 +220,9 @@ def max_connections_of(settings: GatewaySettings) -> int:
     if settings.max_connections is not None:
         return settings.max_connections
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MAX_CONNECTIONS if max_files == resource.RLIM_INFINITY else max_files * MAX_CONNECTIONS_PERCENT // 100
+    if max_files == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(max_files * MAX_CONNECTIONS_PERCENT // 100, max_files - MIN_OTHER_FILES))
 
 
 def make_server(settings: GatewaySettings) -> uvicorn.Server:

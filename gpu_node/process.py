@@ -18,6 +18,7 @@ from penstock.gpu_node.node import Node
 from penstock.gpu_node.seats import Seats, declare_dead_before_loading, take_seats
 from penstock.gpu_node.settings import NodeSettings, engine_config
 from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.file_descriptors import DescriptorWatch
 from penstock.runtime.gc_freeze import freeze_gc
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.progress_log import ProgressLog
@@ -60,6 +61,8 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
     announce = asyncio.create_task(_announce(ready, settings.pool_name, guard))
     watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     watch.start()
+    descriptors = DescriptorWatch()
+    descriptors.start()
     try:
         with _metrics_of(node, settings, watch):
             await node.run(ready)
@@ -71,6 +74,7 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
     finally:
         guard.stop()
         watch.stop()
+        descriptors.stop()
         announce.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)

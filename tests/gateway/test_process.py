@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import httpx
 import pytest
+import redis as sync_redis
 from fakes.command import run_command
 from fakes.processes.python_process import PythonProcess, run_python
 
@@ -208,3 +212,107 @@ def test_connections_beyond_the_limit_are_answered_503_and_closed(redis_url: str
                 if httpx.get(f"{url}/health").status_code == 200:
                     break
             assert time.monotonic() < until_s
+
+
+def test_a_gateway_without_free_file_descriptors_says_so_once_and_recovers(redis_url: str) -> None:
+    short, free = '"too few file descriptors are free"', '"file descriptors are free again"'
+    lasting = httpx.Limits(keepalive_expiry=None)
+    with gateway_process(redis_url) as (process, url), httpx.Client(base_url=url, timeout=20, limits=lasting) as kept:
+        address, log = ("127.0.0.1", int(url.rpartition(":")[2])), []
+        assert kept.get("/v1/models").status_code == 200
+        limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        num_open = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (num_open + 20, limits[1]))
+
+        def wait_for(said: str) -> dict[str, str]:
+            while said not in (line := process.stderr.readline()):
+                assert line, "the gateway has ended"
+            log.append(said)
+            return json.loads(line)
+
+        for _ in range(2):
+            with ExitStack() as stack:
+                for _ in range(100):
+                    stack.enter_context(socket.create_connection(address, timeout=20))
+                reason = wait_for(short)["reason"]
+                assert f"may have {num_open + 20} open files" in reason and "LimitNOFILE=" in reason
+                assert kept.get("/health").status_code == 200
+            wait_for(free)
+            assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        with sync_redis.Redis.from_url(redis_url) as redis:
+            redis.client_kill_filter(_type="normal", skipme=True)
+        refused = kept.get("/v1/jobs").json()["error"]
+        assert refused["code"] == "redis_away"
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+        until_s = time.monotonic() + 20
+        while kept.get("/v1/jobs").status_code != 200:
+            assert time.monotonic() < until_s
+        process.send_signal(signal.SIGTERM)
+        rest = process.communicate(timeout=20)[1]
+    assert process.returncode == 0
+    assert log == 2 * [short, free] and rest.count(short) <= 1
+
+
+STANDING = """
+import signal, time
+
+def standing(*_):
+    time.sleep(600)
+
+signal.signal(signal.SIGUSR1, standing)
+from penstock.cli.main import app
+app(["gateway"])
+"""
+STALL_S = 0.5
+
+
+@contextmanager
+def guarded_gateway(redis_url: str) -> Iterator[tuple[PythonProcess, str]]:
+    """A gateway that may stand still for STALL_S. SIGUSR1 makes its loop do so."""
+    settings = {"PENSTOCK_GATEWAY_PORT": "0", "PENSTOCK_GATEWAY_PROGRESS": "json", "PENSTOCK_REDIS_URL": redis_url}
+    settings["PENSTOCK_GATEWAY_LOOP_STALL_S"] = str(STALL_S)
+    process = PythonProcess("-c", STANDING, env={**os.environ, **settings}, new_group=True)
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield process, json.loads(line)["url"]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def watcher_of(process: PythonProcess) -> int:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (found,) = [pid for pid in children if b"stall_guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return int(found)
+
+
+def test_a_gateway_whose_loop_stands_still_ends_with_a_stack_dump(redis_url: str) -> None:
+    with guarded_gateway(redis_url) as (process, url):
+        assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        process.send_signal(signal.SIGUSR1)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGABRT
+    assert f"the event loop stands still for {STALL_S} s" in log and "in standing" in log
+
+
+@pytest.mark.parametrize("stops_watcher", [False, True])
+def test_a_gateway_that_is_stopped_and_continued_is_not_ended(redis_url: str, *, stops_watcher: bool) -> None:
+    with guarded_gateway(redis_url) as (process, url):
+        watcher = watcher_of(process)
+        for _ in range(3):
+            os.killpg(process.pid, signal.SIGSTOP)
+            if stops_watcher:
+                os.kill(watcher, signal.SIGSTOP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(3 * STALL_S)
+            if stops_watcher:
+                os.kill(watcher, signal.SIGCONT)
+            os.killpg(process.pid, signal.SIGCONT)
+            assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        assert watcher_of(process) == watcher
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+    assert process.returncode == 0 and "stands still" not in log

@@ -17,6 +17,7 @@ from penstock.contract.errors import BusyError, ConfigError, InvariantError, Pen
 from penstock.queue.broker.shared_connection import REPLY_TIMEOUT_S, SharedRedis
 from penstock.queue.protocol_version import other_version
 from penstock.runtime.cancellation import preserve_cancellation
+from penstock.runtime.file_descriptors import shortage_of
 
 CONNECT_TIMEOUT_S = 3.0
 HEALTH_CHECK_S = 15
@@ -126,6 +127,8 @@ def translated() -> Iterator[None]:
     except exceptions.NoPermissionError as error:
         raise ConfigError(f"Redis refuses this user: {error}", param="redis_url") from None
     except _UNREACHABLE as error:
+        if (why := shortage_of(os_error_of(error))) is not None:
+            raise _unreachable(f"no file descriptor is free for a connection; {why}") from None
         # redis-py raises a ConnectionError if a connection is refused while it is set up.
         raise _unusable(str(error)) or _unreachable(str(error)) from None
     except exceptions.OutOfMemoryError:
