@@ -4,7 +4,7 @@
 |---|---|---|
 | function | the function | function_call |
 | custom | a function with one text, which must match the tool's grammar if it has one | custom_tool_call |
-| namespace | its functions and custom tools, each under a name that begins with that of the namespace | those, with both names |
+| namespace | its functions and custom tools, named after it: `namespace__name` | those, with both names |
 | tool_search with execution client | the function tool_search | tool_search_call |
 | web search, image generation | nothing: the answer's header names the tool | |
 

@@ -119,6 +119,16 @@ def text_parameters(grammar: tuple[str, str] | None = None) -> dict[str, Any]:
     return {"type": "object", "properties": {TEXT_ARGUMENT: text}, **closed}
 
 
+def text_grammar_of(parameters: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the grammar in the parameters of a function that takes a text, or None. See `text_parameters`."""
+    properties = parameters.get("properties")
+    text = properties.get(TEXT_ARGUMENT) if isinstance(properties, dict) and len(properties) == 1 else None
+    given = text.get(GRAMMAR_KEYWORD) if isinstance(text, dict) else None
+    if not isinstance(given, dict) or given.get("syntax") not in ("lark", "regex"):
+        return None
+    return given["syntax"], str(given.get("definition"))
+
+
 class ToolCall(Named):
     """A call that the assistant made in an earlier message; `arguments` is the text of a JSON object."""
 
