@@ -5,8 +5,8 @@ as backslash and n, for example. Each character has one spelling, so the new gra
 
 llguidance ends a terminal where the next byte cannot continue it. Escapes share their first byte, so a terminal that
 might go on with one would hide the escape that begins the next terminal. So rules become terminals, which are merged
-into one automaton. Rules that contain themselves cannot, and stay rules; then a terminal that might go on with an escape
-is refused, unless nothing else begins with one.
+into one automaton. Rules that contain themselves cannot, and stay rules; then a terminal that might go on with an
+escape is refused, unless nothing else begins with one.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _class_at(pattern: str, at: int, flags: str) -> tuple[str, int]:
     special, parts = set[str](), list[str]()
     while at < len(pattern) and (pattern[at] != "]" or at == start):
         low = _escape_at(pattern, at) if pattern[at] == "\\" else _Escape("", pattern[at], at + 1)
-        if low.low == "[" and not low.text or pattern.startswith(("&&", "--", "~~"), at):
+        if (low.low == "[" and not low.text) or pattern.startswith(("&&", "--", "~~"), at):
             raise QuotingError("a class inside a class of a regular expression is not supported here")
         at = low.end
         if not isinstance(low.low, str):

@@ -17,6 +17,7 @@ MODEL = "acme/echo"
 HINTS: dict[str, Any] = {
     "max_tool_calls": 1,
     "metadata": {"a": "b"},
+    "client_metadata": {"a": "b"},
     "prompt_cache_retention": "24h",
     "store": True,
     "verbosity": "low",
