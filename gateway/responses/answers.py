@@ -197,7 +197,7 @@ class ResponseState(ResponseWhole):
         if status.outcome is None:
             members = open_members(_open_status(status, record))
         else:
-            reader = OutputReader(job.id, record.form)
+            reader = OutputReader(job.id, record.form, record.called)
             usage = await self._read_all(job, reader)
             members = end_of(status.outcome, status.finished_ms // 1000, usage, reader).members
             output = output_parts(reader.items)

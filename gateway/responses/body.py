@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BeforeValidator,
+    ConfigDict,
     FailFast,
     Field,
     PlainValidator,
@@ -22,8 +23,16 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
 from penstock.contract.tools import MAX_TOOLS
-from penstock.gateway.responses.items import AnyItem, items_of, messages_of
-from penstock.gateway.responses.tools import AnyTool, Choice, shown_choice, shown_tools, tool_use_of
+from penstock.gateway.responses.items import AnyItem, items_of, messages_of, tools_in
+from penstock.gateway.responses.tools import (
+    AnyTool,
+    Choice,
+    OfferedTools,
+    dropped_names,
+    shown_choice,
+    shown_tools,
+    tool_of,
+)
 from penstock.producer.openai.bodies import effort_variables
 from penstock.producer.openai.fields import NO_EFFECT, Wire, only
 from penstock.producer.openai.messages import ToolUse
@@ -32,6 +41,7 @@ MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 MAX_RESPONSE_ID_CHARS = 256
+MAX_EFFORT_CHARS = 64
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """What `include` may name. Reasoning is never encrypted: its text is in the item's content."""
@@ -46,6 +56,7 @@ Metadata = dict[
     Annotated[str, StringConstraints(max_length=MAX_METADATA_VALUE_CHARS)],
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+_EFFORTS: tuple[str, ...] = get_args(Effort)
 
 
 def _includable(value: object) -> object:
@@ -85,22 +96,43 @@ class TextFormat(Wire):
         return {"type": self.type, **members, "strict": bool(self.strict)}
 
 
-class TextConfig(Wire):
+class _Options(Wire):
+    """Options of a part of the answer. Unknown ones are ignored, because new models bring new ones."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of the unknown options."""
+        return list(self.model_extra or ())
+
+
+class TextConfig(_Options):
     """Options of the text. `verbosity` is accepted without effect."""
 
     format: TextFormat = TextFormat()
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class Reasoning(Wire):
+class Reasoning(_Options):
     """Options of the reasoning. The effort sets variables of the chat template; a summary is never made."""
 
-    effort: Effort | None = None
+    effort: Annotated[str, StringConstraints(max_length=MAX_EFFORT_CHARS)] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
+    @property
+    def known_effort(self) -> str | None:
+        """The effort. An unknown one is one that only newer models have, and stands for the highest known."""
+        return self.effort if self.effort is None or self.effort in _EFFORTS else _EFFORTS[-1]
 
-class StreamOptions(Wire):
+    @property
+    def ignored(self) -> list[str]:
+        """The names of the unknown options, and the unknown effort."""
+        return [*super().ignored, *(["effort"] if self.effort != self.known_effort else ())]
+
+
+class StreamOptions(_Options):
     """Options of the stream."""
 
     include_obfuscation: Annotated[Any, only(None, False)] = None
@@ -133,7 +165,11 @@ class ResponseBody(Wire):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[str] | None, BeforeValidator(_includable)] = None
     text: TextConfig | None = None
-    tools: Annotated[list[AnyTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
+    tools: Annotated[
+        list[Annotated[AnyTool, PlainValidator(tool_of)]] | None,
+        FailFast(),
+        Field(max_length=MAX_TOOLS, validate_default=True),
+    ] = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -146,6 +182,7 @@ class ResponseBody(Wire):
     user: Annotated[str | None, NO_EFFECT] = None
     safety_identifier: Annotated[str | None, NO_EFFECT] = None
     prompt_cache_key: Annotated[str | None, NO_EFFECT] = None
+    client_metadata: Annotated[dict[str, Any] | None, NO_EFFECT] = None
     prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, NO_EFFECT] = None
     # Limits the calls of hosted tools, of which there are none.
     max_tool_calls: Annotated[int | None, Field(ge=1), NO_EFFECT] = None
@@ -165,6 +202,25 @@ class ResponseBody(Wire):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("unsupported_value", "stream_options are allowed only when stream is true")
         return self
+
+    @field_validator("tools")
+    @classmethod
+    def _can_be_offered(cls, value: list[AnyTool] | None, info: ValidationInfo) -> list[AnyTool] | None:
+        OfferedTools.of([*(value or ()), *tools_in(info.data.get("input", ()))])
+        return value
+
+    @property
+    def _given_tools(self) -> list[AnyTool]:
+        return [*(self.tools or ()), *tools_in(self.input)]
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of the parts that are ignored although nobody asked for it, for a header of the answer."""
+        options = {"text": self.text, "reasoning": self.reasoning, "stream_options": self.stream_options}
+        names = [f"{name}.{one}" for name, part in options.items() if part is not None for one in part.ignored]
+        names += [] if self.client_metadata is None else ["client_metadata"]
+        names += dropped_names(self._given_tools)
+        return list(dict.fromkeys([*names, *(name for item in self.input for name in item.ignored)]))
 
     @field_validator("return_progress")
     @classmethod
@@ -186,7 +242,7 @@ class ResponseBody(Wire):
     @property
     def template_kwargs(self) -> str | None:
         """The variables for the chat template as JSON text, or None: those of the reasoning effort."""
-        variables = effort_variables(None if self.reasoning is None else self.reasoning.effort)
+        variables = effort_variables(None if self.reasoning is None else self.reasoning.known_effort)
         return json.dumps(variables) if variables else None
 
     def names(self) -> dict[str, str]:
@@ -205,7 +261,7 @@ class ResponseBody(Wire):
 
     def tool_use(self) -> ToolUse:
         """Return the tools that the model may or must call."""
-        return tool_use_of(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        return OfferedTools.of(self._given_tools).use(self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
     def params(self) -> SamplingParams:
         """Return the sampling options. Raises pydantic's ValidationError."""
@@ -228,6 +284,7 @@ class ResponseBody(Wire):
             "items": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in self.input],
             "references": [[at, item_ids] for at, item_ids in found.references],
             "num_calls": found.num_calls,
+            "called": OfferedTools.of(self._given_tools).called(),
             "deadline_s": self.deadline_s,
             "return_progress": bool(self.return_progress),
         }
@@ -249,7 +306,7 @@ class ResponseBody(Wire):
             "tools": shown_tools(self.tools or ()),
             "tool_choice": shown_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
+            "reasoning": {"effort": reasoning.known_effort, "summary": reasoning.summary or reasoning.generate_summary},
             "truncation": "disabled",
             "service_tier": "default" if tier in (None, "auto") else tier,
             "metadata": self.metadata or {},

@@ -168,7 +168,7 @@ class Conversations:
 
 
 def _items_of(result: PackedResult, record: StoredResponse) -> list[OutputItem]:
-    reader = OutputReader(result.job_id, record.form)
+    reader = OutputReader(result.job_id, record.form, record.called)
     for _ in reading_of(result, reader):
         pass
     reader.join_texts()

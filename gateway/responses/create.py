@@ -22,6 +22,7 @@ from penstock.gateway.responses.body import SHOWN_SAMPLING
 from penstock.gateway.responses.conversation import Conversations
 from penstock.gateway.responses.record import PackedMessages, StoredResponse
 from penstock.gateway.responses.stored import new_record
+from penstock.gateway.responses.tools import CalledTool
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import Claim, SharedBudget
 from penstock.gateway.stream.answer import Answer, answer_format
@@ -113,4 +114,5 @@ def _record_of(content: RequestContent, options: Any, own: PackedMessages, pool:
         messages=own,
         previous=options["previous"] or "",
         stored=options["store"],
+        called={name: CalledTool(*called) for name, *called in options["called"]},
     )

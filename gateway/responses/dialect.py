@@ -56,7 +56,7 @@ class ResponseWholeEncoder(WholeEncoder):
 
     def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
         """Yield the items of the output. Empty parts come while the text is parsed."""
-        reader = OutputReader(self._job_id, self._record.form)
+        reader = OutputReader(self._job_id, self._record.form, self._record.called)
         for _ in reading_of(result, reader):
             yield b""
         self._members = end_of(result.outcome, self._finished_s, result.usage, reader).members

@@ -10,7 +10,16 @@ from pydantic_core import to_json
 from penstock.contract.errors import PenstockError
 from penstock.contract.output import Chunk, Outcome, Usage
 from penstock.contract.waiting import WaitUpdate, members_of
-from penstock.gateway.responses.output import Closed, Grown, HeldLogprobs, Opened, OutputItem, OutputReader, OutputStep
+from penstock.gateway.responses.output import (
+    Closed,
+    Grown,
+    HeldLogprobs,
+    Kind,
+    Opened,
+    OutputItem,
+    OutputReader,
+    OutputStep,
+)
 from penstock.gateway.responses.record import StoredResponse
 from penstock.gateway.responses.render import (
     ResponseEnd,
@@ -36,6 +45,13 @@ _LAST_EVENTS: dict[Status, str] = {
     "cancelled": "response.incomplete",
     "failed": "response.failed",
 }
+_DELTAS: dict[Kind, str] = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
+"""Names of the events with new text. Other items come as a whole."""
 
 
 class ResponseEncoder(StreamEncoder):
@@ -47,7 +63,7 @@ class ResponseEncoder(StreamEncoder):
         self._starting_after = starting_after
         self._next = 0
         self._has_begun = self._is_running = False
-        self._reader = OutputReader(job_id, record.form)
+        self._reader = OutputReader(job_id, record.form, record.called)
         self._logprobs = HeldLogprobs()
         self._usage: Usage | None = None
         self._deltas: dict[int, tuple[bytes, bytes]] = {}
@@ -122,11 +138,13 @@ class ResponseEncoder(StreamEncoder):
     def _opened(self, item: OutputItem) -> Parts:
         added = {"output_index": item.index, "item": item_of(item, is_new=True)}
         yield from self._event("response.output_item.added", added)
-        if item.kind != "function_call":
+        if not item.is_call:
             added = self._place(item) | {"part": part_of(item, is_new=True)}
             yield from self._event("response.content_part.added", added)
 
     def _grown(self, item: OutputItem, text: str) -> Parts:
+        if item.kind not in _DELTAS:
+            return
         number, self._next = self._next, self._next + 1
         waiting = self._logprobs.take() if item.kind == "message" else []
         if number <= self._starting_after:
@@ -141,7 +159,7 @@ class ResponseEncoder(StreamEncoder):
 
     def _frame_of(self, item: OutputItem) -> tuple[bytes, bytes]:
         """Return the bytes of an item's deltas before and after the sequence number, up to the text."""
-        name = {"message": "output_text", "reasoning": "reasoning_text"}.get(item.kind, "function_call_arguments")
+        name = _DELTAS[item.kind]
         place = self._place(item) | ({"logprobs": []} if item.kind == "message" else {})
         before = f'event: response.{name}.delta\ndata: {{"type":"response.{name}.delta","sequence_number":'
         frame = before.encode(), b"," + to_json(place, ensure_ascii=True)[1:-1] + b',"delta":'
@@ -154,7 +172,9 @@ class ResponseEncoder(StreamEncoder):
         if item.kind == "function_call":
             done: dict[str, Any] = place | {"name": item.name, "arguments": text}
             yield from self._event("response.function_call_arguments.done", done)
-        else:
+        elif item.kind == "custom_tool_call":
+            yield from self._event("response.custom_tool_call_input.done", place | {"input": text})
+        elif not item.is_call:
             is_text = item.kind == "message"
             name = "response.output_text.done" if is_text else "response.reasoning_text.done"
             yield from self._event(name, place | {"text": text} | ({"logprobs": rows_of(logprobs)} if is_text else {}))
@@ -164,7 +184,7 @@ class ResponseEncoder(StreamEncoder):
 
     def _place(self, item: OutputItem) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
-        return place if item.kind == "function_call" else place | {"content_index": 0}
+        return place if item.is_call else place | {"content_index": 0}
 
     def _state_event(self, name: str, status: Status) -> Parts:
         yield from self._numbered(name, response_parts(self._job_id, self._record, open_members(status)))

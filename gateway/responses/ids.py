@@ -9,8 +9,14 @@ from penstock.contract.errors import NotFoundError
 from penstock.contract.job import is_job_id
 
 _RESPONSE_PREFIX = "resp_"
-_ITEM_ID = re.compile(r"(?:msg|rs|fc)_(\d{1,6})_(.+)")
-ITEM_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+ITEM_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "tool_search_call": "tsc",
+}
+_ITEM_ID = re.compile(rf"(?:{'|'.join(ITEM_PREFIXES.values())})_(\d{{1,6}})_(.+)")
 MAX_SHOWN_CHARS = 128
 
 

@@ -1,51 +1,103 @@
-"""Input items of a response: their schemas, and their translation into the messages of a chat."""
+"""Input items of a response: their schemas, and their translation into the messages of a chat.
+
+| type | what the model gets |
+|---|---|
+| message, agent_message | a message; that of another agent has the user's role |
+| function_call, custom_tool_call, tool_search_call, local_shell_call | a call in a message of the assistant |
+| the outputs of these calls | the call's result; an image, a sound or a file in it becomes a placeholder |
+| item_reference | the item of a stored response that it names |
+| compaction | the summary that it holds |
+| tool_search_output, additional_tools | their tools are offered, as if they were in `tools` |
+| reasoning, web_search_call, image_generation_call | nothing |
+
+Other types are refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES
-from penstock.contract.problems import problem_of
-from penstock.contract.tools import MAX_CALLS_OF_CHAT, Arguments, CallId, FunctionName
+from penstock.contract.tools import MAX_ARGUMENTS_CHARS, MAX_CALLS_OF_CHAT, MAX_TOOLS, Arguments, CallId, FunctionName
+from penstock.gateway.responses.text_input import arguments_of
+from penstock.gateway.responses.tools import TOOL_SEARCH, AnyTool, offered_name, read_as, tool_of
 
 MAX_ITEM_ID_CHARS = 256
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of content parts that are text, and the member that holds it."""
+_PARTS_OF_OTHERS = _TEXT_PARTS | {"encrypted_content": "encrypted_content"}
+"""Those in messages of agents and in results of calls. What this model wrote is not encrypted."""
+_MEDIA = {"input_image": "an image", "input_audio": "audio", "input_file": "a file"}
+"""Parts of a call's result that the model cannot read."""
+LOCAL_SHELL = "local_shell"
 
 ItemId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ITEM_ID_CHARS)]
 
 
-def _text_of(content: object) -> object:
-    """Return the text of a content that is text or a list of text parts. Unknown members of a part are ignored."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        member = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-        if member is None:
-            message = "content parts of type {kind} are not supported; only text parts are"
-            raise PydanticCustomError("unsupported_value", message, {"kind": repr(kind)[:64]})
-        if not isinstance(part.get(member), str):
-            raise PydanticCustomError("part_text", "the {member} of a part must be a string", {"member": member})
-        texts.append(part[member])
-    return "".join(texts)
+def _text_of(parts: Mapping[str, str], media: Mapping[str, str]) -> Callable[[object], object]:
+    """Return a validator that returns the text of a content, a text or a list of parts. Unknown members are ignored."""
+
+    def text_of(content: object) -> object:
+        if not isinstance(content, list):
+            return content
+        return "".join(_text_of_part(part, parts, media) for part in content)
+
+    return text_of
 
 
-_Content = Annotated[str, BeforeValidator(_text_of)]
+def _text_of_part(part: object, parts: Mapping[str, str], media: Mapping[str, str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str) or (kind not in parts and kind not in media):
+        message = "content parts of type {kind} are not supported; only text parts are"
+        raise PydanticCustomError("unsupported_value", message, {"kind": repr(kind)[:64]})
+    if kind in media:
+        return f"[{media[kind]} is left out here: the model reads text only]"
+    text = part.get(parts[kind])
+    if not isinstance(text, str):
+        raise PydanticCustomError("part_text", "the {member} of a part must be a string", {"member": parts[kind]})
+    return text
+
+
+_Content = Annotated[str, BeforeValidator(_text_of(_TEXT_PARTS, {}))]
+_AgentContent = Annotated[str, BeforeValidator(_text_of(_PARTS_OF_OTHERS, {}))]
+_ResultContent = Annotated[str, BeforeValidator(_text_of(_PARTS_OF_OTHERS, _MEDIA))]
+_Tools = Annotated[
+    list[Annotated[AnyTool, PlainValidator(tool_of)]], FailFast(), Field(default_factory=list, max_length=MAX_TOOLS)
+]
 
 
 class _Item(BaseModel):
     """Base of input items. Unknown members are ignored, because clients send answers back with members of their own."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    kind: ClassVar[str]
 
     id: ItemId | None = None
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        """What of the item has no effect, as the answer's header names it."""
+        return ()
+
+    def stored(self) -> dict[str, Any]:
+        members = self.model_dump(exclude={"id", "tools"}, exclude_none=True)
+        return {"type": self.kind, "status": "completed", **members}
 
 
 class _MessageItem(_Item):
@@ -60,22 +112,164 @@ class _MessageItem(_Item):
         return {"type": "message", "role": self.role, "status": "completed", "content": [part]}
 
 
-class _CallItem(_Item):
+class _AgentMessageItem(_Item):
+    """A message of another agent of the same client. Its text says who sent it."""
+
+    kind = "agent_message"
+    author: str | None = None
+    recipient: str | None = None
+    content: _AgentContent
+
+
+class _AnyCallItem(_Item):
+    """A call that the model made earlier."""
+
+    call_id: CallId | None
+
+    @property
+    def offered(self) -> str:
+        """The name under which the model knows the function."""
+        raise NotImplementedError
+
+    @property
+    def given(self) -> str:
+        """The arguments as the model wrote them."""
+        raise NotImplementedError
+
+
+class _CallItem(_AnyCallItem):
+    kind = "function_call"
     call_id: CallId
     name: FunctionName
+    namespace: FunctionName | None = None
     arguments: Annotated[Arguments, BeforeValidator(lambda text: text or "{}")]
 
-    def stored(self) -> dict[str, Any]:
-        members = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
-        return {"type": "function_call", "status": "completed", **members}
+    @property
+    def offered(self) -> str:
+        return offered_name(self.namespace, self.name)
+
+    @property
+    def given(self) -> str:
+        return self.arguments
 
 
-class _CallOutputItem(_Item):
+class _CustomCallItem(_AnyCallItem):
+    kind = "custom_tool_call"
     call_id: CallId
-    output: _Content
+    name: FunctionName
+    namespace: FunctionName | None = None
+    input: Annotated[str, StringConstraints(max_length=MAX_ARGUMENTS_CHARS // 2)]
+
+    @property
+    def offered(self) -> str:
+        return offered_name(self.namespace, self.name)
+
+    @property
+    def given(self) -> str:
+        return arguments_of(self.input)
+
+
+class _SearchCallItem(_AnyCallItem):
+    """A search for tools. One that the server ran has no id, and is skipped."""
+
+    kind = "tool_search_call"
+    call_id: CallId | None = None
+    execution: Literal["client", "server"] = "server"
+    arguments: dict[str, Any] = {}
+
+    @property
+    def offered(self) -> str:
+        return TOOL_SEARCH
+
+    @property
+    def given(self) -> str:
+        return json.dumps(self.arguments, ensure_ascii=False)
+
+
+class _ShellCallItem(_AnyCallItem):
+    kind = "local_shell_call"
+    call_id: CallId
+    action: dict[str, Any]
+
+    @property
+    def offered(self) -> str:
+        return LOCAL_SHELL
+
+    @property
+    def given(self) -> str:
+        return json.dumps(self.action, ensure_ascii=False)
+
+
+class _AnyResultItem(_Item):
+    """The result of a call."""
+
+    call_id: CallId | None
+
+    @property
+    def text(self) -> str:
+        """The result as the model gets it."""
+        raise NotImplementedError
+
+
+class _CallOutputItem(_AnyResultItem):
+    kind = "function_call_output"
+    call_id: CallId
+    output: _ResultContent
+    media: Annotated[list[str], Field(exclude=True)] = []
+    """Types of the parts that placeholders stand for."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_media(cls, data: Any) -> Any:
+        output = data.get("output") if isinstance(data, dict) else None
+        if not isinstance(output, list):
+            return data
+        kinds = [part.get("type") for part in output if isinstance(part, dict)]
+        return {**data, "media": [kind for kind in kinds if isinstance(kind, str) and kind in _MEDIA]}
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        return [f"input.{self.kind}.{kind}" for kind in self.media]
+
+    @property
+    def text(self) -> str:
+        return self.output
+
+
+class _CustomOutputItem(_CallOutputItem):
+    kind = "custom_tool_call_output"
+
+
+class _ShellOutputItem(_CallOutputItem):
+    kind = "local_shell_call_output"
+    call_id: CallId = Field(validation_alias=AliasChoices("call_id", "id"))
+
+
+class _SearchOutputItem(_AnyResultItem):
+    """The tools that a search found. They are offered from now on."""
+
+    kind = "tool_search_output"
+    call_id: CallId | None = None
+    execution: Literal["client", "server"] = "server"
+    tools: _Tools
+
+    @property
+    def text(self) -> str:
+        names = [offer.function["name"] for tool in self.tools for offer in tool.offers()]
+        return f"Found these functions, which can be called now: {', '.join(names)}" if names else "Found no function."
 
     def stored(self) -> dict[str, Any]:
-        return {"type": "function_call_output", "status": "completed", "call_id": self.call_id, "output": self.output}
+        return super().stored() | {"tools": [tool.shown() for tool in self.tools]}
+
+
+class _AdditionalToolsItem(_Item):
+    """Tools that are offered as if they were in the body's `tools`."""
+
+    kind = "additional_tools"
+    tools: _Tools
+
+    def stored(self) -> dict[str, Any]:
+        return {"type": self.kind, "tools": [tool.shown() for tool in self.tools]}
 
 
 class _ReasoningItem(_Item):
@@ -98,13 +292,55 @@ class _ReferenceItem(_Item):
         return {"type": "item_reference"}
 
 
-AnyItem = _MessageItem | _CallItem | _CallOutputItem | _ReasoningItem | _ReferenceItem
+class _SkippedItem(_Item):
+    """A call of a tool that another server ran. The answer's header names it."""
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        return (f"input.{self.kind}",)
+
+
+class _WebSearchItem(_SkippedItem):
+    kind = "web_search_call"
+
+
+class _ImageItem(_SkippedItem):
+    kind = "image_generation_call"
+
+
+AnyItem = (
+    _MessageItem
+    | _AgentMessageItem
+    | _CallItem
+    | _CustomCallItem
+    | _SearchCallItem
+    | _ShellCallItem
+    | _CallOutputItem
+    | _CustomOutputItem
+    | _ShellOutputItem
+    | _SearchOutputItem
+    | _AdditionalToolsItem
+    | _ReasoningItem
+    | _ReferenceItem
+    | _WebSearchItem
+    | _ImageItem
+)
 _KINDS: dict[str, type[AnyItem]] = {
     "message": _MessageItem,
+    "agent_message": _AgentMessageItem,
     "function_call": _CallItem,
     "function_call_output": _CallOutputItem,
+    "custom_tool_call": _CustomCallItem,
+    "custom_tool_call_output": _CustomOutputItem,
+    "tool_search_call": _SearchCallItem,
+    "tool_search_output": _SearchOutputItem,
+    "local_shell_call": _ShellCallItem,
+    "local_shell_call_output": _ShellOutputItem,
+    "additional_tools": _AdditionalToolsItem,
     "reasoning": _ReasoningItem,
     "item_reference": _ReferenceItem,
+    "web_search_call": _WebSearchItem,
+    "image_generation_call": _ImageItem,
 }
 
 
@@ -116,7 +352,7 @@ def items_of(value: object) -> list[AnyItem]:
         message = "must be a string or a list of 1 to {max} items"
         raise PydanticCustomError("input_type", message, {"max": MAX_MESSAGES})
     items = [_item_of(item, index) for index, item in enumerate(value)]
-    if sum(isinstance(item, _CallItem) for item in items) > MAX_CALLS_OF_CHAT:
+    if sum(isinstance(item, _AnyCallItem) for item in items) > MAX_CALLS_OF_CHAT:
         raise PydanticCustomError("too_many", "must have at most {limit} calls", {"limit": MAX_CALLS_OF_CHAT})
     return items
 
@@ -131,12 +367,18 @@ def _item_of(value: object, index: int) -> AnyItem:
         context = {"index": index, "kind": repr(kind)[:64], "names": ", ".join(_KINDS)}
         raise PydanticCustomError("unsupported_value", message, context)
     try:
-        return schema.model_validate(value)
-    except ValidationError as error:
-        problem = problem_of(error)
-        context = {"index": index, "problem": str(problem)}
-        kind_of_error: Any = "unsupported_value" if problem.code == "unsupported_value" else "input_item"
+        return read_as(schema, value)
+    except PydanticCustomError as error:
+        kind_of_error: Any = error.type
+        context = {"index": index, "problem": error.message()}
         raise PydanticCustomError(kind_of_error, "item {index}: {problem}", context) from None
+
+
+def tools_in(items: Sequence[AnyItem]) -> Iterator[AnyTool]:
+    """Yield the tools that items bring with them."""
+    for item in items:
+        if isinstance(item, _SearchOutputItem | _AdditionalToolsItem):
+            yield from item.tools
 
 
 @dataclass(slots=True)
@@ -159,20 +401,22 @@ def messages_of(items: Sequence[AnyItem]) -> Messages:
         match item:
             case _MessageItem():
                 messages.append({"role": item.role, "content": item.content})
-            case _CallItem():
+            case _AgentMessageItem():
+                messages.append({"role": "user", "content": item.content})
+            case _AnyCallItem() if item.call_id is not None:
                 if not may_join:
                     messages.append({"role": "assistant", "content": ""})
-                call = {"id": item.call_id, "name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "name": item.offered, "arguments": item.given}
                 messages[-1].setdefault("tool_calls", []).append(call)
                 found.num_calls += 1
-            case _CallOutputItem():
-                messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
+            case _AnyResultItem() if item.call_id is not None:
+                messages.append({"role": "tool", "content": item.text, "tool_call_id": item.call_id})
             case _ReferenceItem() if joins_references:
                 found.references[-1][1].append(item.id)
             case _ReferenceItem():
                 found.references.append((len(messages), [item.id]))
                 messages.append({"role": "assistant", "content": ""})
-            case _ReasoningItem():
+            case _:
                 continue
         joins_references = isinstance(item, _ReferenceItem)
         may_join = not joins_references and messages[-1]["role"] == "assistant"

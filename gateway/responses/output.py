@@ -5,7 +5,7 @@ The items are a function of the job's chunks and of how the text is parsed. So e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple
@@ -13,12 +13,16 @@ from typing import Any, Literal, NamedTuple
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk, FinishReason
 from penstock.gateway.responses.ids import call_id_of, output_item_id
+from penstock.gateway.responses.text_input import TextInputReader, arguments_of
+from penstock.gateway.responses.tools import CalledTool, CallKind, offered_name
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
 from penstock.producer.openai.render import is_cut
+from penstock.producer.openai.tool_calls import Call
 from penstock.queue.packed_result import PackedResult
 
-Kind = Literal["reasoning", "message", "function_call"]
+Kind = Literal["reasoning", "message"] | CallKind
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
+NO_NAMES: Mapping[str, CalledTool] = {}
 MAX_REPEATED_LOGPROBS = 8192
 """Log-probabilities of a stream that its last events repeat. A stream with more has them only in its deltas, because
 they would take too much memory; the stored response has all of them."""
@@ -33,14 +37,20 @@ class OutputItem:
     kind: Kind
     status: ItemStatus = "in_progress"
     texts: list[str] = field(default_factory=list)
-    """The parts of the text, of the reasoning, or of the call's arguments."""
+    """The parts of the text, of the reasoning, of the call's arguments, or of a custom tool's input."""
     name: str = ""
+    namespace: str = ""
     call_id: str = ""
 
     @property
     def id(self) -> str:
         """The item's id."""
         return output_item_id(self.kind, self.index, self.job_id)
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is the call of a tool."""
+        return bool(self.call_id)
 
 
 class Opened(NamedTuple):
@@ -68,14 +78,17 @@ OutputStep = Opened | Grown | Closed
 class OutputReader:
     """Reads the chunks of a response's job, in order."""
 
-    def __init__(self, job_id: str, form: AnswerFormat) -> None:
+    def __init__(self, job_id: str, form: AnswerFormat, called: Mapping[str, CalledTool] = NO_NAMES) -> None:
+        """`called` is that of the response's record."""
         self.items: list[OutputItem] = []
         self.finish_reason: FinishReason | None = None
         self._num_chars = self._num_reasoning_chars = 0
         self._job_id = job_id
         self._reader = None if form == PLAIN else AnswerReader(form)
+        self._called = called
         self._open: OutputItem | None = None
-        self._num_calls = 0
+        self._input: TextInputReader | None = None
+        """Reads the input of the open call, if it is that of a custom tool."""
 
     @property
     def reasoning_share(self) -> float:
@@ -117,12 +130,21 @@ class OutputReader:
             if parsed.content:
                 yield from self._grow("message", parsed.content)
             for call in parsed.calls:
-                if call.name:
-                    yield from self._begin("function_call", call.name, call_id_of(self._job_id, call.index))
-                if call.arguments:
-                    yield from self._grow("function_call", call.arguments)
-                if call.end is not None:
-                    yield from self._close("completed" if call.end == "whole" else "incomplete")
+                yield from self._call_steps(call)
+
+    def _call_steps(self, call: Call) -> Iterator[OutputStep]:
+        if call.name:
+            called = self._called.get(call.name) or CalledTool("function_call", call.name)
+            yield from self._begin(called.kind, called, call_id_of(self._job_id, call.index))
+            self._input = TextInputReader() if called.kind == "custom_tool_call" else None
+        text = call.arguments if self._input is None else self._input.push(call.arguments)
+        if call.end is not None and self._input is not None:
+            text += self._input.end()
+        if self._open is not None and text:
+            yield from self._grow(self._open.kind, text)
+        if call.end is not None:
+            self._input = None
+            yield from self._close("completed" if call.end == "whole" else "incomplete")
 
     def _grow(self, kind: Kind, text: str) -> Iterator[OutputStep]:
         if self._open is None or self._open.kind != kind:
@@ -132,11 +154,13 @@ class OutputReader:
             item.texts.append(text)
             yield Grown(item, text)
 
-    def _begin(self, kind: Kind, name: str = "", call_id: str = "") -> Iterator[OutputStep]:
+    def _begin(self, kind: Kind, called: CalledTool | None = None, call_id: str = "") -> Iterator[OutputStep]:
         yield from self._close("completed")
-        self._open = OutputItem(self._job_id, len(self.items), kind, name=name, call_id=call_id)
-        self.items.append(self._open)
-        yield Opened(self._open)
+        item = self._open = OutputItem(self._job_id, len(self.items), kind, call_id=call_id)
+        if called is not None:
+            item.name, item.namespace = called.name, called.namespace
+        self.items.append(item)
+        yield Opened(item)
 
     def _close(self, status: ItemStatus) -> Iterator[OutputStep]:
         item, self._open = self._open, None
@@ -179,12 +203,17 @@ def message_of(items: Sequence[OutputItem]) -> dict[str, Any]:
     """Return the message of a chat that these items of a response's output stand for."""
     text = "".join(part for item in items if item.kind == "message" for part in item.texts)
     calls = [
-        {"id": item.call_id, "name": item.name, "arguments": "".join(item.texts)}
+        {"id": item.call_id, "name": offered_name(item.namespace, item.name), "arguments": _arguments_of(item)}
         for item in items
         # A request may contain whole calls only.
-        if item.kind == "function_call" and item.status == "completed"
+        if item.is_call and item.status == "completed"
     ]
     return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+
+
+def _arguments_of(item: OutputItem) -> str:
+    text = "".join(item.texts)
+    return arguments_of(text) if item.kind == "custom_tool_call" else text
 
 
 class HeldLogprobs:

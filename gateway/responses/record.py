@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 import msgpack
 
 from penstock.contract.packed_prompt import PackedPrompt
+from penstock.gateway.responses.tools import CalledTool
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.msgpack_codec import WireError, pack, unpack_utf8
 
@@ -76,11 +77,16 @@ class StoredResponse:
     previous: str = ""
     """The id of the previous response."""
     stored: bool = True
+    called: Mapping[str, CalledTool] = field(default_factory=dict, repr=False)
+    """By the offered names of functions, what their calls come back as. Without those that are plain functions."""
 
     def encode(self) -> bytes:
         """Return the record as bytes."""
         fields = {name: getattr(self, name) for name in ("created_s", "background", "echo", "previous")}
         fields["items"] = [(item_id, text.decode()) for item_id, text in self.items]
+        if self.called:
+            # Gateways of an older version can read all other records.
+            fields["called"] = [(name, *called) for name, called in self.called.items()]
         return pack({"v": RECORD_VERSION, **fields, "form": astuple(self.form), "messages": asdict(self.messages)})
 
     def without_input(self) -> StoredResponse:
@@ -102,6 +108,8 @@ def decode_stored_response(data: bytes) -> StoredResponse:
         items: list[tuple[str, bytes]] = [(item_id.decode(), text) for item_id, text in fields.pop("items")]
         form: list[Any] = [part.decode() if isinstance(part, bytes) else part for part in fields.pop("form")]
         parts: dict[str, Any] = {"form": AnswerFormat(*form), "previous": fields.pop("previous").decode()}
+        called = [[text.decode() for text in row] for row in fields.pop("called", ())]
+        parts["called"] = {name: CalledTool(*rest) for name, *rest in called}
         parts["messages"] = PackedMessages(**_with_names(fields.pop("messages")))
         return StoredResponse(items=items, **parts, **fields)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -105,13 +106,22 @@ def output_parts(items: Sequence[OutputItem], logprobs: Logprobs = ()) -> Iterat
 def item_of(item: OutputItem, logprobs: Logprobs = (), *, is_new: bool = False) -> dict[str, Any]:
     """Return an item with lazy text (see `json_parts`). A new item has no content yet."""
     head: dict[str, Any] = {"id": item.id, "type": item.kind}
-    if item.kind == "function_call":
-        text: Any = "" if is_new else Text(_texts_of(item))
-        return head | {"status": item.status, "call_id": item.call_id, "name": item.name, "arguments": text}
+    if item.is_call:
+        return head | {"status": item.status, "call_id": item.call_id} | _members_of_call(item, is_new=is_new)
     content: Any = [] if is_new else Items(lambda: [part_of(item, logprobs)])
     if item.kind == "reasoning":
         return head | {"status": item.status, "summary": [], "content": content}
     return head | {"status": item.status, "role": "assistant", "content": content}
+
+
+def _members_of_call(item: OutputItem, *, is_new: bool) -> dict[str, Any]:
+    if item.kind == "tool_search_call":
+        # The API has no deltas for it, and its arguments are an object, not the text of one.
+        is_whole = item.status == "completed" and not is_new
+        return {"execution": "client", "arguments": json.loads("".join(item.texts)) if is_whole else {}}
+    text: Any = "" if is_new else Text(_texts_of(item))
+    members = {"name": item.name, "input" if item.kind == "custom_tool_call" else "arguments": text}
+    return members | {"namespace": item.namespace} if item.namespace else members
 
 
 def part_of(item: OutputItem, logprobs: Logprobs = (), *, is_new: bool = False) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Named(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _first_unknown_name(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, dict) or cls.model_config.get("extra") == "ignore":
+        if not isinstance(data, dict) or cls.model_config.get("extra") in ("ignore", "allow"):
             return data
         if isinstance(info.context, IgnoredFields) and info.context.of is cls:
             return info.context.without_them(data, cls._known)

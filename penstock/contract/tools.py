@@ -104,6 +104,31 @@ Tools = Annotated[
 Arguments = Annotated[str, StringConstraints(max_length=MAX_ARGUMENTS_CHARS), AfterValidator(_object)]
 
 
+TEXT_ARGUMENT = "input"
+"""The only argument of a function that stands for a tool with a text as its input."""
+GRAMMAR_KEYWORD = "x-grammar"
+"""The keyword in that argument's schema with the grammar of the text. A node enforces it."""
+
+
+def text_parameters(grammar: tuple[str, str] | None = None) -> dict[str, Any]:
+    """Return the parameters of a function that takes a text. grammar: its syntax, lark or regex, and its definition."""
+    text: dict[str, Any] = {"type": "string"}
+    if grammar is not None:
+        text[GRAMMAR_KEYWORD] = {"syntax": grammar[0], "definition": grammar[1]}
+    closed = {"required": [TEXT_ARGUMENT], "additionalProperties": False}
+    return {"type": "object", "properties": {TEXT_ARGUMENT: text}, **closed}
+
+
+def text_grammar_of(parameters: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the grammar in the parameters of a function that takes a text, or None. See `text_parameters`."""
+    properties = parameters.get("properties")
+    text = properties.get(TEXT_ARGUMENT) if isinstance(properties, dict) and len(properties) == 1 else None
+    given = text.get(GRAMMAR_KEYWORD) if isinstance(text, dict) else None
+    if not isinstance(given, dict) or given.get("syntax") not in ("lark", "regex"):
+        return None
+    return given["syntax"], str(given.get("definition"))
+
+
 class ToolCall(Named):
     """A call that the assistant made in an earlier message; `arguments` is the text of a JSON object."""
 

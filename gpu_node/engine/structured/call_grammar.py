@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract.errors import RequestError
-from penstock.contract.tools import MAX_CALLS, CallFormName, WantedCalls, WantedFunction
+from penstock.contract.tools import MAX_CALLS, TEXT_ARGUMENT, CallFormName, WantedCalls, WantedFunction, text_grammar_of
+from penstock.gpu_node.engine.structured.quoted_grammar import QuotingError, quoted_grammar
 
 _ANY = r"(.|\n)"
 _BLANK = r"BLANK: /\n{1,2}/"
@@ -105,7 +106,20 @@ class CallGrammar:
 
     def _function(self, i: int, function: WantedFunction) -> str:
         head = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{self._format.arguments}": '
-        return f'f{i}: {_quoted(head)} p{i} "}}"\np{i}{_json(_of_objects(function))}'
+        schema = _of_objects(function)
+        grammar = text_grammar_of(schema)
+        parameters = f"p{i}{_json(schema)}" if grammar is None else _text_rules(i, function.name, *grammar)
+        return f'f{i}: {_quoted(head)} p{i} "}}"\n{parameters}'
+
+
+def _text_rules(i: int, name: str, syntax: str, definition: str) -> str:
+    """Return the rules for the arguments of a function whose only argument is a text with a grammar."""
+    try:
+        text = quoted_grammar(syntax, definition)
+    except QuotingError as error:
+        raise RequestError(f"tools: the grammar of {name!r} cannot be enforced: {error}", param="tools") from None
+    opening = f'{{"{TEXT_ARGUMENT}": "'
+    return f'p{i}: {_quoted(opening)} g{i} "\\"}}"\ng{i}: %lark {{\n{text}\n}}'
 
 
 def _json(schema: dict[str, Any]) -> str:

@@ -44,6 +44,7 @@ HINTS: dict[str, Any] = {
     "include_obfuscation": True,
     "max_tool_calls": 1,
     "metadata": {"a": "b"},
+    "client_metadata": {"a": "b"},
     "prompt_cache_retention": "24h",
     "store": True,
     "verbosity": "low",

@@ -353,10 +353,10 @@ def test_an_idempotency_key_gives_the_same_response_again(api: Any) -> None:
 REFUSED = [
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}, "input_image"),
     ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input_file"),
-    ({"input": [{"type": "web_search_call", "id": "w"}]}, "web_search_call"),
+    ({"input": [{"type": "computer_call", "id": "w"}]}, "computer_call"),
     ({"input": []}, "input"),
-    ({"tools": [{"type": "web_search"}]}, "web_search"),
-    ({"tools": [{"type": "custom", "name": "c"}]}, "custom"),
+    ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "file_search"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "file_search"}]}]}, "file_search"),
     ({"tool_choice": {"type": "file_search"}}, "file_search"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"truncation": "auto"}, "truncation"),

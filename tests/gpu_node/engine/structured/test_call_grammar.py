@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.contract.errors import RequestError
 from penstock.contract.structured import StructuredOutputs
-from penstock.contract.tools import MAX_CALLS
+from penstock.contract.tools import MAX_CALLS, text_parameters
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
@@ -256,3 +256,87 @@ def test_a_schema_of_a_function_is_rewritten_as_others_are(guides: GrammarCompil
     parameters = {"properties": {"tags": tags}, "dependentRequired": {"tags": ["by"]}}
     functions = [{"name": "x: %json {", "parameters": json.dumps(parameters)}]
     assert guides.prepare(calls("hermes", functions=functions)).kind == "calls"
+
+
+PATCH = """\
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+hunk: "*** Delete File: " filename LF | "*** Add File: " filename LF add_line+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+%import common.LF
+"""
+"""The form of the grammar that Codex sends for its tool `apply_patch`."""
+SUM = """
+start: sum
+sum: term (("+" | "-") term)* // of terms
+term: NUMBER | "(" sum ")"
+%import common.NUMBER
+"""
+SPACED = SUM + "%import common (WS, INT)\n%ignore WS\n"
+VALUE = """
+?start: object | list | ESCAPED_STRING | SIGNED_NUMBER
+list: "[" [start ("," start)*] "]"
+object: "{" [pair ("," pair)*] "}"
+pair.2: ESCAPED_STRING ":" start
+%import common.ESCAPED_STRING
+%import common.SIGNED_NUMBER -> SIGNED_NUMBER
+"""
+WORDS = 'start: "select"i WS COLUMN ~ 2..3 ["\\x3b"]\nCOLUMN: "a".."c"\nWS: /[ \\t]+/\n'
+A_PATCH = '*** Begin Patch\n*** Add File: a.txt\n+Nile: "6650" km \\ é\t\n+\n*** Delete File: b\n*** End Patch\n'
+TEXTS = [
+    ("lark", PATCH, [A_PATCH, A_PATCH[:-1]], [A_PATCH.replace("+Nile", "Nile"), A_PATCH + "\n", ""]),
+    ("lark", SUM, ["1+(2-3.5)", "((1))"], ["1+", "(1", "1 + 2"]),
+    ("lark", SPACED, ["1 +\n(2-3)", "((1))"], ["1+", "(1"]),
+    ("lark", VALUE, ['{"a":[1,"x\\"y\\n"]}', "[]"], ['{"a":}', "[1", "{'a':1}"]),
+    ("lark", WORDS, ["SeLect  abc", "select\tab;"], ["selec ab", "select a", "select ad"]),
+    ("regex", r'^[a-z"\\]+\n\d{2}$', ['a"\\\n12'], ["a12", "A\n12", "a\n123"]),
+    ("regex", r"(?s).*x|\p{L}\u00e9", ["\n\n\x01x", "ßé"], ["\n", "1é"]),
+    ("regex", r"(?i)stop\t[^\w\s]", ["STOP\t!", 'stop\t"'], ["stop\ta", "stop\t\n", "stopT!"]),
+]
+REFUSED_TEXTS = [
+    ("lark", 'first: "a"', "start"),
+    ("lark", "start: other", "'other'"),
+    ("lark", 'start: %json {"type": "object"}', "%json"),
+    ("lark", "start: line+ start?\nline: /.+/ LF\n%import common.LF", "terminal that may go on"),
+    ("lark", "%import python.NAME", "%import"),
+    ("regex", r"a(?=b)", "'(?=b'"),
+    ("regex", r"[[:alpha:]]", "class inside a class"),
+    ("regex", "[a-", "no end"),
+]
+
+
+def text_calls(form: str, syntax: str, definition: str) -> StructuredOutputs:
+    parameters = json.dumps(text_parameters((syntax, definition)))
+    return calls(form, functions=[{"name": "write", "parameters": parameters}])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("syntax", "definition", "derived", "other"), TEXTS)
+def test_the_text_of_a_custom_tool_matches_its_grammar(
+    guides: GrammarCompiler,
+    tokenizer: Tokenizer,
+    form: str,
+    syntax: str,
+    definition: str,
+    derived: list[str],
+    other: list[str],
+) -> None:
+    wanted = text_calls(form, syntax, definition)
+
+    def may(text: str) -> bool:
+        said = written(form, {"input": "X"}, name="write").replace('"X"', json.dumps(text, ensure_ascii=False))
+        return derives(guides, tokenizer, wanted, said)
+
+    assert [text for text in derived if not may(text)] == []
+    assert [text for text in other if may(text)] == []
+
+
+@pytest.mark.parametrize(("syntax", "definition", "said"), REFUSED_TEXTS)
+def test_a_grammar_of_a_text_that_cannot_be_enforced_is_refused_by_name(
+    guides: GrammarCompiler, syntax: str, definition: str, said: str
+) -> None:
+    with pytest.raises(RequestError, match="the grammar of 'write' cannot be enforced") as caught:
+        guides.prepare(text_calls("hermes", syntax, definition))
+    assert said in caught.value.message and caught.value.param == "tools"

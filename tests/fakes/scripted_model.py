@@ -1,0 +1,71 @@
+"""A model that says what a message of the conversation tells it to say, for clients that must get certain answers.
+
+The last message with SCRIPT holds a list of answers in JSON. The model gives the one whose number is that of the
+assistant's messages since then. So a repeated request, or a session that a client resumes, gets the same answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from tests.gateway.conftest import ByteTokenizer, EchoEngine
+
+SCRIPT = "SCRIPT: "
+"""What stands before the list, which ends the message."""
+NO_SCRIPT = "There is no script."
+END_OF_SCRIPT = "The script has no more answers."
+
+
+def script_of(*answers: str) -> str:
+    """Return the text that makes the model give these answers, one after another."""
+    return SCRIPT + json.dumps(answers)
+
+
+def call_text(name: str, **arguments: Any) -> str:
+    """Return the text of a call in the format hermes."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def scripted_answer(messages: Sequence[dict[str, Any]]) -> str:
+    """Return what the model says next."""
+    for at in range(len(messages) - 1, -1, -1):
+        _, mark, script = messages[at]["content"].partition(SCRIPT)
+        if mark:
+            answers = json.loads(script)
+            number = sum(message["role"] == "assistant" for message in messages[at + 1 :])
+            return str(answers[number]) if number < len(answers) else END_OF_SCRIPT
+    return NO_SCRIPT
+
+
+class ScriptedTokenizer(ByteTokenizer):
+    """One token per byte. A chat is encoded as the answer to it, which the engine then echoes."""
+
+    tool_parser = "hermes"
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: str | None = None,
+        template_kwargs: str | None = None,
+        *,
+        framed: bool = False,
+        now: datetime | None = None,
+        owner: object = None,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Return the bytes of the answer."""
+        super().encode_chat(messages, tools, template_kwargs, framed=framed)
+        return self.encode(scripted_answer(messages))
+
+
+class ScriptedEngine(EchoEngine):
+    """Gives the answers of scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenizer = ScriptedTokenizer()
+        self.max_model_len = 1 << 17
+        self.num_kv_tokens = 1 << 20
