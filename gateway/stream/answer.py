@@ -44,7 +44,7 @@ JOB_HEADER = "X-Penstock-Job"
 MAX_JOBS_SHOWN = 64
 """Most job ids in JOB_HEADER. A longer line is too long for common HTTP clients."""
 IGNORED_HEADER = "X-Penstock-Ignored-Fields"
-"""Response header with the unknown fields that the gateway ignored. Names are percent-encoded like parts of a URL."""
+"""Response header with the fields, and parts of them, that the gateway ignored. Names are percent-encoded like parts of a URL."""
 MAX_IGNORED_CHARS = 2048
 """Most characters of that header; further names are left out. Many proxies refuse a head of more than 8 KiB."""
 

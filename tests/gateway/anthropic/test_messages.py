@@ -367,6 +367,81 @@ def test_max_tokens_beyond_the_rest_of_the_context_is_refused_with_an_idempotenc
     assert cutting.post("/v1/messages", json=more, headers={"Idempotency-Key": "cut-2"}).status_code == 200
 
 
+# What agents send -------------------------------------------------------------------------------
+
+
+def ignored_by(answer: httpx.Response) -> list[str]:
+    assert answer.status_code == 200, answer.text
+    return answer.headers.get("X-Penstock-Ignored-Fields", "").split(", ")
+
+
+def test_context_edits_are_applied_or_ignored_and_named(http: httpx.Client) -> None:
+    kinds = ("clear_thinking_20251015", "clear_tool_uses_20250919", "compact_20260112", "new kind")
+    edits = [{"type": kind, "trigger": {"type": "input_tokens", "value": 9}} for kind in kinds]
+    expected = [
+        "context_management.edits.clear_tool_uses_20250919",
+        "context_management.edits.compact_20260112",
+        "context_management.edits.new%20kind",
+    ]
+    for stream in (False, True):
+        asked = body("hi", context_management={"edits": edits}, stream=stream)
+        assert ignored_by(http.post("/v1/messages", json=asked)) == expected
+    applied = body("hi", context_management={"edits": edits[:1]})
+    assert ignored_by(http.post("/v1/messages", json=applied)) == [""]
+
+
+def test_tools_that_run_at_anthropic_are_dropped_and_named(calling: httpx.Client, calling_engine: Any) -> None:
+    offered = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        *TOOLS,
+        {"type": "mcp_toolset", "mcp_server_name": "s"},
+        {"type": "web_search_20250305", "name": "web_search"},
+    ]
+    answer = calling.post("/v1/messages", json=body("hi", model=CALLER, tools=offered))
+    assert ignored_by(answer) == ["tools.web_search_20250305", "tools.mcp_toolset"]
+    assert [tool["function"]["name"] for tool in json.loads(calling_engine.tokenizer.last_chat[1])] == ["f"]
+
+
+def test_only_dropped_tools_are_no_tools(http: httpx.Client, engine: Any) -> None:
+    """The node of this model takes no tools."""
+    offered = [{"type": "web_fetch_20250910", "name": "web_fetch"}]
+    assert ignored_by(http.post("/v1/messages", json=body("hi", tools=offered))) == ["tools.web_fetch_20250910"]
+    assert engine.tokenizer.last_chat[1] is None
+    forced = http.post(
+        "/v1/messages", json=body("hi", tools=offered, tool_choice={"type": "tool", "name": "web_fetch"})
+    )
+    assert forced.status_code == 400
+    assert forced.json()["error"]["message"].startswith("tool_choice: ")
+
+
+def test_parts_of_a_tools_result_that_are_no_text_become_marked_text(http: httpx.Client, engine: Any) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    parts = [
+        {"type": "text", "text": "a"},
+        image,
+        {"type": "tool_reference", "tool_name": "get_weather"},
+        {"type": "document", "source": {"type": "url", "url": "https://example.com/a.pdf"}},
+        {"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "b"}, image]},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": parts}
+    history = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+        {"role": "user", "content": [result]},
+        {"role": "user", "content": "go"},
+    ]
+    assert http.post("/v1/messages", json=body("", messages=history)).status_code == 200
+    left_out = "left out: this model reads only text]"
+    assert sent_chat(engine)[2]["content"].split("\n") == [
+        "a",
+        f"[image {left_out}",
+        "get_weather",
+        f"[document {left_out}",
+        *("T", "S", "b"),
+        f"[image {left_out}",
+    ]
+
+
 # Counting ---------------------------------------------------------------------------------------
 
 
