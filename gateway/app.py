@@ -42,7 +42,7 @@ from penstock.gateway.request.body_parser import Parser
 from penstock.gateway.responses import routes as response_routes
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
-from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
+from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER
 from penstock.gateway.tokens import routes as tokens_routes
 from penstock.gateway.web import routes as web_routes
 from penstock.gateway.web.dashboard import Dashboard
@@ -159,6 +159,7 @@ def _add_middleware(app: FastAPI, settings: GatewaySettings) -> None:
                 ID_HEADER,
                 ANTHROPIC_ID_HEADER,
                 IGNORED_HEADER,
+                MAX_TOKENS_HEADER,
                 "Retry-After",
                 "Retry-After-Ms",
                 TRACE_HEADER,

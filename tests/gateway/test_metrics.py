@@ -78,7 +78,7 @@ def test_submissions_are_counted_by_decision(fresh, redis_url, engine):
         before = scrape(fresh)
         assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}).status_code == 200
         assert http.post("/tokenize", json={"model": MODEL, "prompt": "hi"}).status_code == 200
-        too_long = {"model": MODEL, "prompt": "x" * 64 * 257}
+        too_long = {"model": MODEL, "prompt": "x" * 64 * (MAX_MODEL_LEN + 1)}
         assert http.post("/v1/completions", json=too_long).json()["error"]["code"] == "context_length_exceeded"
         with sync_redis.Redis.from_url(redis_url) as client:
             limit = client.hget(keys.config("echo"), "max_open_jobs")

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-
-from penstock.contract.errors import PromptTooLongError
 
 ECHO, CALLER = "acme/echo", "acme/caller"
 CALLS = """Wait.
@@ -30,26 +27,6 @@ def calling_engine(stack: Any, shared_engine: Any) -> Any:
 
 @pytest.fixture
 def calling(url: str, calling_engine: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=30) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def cutting(stack: Any, url: str, shared_engine: Any) -> Iterator[httpx.Client]:
-    """A node that refuses a prompt and `max_tokens` that exceed its context together, as the real engine does."""
-
-    engine: Any = type(shared_engine)()
-    accept = engine.add
-
-    def add(request: Any) -> None:
-        asked = request.params.max_tokens
-        if asked is not None and len(request.prompt_token_ids) + asked > engine.max_model_len:
-            raise PromptTooLongError(f"prompt and max_tokens ({asked}) are too long", param="max_tokens")
-        # The end of the context is a few tokens away.
-        accept(request if asked else replace(request, params=request.params.model_copy(update={"max_tokens": 3})))
-
-    engine.add = add
-    stack.start_node(engine, model="acme/cutting", pool="cutting")
     with httpx.Client(base_url=url, timeout=30) as client:
         yield client
 
@@ -347,24 +324,6 @@ def test_conversation_of_many_messages_is_parsed_in_the_parser_process(http: htt
     stream = events_of(http, "", messages=history)
     assert blocks_of(stream) == [{"type": "text", "text": "end"}]
     assert sent_chat(engine)[0]["content"] == "\n".join(map(str, range(400)))
-
-
-@pytest.mark.parametrize("max_tokens", [255, 1000])
-def test_max_tokens_beyond_the_context_ends_the_answer_with_the_context(cutting: httpx.Client, max_tokens: int) -> None:
-    message = create(cutting, "hello", model="acme/cutting", max_tokens=max_tokens)
-    assert message["stop_reason"] == "model_context_window_exceeded"
-    events = events_of(cutting, "hello", model="acme/cutting", max_tokens=max_tokens)
-    assert blocks_of(events) == message["content"]
-    assert events[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
-
-
-def test_max_tokens_beyond_the_rest_of_the_context_is_refused_with_an_idempotency_key(cutting: httpx.Client) -> None:
-    asked = body("hello", model="acme/cutting", max_tokens=255)
-    answer = cutting.post("/v1/messages", json=asked, headers={"Idempotency-Key": "cut-1"})
-    assert answer.status_code == 400
-    assert "max_tokens" in answer.json()["error"]["message"]
-    more = {**asked, "max_tokens": 256}
-    assert cutting.post("/v1/messages", json=more, headers={"Idempotency-Key": "cut-2"}).status_code == 200
 
 
 # What agents send -------------------------------------------------------------------------------
