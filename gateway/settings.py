@@ -82,4 +82,5 @@ class GatewaySettings(Settings):
     """URL of an OpenTelemetry collector (OTLP over HTTP) that gets the spans of requests. Default: the standard OTEL_*
     variables; without them traces are off."""
     cors_origins: tuple[str, ...] = ()
-    """An origin that browsers may call this gateway from (CORS). Repeat the flag for several. Default: none."""
+    """An origin whose pages may call this gateway (CORS), such as https://app.example. Repeat the flag for several. `*`
+    and `null` allow any page; they need a gateway that requires API keys. Default: none."""

@@ -26,6 +26,7 @@ from penstock.producer.client.stats import DECISIONS, decision_of
 from penstock.queue import keys
 from penstock.queue.pool_stats import EVENTS
 from penstock.runtime.embedded_redis import EmbeddedRedis
+from tests.gateway.conftest import MAX_MODEL_LEN
 
 MODEL = "acme/echo"
 
