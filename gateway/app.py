@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 
 import uvicorn
 from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from penstock.gateway import health, metrics, usage
@@ -22,11 +21,12 @@ from penstock.gateway.anthropic import routes as anthropic_routes
 from penstock.gateway.anthropic.errors import ID_HEADER as ANTHROPIC_ID_HEADER
 from penstock.gateway.api_docs.routes import ApiDocs
 from penstock.gateway.api_docs.routes import router as api_docs_router
-from penstock.gateway.authentication import Entry, tell_without_keys
+from penstock.gateway.authentication import Entry, is_closed_without_keys, tell_without_keys
 from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.embeddings import routes as embedding_routes
 from penstock.gateway.errors import install_error_handlers
 from penstock.gateway.http.access_log import AccessLog
+from penstock.gateway.http.cors import Cors, check_origins
 from penstock.gateway.http.head_requests import HeadRequests
 from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.http.request_head import BoundedHead
@@ -42,7 +42,7 @@ from penstock.gateway.request.body_parser import Parser
 from penstock.gateway.responses import routes as response_routes
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
-from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
+from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER
 from penstock.gateway.tokens import routes as tokens_routes
 from penstock.gateway.web import routes as web_routes
 from penstock.gateway.web.dashboard import Dashboard
@@ -151,17 +151,18 @@ def _add_middleware(app: FastAPI, settings: GatewaySettings) -> None:
     app.add_middleware(Entry, settings=settings, pepper=KeySettings.load().key_pepper)
     app.add_middleware(SubprotocolKey)
     app.add_middleware(Drain)
+    check_origins(settings.cors_origins, needs_keys=is_closed_without_keys(settings))
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origins,
-            allow_methods=sorted({method for route in _all_routes() for method in route.methods or ()}),
-            allow_headers=["*"],
-            expose_headers=[
+            Cors,
+            origins=settings.cors_origins,
+            methods=sorted({method for route in _all_routes() for method in route.methods or ()}),
+            exposed=[
                 JOB_HEADER,
                 ID_HEADER,
                 ANTHROPIC_ID_HEADER,
                 IGNORED_HEADER,
+                MAX_TOKENS_HEADER,
                 "Retry-After",
                 "Retry-After-Ms",
                 TRACE_HEADER,

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -20,6 +21,7 @@ from penstock.gateway.openai import errors as openai
 from penstock.gateway.openai.errors import ID_HEADER
 from penstock.gateway.stream.sse import event
 
+VERSION_HEADER = "anthropic-version"
 READ_TIMEOUT_S = 2.0
 """Seconds that probes and other requests that only read wait for Redis."""
 
@@ -29,9 +31,16 @@ def request_id_headers(path: str) -> tuple[str, ...]:
     return (ID_HEADER, anthropic.ID_HEADER) if anthropic.is_messages_path(path) else (ID_HEADER,)
 
 
+def speaks_anthropic(scope: Scope) -> bool:
+    """Return whether the answer has Anthropic's shape. Both APIs have `/v1/models`; only Anthropic's has a version."""
+    path = scope["path"]
+    is_models_path = path == "/v1/models" or path.startswith("/v1/models/")
+    return anthropic.is_messages_path(path) or (is_models_path and VERSION_HEADER in Headers(scope=scope))
+
+
 def error_response(error: PenstockError, scope: Scope) -> JSONResponse:
     """Return the HTTP response for an error of a request."""
-    if anthropic.is_messages_path(scope["path"]):
+    if speaks_anthropic(scope):
         return anthropic.error_response(error, _request_id_of(scope))
     return openai.error_response(error)
 
@@ -51,7 +60,7 @@ async def soon() -> AsyncIterator[None]:
 
 def error_event(error: PenstockError, scope: Scope) -> bytes:
     """Return an error as the last event of a stream."""
-    if anthropic.is_messages_path(scope["path"]):
+    if speaks_anthropic(scope):
         return anthropic.error_event(error)
     return event(openai.error_body(error))
 
@@ -81,7 +90,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
         raise error
     message = f"{error.detail}: {request.method} {request.url.path[:MAX_NAME_CHARS]}"
     body: dict[str, Any] = openai.http_error_body(message, error.status_code)
-    if anthropic.is_messages_path(request.scope["path"]):
+    if speaks_anthropic(request.scope):
         body = anthropic.error_body(message, error.status_code, _request_id_of(request.scope))
     return JSONResponse(body, error.status_code, error.headers)
 
@@ -90,7 +99,7 @@ async def _on_bug(request: Request, _: Exception) -> JSONResponse:
     # This response bypasses the middleware that sets the id of other responses.
     path, request_id = request.scope["path"], _request_id_of(request.scope)
     body: dict[str, Any] = openai.bug_body()
-    if anthropic.is_messages_path(path):
+    if speaks_anthropic(request.scope):
         body = anthropic.error_body("internal error", HTTPStatus.INTERNAL_SERVER_ERROR, request_id)
     headers = dict.fromkeys(request_id_headers(path), request_id) if request_id else {}
     return JSONResponse(body, HTTPStatus.INTERNAL_SERVER_ERROR, headers)

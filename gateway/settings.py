@@ -12,6 +12,7 @@ from penstock.contract.priority import ClassName
 from penstock.runtime.settings import Settings
 
 UnknownFields = Literal["refuse", "ignore"]
+MaxTokensBeyondContext = Literal["lower", "refuse"]
 
 
 class GatewaySettings(Settings):
@@ -68,6 +69,9 @@ class GatewaySettings(Settings):
     """The most urgent priority class that callers may use while no API keys exist."""
     unknown_fields: UnknownFields = "refuse"
     """What to do with a body's unknown fields: refuse the request, or ignore and list them in a response header."""
+    max_tokens_beyond_context: MaxTokensBeyondContext = "lower"
+    """What to do if prompt and `max_tokens` exceed the model's context together: lower `max_tokens` to what is left and
+    say so in a response header, or refuse the request."""
     loop_watch_ms: float = Field(default=50.0, ge=1, le=1000)
     """Milliseconds between two measurements of the event loop's delay."""
     loop_stall_s: float = Field(default=30.0, ge=0)
@@ -78,4 +82,5 @@ class GatewaySettings(Settings):
     """URL of an OpenTelemetry collector (OTLP over HTTP) that gets the spans of requests. Default: the standard OTEL_*
     variables; without them traces are off."""
     cors_origins: tuple[str, ...] = ()
-    """An origin that browsers may call this gateway from (CORS). Repeat the flag for several. Default: none."""
+    """An origin whose pages may call this gateway (CORS), such as https://app.example. Repeat the flag for several. `*`
+    and `null` allow any page; they need a gateway that requires API keys. Default: none."""

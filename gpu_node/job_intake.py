@@ -13,7 +13,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.job import Message, created_at, seed_of
+from penstock.contract.job import Message, SamplingParams, created_at, lowered_max_tokens, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk, Outcome
 from penstock.contract.tasks import Embed
@@ -229,7 +229,7 @@ class JobIntake:
             return
         if self._ledger.get(job.job_id) is not job or job.outcome is not None:
             return  # The job was lost or canceled during its intake.
-        params, taken = request.params, job.taken
+        params, taken = _fitting_params(request, len(token_ids)), job.taken
         job.is_in_engine = True
         added = self._worker.add(
             EngineRequest(
@@ -272,6 +272,13 @@ def _begins_text(request: Request) -> bool:
     if request.messages is None:
         return False
     return not (request.chat_template_kwargs and json.loads(request.chat_template_kwargs).get(CONTINUES))
+
+
+def _fitting_params(request: Request, num_prompt_tokens: int) -> SamplingParams:
+    """Return the sampling options with `max_tokens` lowered to what the prompt leaves of `max_total_tokens`."""
+    params = request.params
+    lowered = lowered_max_tokens(params.max_tokens, request.max_total_tokens, num_prompt_tokens)
+    return params if lowered is None else params.model_copy(update={"max_tokens": lowered})
 
 
 def _num_chars(request: Request) -> int:

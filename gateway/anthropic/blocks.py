@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, mod
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.tools import CallId, FunctionName
+from penstock.producer.openai.messages import placeholder_of
 
 _MAX_SHOWN_CHARS = 64
 _NEEDED = {
@@ -32,6 +33,14 @@ def joined_text(content: object) -> object:
     return "\n".join(map(_text_of, content)) if isinstance(content, list) else content
 
 
+def result_text(content: object) -> object:
+    """Return the text of a tool's result. Parts that are no text become a marked text.
+
+    An agent sends a tool's result again in every later turn, so one screenshot would otherwise end its session.
+    """
+    return "\n".join(map(_text_of_part, content)) if isinstance(content, list) else content
+
+
 def as_blocks(content: object) -> object:
     """Return the content of a message as a list of blocks. A string is one text block."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -45,6 +54,18 @@ def _text_of(block: object) -> str:
     if not isinstance(text, str):
         raise PydanticCustomError("block_text", "the text of a text block must be a string")
     return text
+
+
+def _text_of_part(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str) or kind == "text":
+        return _text_of(part)
+    if kind == "tool_reference" and isinstance(name := part.get("tool_name"), str):
+        return name
+    if kind == "search_result" and isinstance(content := part.get("content"), list):
+        about = [text for name in ("title", "source") if isinstance(text := part.get(name), str)]
+        return "\n".join((*about, *map(_text_of_part, content)))
+    return placeholder_of(kind)
 
 
 def _known_type(kind: str) -> str:
@@ -68,7 +89,7 @@ class ContentBlock(Nested):
     name: FunctionName | None = None
     input: dict[str, Any] | None = None
     tool_use_id: CallId | None = None
-    content: Annotated[str | None, BeforeValidator(joined_text)] = None
+    content: Annotated[str | None, BeforeValidator(result_text)] = None
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:

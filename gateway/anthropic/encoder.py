@@ -43,9 +43,10 @@ class MessageStreamEncoder(ChunkEncoder):
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         """Return the events with the stop reason and the usage."""
-        params = self._head.params
-        delta = stop_of(self._finish_reason, self._stop, calls=self._blocks.has_calls, max_tokens=params.max_tokens)
-        last = event({"type": "message_delta", "delta": delta, "usage": whole_usage_of(usages)})
+        usage = whole_usage_of(self._head, usages)
+        fills = "max_tokens" in usage
+        delta = stop_of(self._finish_reason, self._stop, calls=self._blocks.has_calls, fills_context=fills)
+        last = event({"type": "message_delta", "delta": delta, "usage": usage})
         return last + event({"type": "message_stop"})
 
     def _event_of(self, chunk: Chunk) -> bytes:
@@ -92,9 +93,10 @@ class MessageWholeEncoder(WholeEncoder):
         for number, call in enumerate(parsed.calls, start=len(blocks)):
             begun = to_json(tool_use_block(result.job_id, call) | warning_member(call))[:-1]
             yield (b"," if number else b"") + begun + b',"input":' + input_of(call) + b"}"
-        ending = stop_of(choice.finish_reason, stop, calls=bool(parsed.calls), max_tokens=params.max_tokens)
+        fills = "max_tokens" in whole_usage_of(self._head, [result.usage])
+        ending = stop_of(choice.finish_reason, stop, calls=bool(parsed.calls), fills_context=fills)
         yield b"]," + to_json(ending)[1:-1]
 
     def tail(self, usages: Sequence[Usage | None]) -> bytes:
         """Return the usage."""
-        return b',"usage":' + to_json(whole_usage_of(usages)) + b"}"
+        return b',"usage":' + to_json(whole_usage_of(self._head, usages)) + b"}"

@@ -12,6 +12,7 @@ from penstock.contract.output import FinishReason, Usage
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.producer.openai.json_parts import Text
 from penstock.producer.openai.parsed_text import ParsedText
+from penstock.producer.openai.render import limit_member
 from penstock.producer.openai.tool_calls import Call, warning_of
 
 
@@ -30,13 +31,17 @@ def usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: 
     }
 
 
-def whole_usage_of(usages: Sequence[Usage | None]) -> dict[str, int]:
-    """Return the usage at the end of an answer."""
+def whole_usage_of(head: AnswerHead, usages: Sequence[Usage | None]) -> dict[str, int]:
+    """Return the usage at the end of an answer, with the limit of its tokens if the context lowered it."""
+    limit = limit_member(head.params.max_tokens, head.max_total_tokens, usages)
     used = [usage for usage in usages if usage is not None]
-    return usage_of(
-        sum(usage.prompt_tokens for usage in used),
-        sum(usage.cached_tokens for usage in used),
-        sum(usage.completion_tokens for usage in used),
+    return (
+        usage_of(
+            sum(usage.prompt_tokens for usage in used),
+            sum(usage.cached_tokens for usage in used),
+            sum(usage.completion_tokens for usage in used),
+        )
+        | limit
     )
 
 
@@ -52,13 +57,13 @@ def without_stop(text: str, finish_reason: FinishReason | None, stops: Sequence[
 
 
 def stop_of(
-    finish_reason: FinishReason | None, stop: str | None, *, calls: bool, max_tokens: int | None
+    finish_reason: FinishReason | None, stop: str | None, *, calls: bool, fills_context: bool
 ) -> dict[str, str | None]:
-    """Return the members that tell why the answer ended. `max_tokens` is None if only the context limited it."""
+    """Return the members that tell why the answer ended. `fills_context`: with `length`, it filled the context."""
     if stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
     if finish_reason == "length":
-        reason = "model_context_window_exceeded" if max_tokens is None else "max_tokens"
+        reason = "model_context_window_exceeded" if fills_context else "max_tokens"
     else:
         reason = "tool_use" if calls else "end_turn"
     return {"stop_reason": reason, "stop_sequence": None}

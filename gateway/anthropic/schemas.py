@@ -14,17 +14,20 @@ from pydantic_core import PydanticCustomError
 from penstock.contract.closed_schemas import closed
 from penstock.contract.job import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.priority import ClassName
+from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.contract.tools import MAX_TOOLS
 from penstock.gateway.anthropic.blocks import Nested, joined_text
 from penstock.gateway.anthropic.conversation import ConversationMessage, messages_of
-from penstock.gateway.anthropic.tools import OfferedTool, WantedToolChoice, tool_use_of
+from penstock.gateway.anthropic.tools import OfferedTool, WantedToolChoice, dropped_tools, tool_use_of
 from penstock.producer.openai.fields import Wire, only
 from penstock.producer.openai.messages import ToolUse
 
+MAX_EDITS = 64
+"""Most context edits of one request."""
 SHOWS_THINKING = "shows_thinking"
 """The option of an answer whose reasoning is returned as thinking blocks."""
-_CLEARED = "clear_thinking"
-"""The start of the only context edits that are accepted. penstock never passes earlier reasoning to the model."""
+_APPLIED = "clear_thinking"
+"""The start of the context edits that are always applied: penstock never passes earlier reasoning to the model."""
 
 
 class Thinking(Nested):
@@ -52,15 +55,22 @@ class OutputConfig(Nested):
     format: _OutputFormat | None = None
 
 
-def _few_edits(value: dict[str, Any] | None) -> dict[str, Any] | None:
-    edits = (value or {}).get("edits") or []
-    if not isinstance(edits, list) or not all(_clears_thinking(edit) for edit in edits):
-        raise PydanticCustomError("unsupported_value", "only edits that clear thinking are supported")
-    return value
+class _ContextEdit(Nested):
+    type: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+
+    @property
+    def is_applied(self) -> bool:
+        return self.type.startswith(_APPLIED)
 
 
-def _clears_thinking(edit: object) -> bool:
-    return isinstance(edit, dict) and str(edit.get("type")).startswith(_CLEARED)
+class ContextManagement(Nested):
+    """Edits of the conversation. Those that penstock cannot make are ignored, because they only save tokens."""
+
+    edits: Annotated[list[_ContextEdit] | None, FailFast(), Field(max_length=MAX_EDITS)] = None
+
+    def ignored(self) -> list[str]:
+        """Return the names under which the answer lists the ignored edits."""
+        return [f"context_management.edits.{edit.type}" for edit in self.edits or () if not edit.is_applied]
 
 
 class _ConversationBody(Wire):
@@ -77,7 +87,7 @@ class _ConversationBody(Wire):
     cache_salt: str | None = None
 
     cache_control: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
     mcp_servers: Annotated[Any, only(None, [])] = None
     thread: Annotated[Any, only(None)] = None
     speed: Annotated[Any, only(None, "standard")] = None
@@ -92,10 +102,11 @@ class _ConversationBody(Wire):
             raise PydanticCustomError("unsupported_value", message)
         return value
 
-    @field_validator("context_management")
-    @classmethod
-    def _only_thinking(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        return _few_edits(value)
+    @property
+    def dropped(self) -> list[str]:
+        """The names of the tools and edits that have no effect."""
+        edits = [] if self.context_management is None else self.context_management.ignored()
+        return [*dict.fromkeys(edits + dropped_tools(self.tools or []))]
 
     @property
     def asked_class(self) -> ClassName | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import AfterValidator, model_validator
+from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.tools import FunctionName, ToolChoice
@@ -18,22 +18,35 @@ _WORDS = {"auto": "auto", "any": "required", "none": "none"}
 _MAX_SHOWN_CHARS = 64
 
 
-def _custom(kind: str | None) -> str | None:
-    if kind not in (None, "custom"):
-        message = "tools of type {type} are not supported; only custom tools, which the client runs itself, are"
-        raise PydanticCustomError("unsupported_value", message, {"type": json.dumps(str(kind)[:_MAX_SHOWN_CHARS])})
-    return kind
+_KNOWN_TO_CLAUDE = ("bash_", "computer_", "memory_", "text_editor_")
+"""Types of tools that the client runs, but whose schema only Anthropic's models know."""
 
 
 class OfferedTool(Nested):
-    """A function that the assistant may call."""
+    """A function that the assistant may call, or a tool that runs at Anthropic, which is not offered to the model."""
 
-    type: Annotated[str | None, AfterValidator(_custom)] = None
-    name: FunctionName
+    type: str | None = None
+    name: FunctionName | None = None
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     """Whether calls must match `input_schema` even if the model may also answer without a call."""
+
+    @model_validator(mode="after")
+    def _can_be_offered(self) -> Self:
+        if self.type is not None and self.type.startswith(_KNOWN_TO_CLAUDE):
+            message = "tools of type {type} are not supported, because the model does not know their schema; send it "
+            message += "as a custom tool"
+            raise PydanticCustomError("unsupported_value", message, {"type": json.dumps(self.type[:_MAX_SHOWN_CHARS])})
+        for name in ("name", "input_schema"):
+            if self.is_custom and getattr(self, name) is None:
+                raise PydanticCustomError("tool_incomplete", "{name} is required in a custom tool", {"name": name})
+        return self
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the client runs the tool. Tools of all other types run at Anthropic."""
+        return self.type in (None, "custom")
 
     def offer(self) -> dict[str, Any]:
         """Return the tool in OpenAI's form, without unset members."""
@@ -67,6 +80,12 @@ def tool_use_of(tools: Sequence[OfferedTool], wanted: WantedToolChoice | None) -
     """Return the tools that the assistant may or must call."""
     choice = "auto" if wanted is None else wanted.choice()
     parallel = wanted is None or not wanted.disable_parallel_tool_use
-    if not tools or choice == "none":
+    offers = [tool.offer() for tool in tools if tool.is_custom]
+    if not offers or choice == "none":
         return ToolUse(None, choice, parallel)
-    return ToolUse(json.dumps([tool.offer() for tool in tools]), choice, parallel)
+    return ToolUse(json.dumps(offers), choice, parallel)
+
+
+def dropped_tools(tools: Sequence[OfferedTool]) -> list[str]:
+    """Return the names under which the answer lists the tools that were not offered to the model."""
+    return [f"tools.{tool.type}" for tool in tools if not tool.is_custom]

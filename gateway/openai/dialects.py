@@ -40,7 +40,7 @@ class _OpenAIDialect(Dialect):
         return event(error_body(error))
 
     def _renderer(self, head: AnswerHead) -> Renderer:
-        return self.renderer(
+        renderer = self.renderer(
             job_id=head.job_ids[0],
             model=head.model,
             created_s=head.created_s,
@@ -50,6 +50,8 @@ class _OpenAIDialect(Dialect):
             echoes=head.echoes,
             service_tier=head.options.get("service_tier"),
         )
+        renderer.max_total_tokens = head.max_total_tokens
+        return renderer
 
 
 class ChatDialect(_OpenAIDialect):

@@ -8,8 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from penstock.contract.errors import NotFoundError
+from penstock.gateway.anthropic import models as anthropic_models
 from penstock.gateway.authentication import caller_of
-from penstock.gateway.errors import soon
+from penstock.gateway.errors import soon, speaks_anthropic
 from penstock.gateway.health import PROBE_METHODS
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.producer import ServedPool
@@ -19,11 +20,17 @@ router = APIRouter()
 
 @router.api_route("/v1/models", methods=PROBE_METHODS)
 async def list_models(request: Request) -> dict[str, Any]:
-    """List the models that live nodes serve, under each of their names, and their adapters."""
+    """List the models that live nodes serve, under each of their names, and their adapters.
+
+    With the header `anthropic-version`, the list has Anthropic's shape.
+    """
     client: AsyncClient = request.app.state.client
     async with soon():
         models = _models(await client.pools())
-    return {"object": "list", "data": [one for name, one in models.items() if caller_of(request).sees(name)]}
+    seen = [one for name, one in models.items() if caller_of(request).sees(name)]
+    if speaks_anthropic(request.scope):
+        return anthropic_models.page_of(seen, request.query_params)
+    return {"object": "list", "data": seen}
 
 
 @router.api_route("/v1/models/{model:path}", methods=PROBE_METHODS)
@@ -37,7 +44,8 @@ async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
             models = _models(await client.pools(renewed=True))
     if model not in models or not caller_of(request).sees(model):
         raise NotFoundError(f"no model {model[:256]!r} is served", code="model_not_found", param="model")
-    return models[model]
+    found = models[model]
+    return anthropic_models.model_of(found) if speaks_anthropic(request.scope) else found
 
 
 def _models(pools: Mapping[str, ServedPool]) -> dict[str, dict[str, Any]]:

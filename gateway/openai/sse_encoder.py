@@ -17,7 +17,7 @@ from penstock.gateway.stream.encoder import ChunkEncoder, event_id
 from penstock.gateway.stream.sse import DONE, event
 from penstock.producer.openai.json_parts import json_parts
 from penstock.producer.openai.parsed_text import AnswerReader, ParsedText
-from penstock.producer.openai.render import Renderer, finish_reason_of, is_cut, usage_of
+from penstock.producer.openai.render import Renderer, finish_reason_of, is_cut
 from penstock.producer.openai.token_ids import TokenIds
 from penstock.queue.packed_result import PackedResult
 
@@ -234,4 +234,4 @@ class OpenAIWholeEncoder(WholeEncoder):
 
     def tail(self, usages: Sequence[Usage | None]) -> bytes:
         """Return the usage, which follows the choices."""
-        return b'],"usage":' + to_json(usage_of(usages)) + b"}"
+        return b'],"usage":' + to_json(self._renderer.usage(usages)) + b"}"

@@ -71,7 +71,7 @@ class ParsedBody:
     options: Mapping[str, Any] = field(default_factory=dict)
     """`deadline_s`, `not_before_s` and `return_progress`, if the API has them; and its own options. Plain values."""
     ignored: Sequence[str] = ()
-    """Names of fields and of parts of fields that were ignored, at most MAX_IGNORED_SHOWN of them."""
+    """Names of ignored fields and parts of fields, at most MAX_IGNORED_SHOWN of them."""
 
 
 def parse(form: str, raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody:
@@ -99,8 +99,7 @@ def parse(form: str, raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody
     content = RequestContent(
         body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes, body.template_kwargs, task
     )
-    found = [*ignored.names, *(body.ignored if isinstance(body, ResponseBody) else ())]
-    names = [name[:MAX_NAME_CHARS] for name in found[:MAX_IGNORED_SHOWN]]
+    names = [name[:MAX_NAME_CHARS] for name in (*ignored.names, *body.dropped)[:MAX_IGNORED_SHOWN]]
     return ParsedBody(content, body.asked_class, bool(body.stream), body.options(), names)
 
 

@@ -118,7 +118,7 @@ def generation_request_of(request: Request, body: ParsedBody) -> GenerationReque
 
     Raises RequestError for invalid headers and ForbiddenError for a priority class above the caller's.
     """
-    caller = caller_of(request)
+    caller, settings = caller_of(request), request.app.state.settings
     content = replace(body.content, model=caller.model_of(body.content.model)) if caller.models else body.content
     key, cut_at = idempotency_key_of(request), stream_position_of(request, body)
     return GenerationRequest(
@@ -129,6 +129,7 @@ def generation_request_of(request: Request, body: ParsedBody) -> GenerationReque
         idempotency_key=key,
         deadline_s=body.options.get("deadline_s"),
         not_before_s=body.options.get("not_before_s"),
+        lowers_max_tokens=settings.max_tokens_beyond_context == "lower",
         return_progress=body.options.get("return_progress", False),
         cut_at=cut_at,
         event_ids=_wants_event_ids(request, body, may_resume=key is not None or cut_at is not None),

@@ -110,6 +110,7 @@ class ResponseStream(_ResponseAnswer, StreamAnswer):
     async def _send_events(self, writer: EventWriter) -> None:
         async with open_jobs(self._client, self._generation, has_begun=lambda: writer.started) as jobs:
             (job,) = jobs
+            await self._learn_limit(job)
             writer.headers.update(self._response_headers(jobs))
             await self._learn(job)
             self._show_position(job, writer)
@@ -173,6 +174,8 @@ class ResponseWhole(_ResponseAnswer, WholeAnswer):
         if end.num_bytes > PIECE_BYTES:
             await self._yielder.wait()
         encoder = DIALECT.whole(self._head_at(job, finished_s=status.finished_ms // 1000))
+        await self._learn_limit(job)
+        await self._learn_exact_limit([job], [end])
         await self._send_body(self._parts(encoder, [job], [end]), [job], send)
 
 

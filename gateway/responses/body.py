@@ -214,7 +214,7 @@ class ResponseBody(Wire):
         return [*(self.tools or ()), *tools_in(self.input)]
 
     @property
-    def ignored(self) -> list[str]:
+    def dropped(self) -> list[str]:
         """The names of the parts that are ignored although nobody asked for it, for a header of the answer."""
         options = {"text": self.text, "reasoning": self.reasoning, "stream_options": self.stream_options}
         names = [f"{name}.{one}" for name, part in options.items() if part is not None for one in part.ignored]

@@ -19,16 +19,16 @@ from fastapi import Request
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
-from penstock.contract.job import pool_of
+from penstock.contract.job import lowered_max_tokens, pool_of
 from penstock.contract.output import Usage
 from penstock.contract.template_kwargs import reasoning_parser_for
 from penstock.gateway.shared_budget import Claim
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, until_disconnected, while_connected
-from penstock.gateway.stream.dialect import AnswerHead, Dialect, WholeEncoder
+from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.event_sink import EventSink
 from penstock.gateway.stream.event_stream import EventStream, JobResponse
-from penstock.gateway.stream.flow import Ended, Waiting, batches_of, ends_of
+from penstock.gateway.stream.flow import Batch, Ended, Waiting, batches_of, ends_of
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, naming_prompt, open_jobs
 from penstock.gateway.stream.limits import check_logprobs, check_num_jobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, EventWriter
@@ -44,9 +44,12 @@ JOB_HEADER = "X-Penstock-Job"
 MAX_JOBS_SHOWN = 64
 """Most job ids in JOB_HEADER. A longer line is too long for common HTTP clients."""
 IGNORED_HEADER = "X-Penstock-Ignored-Fields"
-"""Response header with the unknown fields that the gateway ignored. Names are percent-encoded like parts of a URL."""
+"""Response header with the fields, and parts of them, that the gateway ignored, percent-encoded as in URLs."""
 MAX_IGNORED_CHARS = 2048
 """Most characters of that header; further names are left out. Many proxies refuse a head of more than 8 KiB."""
+MAX_TOKENS_HEADER = "X-Penstock-Max-Tokens"
+"""Response header with the limit to which the context lowered `max_tokens`; of several prompts, the smallest one. If
+the head of a stream is sent before the prompt is tokenized, it is what the context leaves at most."""
 
 
 class Answer(JobResponse):
@@ -71,6 +74,10 @@ class Answer(JobResponse):
         self._ignored = ignored
         self._pools: Mapping[str, ServedPool] = {}
         """The records of the pools by name, or empty if `_check` did not need them."""
+        self._max_total_tokens: int | None = None
+        """The most tokens of prompt and output together, to which `max_tokens` is lowered."""
+        self._lowered_limit: int | None = None
+        """The value of MAX_TOKENS_HEADER, if it is sent."""
 
     async def _check(self) -> None:
         """Refuse too many jobs or log-probabilities, and tools that the model cannot call, before any job is queued."""
@@ -95,8 +102,22 @@ class Answer(JobResponse):
         """
         if not self._dialect.parses_text:
             return PLAIN
-        record = self._pools.get(pool) or (await self._client.pools()).get(pool)
-        return answer_format(self._generation.content, record)
+        return answer_format(self._generation.content, await self._record_of(pool))
+
+    async def _record_of(self, pool: str) -> ServedPool | None:
+        return self._pools.get(pool) or (await self._client.pools()).get(pool)
+
+    async def _learn_limit(self, job: AsyncJob) -> None:
+        """Learn the context of the job's model, and what it leaves of `max_tokens` at most."""
+        if not self._generation.lowers_max_tokens or self._generation.content.params.max_tokens is None:
+            return
+        record = await self._record_of(job.pool)
+        self._max_total_tokens = None if record is None else record.max_model_len or None
+        self._lower_limit(1)
+
+    def _lower_limit(self, num_prompt_tokens: int) -> None:
+        max_tokens = self._generation.content.params.max_tokens
+        self._lowered_limit = lowered_max_tokens(max_tokens, self._max_total_tokens, num_prompt_tokens)
 
     async def _head(self, jobs: Sequence[AsyncJob]) -> AnswerHead:
         generation, content = self._generation, self._generation.content
@@ -112,10 +133,13 @@ class Answer(JobResponse):
             generation.replay_from_start,
             generation.event_ids,
             content.prompts,
+            self._max_total_tokens,
         )
 
     def _response_headers(self, jobs: Sequence[AsyncJob]) -> dict[str, str]:
         headers = {JOB_HEADER: ", ".join(job.id for job in jobs[:MAX_JOBS_SHOWN])}
+        if self._lowered_limit is not None:
+            headers[MAX_TOKENS_HEADER] = str(self._lowered_limit)
         return headers | {IGNORED_HEADER: _shown_names(self._ignored)} if self._ignored else headers
 
 
@@ -130,11 +154,22 @@ class WholeAnswer(Answer):
     async def _answer(self, send: Send) -> None:
         await self._check()
         async with open_jobs(self._client, self._generation) as jobs:
+            await self._learn_limit(jobs[0])
             encoder = self._dialect.whole(await self._head(jobs))
             ends = await ends_of(jobs, partial(naming_prompt, self._generation.content))
+        await self._learn_exact_limit(jobs, ends)
         if sum(end.num_bytes for end in ends) > PIECE_BYTES:
             await self._yielder.wait()
         await self._send_body(self._parts(encoder, jobs, ends), jobs, send)
+
+    async def _learn_exact_limit(self, jobs: Sequence[AsyncJob], ends: Sequence[Ended]) -> None:
+        if self._max_total_tokens is None:
+            return
+        usages = [
+            end.result.usage if end.result is not None else (await job.status()).ledger.usage
+            for job, end in zip(jobs, ends, strict=True)
+        ]
+        self._lower_limit(max((usage.prompt_tokens for usage in usages if usage is not None), default=1))
 
     async def _send_body(self, parts: AsyncGenerator[bytes, None], jobs: Sequence[AsyncJob], send: Send) -> None:
         timeout_s = self._settings.send_timeout_s
@@ -196,9 +231,23 @@ class StreamAnswer(EventStream, Answer):
             generation = self._generation = replace(generation, replay_from_start=replay_from_start)
         await self._check()
         async with open_jobs(self._client, generation, has_begun=lambda: writer.started) as jobs:
+            await self._learn_limit(jobs[0])
             writer.headers.update(self._response_headers(jobs))
             self._show_position(jobs[0], writer)
             await self._relay(jobs, writer)
+
+    async def _write(self, encoder: StreamEncoder, batch: Batch, writer: EventWriter) -> None:
+        if not writer.started and self._max_total_tokens is not None and len(self._generation.content.prompts) == 1:
+            self._show_exact_limit(batch, writer)
+        await super()._write(encoder, batch, writer)
+
+    def _show_exact_limit(self, batch: Batch, writer: EventWriter) -> None:
+        num_prompt_tokens = next((c.num_prompt_tokens for c in batch if c.num_prompt_tokens is not None), None)
+        if num_prompt_tokens is None:
+            return  # A resumed stream begins after the chunk that has the number.
+        self._lower_limit(num_prompt_tokens)
+        if self._lowered_limit is not None:
+            writer.headers[MAX_TOKENS_HEADER] = str(self._lowered_limit)
 
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
         encoder = self._dialect.stream(await self._head(jobs))

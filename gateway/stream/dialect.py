@@ -42,6 +42,9 @@ class AnswerHead:
     prompts: Sequence[Prompt] = ()
     """The prompts of the request. Not known of a resumed stream."""
 
+    max_total_tokens: int | None = None
+    """The most tokens of prompt and output together, to which `params.max_tokens` is lowered."""
+
     @property
     def indices(self) -> dict[str, int]:
         """Map each job id to the index of its prompt."""

@@ -82,6 +82,8 @@ class GenerationRequest:
     """Seconds after which the jobs expire if they are not done."""
     not_before_s: float | None = None
     """Seconds that the jobs wait before they enter the queue."""
+    lowers_max_tokens: bool = False
+    """Whether `max_tokens` is lowered to what the model's context leaves after the prompt, instead of refused."""
     return_progress: bool = False
     """Whether a stream reports queue position and prompt progress of its jobs before their first chunks."""
     cut_at: StreamPosition | None = None
@@ -183,6 +185,7 @@ def submit_options(generation: GenerationRequest) -> SubmitOptions:
         terms=generation.terms,
         deadline_s=generation.deadline_s,
         not_before_s=generation.not_before_s,
+        lower_max_tokens=generation.lowers_max_tokens,
         return_progress=generation.return_progress,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from penstock.contract.errors import RequestError
+from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.problems import rename
 from penstock.contract.terms import NO_LIMIT, Terms
@@ -41,7 +42,8 @@ def check_logprobs(content: RequestContent, record: PoolRecord, limit: int) -> N
     of_prompts = num_tokens * (_per_token(params.prompt_logprobs) or params.return_token_ids)
     # Without max_tokens, the node ends a choice when the job reaches its limit of log-probabilities.
     num_choices = len(content.prompts) * params.n
-    of_choices = num_choices * (params.max_tokens or 1) * _per_token(params.logprobs)
+    max_tokens = min(params.max_tokens or 1, record.max_model_len or MAX_TOKENS_LIMIT)
+    of_choices = num_choices * max_tokens * _per_token(params.logprobs)
     if of_prompts + of_choices > limit:
         of_prompt = "return_token_ids" if params.prompt_logprobs is None else "prompt_logprobs"
         name = of_prompt if of_prompts >= of_choices else "logprobs"

@@ -23,7 +23,7 @@ from penstock.gateway.openai.errors import ID_HEADER
 from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.request.parsing import AFTER, EVENT_IDS_HEADER, KEY_HEADER, PARSED_BODY
 from penstock.gateway.request.socket_message import JOBS_PATH, Attach, Submit
-from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER
+from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER
 from penstock.gateway.stream.framing import framing_extension
 from penstock.gateway.websocket.channel import SocketChannel
 from penstock.gateway.websocket.server_messages import SocketFraming, error_message, message
@@ -189,6 +189,8 @@ class SocketStream:
             members: dict[str, Any] = {"jobs": self._job_ids, "request_id": headers.get(ID_HEADER)}
             if IGNORED_HEADER in headers:
                 members["ignored_fields"] = headers[IGNORED_HEADER].split(", ")
+            if MAX_TOKENS_HEADER in headers:
+                members["max_tokens"] = int(headers[MAX_TOKENS_HEADER])
             await self._channel.write(message("accepted", self._tag, members))
         if self._is_canceled and JOB_HEADER in headers:
             await self._cancel_jobs()

@@ -51,7 +51,7 @@ _OF_NODE = (
     *("runner", "load_format", "generation_config"),
     *("kv_cache_gib", "scheduling_policy", "speculative"),
 )
-_OF_GATEWAY = ("host", "port", "unknown_fields")
+_OF_GATEWAY = ("host", "port", "unknown_fields", "max_tokens_beyond_context")
 
 
 @takes(

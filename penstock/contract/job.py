@@ -186,6 +186,9 @@ class Job(CheckedInput):
     deadline_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
     not_before_ms: int | None = Field(default=None, ge=0, le=1000 * MAX_DEADLINE_S)
     background: bool = True
+    max_total_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    """The most tokens of prompt and output together, to which the node lowers `params.max_tokens`. It is part of the
+    job, so every node that runs it lowers the limit alike. None: a larger `max_tokens` is refused."""
     return_progress: bool = False
     """Whether the node reports to the readers how far it has computed the prompt."""
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
@@ -251,6 +254,14 @@ class Job(CheckedInput):
     def pool(self) -> str:
         """The pool (a served model and its nodes) that the id names."""
         return pool_of(self.id)
+
+
+def lowered_max_tokens(max_tokens: int | None, max_total_tokens: int | None, num_prompt_tokens: int) -> int | None:
+    """Return what a prompt leaves of `max_total_tokens`, or None if it leaves `max_tokens` or more, or nothing."""
+    if max_tokens is None or max_total_tokens is None:
+        return None
+    left = max_total_tokens - num_prompt_tokens
+    return left if 0 < left < max_tokens else None
 
 
 def pool_of(job_id: str) -> str:

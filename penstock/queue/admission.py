@@ -120,7 +120,13 @@ def rate_tokens(job: Job) -> RateTokens:
     )
     if job.task is not None:
         return RateTokens(prompt, 0, 0)
-    return RateTokens(prompt, job.sampling.n, job.sampling.max_tokens or 0)
+    return RateTokens(prompt, job.sampling.n, _max_output(job) or 0)
+
+
+def _max_output(job: Job) -> int | None:
+    """Return the most tokens of a choice before the prompt is tokenized, or None if the caller names no limit."""
+    max_tokens, max_total = job.sampling.max_tokens, job.max_total_tokens
+    return max_tokens if max_tokens is None or max_total is None else min(max_tokens, max_total)
 
 
 def estimate_output_bytes(job: Job, request_bytes: int) -> int:
@@ -130,7 +136,8 @@ def estimate_output_bytes(job: Job, request_bytes: int) -> int:
     if job.task is not None:
         return EMBEDDING_BYTES + RESULT_BYTES
     params = job.params
-    output = params.max_tokens if params.max_tokens is not None else PREDICTED_OUTPUT_TOKENS
+    max_output = _max_output(job)
+    output = PREDICTED_OUTPUT_TOKENS if max_output is None else max_output
     token_bytes = OUTPUT_BYTES_PER_TOKEN + 2 * _logprob_bytes(params.logprobs)
     # The ids of a prompt's tokens are stored as log-probabilities without values.
     num_of_prompt = 0 if params.return_token_ids and params.prompt_logprobs is None else params.prompt_logprobs

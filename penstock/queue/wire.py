@@ -40,6 +40,8 @@ class Request:
     adapter: AdapterRef | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     task: Task | None = None
+    max_total_tokens: int | None = None
+    """The most tokens of prompt and output together, to which `params.max_tokens` is lowered."""
     return_progress: bool = False
     """Whether readers want to know how far the prompt is computed."""
     trace: tuple[str, ...] = ()
@@ -208,7 +210,15 @@ def decode_chunks(data: bytes) -> list[Chunk]:
 # Requests ---------------------------------------------------------------------------------------
 
 _request_adapter = TypeAdapter(Request)
-_REQUEST_MEMBERS = ("params", "tools", "adapter", "chat_template_kwargs", "return_progress", "trace")
+_REQUEST_MEMBERS = (
+    "params",
+    "tools",
+    "adapter",
+    "chat_template_kwargs",
+    "max_total_tokens",
+    "return_progress",
+    "trace",
+)
 _task_adapter: TypeAdapter[Task] = TypeAdapter(Task)
 
 
@@ -221,6 +231,8 @@ def encode_request(job: Job) -> bytes:
         fields["tools"] = job.tools
     if job.chat_template_kwargs is not None:
         fields["chat_template_kwargs"] = job.chat_template_kwargs
+    if job.max_total_tokens is not None:
+        fields["max_total_tokens"] = job.max_total_tokens
     if job.return_progress:
         fields["return_progress"] = True
     if job.adapter is not None:

@@ -22,14 +22,19 @@ def error_row(row_id: str, custom_id: str, error: PenstockError) -> dict[str, An
     return {"id": row_id, "custom_id": custom_id, "response": None, "error": details}
 
 
-def body_of(request: Request, model: str, result: Result) -> dict[str, Any]:
-    """Return OpenAI's response object for a result. The same result always gives the same object."""
-    renderer = ChatRenderer if request.url == CHAT_URL else CompletionRenderer
-    return renderer(
+def body_of(request: Request, model: str, result: Result, max_total_tokens: int | None = None) -> dict[str, Any]:
+    """Return OpenAI's response object for a result. The same result always gives the same object.
+
+    `max_total_tokens`: prompt and output together, to which `max_tokens` was lowered.
+    """
+    made = ChatRenderer if request.url == CHAT_URL else CompletionRenderer
+    renderer = made(
         job_id=result.job_id,
         model=model,
         created_s=result.submitted_ms // 1000,
         params=request.params,
         include_usage=False,
         echoes=request.echoes,
-    ).whole([result])
+    )
+    renderer.max_total_tokens = max_total_tokens
+    return renderer.whole([result])

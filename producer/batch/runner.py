@@ -121,6 +121,7 @@ async def _ask(
         model=model,
         params=request.params,
         chat_template_kwargs=request.template_kwargs,
+        lower_max_tokens=True,
         priority=Priority.BATCH,
         not_before_s=delay_s,
         idempotency_key=key,
@@ -133,13 +134,10 @@ async def _ask(
             # The job has ended, so a retry with the same idempotency key would only find the same failure.
             raise JobFailedError(error.message, code=error.code)
         raise error
-    return job.id, body_of(request, model or await _model_of(client, job.pool), result)
-
-
-async def _model_of(client: AsyncClient, pool: str) -> str:
-    """Return the name of a pool's model, or the pool's name if its record is gone by now."""
-    record = (await client.pools()).get(pool)
-    return record.model if record else pool
+    # The record may be gone by now.
+    record = (await client.pools()).get(job.pool)
+    name = model or (record.model if record else job.pool)
+    return job.id, body_of(request, name, result, record.max_model_len or None if record else None)
 
 
 def _batch_id_of(batch: Batch, digest: bytes) -> str:

@@ -41,6 +41,7 @@ class JobOptions(SamplingOptions, total=False):
     deadline_s: seconds after which the job expires if it is not done.
     not_before_s: seconds that the job waits before it enters the queue.
     channel: also publish each chunk on the job's own channel, for any Redis client.
+    lower_max_tokens: lower `max_tokens` to what the context leaves after the prompt, instead of refusing the job.
     background: continue without a reader; otherwise the job is canceled soon after its last reader has left.
     return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
     queue_without_node: queue the job even while its pool has no live node; by default the client's setting.
@@ -61,6 +62,7 @@ class JobOptions(SamplingOptions, total=False):
     deadline_s: float | None
     not_before_s: float | None
     channel: bool
+    lower_max_tokens: bool
     background: bool
     return_progress: bool
     queue_without_node: bool | None
@@ -91,7 +93,7 @@ _OF_JOB = frozenset(
 )
 _ELSEWHERE = frozenset(
     {"model", "adapter", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"}
-    | {"tool_choice", "parallel_tool_calls", "response", "queue_without_node"}
+    | {"tool_choice", "parallel_tool_calls", "response", "queue_without_node", "lower_max_tokens"}
 )
 _ANY_ID = "any.00000000-0000-7000-8000-000000000000"
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
@@ -189,11 +191,14 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
         of_job["task"] = task.within(record.max_model_len)
     sampling = {name: value for name, value in options.items() if name not in _OF_JOB | _ELSEWHERE}
     try:
+        params = _params_of(options, sampling, record)
+        if options.get("lower_max_tokens") and params.max_tokens is not None:
+            of_job["max_total_tokens"] = record.max_model_len or None
         job = Job(
             id=options.get("job_id") or f"{record.pool}.{uuid_utils.uuid7()}",
             adapter=_adapter_of(options, record),
             tenant=options.get("tenant") or tenant,
-            params=_params_of(options, sampling, record),
+            params=params,
             deadline_ms=_duration_ms(options.get("deadline_s"), "deadline_s"),
             not_before_ms=_not_before_ms(options),
             **_prompt_field(prompt),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -84,6 +84,11 @@ class Wire(Named):
     """Base of records that arrive as JSON. Unknown names and wrong types are refused."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    @property
+    def dropped(self) -> Sequence[str]:
+        """Names of the parts of a body that it accepts and that have no effect, if its answer must list them."""
+        return ()
 
 
 class OpenWire(Wire):

@@ -9,10 +9,18 @@ from pydantic_core import PydanticCustomError
 
 from penstock.contract.closed_schemas import closed
 from penstock.contract.job import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from penstock.contract.structured import MAX_ALTERNATIVES
 from penstock.producer.openai.fields import NO_EFFECT, Hint, Whole, Wire, at_most, only
 
 _LOGPROBS = {"logprobs", "prompt_logprobs"}
 """Options that chats and completions express differently."""
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""Older names of vLLM → the members of `structured_outputs`."""
 
 
 def _list_of(value: object) -> object:
@@ -81,10 +89,6 @@ class VllmFields(Wire):
     vllm_xargs: Annotated[Any, only(None, {})] = None
     mm_processor_kwargs: Annotated[Any, only(None, {})] = None
     media_io_kwargs: Annotated[Any, only(None, {})] = None
-    guided_json: Annotated[Any, only(None)] = None
-    guided_regex: Annotated[Any, only(None)] = None
-    guided_choice: Annotated[Any, only(None)] = None
-    guided_grammar: Annotated[Any, only(None)] = None
     guided_decoding_backend: Annotated[Any, only(None)] = None
 
 
@@ -118,6 +122,11 @@ class GenerationBody(VllmFields):
     bad_words: Annotated[list[str] | None, FailFast(), Field(max_length=MAX_BAD_WORDS)] = None
     structured_outputs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
+    # Older names of vLLM for the members of `structured_outputs`.
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str] | None, FailFast(), Field(max_length=MAX_ALTERNATIVES)] = None
+    guided_grammar: str | None = None
 
     truncate_prompt_tokens: Whole | None = None
     return_token_ids: bool | None = None
@@ -138,10 +147,25 @@ class GenerationBody(VllmFields):
             raise PydanticCustomError("unsupported_value", "conflicts with structured_outputs; send one of them")
         return value
 
+    @field_validator(*_GUIDED)
+    @classmethod
+    def _one_constraint(cls, value: object, info: ValidationInfo) -> object:
+        others = ("structured_outputs", "response_format", *_GUIDED)
+        if value is not None and (other := next((one for one in others if info.data.get(one) is not None), None)):
+            message = "conflicts with {other}; send one of them"
+            raise PydanticCustomError("unsupported_value", message, {"other": other})
+        return value
+
+    @property
+    def _guided(self) -> str | None:
+        """The older name of vLLM by which the body constrains the text, or None."""
+        return next((name for name in _GUIDED if getattr(self, name) is not None), None)
+
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
         names = {"prompt": self.prompt_field}
-        return names | {"structured_outputs": "response_format"} if self.response_format is not None else names
+        constraint = "response_format" if self.response_format is not None else self._guided
+        return names if constraint is None else names | {"structured_outputs": constraint}
 
     @property
     def template_kwargs(self) -> str | None:
@@ -152,4 +176,6 @@ class GenerationBody(VllmFields):
         values = {name: getattr(self, name) for name in SamplingParams.model_fields if name not in _LOGPROBS}
         if self.response_format is not None:
             values["structured_outputs"] = self.response_format.structured_outputs()
+        elif (guided := self._guided) is not None:
+            values["structured_outputs"] = {_GUIDED[guided]: getattr(self, guided)}
         return {name: value for name, value in values.items() if value is not None}

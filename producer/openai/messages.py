@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    FailFast,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS
@@ -28,16 +36,26 @@ _REASONING_PARTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
 _MAX_SHOWN_CHARS = 32
 
 
-def _text_of(content: object) -> object:
-    return "".join(map(_text_of_part, content)) if isinstance(content, list) else content
+def placeholder_of(kind: str) -> str:
+    """Return the text that stands for a part of a tool's result that is no text. `kind` is the part's type."""
+    shown = kind.removeprefix("input_").removesuffix("_url")[:_MAX_SHOWN_CHARS]
+    return f"[{shown} left out: this model reads only text]"
 
 
-def _text_of_part(part: object) -> str:
+def _text_of(content: object, info: ValidationInfo) -> object:
+    # A user can send a message again without its image. A tool's result stays in the history of every later turn.
+    of_tool = info.data.get("role") == "tool"
+    return "".join(_text_of_part(part, of_tool=of_tool) for part in content) if isinstance(content, list) else content
+
+
+def _text_of_part(part: object, *, of_tool: bool) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
         raise PydanticCustomError("part_type", "each part must be an object with a type")
     if kind in _REASONING_PARTS:
         return ""
+    if kind not in _TEXT_OF_PART and of_tool:
+        return placeholder_of(kind)
     if kind not in _TEXT_OF_PART:
         message = "parts of type {kind} are not supported; only text is"
         raise PydanticCustomError("unsupported_value", message, {"kind": kind[:_MAX_SHOWN_CHARS]})

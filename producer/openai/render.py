@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import SamplingParams, lowered_max_tokens
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, FinishReason, Result, Usage
 from penstock.contract.waiting import WaitUpdate, members_of
@@ -73,6 +73,18 @@ def usage_of(usages: Iterable[Usage | None]) -> dict[str, Any]:
     }
 
 
+def limit_member(
+    max_tokens: int | None, max_total_tokens: int | None, usages: Iterable[Usage | None]
+) -> dict[str, int]:
+    """Return the member of a usage with the limit to which the context lowered `max_tokens`, if it did.
+
+    Of several jobs of one request, it is the smallest limit.
+    """
+    longest = max((usage.prompt_tokens for usage in usages if usage is not None), default=0)
+    lowered = lowered_max_tokens(max_tokens, max_total_tokens, longest)
+    return {} if lowered is None else {"max_tokens": lowered}
+
+
 class Renderer:
     """Renders one answer. Subclasses implement the two dialects, chats and completions."""
 
@@ -105,6 +117,8 @@ class Renderer:
         self.includes_usage = include_usage
         self._tail = {"usage": None} if include_usage else {}
         self._params = params
+        self.max_total_tokens: int | None = None
+        """The most tokens of prompt and output together, to which `max_tokens` of `params` is lowered."""
         self._echoes = echoes
         self._begun: set[int] = set()
         self._prompts: defaultdict[int, ShownText] = defaultdict(ShownText)
@@ -175,13 +189,17 @@ class Renderer:
         rendered = self._logprobs_of(number, logprobs)
         return {**piece, "index": number, "logprobs": rendered, "finish_reason": finish_reason}
 
-    def last_piece(self, usages: Iterable[Usage]) -> dict[str, Any]:
+    def usage(self, usages: Sequence[Usage | None]) -> dict[str, Any]:
+        """Return the usage of an answer, with the limit of its tokens if the context lowered it."""
+        return usage_of(usages) | limit_member(self._params.max_tokens, self.max_total_tokens, usages)
+
+    def last_piece(self, usages: Sequence[Usage]) -> dict[str, Any]:
         """Return the stream object with the usage, which follows all choices if the caller asked for it."""
-        return {**self._head, "object": self.piece_object, "choices": [], "usage": usage_of(usages)}
+        return {**self._head, "object": self.piece_object, "choices": [], "usage": self.usage(usages)}
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """Return a whole answer as one plain object."""
-        usage = usage_of(result.usage for result in results)
+        usage = self.usage([result.usage for result in results])
         choices = [
             plain(choice) for index, result in enumerate(results) for choice in self.whole_choices(index, result)
         ]

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from fakes.processes.node_process import NodeProcess
-from fakes.processes.reference_engine import ReferenceEngine
+from fakes.processes.reference_engine import ReferenceEngine, reference_tokens
 from fakes.processes.running_node import running_node
 from faults.tools.proxy import FaultProxy
 from faults.tools.road import read
 from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
 
-from penstock.contract.job import seed_of
+from penstock.contract.job import SamplingParams, seed_of
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.settings import NodeSettings
@@ -100,6 +100,27 @@ async def test_a_partitioned_node_rejoins_and_serves(redis_server: str, redis: R
             work.check()
         await check_logs(redis, works)
         await check_settled(redis, POOL)
+
+
+# Lowered limits ----------------------------------------------------------------------------------
+
+
+async def test_a_limit_that_the_context_lowered_is_the_same_after_a_takeover(redis: Redis, redis_url: str) -> None:
+    prompt, seen = "x" * (ReferenceEngine().max_model_len - 60), list[int]()
+    async with AsyncClient(redis_url) as client:
+        with NodeProcess(redis_url, step_s=0.02, name="killed", **SETTINGS) as killed:
+            job = await client.submit(prompt, max_tokens=1000, lower_max_tokens=True, temperature=0)
+            async for chunk in job.stream():
+                seen += chunk.token_ids
+                if len(seen) >= 10:
+                    killed.signal(signal.SIGKILL)
+                    break
+        with NodeProcess(redis_url, step_s=0.0, name="living", **SETTINGS):
+            result = await job.result()
+    wanted = reference_tokens(job.id, SamplingParams(max_tokens=60, temperature=0), list(prompt.encode()))
+    assert list(result.token_ids) == wanted
+    assert (wanted[: len(seen)], result.finish_reason) == (seen, "length")
+    assert len(seen) < len(wanted), "the node was killed before the end"
 
 
 # Hung engines ------------------------------------------------------------------------------------

@@ -40,7 +40,9 @@ Name = TypeVar("Name", bound=str)
 MODEL = "acme/echo"
 DIGEST = "0123456789abcdef" * 2
 """Of its only adapter, echo-tuned."""
-MAX_MODEL_LEN = 256
+MAX_PROMPT_TOKENS = 256
+MAX_MODEL_LEN = 2 * MAX_PROMPT_TOKENS
+"""Of the echoing engine: a prompt that it accepts leaves room for its echo."""
 START_TIMEOUT_S = 20.0
 
 
@@ -121,7 +123,7 @@ class EchoEngine:
 
     def add(self, request: EngineRequest) -> None:
         prompt, params = request.prompt_token_ids, request.params
-        if len(prompt) >= self.max_model_len + (request.embed is not None):
+        if len(prompt) >= (MAX_PROMPT_TOKENS if request.embed is None else self.max_model_len + 1):
             raise PromptTooLongError(f"maximum context length, {len(prompt)} tokens are too many", param="prompt")
         self.last_params, self.last_adapter = params, request.adapter
         if request.embed is not None:

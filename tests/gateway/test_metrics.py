@@ -26,6 +26,7 @@ from penstock.producer.client.stats import DECISIONS, decision_of
 from penstock.queue import keys
 from penstock.queue.pool_stats import EVENTS
 from penstock.runtime.embedded_redis import EmbeddedRedis
+from tests.gateway.conftest import MAX_MODEL_LEN
 
 MODEL = "acme/echo"
 
@@ -78,7 +79,7 @@ def test_submissions_are_counted_by_decision(fresh, redis_url, engine):
         before = scrape(fresh)
         assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}).status_code == 200
         assert http.post("/tokenize", json={"model": MODEL, "prompt": "hi"}).status_code == 200
-        too_long = {"model": MODEL, "prompt": "x" * 64 * 257}
+        too_long = {"model": MODEL, "prompt": "x" * 64 * (MAX_MODEL_LEN + 1)}
         assert http.post("/v1/completions", json=too_long).json()["error"]["code"] == "context_length_exceeded"
         with sync_redis.Redis.from_url(redis_url) as client:
             limit = client.hget(keys.config("echo"), "max_open_jobs")

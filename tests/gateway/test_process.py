@@ -19,6 +19,7 @@ import redis as sync_redis
 from fakes.command import run_command
 from fakes.processes.python_process import PythonProcess, run_python
 
+from penstock.contract.errors import ConfigError
 from penstock.gateway.errors import READ_TIMEOUT_S
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
@@ -176,6 +177,53 @@ def test_cors_allows_only_named_origins(stack, shared_engine, http):
     url = stack.start_gateway(cors_origins=("https://page.example",))
     allowed = httpx.options(f"{url}/v1/models", headers=preflight)
     assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+
+
+PAGE = "https://page.example"
+
+
+def test_cors_never_covers_the_paths_of_operators_and_never_allows_credentials(stack, shared_engine):
+    url = stack.start_gateway(cors_origins=(PAGE,))
+    preflight = {"origin": PAGE, "access-control-request-method": "GET", "access-control-request-headers": "x"}
+    for path in ("/dashboard?one=1", "/metrics", "/health/nodes", "/v1/usage"):
+        answers = [httpx.options(f"{url}{path}", headers=preflight)]
+        if not path.startswith("/dashboard"):
+            answers.append(httpx.get(f"{url}{path}", headers={"origin": PAGE}))
+            assert answers[-1].status_code == 200
+        for answer in answers:
+            assert not [name for name in answer.headers if name.startswith("access-control")], path
+    for answer in (
+        httpx.options(f"{url}/v1/models", headers=preflight),
+        httpx.get(f"{url}/v1/models", headers={"origin": PAGE, "cookie": "a=b"}),
+    ):
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert "access-control-allow-credentials" not in answer.headers
+
+
+@pytest.mark.parametrize("origin", [f"{PAGE}.evil", "http://page.example", f"{PAGE}:444", "null", "*"])
+def test_cors_compares_whole_origins(stack, shared_engine, origin):
+    url = stack.start_gateway(cors_origins=(PAGE,))
+    for answer in (
+        httpx.get(f"{url}/v1/models", headers={"origin": origin}),
+        httpx.options(f"{url}/v1/models", headers={"origin": origin, "access-control-request-method": "POST"}),
+    ):
+        assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("origin", ["*", "null"])
+def test_an_origin_of_any_page_needs_keys(stack, shared_engine, origin):
+    for settings in ({}, {"allow_anonymous": True}):
+        with pytest.raises(ConfigError, match="--require-keys") as caught:
+            stack.start_gateway(cors_origins=(origin,), **settings)
+        assert caught.value.param == "cors_origins"
+    url = stack.start_gateway(cors_origins=(origin,), require_keys=True)
+    assert httpx.get(f"{url}/v1/models", headers={"origin": "null"}).headers["access-control-allow-origin"] == origin
+
+
+@pytest.mark.parametrize("origin", ["https://page.example/", "page.example", "https://*.example", "https://a b", ""])
+def test_what_is_no_origin_is_refused_at_the_start(stack, shared_engine, origin):
+    with pytest.raises(ConfigError, match="is not an origin"):
+        stack.start_gateway(cors_origins=(origin,))
 
 
 def test_reads_are_refused_within_seconds_while_redis_is_away() -> None:

@@ -49,7 +49,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
     ),
 }
 _GATEWAY: Mapping[str, tuple[str, ...]] = {
-    "HTTP": ("host", "port", "cors_origins", "unknown_fields"),
+    "HTTP": ("host", "port", "cors_origins", "unknown_fields", "max_tokens_beyond_context"),
     "Queue": ("redis_url",),
     "Access": (
         "require_keys",

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-
-from penstock.contract.errors import PromptTooLongError
 
 ECHO, CALLER = "acme/echo", "acme/caller"
 CALLS = """Wait.
@@ -30,26 +27,6 @@ def calling_engine(stack: Any, shared_engine: Any) -> Any:
 
 @pytest.fixture
 def calling(url: str, calling_engine: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=30) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def cutting(stack: Any, url: str, shared_engine: Any) -> Iterator[httpx.Client]:
-    """A node that refuses a prompt and `max_tokens` that exceed its context together, as the real engine does."""
-
-    engine: Any = type(shared_engine)()
-    accept = engine.add
-
-    def add(request: Any) -> None:
-        asked = request.params.max_tokens
-        if asked is not None and len(request.prompt_token_ids) + asked > engine.max_model_len:
-            raise PromptTooLongError(f"prompt and max_tokens ({asked}) are too long", param="max_tokens")
-        # The end of the context is a few tokens away.
-        accept(request if asked else replace(request, params=request.params.model_copy(update={"max_tokens": 3})))
-
-    engine.add = add
-    stack.start_node(engine, model="acme/cutting", pool="cutting")
     with httpx.Client(base_url=url, timeout=30) as client:
         yield client
 
@@ -349,22 +326,79 @@ def test_conversation_of_many_messages_is_parsed_in_the_parser_process(http: htt
     assert sent_chat(engine)[0]["content"] == "\n".join(map(str, range(400)))
 
 
-@pytest.mark.parametrize("max_tokens", [255, 1000])
-def test_max_tokens_beyond_the_context_ends_the_answer_with_the_context(cutting: httpx.Client, max_tokens: int) -> None:
-    message = create(cutting, "hello", model="acme/cutting", max_tokens=max_tokens)
-    assert message["stop_reason"] == "model_context_window_exceeded"
-    events = events_of(cutting, "hello", model="acme/cutting", max_tokens=max_tokens)
-    assert blocks_of(events) == message["content"]
-    assert events[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
+# What agents send -------------------------------------------------------------------------------
 
 
-def test_max_tokens_beyond_the_rest_of_the_context_is_refused_with_an_idempotency_key(cutting: httpx.Client) -> None:
-    asked = body("hello", model="acme/cutting", max_tokens=255)
-    answer = cutting.post("/v1/messages", json=asked, headers={"Idempotency-Key": "cut-1"})
-    assert answer.status_code == 400
-    assert "max_tokens" in answer.json()["error"]["message"]
-    more = {**asked, "max_tokens": 256}
-    assert cutting.post("/v1/messages", json=more, headers={"Idempotency-Key": "cut-2"}).status_code == 200
+def ignored_by(answer: httpx.Response) -> list[str]:
+    assert answer.status_code == 200, answer.text
+    return answer.headers.get("X-Penstock-Ignored-Fields", "").split(", ")
+
+
+def test_context_edits_are_applied_or_ignored_and_named(http: httpx.Client) -> None:
+    kinds = ("clear_thinking_20251015", "clear_tool_uses_20250919", "compact_20260112", "new kind")
+    edits = [{"type": kind, "trigger": {"type": "input_tokens", "value": 9}} for kind in kinds]
+    expected = [
+        "context_management.edits.clear_tool_uses_20250919",
+        "context_management.edits.compact_20260112",
+        "context_management.edits.new%20kind",
+    ]
+    for stream in (False, True):
+        asked = body("hi", context_management={"edits": edits}, stream=stream)
+        assert ignored_by(http.post("/v1/messages", json=asked)) == expected
+    applied = body("hi", context_management={"edits": edits[:1]})
+    assert ignored_by(http.post("/v1/messages", json=applied)) == [""]
+
+
+def test_tools_that_run_at_anthropic_are_dropped_and_named(calling: httpx.Client, calling_engine: Any) -> None:
+    offered = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        *TOOLS,
+        {"type": "mcp_toolset", "mcp_server_name": "s"},
+        {"type": "web_search_20250305", "name": "web_search"},
+    ]
+    answer = calling.post("/v1/messages", json=body("hi", model=CALLER, tools=offered))
+    assert ignored_by(answer) == ["tools.web_search_20250305", "tools.mcp_toolset"]
+    assert [tool["function"]["name"] for tool in json.loads(calling_engine.tokenizer.last_chat[1])] == ["f"]
+
+
+def test_only_dropped_tools_are_no_tools(http: httpx.Client, engine: Any) -> None:
+    """The node of this model takes no tools."""
+    offered = [{"type": "web_fetch_20250910", "name": "web_fetch"}]
+    assert ignored_by(http.post("/v1/messages", json=body("hi", tools=offered))) == ["tools.web_fetch_20250910"]
+    assert engine.tokenizer.last_chat[1] is None
+    forced = http.post(
+        "/v1/messages", json=body("hi", tools=offered, tool_choice={"type": "tool", "name": "web_fetch"})
+    )
+    assert forced.status_code == 400
+    assert forced.json()["error"]["message"].startswith("tool_choice: ")
+
+
+def test_parts_of_a_tools_result_that_are_no_text_become_marked_text(http: httpx.Client, engine: Any) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    parts = [
+        {"type": "text", "text": "a"},
+        image,
+        {"type": "tool_reference", "tool_name": "get_weather"},
+        {"type": "document", "source": {"type": "url", "url": "https://example.com/a.pdf"}},
+        {"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "b"}, image]},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": parts}
+    history = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+        {"role": "user", "content": [result]},
+        {"role": "user", "content": "go"},
+    ]
+    assert http.post("/v1/messages", json=body("", messages=history)).status_code == 200
+    left_out = "left out: this model reads only text]"
+    assert sent_chat(engine)[2]["content"].split("\n") == [
+        "a",
+        f"[image {left_out}",
+        "get_weather",
+        f"[document {left_out}",
+        *("T", "S", "b"),
+        f"[image {left_out}",
+    ]
 
 
 # Counting ---------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def streamed(head: AnswerHead, pieces: list[str], reason: FinishReason) -> tuple
 
 def whole(head: AnswerHead, text: str, reason: FinishReason) -> dict[str, Any]:
     encoder = MessagesDialect().whole(head)
-    result: Any = SimpleNamespace(job_id=JOB, choices=(Choice(0, text, (), reason),))
+    result: Any = SimpleNamespace(job_id=JOB, choices=(Choice(0, text, (), reason),), usage=Usage(5, 9, 2))
     parts = [encoder.head(), *encoder.parts_of(0, result), encoder.tail([Usage(5, 9, 2)])]
     return dict(json.loads(b"".join(parts)))
 

@@ -130,6 +130,30 @@ def test_content_that_the_model_cannot_be_given_is_refused(agent_url: str, messa
     assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_a_part_of_a_tools_result_that_is_no_text_becomes_marked_text(
+    agent_url: str, agent_engine: EchoEngine, kind: str
+) -> None:
+    result = [{"type": "text", "text": "a "}, {"type": kind, kind: {"url": "data:image/png;base64,aGk="}}]
+    messages = [
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": result},
+        {"role": "user", "content": "x"},
+    ]
+    shown = {"image_url": "image", "input_audio": "audio", "file": "file"}[kind]
+    expected = f"a [{shown} left out: this model reads only text]"
+    for path, body in (
+        ("/v1/chat/completions", {"model": MODEL, "messages": messages}),
+        ("/v1/jobs", {"model": MODEL, "messages": messages, "background": False}),
+    ):
+        agent_engine.tokenizer.last_chat = None
+        answer = httpx.post(f"{agent_url}{path}", json=body, timeout=30)
+        assert answer.status_code in (200, 202), answer.text
+        if path == "/v1/jobs":
+            httpx.get(f"{agent_url}{answer.json()['links']['stream']}", timeout=30)
+        assert last_chat(agent_engine)[0][1]["content"] == expected
+
+
 def test_unknown_names_of_tools_are_ignored(agent_url: str, agent_engine: EchoEngine) -> None:
     function = {"name": "f", "parameters": {"type": "object"}, "returns": "x"}
     tools = [{"type": "function", "function": function, "cache_control": {"type": "ephemeral"}}]

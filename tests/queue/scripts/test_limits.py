@@ -313,6 +313,12 @@ async def test_a_reservation_follows_the_tenants_own_outputs(queue: Queue) -> No
     assert (await queue.record(job.id))["charged"] == "266", "another tenant's outputs tell nothing"
 
 
+async def test_a_limit_above_the_context_reserves_no_more_than_the_context(queue: Queue) -> None:
+    await queue.node()
+    job_id = await ask(queue, Terms(tokens_per_minute=60_000, burst_s=1), 10, 32_000, max_total_tokens=200)
+    assert (await queue.record(job_id))["charged"] == "210"
+
+
 async def test_delayed_jobs_reserve_their_tokens_when_they_are_due(queue: Queue) -> None:
     node, terms = await queue.node(), Terms(tokens_per_minute=60, burst_s=1)
     late = [await ask(queue, terms, 50, 50, not_before_ms=60_000) for _ in range(5)]
