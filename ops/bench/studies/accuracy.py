@@ -101,7 +101,7 @@ def file_of(model: Path, kind: str) -> Path:
 
 
 def llama_perplexity(path: Path, kv: str, *arguments: str | Path) -> str:
-    """Run llama.cpp's program without its repacked kernels, of which those for AMX crash on some VMs. Return its output."""
+    """Return what llama.cpp's program prints. Its repacked kernels are off, because those for AMX crash on some VMs."""
     kv_type, flash = LLAMA_KV[kv]
     command = [peers.llama_binary("llama-perplexity"), "-m", path, "-c", str(WINDOW), "-b", str(WINDOW), "--no-repack"]
     command += ["-ctk", kv_type, "-ctv", kv_type, "-fa", flash, "-t", str(len(os.sched_getaffinity(0))), *arguments]
