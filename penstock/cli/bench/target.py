@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from random import Random
 from typing import Any
 
@@ -85,8 +86,11 @@ async def first_model(connections: Connections, headers: Mapping[str, str]) -> s
     await connections.exchange(request, answer, time.perf_counter(), PROBE_TIMEOUT_S)
     if answer.record.error:
         raise _unreachable(connections.address, answer.record)
+    if answer.status == HTTPStatus.UNAUTHORIZED:
+        problem = "the server refuses the API key" if "Authorization" in headers else "the server requires an API key"
+        raise RequestError(f"api_key: {problem}; give --api-key or OPENAI_API_KEY", param="api_key")
     try:
-        if answer.status != 200:
+        if answer.status != HTTPStatus.OK:
             raise ValueError(f"HTTP {answer.status}")
         return str(json.loads(answer.body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:

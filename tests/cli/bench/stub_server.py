@@ -26,6 +26,7 @@ class StubServer:
     newline: bytes = b"\n"
     is_streamed: bool = True
     refuses_stream_options: bool = False
+    requires_key: bool = False
     faults: dict[int, Fault] = field(default_factory=dict)
     """Of requests after the probes, by their number."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -50,6 +51,9 @@ class StubServer:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        if head.startswith("GET /v1/models ") and self.requires_key:
+            self._whole(writer, "401 Unauthorized", {"error": {"message": "no API key"}})
+            return True
         if head.startswith("GET /v1/models "):
             self._whole(writer, "200 OK", {"data": [{"id": "stub"}, {"id": "other"}]})
             return True

@@ -333,6 +333,20 @@ def test_wrong_options_are_refused_by_name(arguments: tuple[str, ...], message: 
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "the server requires an API key; give --api-key or OPENAI_API_KEY"),
+        (("--api-key", "wrong"), "the server refuses the API key; give --api-key or OPENAI_API_KEY"),
+    ],
+)
+def test_a_missing_api_key_is_named_with_its_option(options: tuple[str, ...], message: str) -> None:
+    with running(StubServer(requires_key=True)) as server:
+        done = run_command("bench", "serve", "--base-url", server.url, *options)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("a.jsonl", '{"timestamp": 1}\n', "a.jsonl, line 1: lacks 'max_tokens'"),

@@ -260,7 +260,7 @@ def test_the_accepted_values_of_the_page_are_sent_at_their_limits(http: httpx.Cl
 def number_of(text: str) -> int:
     """Read a number of the page, such as 65,536 or -2^63."""
     base, _, power = text.lstrip("-").replace(",", "").partition("^")
-    value = int(base) ** int(power or 1)
+    value: int = int(base) ** int(power or 1)
     return -value if text.startswith("-") else value
 
 
