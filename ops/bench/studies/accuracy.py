@@ -94,7 +94,7 @@ def file_of(model: Path, kind: str) -> Path:
     if not path.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         source, part = model if kind == EXACT else file_of(model, EXACT), path.with_suffix(".part")
-        command = [peers.llama_binary("llama-quantize"), "--allow-requantize", source, part, kind]
+        command: list[str | Path] = [peers.llama_binary("llama-quantize"), "--allow-requantize", source, part, kind]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         part.rename(path)
     return path
@@ -103,7 +103,16 @@ def file_of(model: Path, kind: str) -> Path:
 def llama_perplexity(path: Path, kv: str, *arguments: str | Path) -> str:
     """Return what llama.cpp's program prints. Its repacked kernels are off, because those for AMX crash on some VMs."""
     kv_type, flash = LLAMA_KV[kv]
-    command = [peers.llama_binary("llama-perplexity"), "-m", path, "-c", str(WINDOW), "-b", str(WINDOW), "--no-repack"]
+    command: list[str | Path] = [
+        peers.llama_binary("llama-perplexity"),
+        "-m",
+        path,
+        "-c",
+        str(WINDOW),
+        "-b",
+        str(WINDOW),
+        "--no-repack",
+    ]
     command += ["-ctk", kv_type, "-ctv", kv_type, "-fa", flash, "-t", str(len(os.sched_getaffinity(0))), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -118,7 +127,7 @@ def base_file(model: Path, num_windows: int) -> Path:
         text, part = FOLDER / "text.txt", path.with_suffix(".part")
         exact = file_of(model, EXACT)
         text.write_text(english())
-        arguments = ["-f", text, "--chunks", str(num_windows), "--kl-divergence-base", part]
+        arguments: list[str | Path] = ["-f", text, "--chunks", str(num_windows), "--kl-divergence-base", part]
         llama_perplexity(exact, "float32", *arguments)
         part.rename(path)
     return path
@@ -193,7 +202,7 @@ def line(row: Row, runs: dict[str, Any]) -> str:
             "–" if run is None else f"{run[name]['value']:.{digits}f} ± {run[name]['error']:.{digits}f}" for run in pair
         )
 
-    counts = next((run["matrices"] for run in pair if run), {})
+    counts: dict[str, int] = next((run["matrices"] for run in pair if run), {})
     matrices = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     ours, theirs = (None if run is None else Figure(**run["rms_delta_p"]) for run in pair)
     judged = verdict(ours, theirs) if ours and theirs else "–"
