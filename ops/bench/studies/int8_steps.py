@@ -1,8 +1,8 @@
 """`PYTHONPATH=ops python -m bench.studies.int8_steps`: what speed it costs to give `int8` more scales.
 
 `int8` has one scale for a row of weights or activations. Here some of a layer's matrices have one for 32 columns, as
-with `int8_group`. Accuracy is measured as in bench.studies.accuracy, whose results are used where it measured the same; then steps of all variants run by
-turns.
+with `int8_group`. Accuracy is measured as in bench.studies.accuracy, whose results are used for what it measured too.
+Then steps of all variants run by turns.
 """
 
 from __future__ import annotations
