@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from bench.studies.accuracy import report, rows, verdict
-from bench.studies.divergence import BaseFile, Figure, TokenErrors, figures, figures_of_output, token_errors
+from bench.studies.divergence import BaseFile, Figure, TokenErrors, accuracy_of, accuracy_of_output, token_errors
 from numpy.typing import NDArray
 
 WINDOW, VOCAB, NUM_WINDOWS = 8, 7, 2
@@ -67,12 +67,12 @@ def test_errors_of_tokens_are_the_sums_of_their_definitions() -> None:
     assert 0 < sum(want_same) < 50
 
 
-def test_figures_are_means_over_all_windows_with_intervals_of_two_sided_95_percent() -> None:
+def test_accuracies_are_means_over_all_windows_with_intervals_of_two_sided_95_percent() -> None:
     rng = np.random.default_rng(2)
     kl, delta_p = rng.exponential(0.01, 40), rng.normal(0, 0.02, 40)
     same = (rng.random(40) < 0.8).astype(float)
     parts = [TokenErrors(kl[:15], delta_p[:15], same[:15]), TokenErrors(kl[15:], delta_p[15:], same[15:])]
-    found = figures(parts)
+    found = accuracy_of(parts)
     assert found.kl.value == pytest.approx(sum(kl) / 40)
     assert found.kl.error == pytest.approx(1.96 * np.std(kl, ddof=1) / math.sqrt(40))
     rms = math.sqrt(sum(delta_p**2) / 40)
@@ -109,13 +109,13 @@ def test_a_base_file_that_is_cut_off_or_of_another_kind_is_refused(tmp_path: Pat
         BaseFile(tmp_path / "base")
 
 
-def test_figures_are_read_from_the_output_of_llama_perplexity() -> None:
-    found = figures_of_output(OUTPUT)
+def test_accuracies_are_read_from_the_output_of_llama_perplexity() -> None:
+    found = accuracy_of_output(OUTPUT)
     assert found.kl == Figure(0.003021, pytest.approx(1.96 * 0.00005))
     assert found.rms_delta_p == Figure(1.26, pytest.approx(1.96 * 0.03))
     assert found.same_top == Figure(97.41, pytest.approx(1.96 * 0.07))
     with pytest.raises(ValueError, match="RMS"):
-        figures_of_output(OUTPUT.replace("RMS", "Root"))
+        accuracy_of_output(OUTPUT.replace("RMS", "Root"))
 
 
 def test_a_row_is_worse_only_if_the_intervals_are_apart() -> None:
@@ -132,5 +132,5 @@ def test_the_page_names_the_runs_that_it_lacks() -> None:
     page = report({"machine": machine, "versions": "llama.cpp", "windows": 2, "runs": runs})
     [found] = [line for line in page.splitlines() if line.startswith(f"| {row.title} | 210 Q4_1 |")]
     assert "1.25 ± 0.25 | – |" in found
-    assert row.theirs.name in page.splitlines()[-1]
-    assert row.ours.name not in page.splitlines()[-1]
+    assert f"- {row.theirs.name}" in page.splitlines()
+    assert f"- {row.ours.name}" not in page.splitlines()
