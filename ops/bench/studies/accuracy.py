@@ -166,8 +166,7 @@ REMARKS = """\
   keeps keys, values, queries and attention weights in bfloat16, which has 8 significant bits. llama.cpp keeps keys and
   values in float16, which has 11. The row with both caches in bfloat16 shows how much of it is the cache.
 - `int8` has one scale for a whole row of weights or activations, not one for 32, which is why it is faster. What finer
-  scales cost in speed is in [int8_steps](int8_steps.md). A Hadamard rotation of the attention's output was tried and
-  left out: over 50 windows, RMS Δp fell only from 1.85 to 1.83.
+  scales cost in speed stands in [another page](../README.md#int8-speed-against-accuracy).
 - An int8 KV cache has one scale for each key and value. It adds 0.37 to the RMS Δp of the
   demo model's file, and 0.78 to that of BF16.
 """

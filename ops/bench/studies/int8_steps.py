@@ -39,6 +39,7 @@ ROWS = "int8"
 VARIANTS: dict[str, tuple[str, tuple[Slot, ...]]] = {
     ROWS: ("int8", ()),
     "out in groups": ("int8", (Slot.OUT,)),
+    "head in groups": ("int8", (Slot.HEAD,)),
     "qkv and out in groups": ("int8", (Slot.QKV, Slot.OUT)),
     "int8_group": ("int8_group", ()),
 }
@@ -56,8 +57,8 @@ HEAD = """# Speed against accuracy of int8, {date}
 
 `PYTHONPATH=ops python -m bench.studies.int8_steps` on {cpu}, {cores} cores. RMS Δp is that of
 [accuracy](accuracy.md), over {windows} windows of {window} tokens, with keys and values in bfloat16. `int8` has one
-scale for a row of a weight matrix and for a row of activations; the other variants give some matrices of each layer,
-and their activations, one scale for 32 columns. `int8_group` has groups in all matrices and no Hadamard rotation.
+scale for a row of a weight matrix and for a row of activations; the other variants give some matrices, and
+their activations, one scale for 32 columns. `int8_group` has groups in all matrices and no Hadamard rotation.
 Times are medians of steps that ran by turns within {seconds} s, relative to `int8`, with keys and values in int8. Each
 step computes the head for all of its tokens, so a prompt's layers alone differ by a quarter more.
 
