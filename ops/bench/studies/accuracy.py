@@ -23,7 +23,7 @@ from gguf import GGUFReader
 
 from bench import machine, peers
 from bench.studies import gguf_perplexity
-from bench.studies.divergence import BaseFile, Figure, Figures, figures, figures_of_output, token_errors
+from bench.studies.divergence import Accuracy, BaseFile, Figure, accuracy_of, accuracy_of_output, token_errors
 from bench.studies.perplexity import english, native_logits, native_model
 
 RESULTS = Path(__file__).parents[1] / "results" / "accuracy.json"
@@ -40,7 +40,9 @@ BLOCKS = ("Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_M", "Q2_K")
 """Formats with blocks of 256, which the demo model's rows of 576 numbers do not fill."""
 PEERS = {"int8": "Q8_0", "int8_group": "Q8_0", "int4": "Q4_1"}
 """llama.cpp's format that is next to a quantization of bf16 weights."""
-LLAMA_KV = {"float32": ("f32", "off"), "float16": ("f16", "auto"), "int8": ("q8_0", "on")}
+EIGHT_BIT_KV = (OWN, "BF16", "Q8_0", "Q4_K_M")
+"""Files that are measured with a KV cache in 8 bits: what it costs hardly depends on the weights."""
+LLAMA_KV = {"float32": ("f32", "off"), "float16": ("f16", "auto"), "bfloat16": ("bf16", "auto"), "int8": ("q8_0", "on")}
 """llama.cpp's type of the KV cache, and whether it computes with flash attention."""
 
 
@@ -78,9 +80,11 @@ def _row(kind: str, quantization: str = "auto", *, int8_kv: bool = False) -> Row
 def rows() -> Iterator[Row]:
     """All lines of the page, the most important first."""
     yield from (_row(kind) for kind in (OWN, *FORMATS))
+    both = "BF16, with llama.cpp's KV cache in bfloat16 too"
+    yield Row(both, Run("penstock", "BF16", "auto", "bfloat16"), Run("llama.cpp", "BF16", "auto", "bfloat16"))
     yield from (_row("BF16", quantization) for quantization in PEERS)
     yield from (_row(WIDE + kind) for kind in BLOCKS)
-    yield from (_row(kind, int8_kv=True) for kind in (OWN, *FORMATS))
+    yield from (_row(kind, int8_kv=True) for kind in EIGHT_BIT_KV)
     yield from (_row("BF16", quantization, int8_kv=True) for quantization in PEERS)
 
 
@@ -94,7 +98,7 @@ def file_of(model: Path, kind: str) -> Path:
     if not path.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         source, part = model if kind == EXACT else file_of(model, EXACT), path.with_suffix(".part")
-        command = [peers.llama_binary("llama-quantize"), "--allow-requantize", source, part, kind]
+        command: list[str | Path] = [peers.llama_binary("llama-quantize"), "--allow-requantize", source, part, kind]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         part.rename(path)
     return path
@@ -103,7 +107,16 @@ def file_of(model: Path, kind: str) -> Path:
 def llama_perplexity(path: Path, kv: str, *arguments: str | Path) -> str:
     """Return what llama.cpp's program prints. Its repacked kernels are off, because those for AMX crash on some VMs."""
     kv_type, flash = LLAMA_KV[kv]
-    command = [peers.llama_binary("llama-perplexity"), "-m", path, "-c", str(WINDOW), "-b", str(WINDOW), "--no-repack"]
+    command: list[str | Path] = [
+        peers.llama_binary("llama-perplexity"),
+        "-m",
+        path,
+        "-c",
+        str(WINDOW),
+        "-b",
+        str(WINDOW),
+        "--no-repack",
+    ]
     command += ["-ctk", kv_type, "-ctv", kv_type, "-fa", flash, "-t", str(len(os.sched_getaffinity(0))), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -118,16 +131,16 @@ def base_file(model: Path, num_windows: int) -> Path:
         text, part = FOLDER / "text.txt", path.with_suffix(".part")
         exact = file_of(model, EXACT)
         text.write_text(english())
-        arguments = ["-f", text, "--chunks", str(num_windows), "--kl-divergence-base", part]
+        arguments: list[str | Path] = ["-f", text, "--chunks", str(num_windows), "--kl-divergence-base", part]
         llama_perplexity(exact, "float32", *arguments)
         part.rename(path)
     return path
 
 
-def by_penstock(path: Path, run: Run, base: BaseFile) -> Figures:
-    """The figures of the native runner."""
+def by_penstock(path: Path, run: Run, base: BaseFile) -> Accuracy:
+    """The accuracy of the native runner."""
     with native_model(str(path), run.quantization, run.kv) as loaded:
-        return figures(
+        return accuracy_of(
             [
                 token_errors(native_logits(loaded, ids)[-base.num_scored - 1 : -1], base.log_probs(i), base.targets(i))
                 for i, ids in enumerate(base.tokens)
@@ -141,24 +154,35 @@ def measure(run: Run, model: Path, base: Path) -> dict[str, Any]:
     if run.engine == "penstock":
         found = by_penstock(path, run, BaseFile(base))
     else:
-        found = figures_of_output(llama_perplexity(path, run.kv, "--kl-divergence", "--kl-divergence-base", base))
+        found = accuracy_of_output(llama_perplexity(path, run.kv, "--kl-divergence", "--kl-divergence-base", base))
     counts = Counter(tensor.tensor_type.name for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1)
     took_s = round(time.monotonic() - begun_s)
     return asdict(run) | asdict(found) | {"matrices": counts, "revision": machine.revision(), "took_s": took_s}
 
 
+REMARKS = """\
+- `auto` and `int8_group` round activations to 8 bits with a scale for 32 of them, as llama.cpp does for these formats.
+- BF16 is further from float32 in penstock. Nothing is quantized there, so all of it is rounding to 16 bits. Penstock
+  keeps keys, values, queries and attention weights in bfloat16, which has 8 significant bits. llama.cpp keeps keys and
+  values in float16, which has 11. The row with both caches in bfloat16 shows how much of it is the cache.
+- `int8` has one scale for a whole row of weights or activations, not one for 32, which is why it is faster. What finer
+  scales cost in speed stands in [another page](../README.md#int8-speed-against-accuracy).
+- An int8 KV cache has one scale for each key and value. It adds 0.37 to the RMS Δp of the
+  demo model's file, and 0.78 to that of BF16.
+"""
 HEAD = """# Accuracy, {date}
 
-`PYTHONPATH=ops python -m bench.studies.accuracy` on {cpu}, {cores} cores, with {versions}. Against float32: the KL
-divergence (mean, in nats), the RMS of the difference of probability of the token that follows (RMS Δp, in percent), and
-how often the likeliest token is the same (in percent). The definitions are those of `llama-perplexity --kl-divergence`,
-whose own output is the column llama.cpp. ± is 95 %; it takes tokens as independent, as that program does.
+`PYTHONPATH=ops python -m bench.studies.accuracy` on {cpu}, {cores} cores, with {versions}, after
+`make bench-peers`. All values compare with float32. *KL* is the mean divergence in nats. *RMS Δp* is the root of the
+mean squared difference of the next token's probability, in percent. *Same top* is how often the likeliest token is the
+same, in percent. The definitions are those of `llama-perplexity --kl-divergence`, whose own output is the column
+llama.cpp. ± is 95 %; it takes tokens as independent, as `llama-perplexity` does.
 
 - **Text**: Python's help texts (`pydoc_data.topics`), {tokens:,} tokens in {windows} windows of {window}. As in
   `llama-perplexity`, the second half of each window is scored: {scored:,} tokens.
 - **float32**: the demo model exists only as a file of Q4_1 layers and a Q8_0 head. `llama-quantize` dequantized all of
-  it to float32; every other file is made from that one. So the figures are the distance from this file, not from the
-  model as it was trained. Its own row has no error of weights: all of it is rounding of activations.
+  it to float32; every other file is made from the float32 file. So the table has the distance from this file, not from
+  the model as it was trained. Its own row has no error of weights: all of it is rounding of activations.
 - **The base** is llama.cpp on the float32 file with keys and values in float32 and without flash attention. Both
   programs are compared with the same stored distributions, which have 16 bits for each log probability.
 - **Weights**: a file runs as it is stored (`--quantization auto`). `int8`, `int8_group` and `int4` are quantizations by
@@ -168,6 +192,9 @@ whose own output is the column llama.cpp. ± is 95 %; it takes tokens as indepen
 - **KV cache**: bfloat16 by penstock and float16 by llama.cpp, or int8 by penstock and q8_0 by llama.cpp.
 - **Verdict** compares RMS Δp: *same* if the two intervals overlap.
 
+What the rows say:
+
+{remarks}
 """
 _COLUMNS = (
     "weights",
@@ -193,25 +220,32 @@ def line(row: Row, runs: dict[str, Any]) -> str:
             "–" if run is None else f"{run[name]['value']:.{digits}f} ± {run[name]['error']:.{digits}f}" for run in pair
         )
 
-    counts = next((run["matrices"] for run in pair if run), {})
+    counts: dict[str, int] = next((run["matrices"] for run in pair if run), {})
     matrices = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     ours, theirs = (None if run is None else Figure(**run["rms_delta_p"]) for run in pair)
     judged = verdict(ours, theirs) if ours and theirs else "–"
-    figures_cells = f"{cells('kl', 5)} | {cells('rms_delta_p', 2)} | {cells('same_top', 2)}"
-    return f"| {row.title} | {matrices} | {figures_cells} | {judged} |\n"
+    cells_of_row = f"{cells('kl', 5)} | {cells('rms_delta_p', 2)} | {cells('same_top', 2)}"
+    return f"| {row.title} | {matrices} | {cells_of_row} | {judged} |\n"
 
 
 def report(content: dict[str, Any]) -> str:
     """The results as a page."""
-    windows = content["windows"]
-    facts = content["machine"] | {"versions": content["versions"], "windows": windows, "window": WINDOW}
+    windows, runs = content["windows"], content["runs"]
+    facts = content["machine"] | {
+        "versions": content["versions"],
+        "windows": windows,
+        "window": WINDOW,
+        "remarks": REMARKS,
+    }
     lines = [HEAD.format(tokens=windows * WINDOW, scored=windows * (WINDOW - 1 - WINDOW // 2), **facts)]
     for kv, title in (("bfloat16", "KV cache in 16 bits"), ("int8", "KV cache in 8 bits")):
         lines.append(f"## {title}\n\n| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|\n")
-        lines += [line(row, content["runs"]) for row in rows() if row.ours.kv == kv]
+        known = [row for row in rows() if row.ours.kv == kv and {row.ours.name, row.theirs.name} & runs.keys()]
+        lines += [line(row, runs) for row in known]
         lines.append("\n")
-    missing = [run.name for run in _runs() if run.name not in content["runs"]]
-    lines.append(f"Not measured: {'; '.join(missing)}.\n" if missing else "Every run is measured.\n")
+    missing = [run.name for run in _runs() if run.name not in runs]
+    lines.append("Every run is measured.\n" if not missing else "Not measured yet, and measured by the next start:\n\n")
+    lines += [f"- {name}\n" for name in missing]
     return "".join(lines)
 
 

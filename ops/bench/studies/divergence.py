@@ -1,7 +1,7 @@
 """How far a model's distributions are from a base model's, as `llama-perplexity --kl-divergence` defines it.
 
-Each scored token has a divergence from the base's distribution, a difference of probability (the model's minus the
-base's, of the token that follows in the text), and whether both models hold the same token for the likeliest.
+Each scored token has a divergence from the base's distribution, and a difference of probability: the model's minus the
+base's, of the token that follows in the text. It is also noted whether the likeliest token is the same.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Figures:
+class Accuracy:
     """The accuracy of a model over many tokens. The intervals take tokens as independent, as llama-perplexity does."""
 
     kl: Figure
@@ -103,15 +103,15 @@ class Figures:
     """How often both have the same likeliest token, in percent."""
 
 
-def figures(errors: list[TokenErrors]) -> Figures:
-    """The figures over all tokens of several windows."""
+def accuracy_of(errors: list[TokenErrors]) -> Accuracy:
+    """The accuracy over all tokens of several windows."""
     kl, delta_p, same_top = (np.concatenate(parts) for parts in zip(*errors, strict=True))
     square = _mean(delta_p**2)
     rms = float(np.sqrt(square.value))
     # The derivative of a root: half the error of the mean square, divided by the root.
     root = Figure(100 * rms, 100 * square.error / (2 * rms) if rms else 0.0)
     top = _mean(same_top)
-    return Figures(_mean(kl), root, Figure(100 * top.value, 100 * top.error))
+    return Accuracy(_mean(kl), root, Figure(100 * top.value, 100 * top.error))
 
 
 def _mean(values: NDArray[np.float64]) -> Figure:
@@ -121,12 +121,12 @@ def _mean(values: NDArray[np.float64]) -> Figure:
 _PRINTED = {"kl": r"Mean +KLD", "rms_delta_p": r"RMS Δp", "same_top": r"Same top p"}
 
 
-def figures_of_output(output: str) -> Figures:
-    """The figures that `llama-perplexity --kl-divergence` printed. It prints standard errors; an interval has 1.96."""
+def accuracy_of_output(output: str) -> Accuracy:
+    """The accuracy that `llama-perplexity --kl-divergence` printed. It prints standard errors; an interval has 1.96."""
     found = {}
     for name, label in _PRINTED.items():
         line = re.search(rf"^{label} *: *(-?[\d.]+) ± *([\d.]+)", output, re.MULTILINE)
         if line is None:
             raise ValueError(f"llama-perplexity printed no {label!r}: {output[-500:]}")
         found[name] = Figure(float(line[1]), Z95 * float(line[2]))
-    return Figures(**found)
+    return Accuracy(**found)

@@ -94,11 +94,11 @@ def chunks_of(ids: NDArray[np.int32]) -> Iterator[StepPlan]:
             context_lens=np.array([end], np.int32),
             block_tables=blocks,
             sample_tokens=np.empty(0, np.int32),
-            sampling=_nothing_sampled(),
+            sampling=nothing_sampled(),
         )
 
 
-def _nothing_sampled() -> SamplingRows:
+def nothing_sampled() -> SamplingRows:
     real, whole = np.empty(0, np.float32), np.empty(0, np.int32)
     seed = np.empty(0, np.uint64)
     return SamplingRows(real, whole, real, real, real, real, real, seed, whole, whole, (), whole, ())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from bench.studies.accuracy import report, rows, verdict
-from bench.studies.divergence import BaseFile, Figure, TokenErrors, figures, figures_of_output, token_errors
+from bench.studies.divergence import BaseFile, Figure, TokenErrors, accuracy_of, accuracy_of_output, token_errors
 from numpy.typing import NDArray
 
 WINDOW, VOCAB, NUM_WINDOWS = 8, 7, 2
@@ -28,7 +28,9 @@ Same top p: 97.410 ± 0.070 %
 
 
 def log_probs(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    sums: NDArray[np.float64] = np.exp(logits).sum(-1, keepdims=True)
+    found: NDArray[np.float64] = logits - np.log(sums)
+    return found
 
 
 def stored(path: Path, logits: NDArray[np.float64], tokens: NDArray[np.int32]) -> None:
@@ -60,19 +62,20 @@ def test_errors_of_tokens_are_the_sums_of_their_definitions() -> None:
         want_same.append(
             float(max(range(VOCAB), key=lambda i: q[row, i]) == max(range(VOCAB), key=lambda i: p[row, i]))
         )
-    got = token_errors(*(torch.from_numpy(x.astype(np.float32)) for x in (ours, p)), torch.from_numpy(targets))
+    logits, base_log_probs = (torch.from_numpy(x.astype(np.float32)) for x in (ours, p))
+    got = token_errors(logits, base_log_probs, torch.from_numpy(targets))
     np.testing.assert_allclose(got.kl, want_kl, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(got.delta_p, want_delta, atol=1e-6)
     assert got.same_top.tolist() == want_same
     assert 0 < sum(want_same) < 50
 
 
-def test_figures_are_means_over_all_windows_with_intervals_of_two_sided_95_percent() -> None:
+def test_accuracies_are_means_over_all_windows_with_intervals_of_two_sided_95_percent() -> None:
     rng = np.random.default_rng(2)
     kl, delta_p = rng.exponential(0.01, 40), rng.normal(0, 0.02, 40)
     same = (rng.random(40) < 0.8).astype(float)
     parts = [TokenErrors(kl[:15], delta_p[:15], same[:15]), TokenErrors(kl[15:], delta_p[15:], same[15:])]
-    found = figures(parts)
+    found = accuracy_of(parts)
     assert found.kl.value == pytest.approx(sum(kl) / 40)
     assert found.kl.error == pytest.approx(1.96 * np.std(kl, ddof=1) / math.sqrt(40))
     rms = math.sqrt(sum(delta_p**2) / 40)
@@ -109,13 +112,14 @@ def test_a_base_file_that_is_cut_off_or_of_another_kind_is_refused(tmp_path: Pat
         BaseFile(tmp_path / "base")
 
 
-def test_figures_are_read_from_the_output_of_llama_perplexity() -> None:
-    found = figures_of_output(OUTPUT)
-    assert found.kl == Figure(0.003021, pytest.approx(1.96 * 0.00005))
-    assert found.rms_delta_p == Figure(1.26, pytest.approx(1.96 * 0.03))
-    assert found.same_top == Figure(97.41, pytest.approx(1.96 * 0.07))
+def test_accuracies_are_read_from_the_output_of_llama_perplexity() -> None:
+    found = accuracy_of_output(OUTPUT)
+    values = [found.kl.value, found.rms_delta_p.value, found.same_top.value]
+    assert values == [0.003021, 1.26, 97.41]
+    errors = [found.kl.error, found.rms_delta_p.error, found.same_top.error]
+    assert errors == pytest.approx([1.96 * 0.00005, 1.96 * 0.03, 1.96 * 0.07])
     with pytest.raises(ValueError, match="RMS"):
-        figures_of_output(OUTPUT.replace("RMS", "Root"))
+        accuracy_of_output(OUTPUT.replace("RMS", "Root"))
 
 
 def test_a_row_is_worse_only_if_the_intervals_are_apart() -> None:
@@ -132,5 +136,5 @@ def test_the_page_names_the_runs_that_it_lacks() -> None:
     page = report({"machine": machine, "versions": "llama.cpp", "windows": 2, "runs": runs})
     [found] = [line for line in page.splitlines() if line.startswith(f"| {row.title} | 210 Q4_1 |")]
     assert "1.25 ± 0.25 | – |" in found
-    assert row.theirs.name in page.splitlines()[-1]
-    assert row.ours.name not in page.splitlines()[-1]
+    assert f"- {row.theirs.name}" in page.splitlines()
+    assert f"- {row.ours.name}" not in page.splitlines()

@@ -1,0 +1,172 @@
+"""`PYTHONPATH=ops python -m bench.studies.int8_steps`: what speed it costs to give `int8` more scales.
+
+`int8` has one scale for a row of weights or activations. Here some of a layer's matrices have one for 32 columns, as
+with `int8_group`. Accuracy is measured as in bench.studies.accuracy, whose results are used for what it measured too.
+Then steps of all variants run by turns.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from bench import machine
+from bench.studies import accuracy
+from bench.studies.accuracy import NUM_WINDOWS, WINDOW
+from bench.studies.divergence import BaseFile
+from bench.studies.perplexity import BLOCK, nothing_sampled
+from penstock.gpu_node.model.checkpoint.files import Stored
+from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.native.packing import Packer
+from penstock.gpu_node.model.native.runner import NativeRunner
+from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import StepPlan
+from penstock.kernels.cpu.formats import Format
+from penstock.kernels.cpu.formats import Run as FormatRun
+from penstock.kernels.cpu.library import Slot
+
+RESULTS = Path(__file__).parents[1] / "results" / "int8_steps.json"
+ROWS = "int8"
+VARIANTS: dict[str, tuple[str, tuple[Slot, ...]]] = {
+    ROWS: ("int8", ()),
+    "out in groups": ("int8", (Slot.OUT,)),
+    "head in groups": ("int8", (Slot.HEAD,)),
+    "qkv and out in groups": ("int8", (Slot.QKV, Slot.OUT)),
+    "int8_group": ("int8_group", ()),
+}
+STEPS = {
+    "1 sequence": (1, 1, 256),
+    "16 sequences": (16, 1, 128),
+    "64 sequences": (64, 1, 128),
+    "prompt of 256": (1, 256, 0),
+}
+"""Of each kind of step: its sequences, the tokens of each, and the tokens before them."""
+MAX_BLOCKS = 20
+SECONDS = 40
+
+HEAD = """# Speed against accuracy of int8, {date}
+
+`PYTHONPATH=ops python -m bench.studies.int8_steps` on {cpu}, {cores} cores. RMS Δp is that of
+[accuracy](accuracy.md), over {windows} windows of {window} tokens, with keys and values in bfloat16. `int8` has one
+scale for a row of a weight matrix and for a row of activations; the other variants give some matrices, and
+their activations, one scale for 32 columns. `int8_group` has groups in all matrices and no Hadamard rotation.
+Times are medians of steps that ran by turns within {seconds} s, relative to `int8`, with keys and values in int8. Each
+step computes the head for all of its tokens, so a prompt's layers alone differ by a quarter more.
+
+| variant | RMS Δp, % | {steps} |
+|---{columns}|
+"""
+
+
+@contextmanager
+def in_groups(slots: Sequence[Slot]) -> Iterator[None]:
+    """Give the matrices of these slots a scale for 32 columns while models are loaded."""
+    runs_of = Packer._runs_of
+
+    def chosen(packer: Packer, slot: Slot, parts: tuple[Stored, ...], *, interleaved: bool = False) -> list[FormatRun]:
+        runs = runs_of(packer, slot, parts, interleaved=interleaved)
+        return [(Format.INT8_GROUP, sum(rows for _, rows in runs))] if slot in slots else runs
+
+    with mock.patch.object(Packer, "_runs_of", chosen):
+        yield
+
+
+@contextmanager
+def opened(model: Path, quantization: str) -> Iterator[NativeRunner]:
+    """A runner with a KV cache in int8 for the largest step."""
+    options = RunnerOptions(
+        runner="native",
+        dtype="bfloat16",
+        quantization=quantization,
+        kv_cache_dtype="int8",
+        block_size=BLOCK,
+        num_kv_blocks=MAX_BLOCKS * max(count for count, _, _ in STEPS.values()),
+        max_num_seqs=max(count for count, _, _ in STEPS.values()),
+        weight_cache=False,
+    )
+    runner = load_model(str(model), options, lambda *_: None).runner
+    assert isinstance(runner, NativeRunner)
+    yield runner
+    runner.close()
+
+
+def plan_of(num_seqs: int, num_tokens: int, num_before: int) -> StepPlan:
+    """A step in which each sequence has some tokens behind those that are in the cache."""
+    count, context = num_seqs * num_tokens, num_before + num_tokens
+    return StepPlan(
+        token_ids=np.arange(100, 100 + count, dtype=np.int32),
+        positions=np.tile(np.arange(num_before, context, dtype=np.int32), num_seqs),
+        query_starts=np.arange(0, count + 1, num_tokens, dtype=np.int32),
+        context_lens=np.full(num_seqs, context, np.int32),
+        block_tables=np.arange(1, 1 + num_seqs * MAX_BLOCKS, dtype=np.int32).reshape(num_seqs, MAX_BLOCKS),
+        sample_tokens=np.empty(0, np.int32),
+        sampling=nothing_sampled(),
+    )
+
+
+def times_of(model: Path) -> dict[str, dict[str, float]]:
+    """The median milliseconds of each kind of step, by variant."""
+    times: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in STEPS} for name in VARIANTS}
+    with ExitStack() as stack:
+        runners = {}
+        for name, (quantization, slots) in VARIANTS.items():
+            with in_groups(slots):
+                runners[name] = stack.enter_context(opened(model, quantization))
+        end_s = time.monotonic() + SECONDS
+        while time.monotonic() < end_s:
+            for kind, shape in STEPS.items():
+                plan = plan_of(*shape)
+                for name, runner in runners.items():
+                    begun_s = time.perf_counter()
+                    runner.logits(plan)
+                    times[name][kind].append(1000 * (time.perf_counter() - begun_s))
+    return {name: {kind: statistics.median(found) for kind, found in own.items()} for name, own in times.items()}
+
+
+def report(content: dict[str, Any]) -> str:
+    """The results as a page."""
+    runs, columns = content["runs"], "|---" * (1 + len(STEPS))
+    facts = content["machine"] | {"windows": content["windows"], "window": WINDOW, "seconds": SECONDS}
+    lines = [HEAD.format(steps=" | ".join(STEPS), columns=columns, **facts)]
+    for name, run in runs.items():
+        rms, error = run["rms_delta_p"]["value"], run["rms_delta_p"]["error"]
+        ratios = " | ".join(f"{run['ms'][kind] / runs[ROWS]['ms'][kind]:.2f}" for kind in STEPS)
+        lines.append(f"| {name} | {rms:.2f} ± {error:.2f} | {ratios} |\n")
+    return "".join(lines)
+
+
+def main() -> None:
+    """Measure all variants; write table and JSON."""
+    from penstock.cli.demo_model import demo_model
+
+    model = demo_model()
+    path, base = accuracy.file_of(model, "BF16"), BaseFile(accuracy.base_file(model, NUM_WINDOWS))
+    known = json.loads(accuracy.RESULTS.read_text())["runs"] if accuracy.RESULTS.exists() else {}
+    found = {}
+    for name, (quantization, slots) in VARIANTS.items():
+        run = accuracy.Run("penstock", "BF16", quantization, "bfloat16")
+        if slots or run.name not in known:
+            with in_groups(slots):
+                rms = asdict(accuracy.by_penstock(path, run, base).rms_delta_p)
+        else:
+            rms = known[run.name]["rms_delta_p"]
+        found[name] = {"rms_delta_p": rms}
+        print(name, rms, flush=True)
+    times = times_of(path)
+    runs = {name: run | {"ms": times[name]} for name, run in found.items()}
+    content = {"machine": machine.describe(), "revision": machine.revision(), "windows": NUM_WINDOWS, "runs": runs}
+    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    RESULTS.with_suffix(".md").write_text(report(content))
+
+
+if __name__ == "__main__":
+    main()
