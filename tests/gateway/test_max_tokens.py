@@ -102,9 +102,9 @@ def test_the_usage_says_the_exact_limit(strict: httpx.Client) -> None:
 def test_a_head_sent_before_the_prompt_is_tokenized_has_what_the_context_leaves_at_most(
     stack: Stack, strict: httpx.Client, strict_engine: EchoEngine, path: str, max_tokens: int, shown: str | None
 ) -> None:
-    url = stack.start_gateway(first_chunk_wait_s=0.01)
+    url = stack.start_gateway(first_chunk_wait_s=0.2)
     more = {"stream_options": {"include_usage": True}} if "chat" in path else {}
-    strict_engine.step_s = 0.3
+    strict_engine.step_s = 1.0
     with httpx.Client(base_url=url, timeout=60) as client:
         body = {"model": MODEL, "max_tokens": max_tokens, "stream": True, **FORMS[path], **more}
         with client.stream("POST", path, json=body) as answer:
