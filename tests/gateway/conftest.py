@@ -42,7 +42,7 @@ DIGEST = "0123456789abcdef" * 2
 """Of its only adapter, echo-tuned."""
 MAX_PROMPT_TOKENS = 256
 MAX_MODEL_LEN = 2 * MAX_PROMPT_TOKENS
-"""Of the echoing engine: a prompt that it accepts leaves room for its echo."""
+"""Of the echoing engine: a prompt that it accepts leaves enough tokens for its echo."""
 START_TIMEOUT_S = 20.0
 
 

@@ -331,7 +331,7 @@ def test_conversation_of_many_messages_is_parsed_in_the_parser_process(http: htt
 
 def ignored_by(answer: httpx.Response) -> list[str]:
     assert answer.status_code == 200, answer.text
-    return answer.headers.get("X-Penstock-Ignored-Fields", "").split(", ")
+    return str(answer.headers.get("X-Penstock-Ignored-Fields", "")).split(", ")
 
 
 def test_context_edits_are_applied_or_ignored_and_named(http: httpx.Client) -> None:

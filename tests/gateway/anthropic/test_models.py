@@ -34,7 +34,7 @@ def test_both_shapes_list_the_same_models(http: httpx.Client) -> None:
 def test_pages_follow_one_another_in_both_directions(http: httpx.Client) -> None:
     ids = [model["id"] for model in listed(http)["data"]]
     assert len(ids) >= 3
-    forth, after = [], {}
+    forth, after = list[str](), dict[str, Any]()
     while True:
         page = listed(http, limit=1, **after)
         forth += [model["id"] for model in page["data"]]

@@ -18,7 +18,10 @@ NAMES = {
     "guided_choice": (["a", "b"], "choice"),
     "guided_grammar": (GRAMMAR, "grammar"),
 }
-FORMS = {"chat/completions": {"messages": [{"role": "user", "content": "x"}]}, "completions": {"prompt": "x"}}
+FORMS: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "completions": {"prompt": "x"},
+}
 
 
 def ask(http: httpx.Client, path: str, **fields: Any) -> httpx.Response:
