@@ -1,7 +1,7 @@
 """What Codex sends to the Responses API, and the answers that it can use. The model says what a script tells it.
 
-The folder `codex/` has request bodies of Codex CLI 0.169.0, with long texts cut: of a model whose tools it knows
-(`custom_tools`), of one that runs code (`code_mode`, `child_agent`), and of one that it does not know (`plain_model`).
+The folder `codex/` has request bodies of Codex CLI 0.169.0, with long texts cut. Codex knows the tools of two of
+the models: one has `custom_tools`, one runs code (`code_mode`, `child_agent`). It does not know the third (`plain_model`).
 """
 
 from __future__ import annotations
