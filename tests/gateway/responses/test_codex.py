@@ -1,7 +1,8 @@
 """What Codex sends to the Responses API, and the answers that it can use. The model says what a script tells it.
 
 The folder `codex/` has request bodies of Codex CLI 0.169.0, with long texts cut. Codex knows the tools of two of
-the models: one has `custom_tools`, one runs code (`code_mode`, `child_agent`). It does not know the third (`plain_model`).
+the models: one has `custom_tools`, one runs code (`code_mode`, `child_agent`). It does not know
+the third (`plain_model`).
 """
 
 from __future__ import annotations
