@@ -215,7 +215,7 @@ class ResponseBody(Wire):
 
     @property
     def dropped(self) -> list[str]:
-        """The names of the parts that are ignored although nobody asked for it, for a header of the answer."""
+        """The names of the parts that are ignored under every setting, for a header of the answer."""
         options = {"text": self.text, "reasoning": self.reasoning, "stream_options": self.stream_options}
         names = [f"{name}.{one}" for name, part in options.items() if part is not None for one in part.ignored]
         names += [] if self.client_metadata is None else ["client_metadata"]

@@ -1,16 +1,6 @@
 """Input items of a response: their schemas, and their translation into the messages of a chat.
 
-| type | what the model gets |
-|---|---|
-| message, agent_message | a message; that of another agent has the user's role |
-| function_call, custom_tool_call, tool_search_call, local_shell_call | a call in a message of the assistant |
-| the outputs of these calls | the call's result; an image, a sound or a file in it becomes a placeholder |
-| item_reference | the item of a stored response that it names |
-| compaction | the summary that it holds |
-| tool_search_output, additional_tools | their tools are offered, as if they were in `tools` |
-| reasoning, web_search_call, image_generation_call | nothing |
-
-Other types are refused.
+`_KINDS` has the record of each type. HTTP.md has the table of what the model gets.
 """
 
 from __future__ import annotations
@@ -113,7 +103,7 @@ class _MessageItem(_Item):
 
 
 class _AgentMessageItem(_Item):
-    """A message of another agent of the same client. Its text says who sent it."""
+    """A message of another agent of the same client. Its text names the sender."""
 
     kind = "agent_message"
     author: str | None = None

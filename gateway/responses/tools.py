@@ -1,14 +1,6 @@
 """Tools and the choice of tools in a response's body, and their translation into the functions of a chat.
 
-| type | what the model is offered | its calls come back as |
-|---|---|---|
-| function | the function | function_call |
-| custom | a function with one text, which must match the tool's grammar if it has one | custom_tool_call |
-| namespace | its functions and custom tools, named after it: `namespace__name` | those, with both names |
-| tool_search with execution client | the function tool_search | tool_search_call |
-| web search, image generation | nothing: the answer's header names the tool | |
-
-Other types are refused.
+`_TYPES` has the record of each type. HTTP.md has the table of what the model gets and what its calls come back as.
 """
 
 from __future__ import annotations

@@ -13,13 +13,17 @@ class Client:
     title: str
     """Its name on the page of results."""
     script: str
-    """A file in `python/` or `node/`."""
+    """A file in `python/`, in `node/`, or in the folder that `folder` names."""
     covers: str
     installs_in_seconds: bool = True
     """Whether `make check-full` runs it too."""
     python: str = ""
     """The interpreter that it needs, if it does not run with ours."""
     timeout_s: float = 600.0
+    folder: str = "node"
+    """Where the packages of a Node client are named: in `node/` with those of others, or in a folder of its own."""
+    is_scripted: bool = False
+    """Whether it runs against the scripted model (`fakes/scripted_model.py`) in place of the demo model."""
     without: tuple[str, ...] = ()
     """Packages that it requires but that break it here; they are uninstalled."""
 
@@ -30,8 +34,8 @@ class Client:
 
     @property
     def environment(self) -> str:
-        """Its requirements file and its folder under build/clients/. All Node clients share one."""
-        return "node" if self.is_node else self.name
+        """Its requirements file and its folder under build/clients/. Most Node clients share one."""
+        return self.folder if self.is_node else self.name
 
 
 _ALL = "answer, stream, tool call and second request, structured output, usage, errors, cancellation"
@@ -65,6 +69,15 @@ CLIENTS = (
         "instructor_checks.py",
         "records in the modes TOOLS, TOOLS_STRICT, JSON, JSON_SCHEMA and RESPONSES_TOOLS, partial streams, errors, "
         "cancellation",
+    ),
+    Client(
+        "codex",
+        "Codex CLI",
+        "codex_checks.mjs",
+        "sessions over responses with a scripted model: edits, an MCP server, a search for tools, code mode, a resumed "
+        "session",
+        folder="codex",
+        is_scripted=True,
     ),
     Client(
         "http",

@@ -1,4 +1,4 @@
-"""Install clients under build/clients/: a virtual environment for each Python client, one folder for all of Node's.
+"""Install clients under build/clients/: a virtual environment for each Python client, one folder for most of Node's.
 
 An installation is kept until its requirements change. Node clients need Node 20 or later with npm.
 """
@@ -51,7 +51,8 @@ def _install_python(client: Client, folder: Path) -> list[str]:
 
 def _install_node(client: Client, folder: Path) -> list[str]:
     """Node finds packages beside the script, so the scripts are copied to where the packages are."""
-    shutil.copytree(HERE / "node", folder, dirs_exist_ok=True)
+    for source in dict.fromkeys(("node", client.folder)):
+        shutil.copytree(HERE / source, folder, dirs_exist_ok=True)
     lock = folder / "package-lock.json"
     if not _is_current(folder, lock):
         _run("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", cwd=folder)

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clients.catalog import Client
 from clients.environments import FOLDER, InstallationError, install
-from clients.server import LOGS, MODEL, Server
+from clients.server import LOGS, MODEL, Server, scripted_server
 
 TESTS = Path(__file__).resolve().parents[1]
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "TERM")
@@ -47,8 +48,11 @@ def run_client(client: Client, server: Server) -> Report:
         command = install(client)
     except InstallationError as error:
         return Report(client, problems={"installation": str(error)})
-    started = time.monotonic()
-    with (LOGS / f"{client.name}.log").open("w") as log:
+    with ExitStack() as stack:
+        if client.is_scripted:
+            server = stack.enter_context(scripted_server())
+        log = stack.enter_context((LOGS / f"{client.name}.log").open("w"))
+        started = time.monotonic()
         output, problem = _output_of(command, client, server, log)
     return _report_of(client, output, problem, time.monotonic() - started)
 

@@ -1,22 +1,35 @@
-"""The server of the runs: `penstock serve` with the demo model and a chat template that takes tools."""
+"""The servers of the runs: `penstock serve` with the demo model and a chat template that takes tools, and a gateway
+with a model that says what a script tells it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 from clients.environments import FOLDER
 from fakes.served_model import TOOL_TEMPLATE, served
 from fixtures.dequantized import dequantized
 
 from penstock.cli.demo_model import demo_model
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 MODEL = "smollm2"
+SCRIPTED_NAMES = ("scripted", "gpt-5.5", "gpt-6-sol")
+"""Names of the scripted model. Codex has other tools for each of them."""
+SCRIPTED_NODE = Path(__file__).resolve().parents[1] / "fakes" / "processes" / "scripted_node.py"
+START_TIMEOUT_S = 60.0
 LOGS = FOLDER / "logs"
 
 
@@ -40,3 +53,39 @@ def running_server() -> Iterator[Server]:
         LOGS.mkdir(parents=True, exist_ok=True)
         with (LOGS / "server.log").open("w") as log, served(folder, log) as url:
             yield Server(url, folder)
+
+
+@contextmanager
+def scripted_server() -> Iterator[Server]:
+    """Start `penstock gateway` and a node with the scripted model, and stop them at the end."""
+    name, *aliases = SCRIPTED_NAMES
+    with EmbeddedRedis() as redis, ExitStack() as stack, tempfile.TemporaryDirectory(prefix="scripted") as folder:
+        node = {"MODEL": name, "ALIASES": json.dumps(aliases), "TOOL_PARSER": "hermes"}
+        env = {**os.environ, **{f"PENSTOCK_NODE_{key}": value for key, value in node.items()}}
+        env |= {"PENSTOCK_REDIS_URL": redis.url, "PENSTOCK_RUNTIME_DIR": folder}
+        log = stack.enter_context((LOGS / "scripted.log").open("w"))
+        port = _free_port()
+        for words in ([str(SCRIPTED_NODE)], ["-m", "penstock", "gateway", "--port", str(port)]):
+            process = subprocess.Popen([sys.executable, *words], env=env, stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+        url = f"http://127.0.0.1:{port}"
+        _wait_for(name, url)
+        yield Server(url, Path(folder))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _wait_for(model: str, url: str) -> None:
+    """Wait until a gateway serves a model."""
+    until = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < until:
+        with suppress(httpx.TransportError):
+            if any(one["id"] == model for one in httpx.get(f"{url}/v1/models").json()["data"]):
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"no model {model} at {url}")

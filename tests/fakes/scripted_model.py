@@ -40,7 +40,7 @@ def scripted_answer(messages: Sequence[dict[str, Any]]) -> str:
     return NO_SCRIPT
 
 
-class ScriptedTokenizer(ByteTokenizer):
+class ScriptedTokenizer(ByteTokenizer):  # type: ignore[misc]
     """One token per byte. A chat is encoded as the answer to it, which the engine then echoes."""
 
     tool_parser = "hermes"
@@ -58,10 +58,10 @@ class ScriptedTokenizer(ByteTokenizer):
     ) -> list[int]:
         """Return the bytes of the answer."""
         super().encode_chat(messages, tools, template_kwargs, framed=framed)
-        return self.encode(scripted_answer(messages))
+        return list(scripted_answer(messages).encode())
 
 
-class ScriptedEngine(EchoEngine):
+class ScriptedEngine(EchoEngine):  # type: ignore[misc]
     """Gives the answers of scripts."""
 
     def __init__(self) -> None:

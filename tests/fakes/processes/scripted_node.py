@@ -20,7 +20,7 @@ from penstock.runtime.settings import RedisSettings
 
 async def main() -> None:
     """Serve until a signal."""
-    settings = NodeSettings.load(redis_url=RedisSettings.load().redis_url, tool_parser="hermes")
+    settings = NodeSettings.load(redis_url=RedisSettings.load().redis_url)
     await serve_engine(settings, ScriptedEngine())
 
 

@@ -1,7 +1,8 @@
 """What Codex sends to the Responses API, and the answers that it can use. The model says what a script tells it.
 
-The folder `codex/` has request bodies of Codex CLI 0.169.0, with long texts cut: of a model whose tools it knows
-(`custom_tools`), of one that runs code (`code_mode`, `child_agent`), and of one that it does not know (`plain_model`).
+The folder `codex/` has request bodies of Codex CLI 0.169.0, with long texts cut. Codex knows the tools of two of
+the models: one has `custom_tools`, one runs code (`code_mode`, `child_agent`). It does not know
+the third (`plain_model`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ def ignored_in(answer: httpx.Response) -> list[str]:
     return answer.headers["x-penstock-ignored-fields"].split(", ")
 
 
+def messages_of(engine: ScriptedEngine) -> list[dict[str, Any]]:
+    assert engine.tokenizer.last_chat is not None
+    return list(engine.tokenizer.last_chat[0])
+
+
 def offered(engine: ScriptedEngine) -> list[str]:
     assert engine.tokenizer.last_chat is not None
     return [tool["function"]["name"] for tool in json.loads(engine.tokenizer.last_chat[1] or "[]")]
@@ -96,7 +102,7 @@ def test_a_session_in_code_mode_has_its_tools_in_the_input(scripted_engine: Scri
     assert {"functions__exec", "clock__sleep", *(f"collaboration__{name}" for name in AGENTS)} <= {
         *offered(scripted_engine)
     }
-    messages = (scripted_engine.tokenizer.last_chat or ([],))[0]
+    messages = messages_of(scripted_engine)
     assert (messages[-2]["role"], messages[-2]["content"].splitlines()[0]) == ("user", "Message Type: FINAL_ANSWER")
     (item,) = events[-1]["response"]["output"]
     assert (item["type"], item["namespace"], item["name"]) == ("custom_tool_call", "functions", "exec")
@@ -106,7 +112,7 @@ def test_a_session_in_code_mode_has_its_tools_in_the_input(scripted_engine: Scri
 def test_a_child_agent_reads_its_task(scripted_engine: ScriptedEngine, url: str) -> None:
     answer, _ = events_of(url, recorded("child_agent", "yes"))
     assert answer.status_code == 200
-    messages = (scripted_engine.tokenizer.last_chat or ([],))[0]
+    messages = messages_of(scripted_engine)
     assert messages[-2]["content"].endswith("Payload:\nSay yes")
 
 
@@ -224,7 +230,7 @@ def test_parts_that_have_no_effect_are_named(scripted_engine: ScriptedEngine, ur
     assert events[-1]["response"]["reasoning"]["effort"] == "xhigh"
     assert [tool["type"] for tool in events[-1]["response"]["tools"]] == ["custom"]
     assert json.loads(scripted_engine.tokenizer.last_template_kwargs or "{}")["reasoning_effort"] == "xhigh"
-    messages = (scripted_engine.tokenizer.last_chat or ([],))[0]
+    messages = messages_of(scripted_engine)
     assert [message["role"] for message in messages] == ["assistant", "tool", "assistant", "tool", "user"]
     assert messages[3]["content"] == "seen: [an image is left out here: the model reads text only]"
 
@@ -260,4 +266,4 @@ def test_a_choice_names_a_tool_as_the_caller_knows_it(
 def test_tools_that_cannot_be_offered_are_refused(scripted: Any, tools: list[Any], said: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         scripted.responses.create(model=MODEL, input="a", tools=tools)
-    assert said in caught.value.message and caught.value.param.startswith("tools")
+    assert said in caught.value.message and str(caught.value.param).startswith("tools")
