@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
+from typing import Any
 
 import httpx
 from hostile import payloads as p
@@ -187,3 +188,38 @@ async def forged_places(a: Attacker) -> None:
             forged = f"hostile.01890000-0000-7000-8000-{rng.getrandbits(48):012x}:0:0"
             for place in (forged, a.foreign_place, "a:1:1", f"{forged}9"):
                 await a.post(http, {"prompt": "x", "stream": True}, headers={"last-event-id": place})
+
+
+@attack("`chat_template_kwargs` at their limits, 8 chats at once", seconds=10.0)
+async def template_variables(a: Attacker) -> None:
+    deep: Any = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    variables: list[dict[str, Any]] = [
+        {"x": "{{ messages }}" * 1_000},
+        {f"a{i}": list(range(40)) for i in range(64)},
+        {"deep": deep},
+        {"enable_thinking": "{% for i in range(99999) %}" * 500},
+    ]
+    messages = [{"role": "user", "content": "{% for i in range(10**9) %}{% endfor %}"}]
+    bodies = [{"messages": messages, "max_tokens": 1, "chat_template_kwargs": one} for one in variables]
+    await a.post_all(bodies, at_once=8, chat=True, repeat=True)
+
+
+@attack("schemas whose patterns backtrack on their own names of properties", refused=True, seconds=10.0)
+async def backtracking_patterns(a: Attacker) -> None:
+    bodies = [
+        {
+            "prompt": "x",
+            "max_tokens": 8,
+            "structured_outputs": {
+                "json": {
+                    "type": "object",
+                    "propertyNames": {"pattern": f"^(a+)+{i}$"},
+                    "properties": {"a" * 60 + "b": {"type": "string"}},
+                }
+            },
+        }
+        for i in range(4)
+    ]
+    await a.post_all(bodies, at_once=4, repeat=True)

@@ -12,7 +12,8 @@ _META_OF_CLASS = frozenset("[]^&-~")
 """Rust reads doubled signs as operations on sets of characters, and a bracket inside a class as another class."""
 _SETS = frozenset(("\\d", "\\D", "\\w", "\\W", "\\s", "\\S", "\\p", "\\P"))
 """Escapes that stand for a set of characters, so no range begins or ends with them."""
-_ESCAPE = re.compile(r"\\(?:[pPux]\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:[pPux]\{[^}\\]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+"""It looks no further than the next backslash; otherwise many unclosed braces would take quadratic time."""
 _FLAGS = re.compile(r"\(\?([a-zA-Z]*(?:-[a-zA-Z]*)?)[:)]")
 _ALLOWED_FLAGS = frozenset("i-")
 _SHOWN_CHARS = 200

@@ -16,12 +16,14 @@ from fakes.engine_runs import check_idle, drain, tokens_of
 
 from penstock.contract.errors import RequestError, TooCostlyError
 from penstock.contract.job import SamplingParams
+from penstock.contract.structured import MAX_SCHEMA_CHARS
 from penstock.gpu_node.engine import Engine, EngineConfig, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.structured import host, lanes, limits
 from penstock.gpu_node.engine.structured.grammar import Grammar
 from penstock.gpu_node.engine.structured.guide import GuidedMasks
 from penstock.gpu_node.engine.structured.process import Template, Worker
+from penstock.gpu_node.engine.structured.schema.patterns import rust_pattern
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HOSTILE = "start: " + " | ".join(
@@ -77,6 +79,21 @@ def test_a_hostile_grammar_is_refused_by_name_within_its_trial(engine: Engine) -
     with pytest.raises(TooCostlyError):
         engine.prepare(_params({"grammar": HOSTILE}))
     assert engine.stats().grammar_trials == trials
+
+
+def test_a_pattern_that_backtracks_on_a_name_of_the_schema_ends_its_trial_alone(engine: Engine) -> None:
+    schema = {"type": "object", "propertyNames": {"pattern": "^(a+)+$"}, "properties": {"a" * 60 + "b": {}}}
+    with pytest.raises(TooCostlyError) as caught:
+        engine.prepare(_params({"json": schema}))
+    assert (caught.value.code, caught.value.param) == ("too_costly", "structured_outputs.json_schema")
+    _run(engine)
+    check_idle(engine)
+
+
+def test_unclosed_braces_in_a_pattern_take_linear_time() -> None:
+    began_s = time.thread_time()
+    rust_pattern("\\p{" * (MAX_SCHEMA_CHARS // 3))
+    assert time.thread_time() - began_s < 2  # 0.06 s; quadratic, it takes 14
 
 
 def test_a_trial_that_takes_too_much_time_or_memory_is_killed(
