@@ -164,7 +164,8 @@ REMARKS = """\
 - `auto` and `int8_group` round activations to 8 bits with a scale for 32 of them, as llama.cpp does for these formats.
 - BF16 is further from float32 in penstock. Nothing is quantized there, so all of it is rounding to 16 bits. Penstock
   keeps keys, values, queries and attention weights in bfloat16, which has 8 significant bits. llama.cpp keeps keys and
-  values in float16, which has 11. The row with both caches in bfloat16 shows how much of it is the cache.
+  values in float16, which has 11. With both
+  caches in bfloat16, the programs are the same: the cache is the whole difference.
 - `int8` has one scale for a whole row of weights or activations, not one for 32, which is why it is faster. What finer
   scales cost in speed stands in [another page](../README.md#int8-speed-against-accuracy).
 - An int8 KV cache has one scale for each key and value. It adds 0.37 to the RMS Δp of the
