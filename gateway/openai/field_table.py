@@ -23,6 +23,8 @@ from penstock.producer.openai.messages import ChatMessage
 BEGIN, END = "<!-- begin: made by `make fields` -->", "<!-- end -->"
 """The lines between which FIELDS.md holds the tables."""
 HONORED, WITHOUT_EFFECT, REFUSED, UNKNOWN = "honored", "no effect", "refused", "unknown"
+IGNORED = "ignored"
+"""An unknown field of a record that accepts unknown fields, and lists them in a header of the answer."""
 BODIES, TEXTS = "Fields of the body", "Fields of a body with texts to embed"
 STREAM_OPTIONS, MESSAGE = "Fields of `stream_options`", "Fields of a message"
 _TABLES: Mapping[str, Mapping[str, type[Named]]] = {
@@ -62,9 +64,12 @@ def effects(title: str = BODIES) -> dict[tuple[str, str], str]:
     """Map each (column, field) of a table to what the field does."""
     schemas = _TABLES[title]
     names = _names_of(schemas)
-    return {
-        (path, name): effect_of(schema.model_fields.get(name)) for path, schema in schemas.items() for name in names
-    }
+    return {(path, name): _effect_in(schema, name) for path, schema in schemas.items() for name in names}
+
+
+def _effect_in(schema: type[Named], name: str) -> str:
+    effect = effect_of(schema.model_fields.get(name))
+    return IGNORED if effect == UNKNOWN and schema.model_config.get("extra") == "allow" else effect
 
 
 def tables() -> str:

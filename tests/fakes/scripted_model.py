@@ -64,8 +64,10 @@ class ScriptedTokenizer(ByteTokenizer):  # type: ignore[misc]
 class ScriptedEngine(EchoEngine):  # type: ignore[misc]
     """Gives the answers of scripts."""
 
+    max_prompt_tokens = 1 << 17
+
     def __init__(self) -> None:
         super().__init__()
         self.tokenizer = ScriptedTokenizer()
-        self.max_model_len = 1 << 17
+        self.max_model_len = self.max_prompt_tokens
         self.num_kv_tokens = 1 << 20

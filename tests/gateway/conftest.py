@@ -106,6 +106,8 @@ class _Live:
 class EchoEngine:
     """Echoes each prompt, one byte a step. `step_s`: seconds per step."""
 
+    max_prompt_tokens = MAX_PROMPT_TOKENS
+
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
         self.max_model_len = MAX_MODEL_LEN
@@ -123,7 +125,7 @@ class EchoEngine:
 
     def add(self, request: EngineRequest) -> None:
         prompt, params = request.prompt_token_ids, request.params
-        if len(prompt) >= (MAX_PROMPT_TOKENS if request.embed is None else self.max_model_len + 1):
+        if len(prompt) >= (self.max_prompt_tokens if request.embed is None else self.max_model_len + 1):
             raise PromptTooLongError(f"maximum context length, {len(prompt)} tokens are too many", param="prompt")
         self.last_params, self.last_adapter = params, request.adapter
         if request.embed is not None:

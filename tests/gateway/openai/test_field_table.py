@@ -16,6 +16,7 @@ from penstock.gateway.openai.field_table import (
     BODIES,
     END,
     HONORED,
+    IGNORED,
     MESSAGE,
     REFUSED,
     STREAM_OPTIONS,
@@ -85,8 +86,8 @@ SENT: dict[str, Sent] = {
     "echo": Sent(accepted=True),
     "encoding_format": Sent("base64", "x"),
     "frequency_penalty": Sent(-2, 2.1),
-    "guided_choice": Sent(["a"], []),
-    "guided_grammar": Sent('root ::= "a"', ""),
+    "guided_choice": Sent(["a"]),
+    "guided_grammar": Sent('root ::= "a"'),
     "guided_json": Sent({"type": "object"}),
     "guided_regex": Sent("a"),
     "ignore_eos": Sent(accepted=False),
@@ -143,6 +144,7 @@ OF_ENDPOINT: dict[tuple[str, str], Sent] = {
     ("/v1/responses", "input"): Sent([{"role": "user", "content": "hi"}]),
     ("/v1/embeddings", "input"): Sent(["hi", [1, 2]], []),
     ("/v1/responses", "metadata"): Sent({"a": "b"}, {"a": 1}),
+    ("/v1/responses", "reasoning"): Sent({"effort": "x"}),
     ("/v1/responses", "store"): Sent(accepted=False),
     ("/v1/responses", "stream_options"): Sent({"include_obfuscation": False}, beside=STREAM),
     ("/v1/responses", "tools"): Sent([RESPONSE_TOOL], beside=NO_CALL),
@@ -165,6 +167,8 @@ def sent_to(endpoint: str, name: str, effect: str) -> tuple[list[Any], list[Any]
     """Return the values that a field of this effect accepts, those that it refuses, and what the body needs beside."""
     if effect == UNKNOWN:
         return [], [None, 1, "text"], {}
+    if effect == IGNORED:
+        return [None, 1, "text"], [], {}
     if effect == WITHOUT_EFFECT:
         return [None, HINTS.get(name, "text")], [WRONG], {}
     if effect == REFUSED:
