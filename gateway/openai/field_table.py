@@ -141,7 +141,7 @@ def _table(title: str, schemas: Mapping[str, type[Named]]) -> Iterator[str]:
     yield f"| field | {' | '.join(schemas)} |"
     yield "|---" * (1 + len(schemas)) + "|"
     for name in _names_of(schemas):
-        cells = (effect_of(schema.model_fields.get(name)) for schema in schemas.values())
+        cells = (_effect_in(schema, name) for schema in schemas.values())
         yield f"| `{name}` | {' | '.join(cells)} |"
     yield ""
 

@@ -276,7 +276,8 @@ def test_a_gateway_without_free_file_descriptors_says_so_once_and_recovers(redis
             while said not in (line := process.stderr.readline()):
                 assert line, "the gateway has ended"
             log.append(said)
-            return json.loads(line)
+            record: dict[str, str] = json.loads(line)
+            return record
 
         for _ in range(2):
             with ExitStack() as stack:
