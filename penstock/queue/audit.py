@@ -101,10 +101,11 @@ async def audit(broker: AdminBroker, pool: str, *, repair: bool = False) -> list
 async def _sums(broker: AdminBroker, pool: str, repairer: str) -> list[Finding]:
     """Return the wrong sums, and correct them with a `repairer`.
 
-    A sum is wrong only if two reads find the same difference; a difference from jobs in motion varies between reads.
+    A sum is wrong only if two reads find the same difference over the same jobs. Jobs in motion may cause the same
+    difference twice, because many jobs occupy equally much, but then the two reads find other jobs.
     """
     once, again = await broker.excess_of_sums(pool), await broker.excess_of_sums(pool)
-    wrong = {where: excess for where, excess in once.items() if excess and again.get(where) == excess}
+    wrong = {where: excess.by for where, excess in once.items() if excess.by and again.get(where) == excess}
     if repairer:
         await broker.check(pool, sums=[(*where, -excess) for where, excess in wrong.items()], repairer=repairer)
     return [Finding("wrong_sum", key, field, f"off by {excess}") for (key, field), excess in wrong.items()]

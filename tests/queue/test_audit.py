@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -15,7 +16,7 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Chunk, Outcome, Usage
 from penstock.queue import keys, results, wire
 from penstock.queue.audit import Finding, audit, findings_of
-from penstock.queue.broker.admin import AdminBroker, JobHistory
+from penstock.queue.broker.admin import AdminBroker, JobHistory, Sum
 from penstock.queue.broker.node import Emission
 from penstock.queue.wire import NodePressure
 
@@ -249,6 +250,23 @@ async def test_audits_beside_busy_nodes_find_and_change_nothing(queue: Queue, br
     assert await audit(broker, POOL) == []
     assert returned
     assert await queue.ids("open") == set()
+
+
+async def test_jobs_of_equal_size_that_move_between_reads_are_no_finding(queue: Queue, broker: AdminBroker) -> None:
+    node = await queue.node()
+    running = [await queue.running(node, tenant="acme") for _ in range(3)]
+
+    class MovingBroker(AdminBroker):
+        """A pool in which one running job is given back after each read of the sums."""
+
+        async def _sums(self, pool: str) -> tuple[Counter[Sum], list[str], list[str], list[str], list[str]]:
+            sums = await super()._sums(pool)
+            assert await node.give_back(running.pop()) == "OK"
+            return sums
+
+    assert await audit(MovingBroker(queue.redis), POOL, repair=True) == []
+    assert len(running) == 1
+    assert await audit(broker, POOL) == []
 
 
 def test_log_of_two_choices_is_in_order_each_by_itself() -> None:

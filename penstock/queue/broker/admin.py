@@ -40,6 +40,15 @@ Sum = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Excess:
+    """By how much a sum exceeds the sum over its jobs' records."""
+
+    by: int
+    jobs: int
+    """A fingerprint of the jobs that were read and of what each adds to the sum."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobSighting:
     """All places in a pool that name a job, and all tenants with a queue or a virtual time."""
 
@@ -208,27 +217,34 @@ class AdminBroker:
             raise BusyError(f"another audit repairs pool {pool}", retry_after_ms=_REPAIR_RETRY_MS)
         return [tuple(str(cast(bytes, part).decode()) for part in row) for row in answer[1]]  # type: ignore[misc]
 
-    async def excess_of_sums(self, pool: str) -> dict[Sum, int]:
+    async def excess_of_sums(self, pool: str) -> dict[Sum, Excess]:
         """Return by how much each stored sum exceeds the sum over the jobs' records; jobs may move meanwhile."""
         excess, waiting, open_ids, running, stored = await self._sums(pool)
+        jobs = dict.fromkeys(excess, 0)
+
+        def subtract(name: str, of: str, subject: str, amount: int) -> None:
+            where = (name, of)
+            excess[where] -= amount
+            jobs[where] = jobs.get(where, 0) ^ hash((subject, amount))
+
         for part in _pages(waiting):
-            for tenant, priority, cost, num_seqs in await self._records(part, "tenant", "priority", "cost", "n"):
-                excess["backlog", priority] -= int(cost or 0)
-                excess["queued", tenant] -= int(cost or 0)
-                excess["tenant_tasks", tenant] -= num_seqs == "0"
-        for part in _pages(open_ids):
-            for tenant, held in await self._records(part, "tenant", "held"):
-                excess["stored", tenant] -= int(held or 0)
-        for part in _pages(running):
-            for tenant, reserved in await self._records(part, "tenant", "reserved"):
-                excess["reserved", tenant] -= int(reserved or 0)
+            records = await self._records(part, "tenant", "priority", "cost", "n")
+            for job_id, (tenant, priority, cost, num_seqs) in zip(part, records, strict=True):
+                subtract("backlog", priority, job_id, int(cost or 0))
+                subtract("queued", tenant, job_id, int(cost or 0))
+                subtract("tenant_tasks", tenant, job_id, num_seqs == "0")
+        for ids, name, amount_field in ((open_ids, "stored", "held"), (running, "reserved", "reserved")):
+            for part in _pages(ids):
+                records = await self._records(part, "tenant", amount_field)
+                for job_id, (tenant, amount) in zip(part, records, strict=True):
+                    subtract(name, tenant, job_id, int(amount or 0))
         if len(stored) > MAX_STORED:
             # Not readable in one transaction, so not checked: in a busy pool, several reads would not agree.
-            return {where: by for where, by in excess.items() if where[0] != "stored"}
+            return {where: Excess(by, jobs[where]) for where, by in excess.items() if where[0] != "stored"}
         for member in stored:
             num_bytes, tenant, _ = member.split(" ", 2)
-            excess["stored", tenant] -= int(num_bytes)
-        return dict(excess)
+            subtract("stored", tenant, member, int(num_bytes))
+        return {where: Excess(by, jobs[where]) for where, by in excess.items()}
 
     async def _sums(self, pool: str) -> tuple[Counter[Sum], list[str], list[str], list[str], list[str]]:
         """Read in one transaction: sums, ids of queued, open and running jobs, and members of P:expiry."""
