@@ -49,7 +49,9 @@ async def ready(request: Request) -> dict[str, str]:
 
 
 async def _has_live_node(client: AsyncClient) -> bool:
-    for pool, record in (await client.pools()).items():
-        if record.is_alive and any(not node.draining for node in (await client.pressure(pool)).nodes):
-            return True
+    # A gateway often starts a moment before its first node, so a copy without nodes is fetched anew.
+    for renewed in (False, True):
+        for pool, record in (await client.pools(renewed=renewed)).items():
+            if record.is_alive and any(not node.draining for node in (await client.pressure(pool)).nodes):
+                return True
     return False

@@ -247,8 +247,9 @@ class ClientInbox:
                 self._echoes.note_returned(message)
                 return
             chunks, progress = decode_message(message)
-            for job_id in (*(chunk.job_id for chunk in chunks), *(one.job_id for one in progress)):
-                if pool_of(job_id) != pool:
+            prefix = f"{pool}."
+            for job_id in [chunk.job_id for chunk in chunks] + [report.job_id for report in progress]:
+                if not job_id.startswith(prefix):
                     raise WireError(f"pool {pool} sent a message for job {job_id[:100]!r}")
         except (WireError, ValueError) as error:
             # Any process with access to Redis can publish here.
@@ -259,9 +260,9 @@ class ClientInbox:
         self.stats.chunks += len(chunks)
         crash_points.point("before", "dispatch")
         feeds = self._feeds
-        for one in progress:
-            if (feed := feeds.get(one.job_id)) is not None:
-                feed.note_prefill(one.progress)
+        for report in progress:
+            if (feed := feeds.get(report.job_id)) is not None:
+                feed.note_prefill(report.progress)
         for chunk in chunks:
             feed = feeds.get(chunk.job_id)
             if feed is not None and feed.boxes:

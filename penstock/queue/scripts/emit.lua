@@ -10,6 +10,9 @@ local node, emissions = ARGV[1], cmsgpack.unpack(ARGV[2])
 local config = read_config({'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms'})
 local now = clock()
 local PUSH = 1000
+-- Tenant → bytes to add to its P:stored and P:reserved. They are added once per call, because the jobs of a batch have
+-- few tenants.
+local counted = {}
 
 -- Reads only the needed fields, without a loop: half of this script's time is spent on reading records.
 local function read_running(id)
@@ -34,7 +37,11 @@ local function emit_job(id, lease, index, chunks, progress)
     redis.call('RPUSH', log, unpack(chunks, from, math.min(from + PUSH - 1, #chunks)))
   end
   local num_logged = math.max(length, index + #chunks)
-  if math.floor(num_logged / COUNTED_CHUNKS) > math.floor(length / COUNTED_CHUNKS) then count_log(id) end
+  if math.floor(num_logged / COUNTED_CHUNKS) > math.floor(length / COUNTED_CHUNKS) then
+    local tenant, logged, grown = count_log(id)
+    local sums = tenant and counted[tenant] or {0, 0}
+    if tenant then counted[tenant] = {sums[1] + logged, sums[2] + grown} end
+  end
   if progress ~= '' then push(job, progress) end
   for i = 1, #chunks do publish(job, chunks[i]) end
   if job.cancel == '1' then return 'CANCEL' end
@@ -50,6 +57,10 @@ for i, emission in ipairs(emissions) do
   local ok, answer = pcall(emit_job, emission[1], emission[2], emission[3], emission[4], emission[5])
   if not ok then answer = 'ERR ' .. tostring(type(answer) == 'table' and answer.err or answer) end
   answers[i] = answer
+end
+for tenant, sums in pairs(counted) do
+  count_bytes(P .. ':stored', tenant, sums[1])
+  count_bytes(P .. ':reserved', tenant, sums[2])
 end
 flush()
 return answers

@@ -200,11 +200,12 @@ local function logged_of(text)
 end
 
 -- Moves the bytes of newly logged chunks from `reserved` to `held`. What stays reserved is at least as much as these
--- chunks took, because a job without max_tokens may write more than was predicted.
+-- chunks took, because a job without max_tokens may write more than was predicted. Returns the tenant, or nil, and what
+-- the caller must add to the tenant's P:stored and P:reserved.
 local function count_log(id)
   local tenant, held, reserved, logged = unpack(redis.call('HMGET', job_key(id), 'tenant', 'held', 'reserved', 'logged'))
   held = tonumber(held or '')
-  if not held or not tenant then return end
+  if not held or not tenant then return nil, 0, 0 end
   local chunks, bytes = logged_of(logged)
   local new = 0
   repeat
@@ -215,8 +216,7 @@ local function count_log(id)
   reserved = tonumber(reserved or '') or 0
   local left = math.max(reserved - new, new, MIN_RESERVED_BYTES)
   redis.call('HSET', job_key(id), 'held', held + new, 'reserved', left, 'logged', chunks .. ' ' .. bytes + new)
-  count_bytes(P .. ':stored', tenant, new)
-  count_bytes(P .. ':reserved', tenant, left - reserved)
+  return tenant, new, left - reserved
 end
 
 -- Messages ---------------------------------------------------------------------------------------

@@ -212,8 +212,9 @@ end
 -- give_back.lua), lost (its node), unlisted (by its node's heartbeat) or repaired (by an audit).
 local function requeue(job, now, why, cost, avoid_until)
   note_lease_end(job, now, why)
-  count_log(job.id)
-  count_bytes(P .. ':reserved', job.tenant, -(tonumber(redis.call('HGET', job_key(job.id), 'reserved') or '') or 0))
+  local tenant, logged, grown = count_log(job.id)
+  count_bytes(P .. ':stored', tenant or job.tenant, logged)
+  count_bytes(P .. ':reserved', job.tenant, grown - (tonumber(redis.call('HGET', job_key(job.id), 'reserved') or '') or 0))
   redis.call('SREM', P .. ':running:' .. job.node, job.id)
   job.cost = tostring(cost)
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
@@ -243,8 +244,8 @@ do
   end
 
   function terminal_chunk(id, index, state, code, message, param)
-    return string.char(0x84) .. pack_string('v') .. pack_uint(tonumber(PROTOCOL_VERSION)) .. pack_string('j') .. pack_string(id) ..
-      pack_string('i') .. pack_uint(index) .. pack_string('e') .. string.char(0x84) ..
+    return string.char(0x84) .. pack_string('v') .. pack_uint(tonumber(PROTOCOL_VERSION)) ..
+      pack_string('j') .. pack_string(id) .. pack_string('i') .. pack_uint(index) .. pack_string('e') .. string.char(0x84) ..
       pack_string('state') .. pack_string(state) .. pack_string('code') .. pack_string(code) ..
       pack_string('message') .. pack_string(message) .. pack_string('param') .. pack_string(param)
   end

@@ -135,7 +135,8 @@ local function tokens_to_reserve()
   if rate_prompt == '' then return is_task({n = n}) and 0 or cost end
   local longest = tonumber(ARGV[27]) > 0 and tonumber(ARGV[27]) or nil
   local known = tonumber(redis.call('HGET', P .. ':lengths', tenant) or '')
-  return tonumber(rate_prompt) + tonumber(ARGV[26]) * math.min(longest or known or UNKNOWN_LENGTH, known or longest or UNKNOWN_LENGTH)
+  local length = math.min(longest or known or UNKNOWN_LENGTH, known or longest or UNKNOWN_LENGTH)
+  return tonumber(rate_prompt) + tonumber(ARGV[26]) * length
 end
 
 -- A limit of the pool refuses only tenants that take their part of it: while others fill it, a tenant may go on up to
