@@ -205,7 +205,13 @@ MUTANTS = (
         "own.slots + seqs) > 2 then",
         "tests/queue/test_fair_shares.py",
     ),
-    Mutant("logs are counted as they grow", "emit", "then count_log(id) end", "then end", "stored_bytes.py"),
+    Mutant(
+        "logs are counted as they grow",
+        "emit",
+        "local tenant, logged, grown = count_log(id)",
+        "local tenant, logged, grown",
+        "stored_bytes.py",
+    ),
     Mutant("a returned job reserves nothing", "queue", "'reserved', 0, 'avoid'", "'avoid'", "stored_bytes.py"),
     Mutant("expired bytes free memory", "submit", "subtract_expired(now, MAX_RELEASED)", "", "stored_bytes.py"),
     Mutant(
