@@ -53,6 +53,7 @@ from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.file_descriptors import DescriptorWatch
 from penstock.runtime.gc_freeze import freeze_gc, make_full_collections_rare
 from penstock.runtime.loop_watch import LoopWatch
+from penstock.runtime.process_memory import keep_large_blocks_apart
 from penstock.runtime.settings import KeySettings
 from penstock.runtime.stall_guard import StallGuard
 from penstock.runtime.tracing.setup import tracing_of
@@ -255,6 +256,7 @@ def run(settings: GatewaySettings) -> None:
     Raises ConfigError if the gateway cannot listen on its address, and ConfigError or UnavailableError if it cannot
     reach Redis.
     """
+    keep_large_blocks_apart()
     asyncio.run(_check_start(settings))
     server = make_server(settings)
     freeze_gc()

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
 from typing import TypeVar
@@ -54,6 +55,8 @@ MAX_TASKS_AT_ONCE = 2
 """Long tasks that are tokenized at once, on threads of their own: a flood of tasks then delays no job's prompt."""
 MAX_TASKS_OF_TENANT = 1
 """The same for the long tasks of one tenant, so that its flood leaves a thread to other tenants."""
+MAX_TASKS_READ = MAX_TASKS_AT_ONCE + MAX_RENDERS_AT_ONCE
+"""Long tasks whose requests are in memory at once: those on the threads, and chats at the template."""
 MAX_CHATS_OF_TENANT = 2
 """Chats of one tenant that are rendered at once, so that costly ones leave workers to other tenants."""
 MAX_TRIALS_AWAITED = 64
@@ -91,6 +94,7 @@ class JobIntake:
         self._task_threads = Threads(MAX_TASKS_AT_ONCE)
         self._tasks_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant."""
+        self._long_tasks = asyncio.Semaphore(MAX_TASKS_READ)
         self._trial_threads = Threads(MAX_TRIALS_AWAITED)
         """Threads that wait for grammar trials; separate, so that trials do not delay long prompts."""
         self._trials_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -121,13 +125,12 @@ class JobIntake:
     async def _receive(self, job: HeldJob) -> None:
         crash_points.point("before", "admission")
         try:
+            if job.is_task:
+                await self._answer(job)
+                return
             request = await self._open(job)
             if request is None:
-                # The job was canceled between take and read. Redis answers the finish call accordingly.
-                self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
-                return
-            if request.task is not None and not request.task.num_sequences:
-                await self._answer(job, request)
+                self._end_cancelled(job)
                 return
             prepared = await self._prepare(request, job.taken.tenant)
             token_ids = await self._encode(job, request)
@@ -189,16 +192,31 @@ class JobIntake:
         async with self._trials_of.setdefault(tenant, asyncio.Semaphore(MAX_TRIALS_OF_TENANT)):
             return await self._trial_threads.run(prepare)
 
-    async def _answer(self, job: HeldJob, request: Request) -> None:
-        """Run a task and end its job. The engine takes no part in it."""
-        now, tenant = created_at(job.job_id), job.taken.tenant
-        run = partial(run_task, self._tokenizer, request, tenant, self._ledger.max_model_len, now)
-        if _num_chars(request) <= MAX_CHARS_ON_LOOP:
+    async def _answer(self, job: HeldJob) -> None:
+        """Run a task and end its job. The engine takes no part in it.
+
+        A long task is read and decoded only when it is its turn, which lasts until Redis has its output: a flood of
+        them then takes little memory here.
+        """
+        tenant, packed = job.taken.tenant, job.taken.request
+        is_long = not packed or len(packed) > MAX_CHARS_ON_LOOP
+        turn = self._tasks_of.setdefault(tenant, asyncio.Semaphore(MAX_TASKS_OF_TENANT)) if is_long else nullcontext()
+        async with turn, self._long_tasks if is_long else nullcontext():
+            request = await self._open(job)
+            if request is None:
+                self._end_cancelled(job)
+                return
+            max_tokens, now = self._ledger.max_model_len, created_at(job.job_id)
+            run = partial(run_task, self._tokenizer, request, tenant, max_tokens, now)
             job.output = await self._tokenized(run, job, request, self._task_threads)
-        else:
-            async with self._tasks_of.setdefault(tenant, asyncio.Semaphore(MAX_TASKS_OF_TENANT)):
-                job.output = await self._tokenized(run, job, request, self._task_threads)
-        self._outbox.end(job, Outcome("done"))
+            del run, request  # They have the text, and the output may wait long for Redis.
+            self._outbox.end(job, Outcome("done"))
+            if is_long:
+                await self._ledger.until_removed(job)
+
+    def _end_cancelled(self, job: HeldJob) -> None:
+        """End a job that was canceled between take and read. Redis answers the finish call accordingly."""
+        self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
 
     async def _encode(self, job: HeldJob, request: Request) -> list[int]:
         max_tokens = self._ledger.max_model_len if request.params.truncate_prompt_tokens is None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 
@@ -31,6 +32,8 @@ class Ledger:
         self.counts = NodeCounts()
         self._jobs: dict[str, HeldJob] = {}
         self._by_lease: dict[str, HeldJob] = {}
+        self._waiters: dict[str, asyncio.Future[None]] = {}
+        """By lease."""
         self._predictor = LengthPredictor(RESERVED_QUANTILE)
         self.hold_ms = HOLD_MS
         """How long each KV token of a job's cost was held, in milliseconds; an average over jobs that ended here."""
@@ -70,6 +73,13 @@ class Ledger:
         """Remove a job; no effect if it is not held under this lease."""
         if self._by_lease.pop(job.taken.lease, None) is not None:
             del self._jobs[job.job_id]
+            if (waiter := self._waiters.pop(job.taken.lease, None)) is not None and not waiter.done():
+                waiter.set_result(None)
+
+    async def until_removed(self, job: HeldJob) -> None:
+        """Wait until a job is not held any more. Only one caller may wait for a job."""
+        if job.taken.lease in self._by_lease:
+            await self._waiters.setdefault(job.taken.lease, asyncio.get_running_loop().create_future())
 
     def open(self, job: HeldJob, num_prompt_tokens: int) -> None:
         """Set a job's prompt length and predict its output length."""

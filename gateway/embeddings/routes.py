@@ -28,7 +28,7 @@ _SCORE_DOC = RouteDoc(
     "Return the cosine similarity of the embeddings of texts.",
     object_of(id=TEXT, object={"const": "list"}, created=NUMBER, model=TEXT, data=list_of(_SCORE), usage=_USAGE),
 )
-_RERANK = Generate("rerank", TaskDialect(RerankEncoder), _RERANK_DOC)
+_RERANK = Generate("rerank", TaskDialect(RerankEncoder, shows_prompts=True), _RERANK_DOC)
 _SCORE_APP = Generate("score", TaskDialect(ScoreEncoder), _SCORE_DOC)
 
 ROUTES = (

@@ -24,6 +24,7 @@ from penstock.contract.errors import InvariantError, PenstockError, RequestError
 from penstock.gateway.request.parsed_body import BODIES, encode_parsed_body, encode_refusal, parse, with_packed_prompts
 from penstock.gateway.request.socket_message import FORM, SocketMessage, encode_socket_message, parse_socket_message
 from penstock.queue.msgpack_codec import MAX_BYTES
+from penstock.runtime.process_memory import keep_large_blocks_apart
 
 HEAD = struct.Struct(">BI")
 """Header of a message on the socket. Body: the index of its form in FORMS, then its length in bytes.
@@ -46,6 +47,7 @@ def main() -> None:
     os.nice(10)  # Large bodies must not take the cores from token streams.
     gc.disable()  # A parsed body is a tree without cycles, so a collection would scan millions of values for nothing.
     gc.freeze()
+    keep_large_blocks_apart()
     _limit_memory()
     with socket.socket(fileno=sys.stdin.fileno()) as line:
         while (head := _receive(line, HEAD.size)) is not None:

@@ -47,6 +47,8 @@ IGNORED_HEADER = "X-Penstock-Ignored-Fields"
 """Response header with the fields, and parts of them, that the gateway ignored, percent-encoded as in URLs."""
 MAX_IGNORED_CHARS = 2048
 """Most characters of that header; further names are left out. Many proxies refuse a head of more than 8 KiB."""
+READ_COPIES = 2
+"""The memory that a large result takes while it is read from Redis, divided by its size."""
 MAX_TOKENS_HEADER = "X-Penstock-Max-Tokens"
 """Response header with the limit to which the context lowered `max_tokens`; of several prompts, the smallest one. If
 the head of a stream is sent before the prompt is tokenized, it is what the context leaves at most."""
@@ -132,7 +134,7 @@ class Answer(JobResponse):
             generation.cut_at,
             generation.replay_from_start,
             generation.event_ids,
-            content.prompts,
+            content.prompts if self._dialect.shows_prompts else (),
             self._max_total_tokens,
         )
 
@@ -156,11 +158,18 @@ class WholeAnswer(Answer):
         async with open_jobs(self._client, self._generation) as jobs:
             await self._learn_limit(jobs[0])
             encoder = self._dialect.whole(await self._head(jobs))
+            self._forget_prompts()
             ends = await ends_of(jobs, partial(naming_prompt, self._generation.content))
         await self._learn_exact_limit(jobs, ends)
         if sum(end.num_bytes for end in ends) > PIECE_BYTES:
             await self._yielder.wait()
         await self._send_body(self._parts(encoder, jobs, ends), jobs, send)
+
+    def _forget_prompts(self) -> None:
+        """Keep only the number of the prompts. The client has those of open jobs, and drops them when the jobs end."""
+        content = self._generation.content
+        prompts = ("",) * len(content.prompts)
+        self._generation = replace(self._generation, content=replace(content, prompts=prompts))
 
     async def _learn_exact_limit(self, jobs: Sequence[AsyncJob], ends: Sequence[Ended]) -> None:
         if self._max_total_tokens is None:
@@ -199,8 +208,11 @@ class WholeAnswer(Answer):
         if end.result is not None:
             yield end.result
             return
-        async with self._result_budget.taken(self._generation.tenant, end.num_bytes, beside=self._claim):
-            yield await job.packed_result()
+        num_read = READ_COPIES * end.num_bytes
+        async with self._result_budget.taken(self._generation.tenant, num_read, beside=self._claim) as claim:
+            result = await job.packed_result()
+            claim.shrink_to(end.num_bytes)
+            yield result
 
 
 class StreamAnswer(EventStream, Answer):

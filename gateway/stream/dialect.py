@@ -40,7 +40,7 @@ class AnswerHead:
     event_ids: bool = False
     """Whether the events of a stream have ids."""
     prompts: Sequence[Prompt] = ()
-    """The prompts of the request. Not known of a resumed stream."""
+    """The prompts of the request, if the dialect shows them. Not known of a resumed stream."""
 
     max_total_tokens: int | None = None
     """The most tokens of prompt and output together, to which `params.max_tokens` is lowered."""
@@ -91,6 +91,8 @@ class Dialect(ABC):
 
     parses_text: bool = True
     """Whether tool calls and reasoning are parsed from the text."""
+    shows_prompts: bool = False
+    """Whether answers may contain parts of the prompts."""
     keep_alive: bytes | None = None
     """The bytes that a silent stream sends from time to time. None: a comment."""
 

@@ -129,6 +129,8 @@ async def open_jobs(
     after its grace time without a reader, unless it is a background job.
     """
     jobs: list[AsyncJob] = []
+    names, event_ids = generation.content.names, generation.event_ids
+    is_shared = generation.idempotency_key is not None or generation.cut_at is not None or generation.background
     try:
         if generation.cut_at is not None:
             jobs.append(
@@ -138,13 +140,14 @@ async def open_jobs(
             for number, prompt in enumerate(generation.content.prompts):
                 with naming_prompt(generation.content, number):
                     jobs.append(await _submit(client, generation, number, prompt))
+                del prompt
+        del generation  # Its prompts may have megabytes, and the block lasts as long as the jobs.
         yield jobs
     except BaseException as error:
         if isinstance(error, PenstockError):
-            rename(error, generation.content.names)
-        is_shared = generation.idempotency_key is not None or generation.cut_at is not None or generation.background
+            rename(error, names)
         is_canceled = isinstance(error, asyncio.CancelledError)
-        may_resume = generation.event_ids and is_canceled and has_begun()
+        may_resume = event_ids and is_canceled and has_begun()
         await _release(jobs, may_resume=is_shared or may_resume)
         raise
 

@@ -15,9 +15,10 @@ class TaskDialect(Dialect):
 
     parses_text = False
 
-    def __init__(self, encoder: Callable[[AnswerHead], WholeEncoder]) -> None:
-        """`encoder` returns the encoder of one answer."""
+    def __init__(self, encoder: Callable[[AnswerHead], WholeEncoder], *, shows_prompts: bool = False) -> None:
+        """`encoder` returns the encoder of one answer. `shows_prompts`: whether answers may contain the prompts."""
         self._encoder = encoder
+        self.shows_prompts = shows_prompts
 
     def stream(self, head: AnswerHead) -> StreamEncoder:
         """Raise InvariantError, because no body of these routes asks for a stream."""

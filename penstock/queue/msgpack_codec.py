@@ -40,14 +40,22 @@ def array_header(num_items: int) -> bytes:
     return struct.pack(">BH", 0xDC, num_items) if num_items < 1 << 16 else struct.pack(">BI", 0xDD, num_items)
 
 
-def with_members(packed_map: bytes, members: Sequence[tuple[str, Iterable[bytes]]]) -> bytes:
+def binary(data: bytes | bytearray) -> tuple[bytes, bytes | bytearray]:
+    """Return the header and the data of a msgpack byte string. `pack` would copy it into a buffer that grows."""
+    size = len(data)
+    if size < 1 << 16:
+        return struct.pack(">BB", 0xC4, size) if size < 1 << 8 else struct.pack(">BH", 0xC5, size), data
+    return struct.pack(">BI", 0xC6, size), data
+
+
+def with_members(packed_map: bytes, members: Sequence[tuple[str, Iterable[bytes | bytearray]]]) -> bytes:
     """Return a packed map with members appended, each a name and the parts of its packed value.
 
     The bytes are copied once, since a value may have megabytes. The map must end up with at most 15 members.
     """
     if not 0x80 <= packed_map[0] <= 0x8F - len(members):
         raise InvariantError("the map would have more than 15 members, the most that a one-byte header can count")
-    parts: list[bytes | memoryview] = [bytes((packed_map[0] + len(members),)), memoryview(packed_map)[1:]]
+    parts: list[bytes | bytearray | memoryview] = [bytes((packed_map[0] + len(members),)), memoryview(packed_map)[1:]]
     for name, value in members:
         parts.append(pack(name))
         parts.extend(value)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from penstock.contract.tasks import Detokenized, Embedding, TaskOutput, Tokenized
-from penstock.queue.msgpack_codec import WireError, pack
+from penstock.queue.msgpack_codec import WireError, binary, pack, with_members
 
 _INT: Final = "i"
 _INT_BYTES = 4
@@ -81,16 +81,16 @@ def encode_tokenized(
     num_tokens: int, max_model_len: int, token_ids: Sequence[int] | None, token_strs: Iterable[str] | None
 ) -> bytes:
     """Encode the output of `Tokenize`. None stands for what was not requested."""
-    fields: dict[str, Any] = {"kind": "tokenize", "num": num_tokens, "max_len": max_model_len}
+    members: list[tuple[str, Iterable[bytes | bytearray]]] = []
     if token_ids is not None:
-        fields["tokens"] = _packed_ints(token_ids)
+        members.append(("tokens", binary(_packed_ints(token_ids))))
     if token_strs is not None:
         strs, ends = bytearray(), array(_INT)
         for token in token_strs:
             strs += token.encode()
             ends.append(len(strs))
-        fields |= {"strs": strs, "ends": _little_endian(ends).tobytes()}
-    return pack(fields)
+        members += [("strs", binary(strs)), ("ends", binary(_little_endian(ends).tobytes()))]
+    return with_members(pack({"kind": "tokenize", "num": num_tokens, "max_len": max_model_len}), members)
 
 
 def encode_detokenized(text: str) -> bytes:

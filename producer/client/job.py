@@ -129,6 +129,8 @@ class AsyncJob:
                 box.nudge()
         finally:
             self._inbox.close_box(feed, box)
+        if isinstance(result, Result) or result.is_fetched:
+            self._source.forget_submission()
         if check and result.outcome.state != "done":
             raise error_of(result.outcome)
         return result

@@ -44,8 +44,12 @@ class JobSource:
 
     @property
     def is_background(self) -> bool | None:
-        """Whether the job continues without a reader; None if another process submitted it."""
+        """Whether the job continues without a reader; None if another process submitted it, or its result was read."""
         return None if self._submission is None else self._submission.job.background
+
+    def forget_submission(self) -> None:
+        """Give back the memory of the prompt, once the result was read. The job is not submitted again after that."""
+        self._submission = None
 
     async def attach(self) -> Attached:
         """Register this process as a reader, perhaps again, and return the job's state."""

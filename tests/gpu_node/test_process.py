@@ -1,12 +1,18 @@
-"""A node as a process: its loop is watched once it serves, not while it loads."""
+"""A node as a process: its loop is watched once it serves, not while it loads; it survives a lack of descriptors."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import resource
 from pathlib import Path
 
+import pytest
+import redis
 from fakes.processes.python_process import PythonProcess
+
+from penstock.producer.client import AsyncClient
 
 STALL_S = 0.4
 SLOW = """
@@ -41,3 +47,57 @@ def test_a_node_whose_loop_stands_still_while_it_loads_is_not_ended(redis_url: s
     held_s = next(float(line.split()[1]) for line in log.splitlines() if line.startswith("held "))
     assert held_s > 2 * STALL_S
     assert "stands still" not in log
+
+
+SHORT, FREE = '"too few file descriptors are free"', '"file descriptors are free again"'
+
+
+async def _tokens_of_a_job(redis_url: str) -> int:
+    async with AsyncClient(redis_url) as client:
+        job = await client.submit([3, 4, 5], max_tokens=4, ignore_eos=True, background=True)
+        return len((await job.result(timeout=60)).token_ids)
+
+
+def _open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+@pytest.mark.timeout(120)
+def test_a_node_without_free_file_descriptors_says_so_once_and_recovers(redis_url: str, tiny_model: Path) -> None:
+    env = {"PENSTOCK_NODE_MODEL": str(tiny_model), "PENSTOCK_NODE_NUM_THREADS": "1"}
+    env |= {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json"}
+    with PythonProcess("-m", "penstock", "node", env={**os.environ, **env}) as node:
+        assert node.stdout is not None and node.stderr is not None
+        assert any(json.loads(line)["event"] == "ready" for line in node.stdout)
+        lines = list[str]()
+
+        def wait_for(said: str) -> dict[str, str]:
+            assert node.stderr is not None
+            for line in node.stderr:
+                lines.append(line)
+                if said in line:
+                    record: dict[str, str] = json.loads(line)
+                    return record
+            raise AssertionError("the node has ended")
+
+        assert asyncio.run(_tokens_of_a_job(redis_url)) == 4
+        limits = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
+        for has_lost_redis in (False, True):
+            limit = 3 if has_lost_redis else _open_files(node.pid) + 4
+            resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (limit, limits[1]))
+            if has_lost_redis:
+                with redis.Redis.from_url(redis_url) as connection:
+                    connection.client_kill_filter(_type="normal", skipme=True)
+                    connection.client_kill_filter(_type="pubsub", skipme=True)
+            reason = wait_for(SHORT)["reason"]
+            assert f"may have {limit} open files" in reason and "LimitNOFILE=" in reason
+            if not has_lost_redis:
+                assert asyncio.run(_tokens_of_a_job(redis_url)) == 4
+            resource.prlimit(node.pid, resource.RLIMIT_NOFILE, limits)
+            wait_for(FREE)
+            assert asyncio.run(_tokens_of_a_job(redis_url)) == 4
+        node.terminate()
+        log = "".join(lines) + node.communicate(timeout=60)[1]
+    assert node.returncode == 0, log
+    assert log.count(SHORT) == log.count(FREE) == 2, log
+    assert "Traceback" not in log

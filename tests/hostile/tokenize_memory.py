@@ -3,7 +3,8 @@
     .venv/bin/python tests/hostile/tokenize_memory.py [NUM_BODIES] [BODY_BYTES]
 
 It starts the `penstock serve` of the installation whose Python runs it, with the demo model, so the file can be run by
-the Python of another checkout too. It prints the peak of each process's memory (VmHWM) in MiB.
+the Python of another checkout too. It prints the peak of each process's memory (VmHWM) in MiB, and by how much all
+of them grow: the limit is 128 MiB.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -96,7 +99,9 @@ def post(url: str, body: bytes) -> tuple[int, int]:
 def served() -> Iterator[tuple[int, str]]:
     """Run `penstock serve`. Yields its process id and the gateway's URL."""
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0"]
-    environment = os.environ | {"PYTHONSAFEPATH": "1"}
+    # A folder of its own: otherwise the queue of another `penstock serve` of this user is used.
+    folder = tempfile.mkdtemp(prefix="memory-", dir="/tmp")
+    environment = os.environ | {"PYTHONSAFEPATH": "1", "PENSTOCK_RUNTIME_DIR": folder, "XDG_STATE_HOME": folder}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     ) as process:
@@ -107,6 +112,8 @@ def served() -> Iterator[tuple[int, str]]:
             yield process.pid, found[1]
         finally:
             process.send_signal(signal.SIGTERM)
+            process.wait(TIMEOUT_S)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def measure(kind: str, num_bodies: int, num_bytes: int) -> None:
@@ -119,10 +126,15 @@ def measure(kind: str, num_bodies: int, num_bytes: int) -> None:
         with ThreadPoolExecutor(num_bodies) as pool:
             answers = Counter(pool.map(post, [url] * num_bodies, [body] * num_bodies))
         took_s = time.monotonic() - began_s
+        total = 0.0
         for name, mib in before.items():
             peak = status_mib(pids[name], "VmHWM")
             print(f"{kind:8} {name:8} {mib:6.0f} MiB, peak {peak:6.0f}, growth {peak - mib:6.0f}")
-        print(f"{kind:8} {took_s:.1f} s, answers (status, bytes): {dict(answers)}", flush=True)
+            total += peak - mib
+        print(
+            f"{kind:8} all grow by {total:.0f} MiB in {took_s:.1f} s, answers (status, bytes): {dict(answers)}",
+            flush=True,
+        )
 
 
 def main() -> None:

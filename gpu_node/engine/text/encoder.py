@@ -18,7 +18,7 @@ MIN_CACHED_CHARS = 512
 MAX_CACHED_TOKENS = 1 << 20
 """Limit of the cache, over all pieces."""
 
-PART_CHARS = 32 << 10
+PART_CHARS = 8 << 10
 """Characters that are encoded at once, where a text can be cut. The library takes 150 to 600 bytes for each."""
 _AROUND_CUT = 64
 """Characters on both sides of a cut that must be split there."""
