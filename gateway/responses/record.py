@@ -9,11 +9,14 @@ from typing import Any
 import msgpack
 
 from penstock.contract.packed_prompt import PackedPrompt
+from penstock.gateway.responses.ids import input_item_id
 from penstock.gateway.responses.tools import CalledTool
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.msgpack_codec import WireError, pack, unpack_utf8
 
 RECORD_VERSION = 1
+_OF_USER = b'{"type": "message", "role": "user", '
+"""How the JSON of an input item begins if it is a message of the user (`_MessageItem.stored`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,14 @@ class StoredResponse:
             # Gateways of an older version can read all other records.
             fields["called"] = [(name, *called) for name, called in self.called.items()]
         return pack({"v": RECORD_VERSION, **fields, "form": astuple(self.form), "messages": asdict(self.messages)})
+
+    def items_of_user(self, job_id: str) -> list[tuple[str, bytes]]:
+        """Return the input items that are messages of the user, with the ids under which they are listed."""
+        return [
+            (item_id or input_item_id(index, job_id), text)
+            for index, (item_id, text) in enumerate(self.items)
+            if text.startswith(_OF_USER)
+        ]
 
     def without_input(self) -> StoredResponse:
         """Return what the events and the state of the response need."""

@@ -52,10 +52,11 @@ def end_of(outcome: Outcome, finished_s: int, usage: Usage | None, reader: Outpu
         message = outcome.message or f"the job {outcome.state}"
         return ResponseEnd("failed", finished_s, error={"code": outcome.code or "server_error", "message": message})
     status: Status = "incomplete" if reader.finish_reason == "length" else "completed"
-    return ResponseEnd(status, finished_s, None if usage is None else _usage(usage, reader.reasoning_share))
+    return ResponseEnd(status, finished_s, None if usage is None else usage_of(usage, reader.reasoning_share))
 
 
-def _usage(usage: Usage, reasoning_share: float) -> dict[str, Any]:
+def usage_of(usage: Usage, reasoning_share: float) -> dict[str, Any]:
+    """Return the tokens that a response used. `reasoning_share` is that of the text, 0 to 1."""
     # Tokens are not counted by kind, so those of the reasoning are estimated by its share of the text.
     return {
         "input_tokens": usage.prompt_tokens,
