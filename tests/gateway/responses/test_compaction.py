@@ -221,7 +221,8 @@ def test_the_next_response_goes_on_from_the_summary(author: openai.OpenAI, autho
 def test_a_compaction_of_a_stored_conversation_has_all_messages_of_the_user(author: openai.OpenAI) -> None:
     first = author.responses.create(model=MODEL, input="Name a river.", max_output_tokens=4)
     second = author.responses.create(model=MODEL, input="Another.", previous_response_id=first.id, max_output_tokens=4)
-    for more in ({}, {"input": "And a lake."}):
+    asked: tuple[dict[str, Any], ...] = ({}, {"input": "And a lake."})
+    for more in asked:
         answer = author.responses.compact(model=MODEL, previous_response_id=second.id, **more)
         *kept, summary = (plain(item) for item in answer.output)
         texts = [item["content"][0]["text"] for item in kept]
