@@ -171,6 +171,9 @@ async def _with_record(
         pool = await client.served_pool(content.model, key=generation.key)
     check_logprobs(content, pool, settings.max_logprobs)
     record = _record_of(content, options, own, pool)
+    max_tokens = content.params.max_tokens
+    if generation.lowers_max_tokens and max_tokens is not None and pool.max_model_len:
+        record = replace(record, limits=(max_tokens, pool.max_model_len))
     stored = ResponseRecord(record.encode(), round(1000 * settings.response_retention_s))
     if len(stored.data) > MAX_BYTES:
         message = f"input: the stored response would have more than {MAX_BYTES} bytes"
