@@ -335,8 +335,10 @@ def ignored_by(answer: httpx.Response) -> list[str]:
 
 
 def test_calls_of_a_server_in_later_turns_are_left_out_and_named(http: httpx.Client, shared_engine: Any) -> None:
-    found = [{"type": "web_search_result", "url": "https://rivers.example", "title": "Oder", "encrypted_content": "x"}]
-    searched = [
+    found: Any = [
+        {"type": "web_search_result", "url": "https://rivers.example", "title": "Oder", "encrypted_content": "x"}
+    ]
+    searched: list[dict[str, Any]] = [
         {"type": "text", "text": "I search. "},
         {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "Oder"}},
         {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": found},
@@ -352,9 +354,10 @@ def test_calls_of_a_server_in_later_turns_are_left_out_and_named(http: httpx.Cli
     assert ignored_by(answer) == [f"messages.{name}" for name in names]
     said = shared_engine.tokenizer.last_chat[0][1]
     assert said == {"role": "assistant", "content": "I search. It is 840 km long."}
-    for wrong in ({"role": "user", "content": [searched[1]]}, {"role": "assistant", "content": [{"type": "search"}]}):
+    for role, block in (("user", searched[1]), ("assistant", {"type": "search"})):
+        wrong = {"role": role, "content": [block]}
         refused = http.post("/v1/messages", json=asked | {"messages": [user, wrong, user]})
-        assert refused.status_code == 400 and wrong["content"][0]["type"] in refused.json()["error"]["message"]
+        assert refused.status_code == 400 and block["type"] in refused.json()["error"]["message"]
 
 
 def test_context_edits_are_applied_or_ignored_and_named(http: httpx.Client) -> None:
