@@ -26,7 +26,7 @@ from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.embeddings import routes as embedding_routes
 from penstock.gateway.errors import install_error_handlers
 from penstock.gateway.http.access_log import AccessLog
-from penstock.gateway.http.cors import Cors, check_origins
+from penstock.gateway.http.cors import Cors, allows_any_page, check_origins
 from penstock.gateway.http.head_requests import HeadRequests
 from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.http.request_head import BoundedHead
@@ -152,7 +152,8 @@ def _add_middleware(app: FastAPI, settings: GatewaySettings) -> None:
     app.add_middleware(Entry, settings=settings, pepper=KeySettings.load().key_pepper)
     app.add_middleware(SubprotocolKey)
     app.add_middleware(Drain)
-    check_origins(settings.cors_origins, needs_keys=is_closed_without_keys(settings))
+    needs_keys = is_closed_without_keys(settings) and not settings.allow_anonymous
+    check_origins(settings.cors_origins, needs_keys=needs_keys)
     if settings.cors_origins:
         app.add_middleware(
             Cors,
@@ -257,7 +258,7 @@ def run(settings: GatewaySettings) -> None:
     reach Redis.
     """
     keep_large_blocks_apart()
-    asyncio.run(_check_start(settings))
+    settings = asyncio.run(_checked_at_start(settings))
     server = make_server(settings)
     freeze_gc()
     make_full_collections_rare()
@@ -267,11 +268,15 @@ def run(settings: GatewaySettings) -> None:
         server.run()
 
 
-async def _check_start(settings: GatewaySettings) -> None:
-    """Check that the address is free and Redis answers.
+async def _checked_at_start(settings: GatewaySettings) -> GatewaySettings:
+    """Check that the address is free and Redis answers. Return the settings that fit the API keys in Redis.
 
     This runs before uvicorn starts, because uvicorn would print its own start-up errors and hide the cause.
     """
     await check_address(settings.host, settings.port)
     async with _client_of(settings) as client:
         await client.warn_of_eviction()
+        if allows_any_page(settings.cors_origins) and await client.api_keys():
+            # The keys may be removed before the first request, so the gateway must not wait for it to see them.
+            return settings.model_copy(update={"require_keys": True})
+    return settings

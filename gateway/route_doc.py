@@ -32,4 +32,6 @@ class RouteDoc:
     answer: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
     """The JSON schema of the answer."""
     event: Mapping[str, Any] | None = None
-    """The JSON schema of a streamed event; None for a route without streams."""
+    """The JSON schema of a streamed event; None for any object, and for a route without streams."""
+    has_streams: bool = True
+    """Whether the body's field `stream`, if it has one, makes the answer a stream."""

@@ -83,4 +83,4 @@ class GatewaySettings(Settings):
     variables; without them traces are off."""
     cors_origins: tuple[str, ...] = ()
     """An origin whose pages may call this gateway (CORS), such as https://app.example. Repeat the flag for several. `*`
-    and `null` allow any page; they need a gateway that requires API keys. Default: none."""
+    and `null` allow any page; they need API keys, and the gateway requires one from its start then. Default: none."""

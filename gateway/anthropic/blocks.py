@@ -20,6 +20,9 @@ _NEEDED = {
     "redacted_thinking": (),
 }
 """The members that a block of each type must have."""
+_OF_SERVER = frozenset(("server_tool_use", "mcp_tool_use", "mcp_tool_result"))
+_RESULT_OF_SERVER = "_tool_result"
+"""The end of the types of other results that a server's tool gave, as in `web_search_tool_result`."""
 
 
 class Nested(BaseModel):
@@ -68,8 +71,13 @@ def _text_of_part(part: object) -> str:
     return placeholder_of(kind)
 
 
+def is_of_server(kind: str) -> bool:
+    """Return whether blocks of this type are calls of tools that a server ran, or their results."""
+    return kind in _OF_SERVER or (kind.endswith(_RESULT_OF_SERVER) and kind != "tool_result")
+
+
 def _known_type(kind: str) -> str:
-    if kind not in _NEEDED:
+    if kind not in _NEEDED and not is_of_server(kind):
         raise _unsupported(kind, "supported: text, tool_use, tool_result and thinking")
     return kind
 
@@ -81,7 +89,10 @@ def _unsupported(kind: object, instead: str) -> PydanticCustomError:
 
 
 class ContentBlock(Nested):
-    """One block of a message: a text, a tool call, the result of a tool, or earlier reasoning."""
+    """One block of a message: a text, a tool call, the result of a tool, or earlier reasoning.
+
+    A block about a tool that a server ran is accepted and not passed to the model, as the tool itself is not offered.
+    """
 
     type: Annotated[str, AfterValidator(_known_type)]
     text: str | None = None
@@ -91,9 +102,15 @@ class ContentBlock(Nested):
     tool_use_id: CallId | None = None
     content: Annotated[str | None, BeforeValidator(result_text)] = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_type_of_server(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        return {"type": kind} if isinstance(kind, str) and is_of_server(kind) else data
+
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
-        for name in _NEEDED[self.type]:
+        for name in _NEEDED.get(self.type, ()):
             if getattr(self, name) is None:
                 message = "{name} is required in a block of type {type}"
                 raise PydanticCustomError("block_incomplete", message, {"name": name, "type": self.type})

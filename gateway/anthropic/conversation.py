@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.gateway.anthropic.blocks import ContentBlock, Nested, as_blocks
+from penstock.gateway.anthropic.blocks import ContentBlock, Nested, as_blocks, is_of_server
 
 MAX_BLOCKS = 4096
 """Most blocks of one message."""
@@ -34,10 +34,16 @@ class ConversationMessage(Nested):
     @model_validator(mode="after")
     def _types_fit_role(self) -> Self:
         for block in self.content:
-            if block.type not in _TYPES_OF_ROLE[self.role]:
+            is_known = block.type in _TYPES_OF_ROLE[self.role]
+            if not is_known and not (self.role == "assistant" and is_of_server(block.type)):
                 message = "a message with role {role} must not have blocks of type {type}"
                 raise PydanticCustomError("unsupported_value", message, {"role": self.role, "type": block.type})
         return self
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names under which the answer lists the blocks about tools that a server ran."""
+        return [f"messages.{block.type}" for block in self.content if is_of_server(block.type)]
 
     @property
     def text(self) -> str:

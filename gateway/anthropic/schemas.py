@@ -104,9 +104,10 @@ class _ConversationBody(Wire):
 
     @property
     def dropped(self) -> list[str]:
-        """The names of the tools and edits that have no effect."""
+        """The names of the tools, edits and blocks that have no effect."""
         edits = [] if self.context_management is None else self.context_management.ignored()
-        return [*dict.fromkeys(edits + dropped_tools(self.tools or []))]
+        blocks = [name for message in self.messages for name in message.ignored]
+        return [*dict.fromkeys(edits + dropped_tools(self.tools or []) + blocks)]
 
     @property
     def asked_class(self) -> ClassName | None:

@@ -100,7 +100,7 @@ def _operations_of(route: Route, refs: dict[str, Any], bodies: dict[str, Any]) -
     if form in refs:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[form]}}}
         operation["parameters"].append(_KEY_HEADER)
-        if "stream" in bodies[refs[form]["$ref"].rpartition("/")[2]].get("properties", {}):
+        if doc.has_streams and "stream" in bodies[refs[form]["$ref"].rpartition("/")[2]].get("properties", {}):
             operation["parameters"].append(_AFTER)
             for framing in (EVENT_STREAM, NDJSON):
                 content[framing] = {"schema": dict(doc.event or {"type": "object"})}

@@ -17,13 +17,18 @@ OPERATORS_PATHS = ("/dashboard", "/metrics", "/health/nodes", "/v1/usage")
 """Paths for operators. No page of another site may read them."""
 
 
+def allows_any_page(origins: Sequence[str]) -> bool:
+    """Return whether one of the origins stands for every page."""
+    return any(origin in _ANY_ORIGIN for origin in origins)
+
+
 def check_origins(origins: Sequence[str], *, needs_keys: bool) -> None:
     """Raise ConfigError for an origin that no browser sends, and for one of any page if callers need no key."""
     for origin in origins:
         if origin in _ANY_ORIGIN and not needs_keys:
             message = (
                 f"cors_origins: {origin!r} lets any web page use this gateway, which needs no API key here; name exact "
-                "origins, or start the gateway with --require-keys"
+                "origins, make a key with `penstock keys add TENANT`, or start the gateway with --require-keys"
             )
             raise ConfigError(message, param="cors_origins")
         if origin not in _ANY_ORIGIN and _ORIGIN.fullmatch(origin) is None:

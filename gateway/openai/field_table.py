@@ -14,7 +14,7 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.named import Named
 from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
-from penstock.gateway.responses.body import ResponseBody
+from penstock.gateway.responses.body import CompactBody, ResponseBody
 from penstock.gateway.responses.body import StreamOptions as ResponseStreamOptions
 from penstock.producer.batch.request import ROWS
 from penstock.producer.openai.fields import NO_EFFECT, Accepts, neutral_values_of
@@ -32,6 +32,7 @@ _TABLES: Mapping[str, Mapping[str, type[Named]]] = {
         "/v1/chat/completions": ChatRequest,
         "/v1/completions": CompletionRequest,
         "/v1/responses": ResponseBody,
+        "/v1/responses/compact": CompactBody,
         **{f"batch: {url}": row for url, row in ROWS.items()},
     },
     TEXTS: {"/v1/embeddings": EmbeddingRequest, "/rerank": RerankRequest, "/score": ScoreRequest},

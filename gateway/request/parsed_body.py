@@ -20,7 +20,7 @@ from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesReque
 from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
-from penstock.gateway.responses.body import ResponseBody
+from penstock.gateway.responses.body import CompactBody, ResponseBody
 from penstock.gateway.stream.generation_request import RequestContent, naming_prompt
 from penstock.gateway.tokens.schemas import DetokenizeRequest, TaskBody, TokenizeRequest
 from penstock.producer.client.request import Prompt, pack_prompt_of
@@ -34,6 +34,7 @@ RequestBody = (
     | MessagesRequest
     | CountTokensRequest
     | ResponseBody
+    | CompactBody
     | TokenizeRequest
     | DetokenizeRequest
     | EmbeddingRequest
@@ -47,6 +48,7 @@ BODIES: dict[str, type[RequestBody]] = {
     "messages": MessagesRequest,
     "count_tokens": CountTokensRequest,
     "response": ResponseBody,
+    "compact": CompactBody,
     "tokenize": TokenizeRequest,
     "detokenize": DetokenizeRequest,
     "embedding": EmbeddingRequest,

@@ -202,7 +202,7 @@ class ResponseState(ResponseWhole):
         else:
             reader = OutputReader(job.id, record.form, record.called)
             usage = await self._read_all(job, reader)
-            members = end_of(status.outcome, status.finished_ms // 1000, usage, reader).members
+            members = end_of(record, status.outcome, status.finished_ms // 1000, usage, reader).members
             output = output_parts(reader.items)
         for part in response_parts(job.id, record, members, output):
             yield part

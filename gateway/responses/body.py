@@ -1,9 +1,12 @@
-"""Schema of the body of `POST /v1/responses`. Unknown and unsupported fields are refused by name."""
+"""Schemas of the bodies of `POST /v1/responses` and of `POST /v1/responses/compact`.
+
+Unknown and unsupported fields are refused by name.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -23,7 +26,8 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
 from penstock.contract.tools import MAX_TOOLS
-from penstock.gateway.responses.items import AnyItem, items_of, messages_of, tools_in
+from penstock.gateway.responses.compaction import MAX_SUMMARY_TOKENS, asking
+from penstock.gateway.responses.items import AnyItem, Messages, items_of, items_or_none, messages_of, tools_in
 from penstock.gateway.responses.tools import (
     AnyTool,
     Choice,
@@ -35,7 +39,7 @@ from penstock.gateway.responses.tools import (
 )
 from penstock.producer.openai.bodies import effort_variables
 from penstock.producer.openai.fields import NO_EFFECT, Wire, only
-from penstock.producer.openai.messages import ToolUse
+from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
@@ -138,13 +142,46 @@ class StreamOptions(_Options):
     include_obfuscation: Annotated[Any, only(None, False)] = None
 
 
-class ResponseBody(Wire):
-    """Body of `POST /v1/responses`. Fields without a comment are those of OpenAI's API."""
+class _AnyBody(Wire):
+    """The fields that `/v1/responses` and `/v1/responses/compact` share. Fields without a comment are OpenAI's."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    input: Annotated[list[AnyItem], PlainValidator(items_of)]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=MAX_RESPONSE_ID_CHARS)] | None = None
+    cache_salt: str | None = None
+    priority: ClassName | None = None
+    deadline_s: float | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    prompt_cache_key: Annotated[str | None, NO_EFFECT] = None
+    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, NO_EFFECT] = None
+    prompt_cache_options: Annotated[Any, only(None)] = None
+    image: Annotated[Any, only(None)] = None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt, which a response never does."""
+        return False
+
+    @property
+    def asked_class(self) -> ClassName | None:
+        """The class that the body asks for: the one that it names, or else the one that the tier stands for."""
+        return self.priority or _CLASS_OF_TIER.get(self.service_tier or "")
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {
+            "prompt": "input",
+            "messages": "input",
+            "max_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+            "structured_outputs": "text.format",
+        }
+
+
+class ResponseBody(_AnyBody):
+    """Body of `POST /v1/responses`. Fields without a comment are those of OpenAI's API."""
+
+    input: Annotated[list[AnyItem], PlainValidator(items_of)]
     background: bool | None = None
     store: bool | None = None
     stream: bool | None = None
@@ -161,7 +198,6 @@ class ResponseBody(Wire):
     min_p: float | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
-    cache_salt: str | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[str] | None, BeforeValidator(_includable)] = None
     text: TextConfig | None = None
@@ -175,15 +211,10 @@ class ResponseBody(Wire):
     reasoning: Reasoning | None = None
     truncation: Annotated[Any, only(None, "disabled")] = None
 
-    priority: ClassName | None = None
-    deadline_s: float | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA)] = None
     user: Annotated[str | None, NO_EFFECT] = None
     safety_identifier: Annotated[str | None, NO_EFFECT] = None
-    prompt_cache_key: Annotated[str | None, NO_EFFECT] = None
     client_metadata: Annotated[dict[str, Any] | None, NO_EFFECT] = None
-    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, NO_EFFECT] = None
     # Limits the calls of hosted tools, of which there are none.
     max_tool_calls: Annotated[int | None, Field(ge=1), NO_EFFECT] = None
 
@@ -191,9 +222,7 @@ class ResponseBody(Wire):
     prompt: Annotated[Any, only(None)] = None
     context_management: Annotated[Any, only(None)] = None
     moderation: Annotated[Any, only(None)] = None
-    prompt_cache_options: Annotated[Any, only(None)] = None
     access_programs: Annotated[Any, only(None)] = None
-    image: Annotated[Any, only(None)] = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -230,30 +259,10 @@ class ResponseBody(Wire):
         return value
 
     @property
-    def echoes(self) -> bool:
-        """Whether the answer begins with the prompt, which a response never does."""
-        return False
-
-    @property
-    def asked_class(self) -> ClassName | None:
-        """The class that the body asks for: the one that it names, or else the one that the tier stands for."""
-        return self.priority or _CLASS_OF_TIER.get(self.service_tier or "")
-
-    @property
     def template_kwargs(self) -> str | None:
         """The variables for the chat template as JSON text, or None: those of the reasoning effort."""
         variables = effort_variables(None if self.reasoning is None else self.reasoning.known_effort)
         return json.dumps(variables) if variables else None
-
-    def names(self) -> dict[str, str]:
-        """Map penstock's field names to the names in this body where they differ."""
-        return {
-            "prompt": "input",
-            "messages": "input",
-            "max_tokens": "max_output_tokens",
-            "logprobs": "top_logprobs",
-            "structured_outputs": "text.format",
-        }
 
     def prompts(self) -> list[list[dict[str, Any]]]:
         """Return a list with the messages of the input, without instructions and earlier responses."""
@@ -276,16 +285,12 @@ class ResponseBody(Wire):
         """Return what only this API needs: how to run, store and show the response."""
         found = messages_of(self.input)
         return {
-            "instructions": self.instructions,
-            "previous": self.previous_response_id,
             "background": bool(self.background),
             "store": self.store is not False,
             "echo": json.dumps(self._echo()).encode(),
             "items": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in self.input],
-            "references": [[at, item_ids] for at, item_ids in found.references],
-            "num_calls": found.num_calls,
+            **_conversation_options(self, found),
             "called": OfferedTools.of(self._given_tools).called(),
-            "deadline_s": self.deadline_s,
             "return_progress": bool(self.return_progress),
         }
 
@@ -314,3 +319,64 @@ class ResponseBody(Wire):
             "safety_identifier": self.safety_identifier,
             "prompt_cache_key": self.prompt_cache_key,
         }
+
+
+class CompactBody(_AnyBody):
+    """Body of `POST /v1/responses/compact`. Fields without a comment are those of OpenAI's API and of Codex CLI."""
+
+    input: Annotated[list[AnyItem], PlainValidator(items_or_none), Field(default_factory=list)]
+    # They shape an answer, and the summary has a form of its own.
+    tools: Annotated[list[Any] | None, NO_EFFECT] = None
+    parallel_tool_calls: Annotated[bool | None, NO_EFFECT] = None
+    reasoning: Annotated[dict[str, Any] | None, NO_EFFECT] = None
+    text: Annotated[dict[str, Any] | None, NO_EFFECT] = None
+
+    stream: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _has_a_conversation(self) -> Self:
+        if not self.input and self.previous_response_id is None:
+            raise PydanticCustomError("no_conversation", "send input, previous_response_id, or both")
+        return self
+
+    @property
+    def dropped(self) -> list[str]:
+        """The names of the items that are ignored, for a header of the answer."""
+        return list(dict.fromkeys(name for item in self.input for name in item.ignored))
+
+    @property
+    def template_kwargs(self) -> str:
+        """The variables for the chat template as JSON text. The summary is written without reasoning, if possible."""
+        return json.dumps(effort_variables("none"))
+
+    def prompts(self) -> list[list[dict[str, Any]]]:
+        """Return a list with the messages of the input, and the request for the summary as the last one."""
+        return [asking(messages_of(self.input).messages)]
+
+    def tool_use(self) -> ToolUse:
+        """Return that the model may call nothing."""
+        return NO_TOOLS
+
+    def params(self) -> SamplingParams:
+        """Return the sampling options of the summary. Raises pydantic's ValidationError."""
+        return SamplingParams(max_tokens=MAX_SUMMARY_TOKENS, cache_salt=self.cache_salt)
+
+    def options(self) -> dict[str, Any]:
+        """Return what only this API needs: the rest of the conversation, and the messages that the answer keeps."""
+        kept = [item for item in self.input if item.is_of_user]
+        return {
+            **_conversation_options(self, messages_of(self.input)),
+            "kept": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in kept],
+        }
+
+
+def _conversation_options(body: ResponseBody | CompactBody, found: Messages) -> dict[str, Any]:
+    """Return what a gateway needs, beside the messages of the input, to build the conversation. As plain values."""
+    return {
+        "instructions": body.instructions,
+        "previous": body.previous_response_id,
+        "deadline_s": body.deadline_s,
+        "references": [[at, item_ids] for at, item_ids in found.references],
+        "seals": [[at, *seal] for at, seal in found.seals],
+        "num_calls": found.num_calls,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from penstock.contract.errors import NotFoundError, RequestError
@@ -38,8 +39,16 @@ character, and is held twice for a moment."""
 class Conversations:
     """Builds the conversations of one tenant's requests."""
 
-    def __init__(self, client: AsyncClient, tenant: str, max_bytes: int, budget: SharedBudget) -> None:
-        """`max_bytes` limits the texts and calls of a conversation. `budget` has the memory of what is read for it."""
+    def __init__(
+        self, client: AsyncClient, tenant: str, max_bytes: int, budget: SharedBudget, *, keeps_user: bool = False
+    ) -> None:
+        """`max_bytes` limits the texts and calls of a conversation. `budget` has the memory of what is read for it.
+
+        `keeps_user`: also collect the input items that are messages of the user, in `user_items`.
+        """
+        self.user_items: list[tuple[str, bytes]] = []
+        """The messages of the user in the earlier responses: ids, and the other members as JSON in UTF-8."""
+        self._keeps_user = keeps_user
         self._client = client
         self._tenant = tenant
         self._max_bytes = max_bytes
@@ -88,6 +97,7 @@ class Conversations:
                 raise RequestError(message, param="previous_response_id")
             record, output = await self._read(previous)
             parts += [output, record.messages]
+            self.user_items[:0] = record.items
             whole = _joined(PackedMessages(b"", *_sizes(part)) for part in (whole, *parts[-2:]))
             self._check(whole)
             previous = record.previous
@@ -150,7 +160,8 @@ class Conversations:
         self._count_stored(num_bytes.record)
         async with self._budget.taken(self._tenant, decoding_bytes_to_claim(num_bytes.record)):
             record = await decoded_record(await self._client.responses.read(job_id, self._tenant))
-            record = record.without_request()
+            kept = record.items_of_user(job_id) if self._keeps_user else []
+            record = replace(record.without_request(), items=kept)
         async with self._budget.taken(self._tenant, READ_RESULT_SIZE * bytes_to_claim(num_bytes.result)):
             result = await self._client.responses.result(job_id, self._tenant)
             if result is None or result.outcome.state != "done":

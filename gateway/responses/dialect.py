@@ -59,7 +59,7 @@ class ResponseWholeEncoder(WholeEncoder):
         reader = OutputReader(self._job_id, self._record.form, self._record.called)
         for _ in reading_of(result, reader):
             yield b""
-        self._members = end_of(result.outcome, self._finished_s, result.usage, reader).members
+        self._members = end_of(self._record, result.outcome, self._finished_s, result.usage, reader).members
         yield from output_parts(reader.items, result.choices[0].logprobs)
 
     def tail(self, usages: Sequence[Usage | None]) -> bytes:

@@ -87,7 +87,7 @@ class ResponseEncoder(StreamEncoder):
         yield from self.opening()
         for step in self._reader.end():
             yield from self._step_events(step)
-        end = end_of(outcome, finished_s, self._usage, self._reader)
+        end = end_of(self._record, outcome, finished_s, self._usage, self._reader)
         output = output_parts(self._reader.items, self._logprobs.repeated)
         yield from self._response_event(_LAST_EVENTS[end.status], end, output)
         yield DONE

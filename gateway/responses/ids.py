@@ -49,6 +49,11 @@ def input_item_id(index: int, job_id: str) -> str:
     return f"item_{index}_{job_id}"
 
 
+def compaction_id(job_id: str) -> str:
+    """Return the id of the item with the summary that a job wrote. No reference can name it."""
+    return f"cmp_{job_id}"
+
+
 def place_of(item_id: str) -> tuple[str, int] | None:
     """Return the job and the index of an item of a response's output, or None for another id."""
     found = _ITEM_ID.fullmatch(item_id)

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BaseModel,
     BeforeValidator,
@@ -25,22 +26,24 @@ from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES
 from penstock.contract.tools import MAX_ARGUMENTS_CHARS, MAX_CALLS_OF_CHAT, MAX_TOOLS, Arguments, CallId, FunctionName
+from penstock.gateway.responses.compaction import Seal, opened, summary_message
 from penstock.gateway.responses.text_input import arguments_of
 from penstock.gateway.responses.tools import TOOL_SEARCH, AnyTool, offered_name, read_as, tool_of
+from penstock.producer.openai.messages import placeholder_of
 
 MAX_ITEM_ID_CHARS = 256
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of content parts that are text, and the member that holds it."""
 _PARTS_OF_OTHERS = _TEXT_PARTS | {"encrypted_content": "encrypted_content"}
 """Those in messages of agents and in results of calls. What this model wrote is not encrypted."""
-_MEDIA = {"input_image": "an image", "input_audio": "audio", "input_file": "a file"}
+_MEDIA = frozenset(("input_image", "input_audio", "input_file"))
 """Parts of a call's result that the model cannot read."""
 LOCAL_SHELL = "local_shell"
 
 ItemId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ITEM_ID_CHARS)]
 
 
-def _text_of(parts: Mapping[str, str], media: Mapping[str, str]) -> Callable[[object], object]:
+def _text_of(parts: Mapping[str, str], media: Collection[str] = ()) -> Callable[[object], object]:
     """Return a validator that returns the text of a content, a text or a list of parts. Unknown members are ignored."""
 
     def text_of(content: object) -> object:
@@ -51,21 +54,21 @@ def _text_of(parts: Mapping[str, str], media: Mapping[str, str]) -> Callable[[ob
     return text_of
 
 
-def _text_of_part(part: object, parts: Mapping[str, str], media: Mapping[str, str]) -> str:
+def _text_of_part(part: object, parts: Mapping[str, str], media: Collection[str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str) or (kind not in parts and kind not in media):
         message = "content parts of type {kind} are not supported; only text parts are"
         raise PydanticCustomError("unsupported_value", message, {"kind": repr(kind)[:64]})
     if kind in media:
-        return f"[{media[kind]} is left out here: the model reads text only]"
+        return placeholder_of(kind)
     text = part.get(parts[kind])
     if not isinstance(text, str):
         raise PydanticCustomError("part_text", "the {member} of a part must be a string", {"member": parts[kind]})
     return text
 
 
-_Content = Annotated[str, BeforeValidator(_text_of(_TEXT_PARTS, {}))]
-_AgentContent = Annotated[str, BeforeValidator(_text_of(_PARTS_OF_OTHERS, {}))]
+_Content = Annotated[str, BeforeValidator(_text_of(_TEXT_PARTS))]
+_AgentContent = Annotated[str, BeforeValidator(_text_of(_PARTS_OF_OTHERS))]
 _ResultContent = Annotated[str, BeforeValidator(_text_of(_PARTS_OF_OTHERS, _MEDIA))]
 _Tools = Annotated[
     list[Annotated[AnyTool, PlainValidator(tool_of)]], FailFast(), Field(default_factory=list, max_length=MAX_TOOLS)
@@ -85,6 +88,11 @@ class _Item(BaseModel):
         """What of the item has no effect, as the answer's header names it."""
         return ()
 
+    @property
+    def is_of_user(self) -> bool:
+        """Whether it is a message of the user."""
+        return False
+
     def stored(self) -> dict[str, Any]:
         members = self.model_dump(exclude={"id", "tools"}, exclude_none=True)
         return {"type": self.kind, "status": "completed", **members}
@@ -93,6 +101,10 @@ class _Item(BaseModel):
 class _MessageItem(_Item):
     role: Literal["user", "assistant", "system", "developer"]
     content: _Content
+
+    @property
+    def is_of_user(self) -> bool:
+        return self.role == "user"
 
     def stored(self) -> dict[str, Any]:
         kind = "output_text" if self.role == "assistant" else "input_text"
@@ -282,6 +294,21 @@ class _ReferenceItem(_Item):
         return {"type": "item_reference"}
 
 
+def _can_be_opened(content: str) -> str:
+    try:
+        opened(content)
+    except ValueError as error:
+        raise PydanticCustomError("compaction", "{problem}", {"problem": str(error)}) from None
+    return content
+
+
+class _CompactionItem(_Item):
+    """An earlier conversation as a summary, sealed by `/v1/responses/compact`. A gateway checks the seal later."""
+
+    kind = "compaction"
+    encrypted_content: Annotated[str, AfterValidator(_can_be_opened)]
+
+
 class _SkippedItem(_Item):
     """A call of a tool that another server ran. The answer's header names it."""
 
@@ -312,6 +339,7 @@ AnyItem = (
     | _AdditionalToolsItem
     | _ReasoningItem
     | _ReferenceItem
+    | _CompactionItem
     | _WebSearchItem
     | _ImageItem
 )
@@ -329,9 +357,13 @@ _KINDS: dict[str, type[AnyItem]] = {
     "additional_tools": _AdditionalToolsItem,
     "reasoning": _ReasoningItem,
     "item_reference": _ReferenceItem,
+    "compaction": _CompactionItem,
+    "compaction_summary": _CompactionItem,
     "web_search_call": _WebSearchItem,
     "image_generation_call": _ImageItem,
 }
+_REMEDIES = {"compaction_trigger": "send this conversation to POST /v1/responses/compact instead"}
+"""What to do in place of items that are not supported."""
 
 
 def items_of(value: object) -> list[AnyItem]:
@@ -347,14 +379,20 @@ def items_of(value: object) -> list[AnyItem]:
     return items
 
 
+def items_or_none(value: object) -> list[AnyItem]:
+    """Check the value of an `input` that may be null, which stands for no items."""
+    return [] if value is None else items_of(value)
+
+
 def _item_of(value: object, index: int) -> AnyItem:
     if not isinstance(value, dict):
         raise PydanticCustomError("input_type", "item {index} must be an object", {"index": index})
     kind = value.get("type", "message")
     schema = _KINDS.get(kind) if isinstance(kind, str) else None
     if schema is None:
-        message = "item {index}: items of type {kind} are not supported; supported: {names}"
-        context = {"index": index, "kind": repr(kind)[:64], "names": ", ".join(_KINDS)}
+        message = "item {index}: items of type {kind} are not supported; {remedy}"
+        remedy = _REMEDIES.get(str(kind)) or f"supported: {', '.join(_KINDS)}"
+        context = {"index": index, "kind": repr(kind)[:64], "remedy": remedy}
         raise PydanticCustomError("unsupported_value", message, context)
     try:
         return read_as(schema, value)
@@ -378,21 +416,44 @@ class Messages:
     messages: list[dict[str, Any]] = field(default_factory=list)
     references: list[tuple[int, list[str]]] = field(default_factory=list)
     """Index of an empty message, and the ids of the items that belong there."""
+    seals: list[tuple[int, Seal]] = field(default_factory=list)
+    """Index of an item with a summary, and the seal that it must have."""
     num_calls: int = 0
+    joins_users: bool = False
+    """Whether messages of the user that follow one another become one message."""
+
+    def add_user(self, text: str) -> None:
+        """Add a message of the user."""
+        if self.joins_users and self.messages and self.messages[-1]["role"] == "user":
+            self.messages[-1]["content"] += f"\n\n{text}"
+        else:
+            self.messages.append({"role": "user", "content": text})
+
+    def add_summary(self, index: int, content: str) -> None:
+        """Add the summary that the item at this index holds."""
+        text, seal = opened(content)
+        self.seals.append((index, seal))
+        self.add_user(summary_message(text))
 
 
 def messages_of(items: Sequence[AnyItem]) -> Messages:
-    """Translate items. A text of the assistant and the calls that follow it become one message."""
-    found = Messages()
+    """Translate items. A text of the assistant and the calls that follow it become one message.
+
+    Beside a summary stand the user's messages without the answers to them. They become one message with it, because
+    many chat templates refuse two messages of the user in a row.
+    """
+    found = Messages(joins_users=any(isinstance(item, _CompactionItem) for item in items))
     messages = found.messages
     may_join = joins_references = False
     """Whether the last message is the assistant's, so that a call joins it; whether it stands for references."""
-    for item in items:
+    for index, item in enumerate(items):
         match item:
+            case _MessageItem(role="user") | _AgentMessageItem():
+                found.add_user(item.content)
+            case _CompactionItem():
+                found.add_summary(index, item.encrypted_content)
             case _MessageItem():
                 messages.append({"role": item.role, "content": item.content})
-            case _AgentMessageItem():
-                messages.append({"role": "user", "content": item.content})
             case _AnyCallItem() if item.call_id is not None:
                 if not may_join:
                     messages.append({"role": "assistant", "content": ""})

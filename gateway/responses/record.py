@@ -9,11 +9,14 @@ from typing import Any
 import msgpack
 
 from penstock.contract.packed_prompt import PackedPrompt
+from penstock.gateway.responses.ids import input_item_id
 from penstock.gateway.responses.tools import CalledTool
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.msgpack_codec import WireError, pack, unpack_utf8
 
 RECORD_VERSION = 1
+_OF_USER = b'{"type": "message", "role": "user", '
+"""How the JSON of an input item begins if it is a message of the user (`_MessageItem.stored`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ class StoredResponse:
     previous: str = ""
     """The id of the previous response."""
     stored: bool = True
+    limits: tuple[int, int] | None = None
+    """The `max_output_tokens` of the request, and the tokens of prompt and output together to which it is lowered."""
     called: Mapping[str, CalledTool] = field(default_factory=dict, repr=False)
     """By the offered names of functions, what their calls come back as. Without those that are plain functions."""
 
@@ -84,10 +89,20 @@ class StoredResponse:
         """Return the record as bytes."""
         fields = {name: getattr(self, name) for name in ("created_s", "background", "echo", "previous")}
         fields["items"] = [(item_id, text.decode()) for item_id, text in self.items]
+        # Gateways of an older version can read the records without these two.
+        if self.limits is not None:
+            fields["limits"] = self.limits
         if self.called:
-            # Gateways of an older version can read all other records.
             fields["called"] = [(name, *called) for name, called in self.called.items()]
         return pack({"v": RECORD_VERSION, **fields, "form": astuple(self.form), "messages": asdict(self.messages)})
+
+    def items_of_user(self, job_id: str) -> list[tuple[str, bytes]]:
+        """Return the input items that are messages of the user, with the ids under which they are listed."""
+        return [
+            (item_id or input_item_id(index, job_id), text)
+            for index, (item_id, text) in enumerate(self.items)
+            if text.startswith(_OF_USER)
+        ]
 
     def without_input(self) -> StoredResponse:
         """Return what the events and the state of the response need."""
@@ -108,6 +123,8 @@ def decode_stored_response(data: bytes) -> StoredResponse:
         items: list[tuple[str, bytes]] = [(item_id.decode(), text) for item_id, text in fields.pop("items")]
         form: list[Any] = [part.decode() if isinstance(part, bytes) else part for part in fields.pop("form")]
         parts: dict[str, Any] = {"form": AnswerFormat(*form), "previous": fields.pop("previous").decode()}
+        limits = fields.pop("limits", None)
+        parts["limits"] = limits and tuple(limits)
         called = [[text.decode() for text in row] for row in fields.pop("called", ())]
         parts["called"] = {name: CalledTool(*rest) for name, *rest in called}
         parts["messages"] = PackedMessages(**_with_names(fields.pop("messages")))

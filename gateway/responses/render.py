@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic_core import to_json
 
+from penstock.contract.job import lowered_max_tokens
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Outcome, Usage
 from penstock.gateway.responses.ids import response_id_of
@@ -44,18 +45,25 @@ class ResponseEnd:
         }
 
 
-def end_of(outcome: Outcome, finished_s: int, usage: Usage | None, reader: OutputReader) -> ResponseEnd:
-    """Return how a response ended, by the end of its job and by what was read of it."""
+def end_of(
+    record: StoredResponse, outcome: Outcome, finished_s: int, usage: Usage | None, reader: OutputReader
+) -> ResponseEnd:
+    """Return how a response ended, by its record, by the end of its job, and by what was read of it."""
     if outcome.state == "cancelled":
         return ResponseEnd("cancelled", finished_s)
     if outcome.state != "done":
         message = outcome.message or f"the job {outcome.state}"
         return ResponseEnd("failed", finished_s, error={"code": outcome.code or "server_error", "message": message})
     status: Status = "incomplete" if reader.finish_reason == "length" else "completed"
-    return ResponseEnd(status, finished_s, None if usage is None else _usage(usage, reader.reasoning_share))
+    if usage is None:
+        return ResponseEnd(status, finished_s)
+    lowered = lowered_max_tokens(*record.limits, usage.prompt_tokens) if record.limits is not None else None
+    limit = {} if lowered is None else {"max_output_tokens": lowered}
+    return ResponseEnd(status, finished_s, usage_of(usage, reader.reasoning_share) | limit)
 
 
-def _usage(usage: Usage, reasoning_share: float) -> dict[str, Any]:
+def usage_of(usage: Usage, reasoning_share: float) -> dict[str, Any]:
+    """Return the tokens that a response used. `reasoning_share` is that of the text, 0 to 1."""
     # Tokens are not counted by kind, so those of the reasoning are estimated by its share of the text.
     return {
         "input_tokens": usage.prompt_tokens,

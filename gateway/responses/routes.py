@@ -17,7 +17,8 @@ from penstock.gateway.authentication import caller_of
 from penstock.gateway.request.parsing import MAX_NUMBER_DIGITS
 from penstock.gateway.responses.answers import ResponseState, ResponseStream, leave
 from penstock.gateway.responses.body import INCLUDABLE
-from penstock.gateway.responses.create import CreateResponse
+from penstock.gateway.responses.compact import Compact
+from penstock.gateway.responses.create import CountInputTokens, CreateResponse
 from penstock.gateway.responses.ids import job_id_of, no_response
 from penstock.gateway.responses.input_items import InputItemList
 from penstock.gateway.responses.stored import stored_record
@@ -29,7 +30,11 @@ CANCEL_WAIT_S = 2.0
 RETURN_PROGRESS = "return_progress"
 _INCLUDE = ("include", "include[]")
 
-ROUTES = (Route("/v1/responses", CreateResponse(), methods=["POST"]),)
+ROUTES = (
+    Route("/v1/responses", CreateResponse(), methods=["POST"]),
+    Route("/v1/responses/input_tokens", CountInputTokens(), methods=["POST"]),
+    Route("/v1/responses/compact", Compact(), methods=["POST"]),
+)
 router = APIRouter()
 
 

@@ -84,6 +84,8 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
                                                                           (wire.py); a hint: readers look at 10,000
                                                                           fields, and need P:record for a pool
     penstock:keys            hash    penstock keys                        API key's id → its record (api_keys.py)
+    penstock:seal            string  the first gateway that needs it      32 random bytes, with which all gateways seal
+                                                                          the summaries of conversations; no expiry
 
     channel
     P:inbox:<process>          one per reading process and pool: all chunks of a step for that reader, concatenated
@@ -100,6 +102,7 @@ from penstock.contract.job import pool_of
 
 POOLS = "penstock:pools"
 API_KEYS = "penstock:keys"
+SEAL_KEY = "penstock:seal"
 
 
 def prefix(pool: str) -> str:

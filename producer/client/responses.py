@@ -28,6 +28,10 @@ class StoredResponses:
         """Delete a stored response with its job's log and result. An open job is canceled. Raises NotFoundError."""
         await self._retries.call(lambda: self._broker.delete(job_id, tenant))
 
+    async def seal_key(self) -> bytes:
+        """Return the secret with which all gateways seal the summaries of conversations."""
+        return await self._retries.call(self._broker.seal_key)
+
     async def result(self, job_id: str, tenant: str) -> PackedResult | None:
         """Return the result of a response's job, or None while the job is open. Raises NotFoundError."""
         return await self._retries.call(lambda: self._jobs.packed_result(job_id, tenant))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from penstock.contract.errors import PromptTooLongError
@@ -95,6 +96,24 @@ def test_the_usage_says_the_exact_limit(strict: httpx.Client) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages"):
         assert ask(strict, path, 32_000).json()["usage"]["max_tokens"] == LEFT
         assert "max_tokens" not in ask(strict, path, LEFT).json()["usage"]
+
+
+def test_the_usage_of_a_response_says_the_exact_limit_at_every_reading(strict: httpx.Client) -> None:
+    assert "max_output_tokens" not in ask(strict, "/v1/responses", LEFT).json()["usage"]
+    strict_client = openai.OpenAI(
+        base_url=f"{strict.base_url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+    )
+    asked: dict[str, Any] = {"model": MODEL, "input": PROMPT, "max_output_tokens": 32_000}
+    with strict_client as client:
+        whole = client.responses.create(**asked)
+        *_, last = client.responses.create(**asked, stream=True)
+        assert last.type == "response.incomplete"
+        *_, again = client.responses.retrieve(last.response.id, stream=True)
+        assert again.type == "response.incomplete"
+        read = client.responses.retrieve(last.response.id)
+    for response in (whole, last.response, again.response, read):
+        assert response.usage is not None and response.usage.to_dict()["max_output_tokens"] == LEFT
+        assert response.max_output_tokens == 32_000
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -20,7 +21,11 @@ from fakes.command import run_command
 from fakes.processes.python_process import PythonProcess, run_python
 
 from penstock.contract.errors import ConfigError
+from penstock.contract.terms import UNLIMITED
 from penstock.gateway.errors import READ_TIMEOUT_S
+from penstock.queue import keys
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.key_store import KeyStore
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 MODEL = "acme/echo"
@@ -218,6 +223,35 @@ def test_an_origin_of_any_page_needs_keys(stack, shared_engine, origin):
         assert caught.value.param == "cors_origins"
     url = stack.start_gateway(cors_origins=(origin,), require_keys=True)
     assert httpx.get(f"{url}/v1/models", headers={"origin": "null"}).headers["access-control-allow-origin"] == origin
+
+
+def test_a_gateway_with_keys_may_allow_any_page_and_requires_a_key_from_its_start() -> None:
+    async def key_of(redis_url: str) -> str:
+        async with connect(redis_url) as redis:
+            return (await KeyStore(redis).add("acme", ["infer"], UNLIMITED))[0]
+
+    any_page = {"PENSTOCK_GATEWAY_CORS_ORIGINS": '["*"]'}
+    with EmbeddedRedis() as server:
+        with pytest.raises(AssertionError, match="penstock keys add"), gateway_process(server.url, **any_page):
+            pass
+        asyncio.run(key_of(server.url))
+        anonymous = {"PENSTOCK_GATEWAY_ALLOW_ANONYMOUS": "true"}
+        for more in (anonymous, {**anonymous, "PENSTOCK_GATEWAY_REQUIRE_KEYS": "true"}):
+            with (
+                pytest.raises(AssertionError, match="needs no API key"),
+                gateway_process(server.url, **any_page, **more),
+            ):
+                pass
+        with gateway_process(server.url, **any_page) as (_, url):
+            with sync_redis.Redis.from_url(server.url) as queue:
+                queue.delete(keys.API_KEYS)
+            answer = httpx.get(f"{url}/v1/models", headers={"origin": PAGE})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, "*")
+        key = asyncio.run(key_of(server.url))
+        with gateway_process(server.url, **any_page) as (_, url):
+            for headers, status in (({}, 401), ({"authorization": f"Bearer {key}"}, 200)):
+                answer = httpx.get(f"{url}/v1/models", headers={"origin": PAGE, **headers})
+                assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, "*")
 
 
 @pytest.mark.parametrize("origin", ["https://page.example/", "page.example", "https://*.example", "https://a b", ""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from hostile.fields import LIMITS
 from hostile.grammars import TEXTS, random_grammar, random_regex, random_schema, random_value, real_schemas
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+INPUT_TOKENS, COMPACT = "/v1/responses/input_tokens", "/v1/responses/compact"
 TOKENIZE, DETOKENIZE, JOBS = "/tokenize", "/detokenize", "/v1/jobs"
 
 
@@ -40,6 +42,8 @@ def case_of(seed: int, number: int, model: str) -> Case:
         return _task(rng, number, model)
     if kind < 0.32:
         return _job(rng, number, model)
+    if kind < 0.37:
+        return _conversation(rng, number, model)
     return _of_fields(rng, number, model)
 
 
@@ -80,6 +84,41 @@ def _task(rng: random.Random, number: int, model: str) -> Case:
         if rng.random() < 0.3:
             body[name] = rng.choice((True, False, None, "x"))
     return Case(number, path, json.dumps(body).encode(errors="surrogatepass"), hangs_up=rng.random() < 0.05)
+
+
+def _conversation(rng: random.Random, number: int, model: str) -> Case:
+    """Return a response, a count, or a compaction, which no genuine summary is part of and which is refused."""
+    path = rng.choice((RESPONSES, INPUT_TOKENS, COMPACT))
+    items = [_item(rng) for _ in range(rng.randrange(1, 6))]
+    if path == COMPACT:
+        items.append({"type": "compaction", "encrypted_content": _summary(rng)})
+    body: dict[str, Any] = {"model": model, "input": items}
+    if path == RESPONSES:
+        body["max_output_tokens"] = rng.choice((1, 2, 8))
+    for name in ("instructions", "previous_response_id", "tools", "tool_choice", "conversation", "stream"):
+        if rng.random() < 0.1:
+            body[name] = rng.choice((*TEXTS, random_value(rng), "none", True))
+    raw = json.dumps(body).encode(errors="surrogatepass")
+    return Case(number, path, raw, must_refuse=path == COMPACT, hangs_up=rng.random() < 0.05)
+
+
+def _item(rng: random.Random) -> Any:
+    kinds = ("message", "function_call", "function_call_output", "compaction", "compaction_summary", "reasoning")
+    item: dict[str, Any] = {"type": rng.choice((*kinds, "item_reference", "compaction_trigger", *TEXTS))}
+    item["role"] = rng.choice(("user", "assistant", "system", "developer", "nobody"))
+    item["content"] = rng.choice(("hi", [{"type": "input_text", "text": "hi"}], [{"type": "input_image"}], *TEXTS))
+    item |= {"call_id": rng.choice(("c", *TEXTS)), "name": "f", "arguments": "{}", "output": rng.choice(TEXTS)}
+    item |= {"encrypted_content": _summary(rng), "id": rng.choice(("msg_0_x", *TEXTS))}
+    if rng.random() < 0.1:
+        item[rng.choice(list(item))] = random_value(rng)
+    return item
+
+
+def _summary(rng: random.Random) -> str:
+    """Return the form of a sealed summary, with a text that may be broken and a seal that no gateway made."""
+    text = rng.choice((b"", b"a summary", b"\xff", rng.choice(TEXTS).encode(errors="replace") * 900))
+    raw = rng.choice((b"\x01", b"\x00")) + rng.randbytes(32) + text
+    return rng.choice((base64.urlsafe_b64encode(raw).decode(), base64.b64encode(raw).decode()[:-1], raw.hex(), ""))
 
 
 def _job(rng: random.Random, number: int, model: str) -> Case:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract.errors import NotFoundError
+from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.job import pool_of
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.job_records import large_result_bytes_of
+
+SEAL_KEY_BYTES = 32
 
 
 class StoredBytes(NamedTuple):
@@ -53,6 +56,18 @@ class ResponseBroker:
         answer = await cast(Any, scripts.call(self._redis, "delete_response", pool_of(job_id), job_id, tenant))
         if answer != b"OK":
             raise _no_response(job_id)
+
+    async def seal_key(self) -> bytes:
+        """Return the secret of all gateways for the seals of summaries. The first call of all stores a random one."""
+        redis = cast(Any, self._redis)
+        with translated():
+            found = await redis.get(keys.SEAL_KEY)
+            if found is None:
+                await redis.set(keys.SEAL_KEY, secrets.token_bytes(SEAL_KEY_BYTES), nx=True)
+                found = await redis.get(keys.SEAL_KEY)
+        if found is None:
+            raise UnavailableError("the secret for the seals of summaries was deleted just now", code="no_seal_key")
+        return cast(bytes, found)
 
 
 def _no_response(job_id: str) -> NotFoundError:

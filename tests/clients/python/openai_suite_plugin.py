@@ -28,7 +28,6 @@ LEFT_OUT = {
     "^(?!.*test_embeddings).*with_all_params": "they send audio, images and other fields that penstock refuses by name",
     "test_embeddings(?!.*with_all_params).*strict": "the client asks for base64, and validates it as numbers undecoded",
     "aiohttp": "another HTTP library of the same client",
-    "compact": "/v1/responses/compact is not supported",
     "chat/test_completions.py.*(retrieve|update|list|delete)": "stored chat completions are not supported",
     "test_models.py.*delete": "models are not deleted over HTTP",
 }

@@ -334,6 +334,32 @@ def ignored_by(answer: httpx.Response) -> list[str]:
     return str(answer.headers.get("X-Penstock-Ignored-Fields", "")).split(", ")
 
 
+def test_calls_of_a_server_in_later_turns_are_left_out_and_named(http: httpx.Client, shared_engine: Any) -> None:
+    found: Any = [
+        {"type": "web_search_result", "url": "https://rivers.example", "title": "Oder", "encrypted_content": "x"}
+    ]
+    searched: list[dict[str, Any]] = [
+        {"type": "text", "text": "I search. "},
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "Oder"}},
+        {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": found},
+        {"type": "bash_code_execution_tool_result", "tool_use_id": "srvtoolu_2", "content": {"stdout": "840"}},
+        {"type": "mcp_tool_use", "id": "m1", "name": "an odd name!", "server_name": "rivers", "input": {}},
+        {"type": "text", "text": "It is 840 km long.", "citations": [{"type": "web_search_result_location"}]},
+    ]
+    user = {"role": "user", "content": "And the Elbe?"}
+    asked = body("hi") | {"messages": [user, {"role": "assistant", "content": searched}, user]}
+    answer = http.post("/v1/messages", json=asked)
+    assert answer.status_code == 200, answer.text
+    names = ("server_tool_use", "web_search_tool_result", "bash_code_execution_tool_result", "mcp_tool_use")
+    assert ignored_by(answer) == [f"messages.{name}" for name in names]
+    said = shared_engine.tokenizer.last_chat[0][1]
+    assert said == {"role": "assistant", "content": "I search. It is 840 km long."}
+    for role, block in (("user", searched[1]), ("assistant", {"type": "search"})):
+        wrong = {"role": role, "content": [block]}
+        refused = http.post("/v1/messages", json=asked | {"messages": [user, wrong, user]})
+        assert refused.status_code == 400 and block["type"] in refused.json()["error"]["message"]
+
+
 def test_context_edits_are_applied_or_ignored_and_named(http: httpx.Client) -> None:
     kinds = ("clear_thinking_20251015", "clear_tool_uses_20250919", "compact_20260112", "new kind")
     edits = [{"type": kind, "trigger": {"type": "input_tokens", "value": 9}} for kind in kinds]

@@ -232,7 +232,7 @@ def test_parts_that_have_no_effect_are_named(scripted_engine: ScriptedEngine, ur
     assert json.loads(scripted_engine.tokenizer.last_template_kwargs or "{}")["reasoning_effort"] == "xhigh"
     messages = messages_of(scripted_engine)
     assert [message["role"] for message in messages] == ["assistant", "tool", "assistant", "tool", "user"]
-    assert messages[3]["content"] == "seen: [an image is left out here: the model reads text only]"
+    assert messages[3]["content"] == "seen: [image left out: this model reads only text]"
 
 
 @pytest.mark.parametrize(

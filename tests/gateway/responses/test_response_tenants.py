@@ -9,8 +9,10 @@ import httpx
 import pytest
 
 from penstock.contract.terms import UNLIMITED
+from penstock.gateway.responses.compaction import sealed
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.broker.responses import ResponseBroker
 
 MODEL = "acme/echo"
 
@@ -30,6 +32,23 @@ def keys(redis_url: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def closed(stack: Any, shared_engine: Any, keys: dict[str, str]) -> str:
     return str(stack.start_gateway())
+
+
+def test_another_tenant_cannot_open_a_summary(closed: str, keys: dict[str, str], redis_url: str) -> None:
+    """A sealed summary is made here with the gateways' own secret, because the echoing model has no room for one."""
+
+    async def secret() -> bytes:
+        async with connect(redis_url) as redis:
+            return await ResponseBroker(redis).seal_key()
+
+    seal_key = asyncio.run(secret())
+    for sealed_for, caller, status in (("acme", "acme", 200), ("acme", "rival", 400), ("rival", "acme", 400)):
+        content = sealed("a summary", seal_key, tenant=sealed_for, model=MODEL)
+        body = {"model": MODEL, "input": [{"type": "compaction", "encrypted_content": content}]}
+        headers = {"authorization": f"Bearer {keys[caller]}"}
+        answer = httpx.post(f"{closed}/v1/responses", json=body, headers=headers, timeout=30)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or answer.json()["error"]["code"] == "foreign_compaction"
 
 
 def test_another_tenant_finds_no_such_response(closed: str, keys: dict[str, str]) -> None:

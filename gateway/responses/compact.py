@@ -1,0 +1,130 @@
+"""`POST /v1/responses/compact`: a conversation becomes the user's messages and a summary of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from fastapi import Request
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
+
+from penstock.contract.errors import InvariantError, JobFailedError, PenstockError, PromptTooLongError
+from penstock.contract.output import Usage
+from penstock.gateway.openai.errors import error_body
+from penstock.gateway.request.parsed_body import ParsedBody
+from penstock.gateway.request.parsing import generation_request_of, held_body
+from penstock.gateway.responses.compaction import MIN_SUMMARY_TOKENS, sealed
+from penstock.gateway.responses.create import conversation_of, conversations_of, naming_fields, seal_of
+from penstock.gateway.responses.ids import compaction_id, input_item_id, response_id_of
+from penstock.gateway.responses.output import OutputReader, reading_of
+from penstock.gateway.responses.render import usage_of
+from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
+from penstock.gateway.stream.answer import Answer, WholeAnswer
+from penstock.gateway.stream.body_writer import PIECE_BYTES
+from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
+from penstock.gateway.stream.sse import event
+from penstock.queue.packed_result import PackedResult
+
+_ANSWER = object_of(
+    id=TEXT,
+    object={"const": "response.compaction"},
+    created_at=NUMBER,
+    output=list_of({"type": "object"}),
+    usage={"type": "object"},
+)
+
+
+class Compact:
+    """The ASGI app of the route. The summary is an ordinary job, whose text the answer seals. Nothing is stored."""
+
+    form = "compact"
+    doc = RouteDoc("Shorten a conversation to the user's messages and a sealed summary of the rest.", _ANSWER)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        request = Request(scope, receive, send)
+        async with held_body(request, self.form) as body:
+            answer = await self._answer_to(request, body)
+            del body
+        await answer(scope, receive, send)
+
+    async def _answer_to(self, request: Request, body: ParsedBody) -> Answer:
+        generation = replace(generation_request_of(request, body), lowers_max_tokens=True)
+        with naming_fields(body):
+            conversations = conversations_of(request, generation, keeps_user=True)
+            _, prompt = await conversation_of(request, generation, body, conversations)
+            key, model = await seal_of(request.app.state.client, generation)
+        content = replace(generation.content, prompts=[prompt])
+        kept = [(item_id, text.encode()) for item_id, text in body.options["kept"]]
+        seal = {"key": key, "tenant": generation.tenant, "model": model}
+        options = {"kept": [*conversations.user_items, *kept], "seal": seal}
+        return WholeAnswer(request, replace(generation, content=content), CompactionDialect(), options, body.ignored)
+
+
+class CompactionDialect(Dialect):
+    """Answers of `/v1/responses/compact`."""
+
+    def stream(self, head: AnswerHead) -> StreamEncoder:
+        """Raise InvariantError, because no body of this route asks for a stream."""
+        raise InvariantError("a compaction has no stream")
+
+    def whole(self, head: AnswerHead) -> WholeEncoder:
+        """Return the encoder of the answer."""
+        return CompactionEncoder(head)
+
+    def error_event(self, error: PenstockError) -> bytes:
+        """Return the error as an event."""
+        return event(error_body(error))
+
+
+class CompactionEncoder(WholeEncoder):
+    """Encodes the messages of the user and the sealed summary."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+        self._kept: Sequence[tuple[str, bytes]] = head.options["kept"]
+        self._reasoning_share = 0.0
+
+    def head(self) -> bytes:
+        """Return nothing: an error must come before the first part."""
+        return b""
+
+    def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
+        """Yield the answer up to the usage. Raises what `_summary_of` raises before the first part."""
+        job_id = result.job_id
+        summary = self._summary_of(result)
+        begun = {"id": response_id_of(job_id), "object": "response.compaction", "created_at": self._head.created_s}
+        yield to_json(begun)[:-1] + b',"output":['
+        for number, (item_id, text) in enumerate(self._kept):
+            yield b'{"id":' + to_json(item_id or input_item_id(number, job_id)) + b","
+            for at in range(1, len(text), PIECE_BYTES):
+                yield text[at : at + PIECE_BYTES]
+            yield b","
+        content = sealed(summary, **self._head.options["seal"])
+        yield to_json({"id": compaction_id(job_id), "type": "compaction", "encrypted_content": content})
+
+    def tail(self, usages: Sequence[Usage | None]) -> bytes:
+        """Return the usage."""
+        (usage,) = usages
+        used = None if usage is None else usage_of(usage, self._reasoning_share)
+        return b'],"usage":' + to_json(used) + b"}"
+
+    def _summary_of(self, result: PackedResult) -> str:
+        """Return the summary. Raises PromptTooLongError if it had no room, and JobFailedError if there is none."""
+        reader = OutputReader(result.job_id, self._head.form)
+        for _ in reading_of(result, reader):
+            pass
+        self._reasoning_share = reader.reasoning_share
+        summary = "".join(text for item in reader.items if item.kind == "message" for text in item.texts).strip()
+        num_tokens = 0 if result.usage is None else result.usage.completion_tokens
+        if reader.finish_reason == "length" and num_tokens < MIN_SUMMARY_TOKENS:
+            message = (
+                f"input: the conversation leaves {num_tokens} tokens of the model's context for its summary, which "
+                f"needs more, and must leave at least {MIN_SUMMARY_TOKENS} then; leave out its longest items"
+            )
+            raise PromptTooLongError(message, param="input")
+        if not summary:
+            message = "the model wrote no summary; the conversation is unchanged, so send it again"
+            raise JobFailedError(message, code="no_summary")
+        return summary
