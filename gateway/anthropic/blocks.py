@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.tools import CallId, FunctionName
 from penstock.producer.openai.messages import placeholder_of
 
 _MAX_SHOWN_CHARS = 64
+_BILLING = "x-anthropic-billing-header:"
 _NEEDED = {
     "text": ("text",),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
     "thinking": (),
     "redacted_thinking": (),
+    "tool_addition": ("tool",),
+    "tool_removal": ("tool",),
 }
 """The members that a block of each type must have."""
 _OF_SERVER = frozenset(("server_tool_use", "mcp_tool_use", "mcp_tool_result"))
@@ -31,9 +34,18 @@ class Nested(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-def joined_text(content: object) -> object:
-    """Return the text of a list of text blocks. A value that is no list is left as it is."""
-    return "\n".join(map(_text_of, content)) if isinstance(content, list) else content
+def system_text(content: object) -> object:
+    """Return the text of a system prompt without the block that Claude Code sends for Anthropic's billing.
+
+    That block differs from session to session and comes first, so with it no two sessions would share a cached prefix.
+    """
+    if not isinstance(content, list):
+        return content
+    return "\n".join(_text_of(block) for block in content if not _is_for_billing(block))
+
+
+def _is_for_billing(block: object) -> bool:
+    return isinstance(block, dict) and str(block.get("text")).startswith(_BILLING)
 
 
 def result_text(content: object) -> object:
@@ -42,6 +54,13 @@ def result_text(content: object) -> object:
     An agent sends a tool's result again in every later turn, so one screenshot would otherwise end its session.
     """
     return "\n".join(map(_text_of_part, content)) if isinstance(content, list) else content
+
+
+def referenced_tools(content: object) -> tuple[str, ...]:
+    """Return the names of the tools that a tool's result refers to."""
+    parts = content if isinstance(content, list) else ()
+    references = [part for part in parts if isinstance(part, dict) and part.get("type") == "tool_reference"]
+    return tuple(name for part in references if isinstance(name := part.get("tool_name"), str))
 
 
 def as_blocks(content: object) -> object:
@@ -88,8 +107,13 @@ def _unsupported(kind: object, instead: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported_value", message, {"shown": shown, "instead": instead})
 
 
+class _ChangedTool(Nested):
+    type: Literal["tool_reference"]
+    name: FunctionName
+
+
 class ContentBlock(Nested):
-    """One block of a message: a text, a tool call, the result of a tool, or earlier reasoning.
+    """One block of a message: a text, a tool call, its result, earlier reasoning, or a change of the tools.
 
     A block about a tool that a server ran is accepted and not passed to the model, as the tool itself is not offered.
     """
@@ -101,6 +125,8 @@ class ContentBlock(Nested):
     input: dict[str, Any] | None = None
     tool_use_id: CallId | None = None
     content: Annotated[str | None, BeforeValidator(result_text)] = None
+    references: Annotated[tuple[str, ...], BeforeValidator(referenced_tools), Field(validation_alias="content")] = ()
+    tool: _ChangedTool | None = None
 
     @model_validator(mode="before")
     @classmethod

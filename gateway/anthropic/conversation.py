@@ -21,7 +21,7 @@ MAX_BLOCKS = 4096
 _TYPES_OF_ROLE = {
     "user": frozenset(("text", "tool_result")),
     "assistant": frozenset(("text", "tool_use", "thinking", "redacted_thinking")),
-    "system": frozenset(("text",)),
+    "system": frozenset(("text", "tool_addition", "tool_removal")),
 }
 
 
@@ -58,7 +58,8 @@ class ConversationMessage(Nested):
             yield self._of_assistant()
             return
         if self.role == "system":
-            yield {"role": "user", "content": [f"<system>\n{self.text}\n</system>"]}
+            if self.text:
+                yield {"role": "user", "content": [f"<system>\n{self.text}\n</system>"]}
             return
         texts: list[str] = []
         for block in self.content:
@@ -76,6 +77,16 @@ class ConversationMessage(Nested):
         calls = [block.call() for block in self.content if block.type == "tool_use"]
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         return {**message, "tool_calls": calls} if calls else message
+
+
+def tool_changes(conversation: Sequence[ConversationMessage]) -> dict[str, bool]:
+    """Return the tools that the conversation adds or removes, and whether each is there at its end."""
+    changes: dict[str, bool] = {}
+    for block in (block for message in conversation for block in message.content):
+        changes |= dict.fromkeys(block.references, True)
+        if block.tool is not None:
+            changes[block.tool.name] = block.type == "tool_addition"
+    return changes
 
 
 def messages_of(system: str | None, conversation: Sequence[ConversationMessage]) -> list[dict[str, Any]]:

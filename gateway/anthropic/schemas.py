@@ -16,8 +16,8 @@ from penstock.contract.job import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOKENS_LIM
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.contract.tools import MAX_TOOLS
-from penstock.gateway.anthropic.blocks import Nested, joined_text
-from penstock.gateway.anthropic.conversation import ConversationMessage, messages_of
+from penstock.gateway.anthropic.blocks import Nested, system_text
+from penstock.gateway.anthropic.conversation import ConversationMessage, messages_of, tool_changes
 from penstock.gateway.anthropic.tools import OfferedTool, WantedToolChoice, dropped_tools, tool_use_of
 from penstock.producer.openai.fields import Wire, only
 from penstock.producer.openai.messages import ToolUse
@@ -78,7 +78,7 @@ class _ConversationBody(Wire):
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     messages: Annotated[list[ConversationMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: Annotated[str | None, BeforeValidator(joined_text)] = None
+    system: Annotated[str | None, BeforeValidator(system_text)] = None
     tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
     tool_choice: WantedToolChoice | None = None
     thinking: Thinking | None = None
@@ -154,7 +154,7 @@ class MessagesRequest(_ConversationBody):
 
     def tool_use(self) -> ToolUse:
         """Return the tools that the assistant may or must call."""
-        return tool_use_of(self.tools or [], self.tool_choice)
+        return tool_use_of(self.tools or [], self.tool_choice, tool_changes(self.messages))
 
     def params(self) -> SamplingParams:
         """Return the sampling options. Raises pydantic's ValidationError.
@@ -186,7 +186,7 @@ class CountTokensRequest(_ConversationBody):
         """Return the tools that the prompt shows. Nothing is generated, so no call is forced or constrained."""
         shown = [tool.model_copy(update={"strict": None}) for tool in self.tools or []]
         wanted = self.tool_choice if self.tool_choice is not None and self.tool_choice.type == "none" else None
-        return tool_use_of(shown, wanted)
+        return tool_use_of(shown, wanted, tool_changes(self.messages))
 
     def params(self) -> SamplingParams:
         """Return the sampling options of a job that ends after its prompt."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
@@ -16,7 +16,8 @@ from penstock.producer.openai.messages import ToolUse
 _WORDS = {"auto": "auto", "any": "required", "none": "none"}
 """Types of Anthropic's `tool_choice` to OpenAI's words."""
 _MAX_SHOWN_CHARS = 64
-
+_SEARCHES = "tool_search_tool_"
+"""The start of the types of Anthropic's own search for deferred tools."""
 
 _KNOWN_TO_CLAUDE = ("bash_", "computer_", "memory_", "text_editor_")
 """Types of tools that the client runs, but whose schema only Anthropic's models know."""
@@ -31,6 +32,8 @@ class OfferedTool(Nested):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     """Whether calls must match `input_schema` even if the model may also answer without a call."""
+    defer_loading: bool | None = None
+    """Whether the tool is offered only once the conversation refers to it."""
 
     @model_validator(mode="after")
     def _can_be_offered(self) -> Self:
@@ -76,11 +79,19 @@ class WantedToolChoice(Nested):
         return _WORDS[self.type]
 
 
-def tool_use_of(tools: Sequence[OfferedTool], wanted: WantedToolChoice | None) -> ToolUse:
-    """Return the tools that the assistant may or must call."""
+def tool_use_of(tools: Sequence[OfferedTool], wanted: WantedToolChoice | None, changes: Mapping[str, bool]) -> ToolUse:
+    """Return the tools that the assistant may or must call. `changes` says which ones the conversation has."""
     choice = "auto" if wanted is None else wanted.choice()
     parallel = wanted is None or not wanted.disable_parallel_tool_use
-    offers = [tool.offer() for tool in tools if tool.is_custom]
+    # Nothing here runs Anthropic's search, so the model would never get the tools that it defers.
+    none_deferred = any((tool.type or "").startswith(_SEARCHES) for tool in tools)
+    needed = None if wanted is None else wanted.name
+    offers = [
+        tool.offer()
+        for tool in tools
+        if tool.is_custom
+        and (tool.name == needed or changes.get(str(tool.name), none_deferred or not tool.defer_loading))
+    ]
     if not offers or choice == "none":
         return ToolUse(None, choice, parallel)
     return ToolUse(json.dumps(offers), choice, parallel)

@@ -387,6 +387,48 @@ def test_tools_that_run_at_anthropic_are_dropped_and_named(calling: httpx.Client
     assert [tool["function"]["name"] for tool in json.loads(calling_engine.tokenizer.last_chat[1])] == ["f"]
 
 
+def offered_names(engine: Any) -> list[str]:
+    return [tool["function"]["name"] for tool in json.loads(engine.tokenizer.last_chat[1] or "[]")]
+
+
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        ({}, ["f"]),
+        ({"tool_choice": {"type": "tool", "name": "late"}}, ["f", "late"]),
+        ({"tools": [{"type": "tool_search_tool_regex_20251119", "name": "search"}]}, ["f", "late"]),
+        ({"system": [{"type": "tool_addition", "tool": {"type": "tool_reference", "name": "late"}}]}, ["f", "late"]),
+        ({"system": [{"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}}]}, []),
+        ({"result": [{"type": "tool_reference", "tool_name": "late"}]}, ["f", "late"]),
+        ({"result": [{"type": "text", "text": "late"}]}, ["f"]),
+    ],
+    ids=["none", "choice", "Anthropic's search", "added", "removed", "referenced", "only text"],
+)
+def test_deferred_tools_are_offered_once_the_conversation_refers_to_them(
+    calling: httpx.Client, calling_engine: Any, more: dict[str, Any], names: list[str]
+) -> None:
+    messages = body("look")["messages"]
+    if "result" in more:
+        calls = [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
+        result = {"type": "tool_result", "tool_use_id": "c", "content": more["result"]}
+        messages += [{"role": "assistant", "content": calls}, {"role": "user", "content": [result]}]
+    if "system" in more:
+        messages += [{"role": "system", "content": more["system"]}]
+    asked = body("", model=CALLER, messages=messages)
+    asked["tools"] = [*TOOLS, TOOLS[0] | {"name": "late", "defer_loading": True}, *more.get("tools", ())]
+    if "tool_choice" in more:
+        asked["tool_choice"] = more["tool_choice"]
+    assert calling.post("/v1/messages", json=asked).status_code == 200
+    assert offered_names(calling_engine) == names
+    assert "<system>" not in json.dumps(sent_chat(calling_engine))
+
+
+def test_the_line_for_billing_is_not_part_of_the_prompt(http: httpx.Client, engine: Any) -> None:
+    lines = ["x-anthropic-billing-header: cc_version=2.1.331.8d9;", "Be brief.", "Answer x-anthropic-billing-header:"]
+    create(http, "hi", system=[{"type": "text", "text": line} for line in lines])
+    assert sent_chat(engine)[0] == {"role": "system", "content": "\n".join(lines[1:])}
+
+
 def test_only_dropped_tools_are_no_tools(http: httpx.Client, engine: Any) -> None:
     """The node of this model takes no tools."""
     offered = [{"type": "web_fetch_20250910", "name": "web_fetch"}]
