@@ -63,6 +63,7 @@ class KvFormat(IntEnum):
 
     BF16 = 0
     INT8 = 1
+    F16 = 2
 
 
 STORED_FORMATS = frozenset(weights for weights in Format if weights.name in Source.__members__)

@@ -30,7 +30,12 @@ _log = logging.getLogger(__name__)
 PAGE_TOKENS = 16
 MAX_HEAD_DIM = 256
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}
-_KV_FORMATS = {"auto": KvFormat.BF16, "bfloat16": KvFormat.BF16, "int8": KvFormat.INT8}
+_KV_FORMATS = {
+    "auto": KvFormat.BF16,
+    "float16": KvFormat.F16,
+    "bfloat16": KvFormat.BF16,
+    "int8": KvFormat.INT8,
+}
 
 
 class NativeUnavailableError(Exception):
@@ -128,7 +133,7 @@ def _check(described: Description, options: RunnerOptions) -> None:
         reason = "quantization may be none, int8, int8_group and int4, not fp8, which needs a GPU"
         raise NativeUnavailableError(reason, "--quantization int8")
     if options.kv_cache_dtype not in _KV_FORMATS:
-        reason = f"the KV cache may be bfloat16 or int8, not {options.kv_cache_dtype}"
+        reason = f"the KV cache may be float16, bfloat16 or int8, not {options.kv_cache_dtype}"
         raise NativeUnavailableError(reason, "--kv-cache-dtype int8")
     if options.block_size % PAGE_TOKENS:
         reason = f"block_size {options.block_size}: the native kernels need 16 or 32, because a page has {PAGE_TOKENS}"
@@ -154,7 +159,7 @@ def _check_sizes(spec: ModelSpec) -> None:
 
 def _kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:
     """Return the KV bytes of one token over all layers; int8 includes a float32 scale per key and value."""
-    head_bytes = 2 * spec.head_dim if kv_format is KvFormat.BF16 else spec.head_dim + 4
+    head_bytes = 2 * spec.head_dim if kv_format is not KvFormat.INT8 else spec.head_dim + 4
     return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
 
 

@@ -102,7 +102,7 @@ def _expected(filled: Filled, queries: Floats, limits: Sequence[int], head: int,
     dim = queries.shape[1]
     if filled.kept is KvFormat.BF16:
         queries = to_bf16(queries)
-    else:
+    elif filled.kept is KvFormat.INT8:
         queries = quantize_activations(queries, dim).values()
     wants, bounds = [], []
     for i, (query, first, limit) in enumerate(zip(queries.astype(np.float64), firsts, limits, strict=True)):
@@ -121,9 +121,9 @@ def _expected(filled: Filled, queries: Floats, limits: Sequence[int], head: int,
 
 
 def _rounding(kept: KvFormat, weights: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """bfloat16 moves a weight by 2^-8 of itself, quantization by half a step of its chunk's largest."""
-    if kept is KvFormat.BF16:
-        moved: NDArray[np.float64] = 2.0**-8 * (weights @ np.abs(values))
+    """bfloat16 moves a weight by 2^-8 of itself, quantization by half a step of its chunk's largest, float16 not."""
+    if kept is not KvFormat.INT8:
+        moved: NDArray[np.float64] = (2.0**-8 if kept is KvFormat.BF16 else 0) * (weights @ np.abs(values))
         return moved
     moved = np.zeros(values.shape[1])
     for i in range(0, len(values), CHUNK):
@@ -152,8 +152,35 @@ def test_a_cell_keeps_what_was_set(new_cache: NewCache, kept: KvFormat, head_dim
         cache.set(slot, head, key, value)
     for (slot, head), *both in zip(cells, keys, values, strict=True):
         for got, put in zip(cache.get(slot, head), both, strict=True):
-            want = to_bf16(put) if kept is KvFormat.BF16 else quantize_activations(put[None], head_dim).values()[0]
-            np.testing.assert_array_equal(got, want)
+            np.testing.assert_array_equal(got, _as_kept(kept, put))
+
+
+def _as_kept(kept: KvFormat, row: Floats) -> Floats:
+    if kept is KvFormat.BF16:
+        return to_bf16(row)
+    return (
+        row.astype(np.float16).astype(np.float32)
+        if kept is KvFormat.F16
+        else quantize_activations(row[None], len(row)).values()[0]
+    )
+
+
+def test_float16_keeps_numbers_beyond_its_range_as_its_largest(new_cache: NewCache) -> None:
+    cache = new_cache(KvFormat.F16, 16, 1)
+    row = np.array([65504, 65519, 65520, 1e6, 3e38, -65504, -65520, -1e6, -3e38, 1, *[0] * 6], np.float32)
+    cache.set(3, 1, row, -row)
+    for got, put in zip(cache.get(3, 1), (row, -row), strict=True):
+        np.testing.assert_array_equal(got, np.clip(put, -65504, 65504))
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_float16_keeps_what_is_not_finite_as_nan(new_cache: NewCache, odd: float) -> None:
+    cache = new_cache(KvFormat.F16, 16, 1)
+    row = np.arange(16, dtype=np.float32)
+    row[5] = odd
+    cache.set(0, 0, row, row)
+    for got in cache.get(0, 0):
+        np.testing.assert_array_equal(got, np.where(np.isfinite(row), row, np.nan))
 
 
 @pytest.mark.parametrize(
@@ -162,8 +189,8 @@ def test_a_cell_keeps_what_was_set(new_cache: NewCache, kept: KvFormat, head_dim
 def test_stale_cells_past_the_context_do_not_count(
     new_cache: NewCache, kept: KvFormat, odd: float, context: int
 ) -> None:
-    """The model clears stale values in bfloat16 pages, because a weight of 0 does not mask NaN. It clears no keys."""
-    filled = _fill(new_cache, kept, 64, context, stale=(odd, 0.0 if kept is KvFormat.BF16 else odd))
+    """The model clears stale values in pages of 16 bits, because a weight of 0 does not mask NaN. It clears no keys."""
+    filled = _fill(new_cache, kept, 64, context, stale=(odd, odd if kept is KvFormat.INT8 else 0.0))
     for rows in range(1, MAX_QUERY_ROWS + 1):
         _assert_close(filled, random_floats(rows, 64, seed=rows), [context] * rows, 1)
 

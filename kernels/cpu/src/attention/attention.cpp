@@ -15,19 +15,14 @@ constexpr float kMasked = -1e30f;
 // Pages whose scores are computed in one pass over the queries.
 constexpr int kPagesAtOnce = kRegisters >= 32 ? kChunkPages : 2;
 
-template <class T>
-Bytes broadcast_word_at(const T* at) {
-  uint32_t word;
-  std::memcpy(&word, at, sizeof word);
-  return broadcast_word(word);
-}
-
 // Attention of R rows over the chunks of a span, one chunk after the other. D: head_dim, or 0 if known only at run
 // time.
 template <template <int, int> class Cache, int R, int D>
 class Span {
   using Own = Cache<R, D>;
   using Sums = typename Own::Sums;
+  using Part = decltype(Own::part(nullptr));
+  static constexpr int kPartBytes = kLine / Own::kParts, kPerLine = Own::kPerPart * Own::kParts;
   static constexpr int kVectors = (D ? D : kMaxHeadDim) / kLanes;
 
  public:
@@ -84,18 +79,19 @@ class Span {
   void scores(const Chunk& chunk, Fetcher& fetcher, int first, Floats (&s)[R][kChunkPages]) {
     const uint8_t* keys[P];
     for (int i = 0; i < P; ++i) keys[i] = chunk.cells[first + i];
-    constexpr int kPerWord = 4 / sizeof(typename Own::Number);
     Sums acc[R][P];
     for (int r = 0; r < R; ++r)
       for (int i = 0; i < P; ++i) acc[r][i] = own_.first_score(r);
 #pragma GCC unroll 1
-    for (int k = 0; k < dim_ / kPerWord; ++k) {
+    for (int k = 0; k < dim_ / kPerLine; ++k) {
       Fetcher::ask(fetcher, Fetcher::kWithKeys);
-      Bytes page[P];
-      for (int i = 0; i < P; ++i) page[i] = load_bytes(keys[i] + k * kLine);
-      for (int r = 0; r < R; ++r) {
-        const Bytes query = broadcast_word_at(own_.q[r] + k * kPerWord);
-        for (int i = 0; i < P; ++i) acc[r][i] = Own::dot_keys(acc[r][i], page[i], query);
+      for (int h = 0; h < Own::kParts; ++h) {
+        Part page[P];
+        for (int i = 0; i < P; ++i) page[i] = Own::part(keys[i] + k * kLine + h * kPartBytes);
+        for (int r = 0; r < R; ++r) {
+          const Part query = Own::factor(own_.q[r] + k * kPerLine + h * Own::kPerPart);
+          for (int i = 0; i < P; ++i) acc[r][i] = Own::dot_keys(acc[r][i], page[i], query);
+        }
       }
     }
     for (int i = 0; i < P; ++i)
@@ -142,18 +138,17 @@ class Span {
   }
 
   void add_values(const Chunk& chunk, Fetcher& fetcher) {
-    constexpr int kPerWord = 4 / sizeof(typename Own::Weight);
     Sums sums[R][kVectors];
     for (int r = 0; r < R; ++r)
       for (int j = 0; j < dim_ / kLanes; ++j) sums[r][j] = own_.first_value(acc_[r][j] * broadcast(fade_[r]));
     for (int i = 0; i < chunk.count; ++i) {
       const uint8_t *values = kv_.values(chunk.cells[i]);
-      for (int t = 0; t < kPage; t += kPerWord, values += dim_ * 4) {
-        Bytes weights[R];
-        for (int r = 0; r < R; ++r) weights[r] = broadcast_word_at(own_.p[r] + i * kPage + t);
+      for (int t = 0; t < kPage; t += Own::kPerPart, values += dim_ / kLanes * kPartBytes) {
+        Part weights[R];
+        for (int r = 0; r < R; ++r) weights[r] = Own::factor(own_.p[r] + i * kPage + t);
         for (int j = 0; j < dim_ / kLanes; ++j) {
-          Fetcher::ask(fetcher, Fetcher::kWithValues);
-          const Bytes v = load_bytes(values + j * kLine);
+          if (t % kPerLine == 0) Fetcher::ask(fetcher, Fetcher::kWithValues);
+          const Part v = Own::part(values + j * kPartBytes);
           for (int r = 0; r < R; ++r) sums[r][j] = Own::dot_values(sums[r][j], v, weights[r]);
         }
       }
@@ -211,9 +206,12 @@ SpanKernel kernel_of(int head_dim, int rows) {
 
 void run(const KvCache& cache, const QueryRows& rows, int begin, int end, const Chunk& after, RowState* out) {
   const int dim = cache.shape().head_dim;
-  const bool is_bf16 = cache.shape().format == KvFormat::kBf16;
-  const SpanKernel kernel = is_bf16 ? kernel_of<Bf16Cache>(dim, rows.count) : kernel_of<Int8Cache>(dim, rows.count);
-  kernel(cache, rows, begin, end, after, out);
+  const auto kernel_for = [&](KvFormat format) {
+    if (format == KvFormat::kBf16) return kernel_of<Bf16Cache>(dim, rows.count);
+    if (format == KvFormat::kF16) return kernel_of<F16Cache>(dim, rows.count);
+    return kernel_of<Int8Cache>(dim, rows.count);
+  };
+  kernel_for(cache.shape().format)(cache, rows, begin, end, after, out);
 }
 
 }  // namespace

@@ -20,6 +20,14 @@ struct Chunk {
   }
 };
 
+// The four bytes at an address, in each lane.
+template <class T>
+PENSTOCK_INLINE Bytes broadcast_word_at(const T* at) {
+  uint32_t word;
+  std::memcpy(&word, at, sizeof word);
+  return broadcast_word(word);
+}
+
 // Prefetches the cache lines of a chunk's cells one by one, so that memory always has work.
 class Fetcher {
  public:
@@ -60,6 +68,8 @@ struct Bf16Cache {
   using Number = bf16;
   using Weight = bf16;
   using Sums = Floats;
+  // A line of 64 bytes is multiplied in this many parts; a factor has as many elements as a part has for each lane.
+  static constexpr int kParts = 1, kPerPart = 2;
   float scale;
   alignas(64) Number q[R][D ? D : kMaxHeadDim];
   alignas(64) Weight p[R][kChunk];
@@ -69,6 +79,9 @@ struct Bf16Cache {
       for (int d = 0; d < dim; d += kLanes) store_bf16(q[r] + d, load(rows.queries + r * dim + d));
   }
 
+  static Bytes part(const uint8_t* at) { return load_bytes(at); }
+  template <class T>
+  static Bytes factor(const T* at) { return broadcast_word_at(at); }
   static Sums dot_keys(Sums sums, Bytes keys, Bytes query) { return dot_bf16(sums, keys, query); }
   static Sums dot_values(Sums sums, Bytes values, Bytes weights) { return dot_bf16(sums, values, weights); }
   Sums first_score(int) const { return zeros(); }
@@ -82,12 +95,44 @@ struct Bf16Cache {
   Floats value(Sums sums, int, Floats) const { return sums; }
 };
 
+// Products of rows with cells of f16, which are widened. Queries and weights stay in single precision.
+template <int R, int D>
+struct F16Cache {
+  using Number = float;
+  using Weight = float;
+  using Sums = Floats;
+  static constexpr int kParts = 2, kPerPart = 1;
+  float scale;
+  alignas(64) Number q[R][D ? D : kMaxHeadDim];
+  alignas(64) Weight p[R][kChunk];
+
+  F16Cache(const QueryRows& rows, int dim) : scale(rows.scale * kLog2E) {
+    for (int r = 0; r < R; ++r)
+      for (int d = 0; d < dim; d += kLanes) store(q[r] + d, load(rows.queries + r * dim + d));
+  }
+
+  static Floats part(const uint8_t* at) { return load_f16(reinterpret_cast<const f16*>(at)); }
+  static Floats factor(const float* at) { return broadcast(*at); }
+  static Sums dot_keys(Sums sums, Floats keys, Floats query) { return fma(keys, query, sums); }
+  static Sums dot_values(Sums sums, Floats values, Floats weights) { return fma(values, weights, sums); }
+  Sums first_score(int) const { return zeros(); }
+  Floats score(Sums sums, int, const float*) const { return sums * broadcast(scale); }
+
+  void set_weights(const KvCache&, const Chunk&, const Floats (&weights)[R][kChunkPages]) {
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < kChunkPages; ++i) store(p[r] + i * kPage, weights[r][i]);
+  }
+  Sums first_value(Floats faded) const { return faded; }
+  Floats value(Sums sums, int, Floats) const { return sums; }
+};
+
 // Products of rows with cells of int8: both sides are integers.
 template <int R, int D>
 struct Int8Cache {
   using Number = int8_t;
   using Weight = uint8_t;
   using Sums = Ints;
+  static constexpr int kParts = 1, kPerPart = 4;
   alignas(64) Number q[R][D ? D : kMaxHeadDim];
   alignas(64) Weight p[R][kChunk];
   alignas(64) float q_scale[kLanes], p_scale[kLanes];
@@ -99,6 +144,9 @@ struct Int8Cache {
     }
   }
 
+  static Bytes part(const uint8_t* at) { return load_bytes(at); }
+  template <class T>
+  static Bytes factor(const T* at) { return broadcast_word_at(at); }
   static Sums dot_keys(Sums sums, Bytes keys, Bytes query) { return dot_u8s8(sums, keys, query); }
   static Sums dot_values(Sums sums, Bytes values, Bytes weights) { return dot_u8s8(sums, weights, values); }
   Sums first_score(int r) const { return broadcast_int(-128 * q_sum[r]); }

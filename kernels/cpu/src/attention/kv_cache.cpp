@@ -7,6 +7,8 @@
 namespace penstock {
 namespace {
 
+constexpr float kMaxF16 = 65504;
+
 // Index of element d of token t in a cell's keys, which are words of `per_word` elements, and in its values.
 size_t key_at(int d, int t, int per_word) { return ((size_t)d / per_word * kPage + t) * per_word + d % per_word; }
 size_t value_at(int d, int t, int per_word, int head_dim) {
@@ -18,6 +20,14 @@ void put_into_words(uint8_t* words, Ints x, int width, int at) {
   int32_t* out = reinterpret_cast<int32_t*>(words);
   const uint32_t others = ~(((1u << width) - 1) << at);
   store_ints(out, (load_ints(out) & broadcast_int((int32_t)others)) | shift_left(x, at));
+}
+
+// Writes [head_dim] as f16. A finite number outside its range becomes the largest one; infinity becomes NaN.
+void store_saturated(f16* out, const float* x, int head_dim) {
+  for (int d = 0; d < head_dim; d += kLanes) {
+    const Floats number = load(x + d), inside = min(max(number, broadcast(-kMaxF16)), broadcast(kMaxF16));
+    store_f16(out + d, fma(number, zeros(), inside));
+  }
 }
 
 }  // namespace
@@ -34,6 +44,13 @@ void KvCache::set(int layer, int slot, int head, const float* key, const float* 
     for (int d = 0; d < dim; d += 2) std::memcpy(keys + key_at(d, t, 2) * sizeof(bf16), k + d, 2 * sizeof(bf16));
     uint8_t* pairs = out + value_at(0, t - t % 2, 2, dim) * sizeof(bf16);
     for (int d = 0; d < dim; d += kLanes) put_into_words(pairs + d * 4, widen_u16(v + d), 16, t % 2 * 16);
+    return;
+  }
+  if (shape_.format == KvFormat::kF16) {
+    alignas(64) f16 k[kMaxHeadDim];
+    store_saturated(k, key, dim);
+    for (int d = 0; d < dim; ++d) reinterpret_cast<f16*>(keys)[key_at(d, t, 1)] = k[d];
+    store_saturated(reinterpret_cast<f16*>(out) + value_at(0, t, 1, dim), value, dim);
     return;
   }
   alignas(64) int8_t k[kMaxHeadDim], v[kMaxHeadDim];
@@ -55,9 +72,15 @@ void KvCache::set(int layer, int slot, int head, const float* key, const float* 
 
 void KvCache::clear_behind(int layer, int slot, int head) const {
   // int8 cannot hold NaN, so a zero weight masks it.
-  if (shape_.format != KvFormat::kBf16) return;
+  if (shape_.format == KvFormat::kInt8) return;
   const int t = slot % kPage, dim = shape_.head_dim, row_bytes = dim * 4;
-  uint8_t* pairs = values(cell_of_slot(layer, slot, head)) + t / 2 * row_bytes;
+  uint8_t* own = values(cell_of_slot(layer, slot, head));
+  if (shape_.format == KvFormat::kF16) {
+    f16* behind = reinterpret_cast<f16*>(own) + value_at(0, t + 1, 1, dim);
+    std::memset(behind, 0, (kPage - 1 - t) * dim * sizeof(f16));
+    return;
+  }
+  uint8_t* pairs = own + t / 2 * row_bytes;
   for (int d = 0; t % 2 == 0 && d < dim; d += kLanes) put_into_words(pairs + d * 4, broadcast_int(0), 16, 16);
   std::memset(pairs + row_bytes, 0, (size_t)(kPage / 2 - 1 - t / 2) * row_bytes);
 }
@@ -74,6 +97,9 @@ void KvCache::get(int layer, int slot, int head, float* key, float* value) const
     if (shape_.format == KvFormat::kBf16) {
       key[d] = widen(reinterpret_cast<const bf16*>(k)[key_at(d, t, 2)]);
       value[d] = widen(reinterpret_cast<const bf16*>(v)[value_at(d, t, 2, dim)]);
+    } else if (shape_.format == KvFormat::kF16) {
+      key[d] = widen_f16(reinterpret_cast<const f16*>(k)[key_at(d, t, 1)]);
+      value[d] = widen_f16(reinterpret_cast<const f16*>(v)[value_at(d, t, 1, dim)]);
     } else {
       key[d] = key_scales(k)[t] * (k[key_at(d, t, 4)] - 128);
       value[d] = value_scales(k)[t] * (int8_t)v[value_at(d, t, 4, dim)];

@@ -4,6 +4,7 @@
 // tokens.
 //
 //   bf16   keys [head_dim / 2][16 tokens][2], values [8 token pairs][head_dim][2]
+//   f16    keys [head_dim][16 tokens], values [16 tokens][head_dim]
 //   int8   keys [head_dim / 4][16 tokens][4] u8 (128 + q), values [4 token quadruples][head_dim][4] s8,
 //          and one float scale per token, for keys and for values
 #pragma once
@@ -19,7 +20,7 @@ constexpr int kPage = kLanes;
 constexpr int kTokensPerWord = 4;
 constexpr int kMaxHeadDim = 256;
 
-enum class KvFormat : int { kBf16 = 0, kInt8 = 1 };
+enum class KvFormat : int { kBf16 = 0, kInt8 = 1, kF16 = 2 };
 
 struct KvShape {
   KvFormat format;
@@ -27,7 +28,7 @@ struct KvShape {
 
   int pages_per_block() const { return block_size / kPage; }
   // Bytes of a cell's keys; its values take as many.
-  size_t half_bytes() const { return (size_t)kPage * head_dim * (format == KvFormat::kBf16 ? sizeof(bf16) : 1); }
+  size_t half_bytes() const { return (size_t)kPage * head_dim * (format == KvFormat::kInt8 ? 1 : 2); }
   size_t cell_bytes() const {
     return 2 * half_bytes() + (format == KvFormat::kInt8 ? 2 * kPage * sizeof(float) : 0);
   }

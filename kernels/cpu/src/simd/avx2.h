@@ -87,6 +87,10 @@ PENSTOCK_INLINE void store_bf16(uint16_t* p, Floats x) {
 PENSTOCK_INLINE Floats load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
+PENSTOCK_INLINE void store_f16(uint16_t* p, Floats x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
 
 PENSTOCK_INLINE Ints broadcast_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 PENSTOCK_INLINE Ints load_ints(const int32_t* p) {

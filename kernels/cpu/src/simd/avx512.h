@@ -52,6 +52,9 @@ PENSTOCK_INLINE void store_bf16(uint16_t* p, Floats a) {
 PENSTOCK_INLINE Floats load_f16(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
 }
+PENSTOCK_INLINE void store_f16(uint16_t* p, Floats a) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
 
 PENSTOCK_INLINE Ints broadcast_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 PENSTOCK_INLINE Ints load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
