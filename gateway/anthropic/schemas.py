@@ -19,7 +19,7 @@ from penstock.contract.tools import MAX_TOOLS
 from penstock.gateway.anthropic.blocks import Nested, system_text
 from penstock.gateway.anthropic.conversation import ConversationMessage, messages_of, tool_changes
 from penstock.gateway.anthropic.tools import OfferedTool, WantedToolChoice, dropped_tools, tool_use_of
-from penstock.producer.openai.fields import Wire, only
+from penstock.producer.openai.fields import NO_EFFECT, Hint, Wire, only
 from penstock.producer.openai.messages import ToolUse
 
 MAX_EDITS = 64
@@ -82,17 +82,16 @@ class _ConversationBody(Wire):
     tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
     tool_choice: WantedToolChoice | None = None
     thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
     priority: ClassName | None = None
     cache_salt: str | None = None
 
-    cache_control: dict[str, Any] | None = None
-    context_management: ContextManagement | None = None
+    cache_control: Annotated[dict[str, Any] | None, NO_EFFECT] = None
+    context_management: Annotated[ContextManagement | None, NO_EFFECT] = None
     mcp_servers: Annotated[Any, only(None, [])] = None
     thread: Annotated[Any, only(None)] = None
     speed: Annotated[Any, only(None, "standard")] = None
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
+    user_profile_id: Hint = None
+    workspace_id: Hint = None
 
     @field_validator("messages")
     @classmethod
@@ -141,13 +140,14 @@ class MessagesRequest(_ConversationBody):
 
     max_tokens: int
     stream: bool | None = None
+    output_config: OutputConfig | None = None
     stop_sequences: Annotated[list[str] | None, FailFast(), Field(max_length=MAX_STOP_STRINGS)] = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
 
-    metadata: dict[str, Any] | None = None
-    diagnostics: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any] | None, NO_EFFECT] = None
+    diagnostics: Annotated[dict[str, Any] | None, NO_EFFECT] = None
     service_tier: Annotated[Any, only(None, "auto", "standard_only")] = None
     container: Annotated[Any, only(None)] = None
     inference_geo: Annotated[Any, only(None)] = None
@@ -176,6 +176,8 @@ class MessagesRequest(_ConversationBody):
 
 class CountTokensRequest(_ConversationBody):
     """Body of `POST /v1/messages/count_tokens`."""
+
+    output_config: Annotated[OutputConfig | None, NO_EFFECT] = None
 
     @property
     def stream(self) -> bool:

@@ -17,7 +17,7 @@ from penstock.contract.job import (
     SamplingParams,
     TokenId,
 )
-from penstock.contract.named import UNKNOWN_FIELD
+from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER
 from penstock.contract.priority import ClassName
 from penstock.contract.tools import MAX_TOOLS
 from penstock.producer.openai.fields import Wire
@@ -64,8 +64,9 @@ class JobRequest(Wire):
                 raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {UNKNOWN_FIELD: name})
             limit = _MAX_ITEMS.get(name)
             if limit is not None and isinstance(given, list | dict) and len(given) > limit:
-                text = "{name} must have at most {limit} items"
-                raise PydanticCustomError("too_many", text, {"name": name, "limit": limit})
+                raise PydanticCustomError(
+                    "too_many", "must have at most {limit} items", {WRONG_MEMBER: name, "limit": limit}
+                )
         return value
 
     @model_validator(mode="after")

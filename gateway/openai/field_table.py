@@ -8,14 +8,17 @@ from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from penstock.contract.job import SamplingParams
-from penstock.contract.named import Named
+from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
 from penstock.gateway.responses.body import CompactBody, ResponseBody
 from penstock.gateway.responses.body import StreamOptions as ResponseStreamOptions
+from penstock.gateway.tokens.schemas import DetokenizeRequest, TokenizeRequest
 from penstock.producer.batch.request import ROWS
 from penstock.producer.openai.fields import NO_EFFECT, Accepts, neutral_values_of
 from penstock.producer.openai.messages import ChatMessage
@@ -26,8 +29,10 @@ HONORED, WITHOUT_EFFECT, REFUSED, UNKNOWN = "honored", "no effect", "refused", "
 IGNORED = "ignored"
 """An unknown field of a record that accepts unknown fields, and lists them in a header of the answer."""
 BODIES, TEXTS = "Fields of the body", "Fields of a body with texts to embed"
+ANTHROPIC, TOKENS = "Fields of Anthropic's bodies", "Fields of a body about tokens"
+JOB, PARAMS = "Fields of a job", "Fields of a job's `params`"
 STREAM_OPTIONS, MESSAGE = "Fields of `stream_options`", "Fields of a message"
-_TABLES: Mapping[str, Mapping[str, type[Named]]] = {
+_TABLES: Mapping[str, Mapping[str, type[BaseModel]]] = {
     BODIES: {
         "/v1/chat/completions": ChatRequest,
         "/v1/completions": CompletionRequest,
@@ -35,6 +40,10 @@ _TABLES: Mapping[str, Mapping[str, type[Named]]] = {
         "/v1/responses/compact": CompactBody,
         **{f"batch: {url}": row for url, row in ROWS.items()},
     },
+    ANTHROPIC: {"/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest},
+    JOB: {"/v1/jobs": JobRequest},
+    PARAMS: {"/v1/jobs": SamplingParams},
+    TOKENS: {"/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest},
     TEXTS: {"/v1/embeddings": EmbeddingRequest, "/rerank": RerankRequest, "/score": ScoreRequest},
     STREAM_OPTIONS: {"chats and completions": StreamOptions, "/v1/responses": ResponseStreamOptions},
     MESSAGE: {"`messages[]`": ChatMessage},
@@ -47,10 +56,11 @@ _SHOWN_BITS = 20
 """Powers of two beyond this one are shown as powers."""
 
 
-def effect_of(field: FieldInfo | None) -> str:
-    """Return what a field does: honored, without effect, refused except for neutral values, refused, or unknown."""
+def effect_of(schema: type[BaseModel], name: str) -> str:
+    """Return what a field does: honored, without effect, refused except for some values, refused, ignored, unknown."""
+    field = _fields_of(schema).get(name)
     if field is None:
-        return UNKNOWN
+        return IGNORED if schema.model_config.get("extra") == "allow" else UNKNOWN
     if NO_EFFECT in field.metadata or _is_hint(field.annotation):
         return WITHOUT_EFFECT
     if said := next((mark.words for mark in field.metadata if isinstance(mark, Accepts)), None):
@@ -65,12 +75,7 @@ def effects(title: str = BODIES) -> dict[tuple[str, str], str]:
     """Map each (column, field) of a table to what the field does."""
     schemas = _TABLES[title]
     names = _names_of(schemas)
-    return {(path, name): _effect_in(schema, name) for path, schema in schemas.items() for name in names}
-
-
-def _effect_in(schema: type[Named], name: str) -> str:
-    effect = effect_of(schema.model_fields.get(name))
-    return IGNORED if effect == UNKNOWN and schema.model_config.get("extra") == "allow" else effect
+    return {(path, name): effect_of(schema, name) for path, schema in schemas.items() for name in names}
 
 
 def tables() -> str:
@@ -80,12 +85,12 @@ def tables() -> str:
 
 
 def values() -> dict[str, str]:
-    """Map each sampling option and each choice of the first two tables to the values that it accepts."""
+    """Map each sampling option and each choice of a body to the values that it accepts."""
     found: dict[str, str] = {}
-    for title in (BODIES, TEXTS):
+    for title in (BODIES, ANTHROPIC, JOB, TOKENS, TEXTS):
         for schema in _TABLES[title].values():
-            for name, field in schema.model_fields.items():
-                if effect_of(field) != HONORED:
+            for name, field in _fields_of(schema).items():
+                if effect_of(schema, name) != HONORED:
                     continue
                 option = SamplingParams.model_fields.get(_OPTION_OF.get(name, name), field)
                 said = _choices_of(field.annotation) or _range_of(field) or _range_of(option)
@@ -137,18 +142,23 @@ def _number(value: float) -> str:
     return f"{sign}2^{power}" if abs(value) == 2**power and power > _SHOWN_BITS else f"{value:,}".removesuffix(".0")
 
 
-def _table(title: str, schemas: Mapping[str, type[Named]]) -> Iterator[str]:
+def _table(title: str, schemas: Mapping[str, type[BaseModel]]) -> Iterator[str]:
     yield f"## {title}\n"
     yield f"| field | {' | '.join(schemas)} |"
     yield "|---" * (1 + len(schemas)) + "|"
     for name in _names_of(schemas):
-        cells = (_effect_in(schema, name) for schema in schemas.values())
+        cells = (effect_of(schema, name) for schema in schemas.values())
         yield f"| `{name}` | {' | '.join(cells)} |"
     yield ""
 
 
-def _names_of(schemas: Mapping[str, type[Named]]) -> list[str]:
-    return sorted({name for schema in schemas.values() for name in schema.model_fields})
+def _names_of(schemas: Mapping[str, type[BaseModel]]) -> list[str]:
+    return sorted({name for schema in schemas.values() for name in _fields_of(schema)})
+
+
+def _fields_of(schema: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields by their names on the wire."""
+    return {field.alias or name: field for name, field in schema.model_fields.items()}
 
 
 def _is_hint(annotation: Any) -> bool:

@@ -13,6 +13,8 @@ from pydantic_core import PydanticCustomError
 
 UNKNOWN_FIELD = "unknown_field"
 """The pydantic error type, the API error code, and the key under which the error's context holds the field name."""
+WRONG_MEMBER = "wrong_member"
+"""The key under which the error's context holds the name of the member that is wrong, if a field holds an object."""
 NEAREST_FIELD = "nearest_field"
 """The key under which the error's context holds the most similar known name, if there is one."""
 MAX_COMPARED_CHARS = 64

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core.core_schema import ErrorType
 
 from penstock.contract.errors import ConfigError, PenstockError, RequestError
-from penstock.contract.named import NEAREST_FIELD, UNKNOWN_FIELD
+from penstock.contract.named import NEAREST_FIELD, UNKNOWN_FIELD, WRONG_MEMBER
 
 MAX_NAME_CHARS = 128
 """Limit for an echoed field name, since the name may come from an untrusted request."""
@@ -83,8 +83,7 @@ def problem_of(error: ValidationError, names: Mapping[str, str] | None = None) -
     if loc:
         loc[0] = (names or {}).get(str(loc[0]), loc[0])
     context = first.get("ctx", {})
-    if (unknown := context.get(UNKNOWN_FIELD)) is not None:
-        loc.append(unknown)
+    loc += [context[name] for name in (UNKNOWN_FIELD, WRONG_MEMBER) if name in context]
     code = _CODES.get(first["type"])
     message = _unknown(context.get(NEAREST_FIELD)) if code == UNKNOWN_FIELD else _text_of(first)
     return Problem(message, _path(loc), code)

@@ -242,7 +242,7 @@ def test_large_result_expires_soon_after_it_was_fetched_but_the_job_does_not(
         ({"params": {"temperature": "0.5"}}, "params.temperature"),
         ({"params": {"n": 17}}, "params.n"),
         ({"params": {"heat": 1}}, "params.heat"),
-        ({"params": {"stop": ["a"] * 17}}, "params"),
+        ({"params": {"stop": ["a"] * 17}}, "params.stop"),
         ({"params": {"logit_bias": {"a": 1}}}, "params.logit_bias.a.[key]"),
         ({"deadline_s": 0}, "deadline_s"),
         ({"deadline_s": 1, "not_before_s": 2}, "not_before_s"),
