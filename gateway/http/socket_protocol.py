@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import logging
+import socket
 import time
 from typing import Any
 
@@ -31,8 +32,13 @@ PARSE_S = 0.002
 """Seconds of parsing after which other connections are served."""
 SLICE_BYTES = 1 << 10
 """Bytes that are parsed at once. They may contain 170 frames, which take 2 ms."""
-MAX_SMALL_BYTES = 256 << 10
+MAX_SMALL_BYTES = 16 << 10
 """Bytes of an incomplete message that are kept without asking for memory."""
+RECEIVE_BYTES = 64 << 10
+"""Bytes that the kernel keeps for a WebSocket that is not read; Linux takes twice as much. Without a limit, it takes
+megabytes. As much may wait unparsed in this process."""
+_CHECKED_BYTES = 256 << 10
+"""Bytes of a text that are checked at once."""
 EXTENSION = "penstock.socket"
 """The name under which the ASGI scope holds the protocol."""
 _LOG = logging.getLogger(__name__)
@@ -122,6 +128,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         """Handle a connection whose HTTP head offers a WebSocket."""
         super().connection_made(transport)
         self._reader_watch = ReaderWatch(self.loop, transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Handle the end of the connection."""
@@ -292,8 +299,8 @@ def _is_utf8(text: bytes) -> bool:
     """Return whether a text is UTF-8, without a copy of a large one."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for at in range(0, len(text), MAX_SMALL_BYTES):
-            decoder.decode(text[at : at + MAX_SMALL_BYTES])
+        for at in range(0, len(text), _CHECKED_BYTES):
+            decoder.decode(text[at : at + _CHECKED_BYTES])
         decoder.decode(b"", True)
     except UnicodeDecodeError:
         return False

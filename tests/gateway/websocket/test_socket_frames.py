@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from penstock.gateway.http import reader_watch, socket_protocol
+from penstock.gateway.request.body import BODY_STEP_BYTES, MAX_BODY_BYTES_HELD_OF_TENANT
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.websocket.raw_socket import (
     BINARY,
@@ -327,6 +329,45 @@ def test_slow_large_messages_delay_no_other(stack: Stack, shared_engine: EchoEng
         for quick in (one, other):
             quick.send(large_message())
         assert [text_of(quick.messages()) for quick in (one, other)] == ["hello"] * 2
+
+
+def held_bytes(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("penstock_gateway_body_bytes "))
+
+
+def wait_for_held(url: str, num_bytes: int) -> None:
+    until_s = time.monotonic() + 10
+    while held_bytes(url) != num_bytes:
+        assert time.monotonic() < until_s, held_bytes(url)
+        time.sleep(0.02)
+
+
+def test_a_slow_message_counts_as_held_memory_unless_it_is_short(url: str, shared_engine: EchoEngine) -> None:
+    with RawSocket(url) as short, RawSocket(url) as long:
+        short.send(large_message()[: socket_protocol.MAX_SMALL_BYTES])
+        long.send(large_message()[: 3 * socket_protocol.MAX_SMALL_BYTES])
+        wait_for_held(url, BODY_STEP_BYTES)
+    wait_for_held(url, 0)
+
+
+def test_a_message_that_waits_for_memory_stays_with_its_sender(stack: Stack, shared_engine: EchoEngine) -> None:
+    url, message = stack.start_gateway(body_timeout_s=120), large_message()
+    # Beside one message of the largest size, one tenant's slow messages have so many steps.
+    num_steps = (MAX_BODY_BYTES_HELD_OF_TENANT - (8 << 20)) // BODY_STEP_BYTES
+    with contextlib.ExitStack() as exits:
+        for _ in range(num_steps + 1):
+            exits.enter_context(RawSocket(url)).send(message[: 2 * socket_protocol.MAX_SMALL_BYTES])
+        wait_for_held(url, (num_steps + 1) * BODY_STEP_BYTES)
+        waiting = exits.enter_context(RawSocket(url))
+        waiting.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        waiting.socket.settimeout(1.0)
+        num_sent = 0
+        with pytest.raises(TimeoutError):
+            for at in range(0, len(message), 4096):
+                waiting.send(message[at : at + 4096])
+                num_sent += 4096
+    assert num_sent < 400_000
 
 
 def test_slow_large_message_is_closed(stack: Stack, shared_engine: EchoEngine) -> None:
