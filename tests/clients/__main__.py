@@ -19,13 +19,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make clients", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(BY_NAME)}")
     parser.add_argument("--page", action="store_true", help="write the results into CLIENTS.md")
+    parser.add_argument("--record", action="store_true", help="keep the clients' requests in build/clients/recorded/")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in BY_NAME]:
         parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(BY_NAME)}")
     chosen = [BY_NAME[name] for name in given.names] or CLIENTS
     print(f"{'client':16}{'version':12}{'checks':>8}{'seconds':>9}")
     with running_server() as server:
-        reports = [_shown(run_client(client, server)) for client in chosen]
+        reports = [_shown(run_client(client, server, records=given.record)) for client in chosen]
     if given.page:
         page.write(reports)
     return sum(not report.passed for report in reports)
