@@ -9,7 +9,7 @@
 #   make check-full  all of it, slow tests included; installs Jupyter and pyright for them
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
-#   make clients     run official clients and load tools against `penstock serve` (minutes); CLIENT="litellm openai"
+#   make clients     run official clients and load tools against `penstock serve` (minutes); CLIENT="litellm openai", --newer
 #   make hostile     attacks of one tenant on another, each measured (minutes); HOSTILE="grammar choice --rounds 2"
 #   make mutants     take away one guard of the queue after the other: the tests must notice (minutes)
 #   make bench       measure this machine; BENCH="--engines penstock --workloads mix" chooses

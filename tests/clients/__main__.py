@@ -1,15 +1,17 @@
 """`python -m clients [NAME…]`: run official clients and load tools against `penstock serve`.
 
-It prints a table, and exits with the number of clients that failed. `--page` writes the results into CLIENTS.md.
+It prints a table and the releases that are newer than the pinned ones, and exits with the number of clients that
+failed. `--page` writes the results into CLIENTS.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 
-from clients import page
-from clients.catalog import BY_NAME, CLIENTS
+from clients import newer, page
+from clients.catalog import BY_NAME, CLIENTS, Client
 from clients.running import Report, run_client
 from clients.server import running_server
 
@@ -19,16 +21,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make clients", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(BY_NAME)}")
     parser.add_argument("--page", action="store_true", help="write the results into CLIENTS.md")
+    parser.add_argument("--record", action="store_true", help="keep the clients' requests in build/clients/recorded/")
+    parser.add_argument("--newer", action="store_true", help="only report newer releases; run no client")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in BY_NAME]:
         parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(BY_NAME)}")
     chosen = [BY_NAME[name] for name in given.names] or CLIENTS
+    if given.newer:
+        _show_newer(chosen)
+        return 0
     print(f"{'client':16}{'version':12}{'checks':>8}{'seconds':>9}")
     with running_server() as server:
-        reports = [_shown(run_client(client, server)) for client in chosen]
+        reports = [_shown(run_client(client, server, records=given.record)) for client in chosen]
     if given.page:
         page.write(reports)
+    _show_newer(chosen)
     return sum(not report.passed for report in reports)
+
+
+def _show_newer(clients: Iterable[Client]) -> None:
+    print("newer releases:", *newer.lines_of(clients), sep="\n  ")
 
 
 def _shown(report: Report) -> Report:

@@ -24,6 +24,8 @@ class Client:
     """Where the packages of a Node client are named: in `node/` with those of others, or in a folder of its own."""
     is_scripted: bool = False
     """Whether it runs against the scripted model (`fakes/scripted_model.py`) in place of the demo model."""
+    platform: str = ""
+    """The only system and processor that its package is for, if there is only one."""
     without: tuple[str, ...] = ()
     """Packages that it requires but that break it here; they are uninstalled."""
 
@@ -40,6 +42,8 @@ class Client:
 
 _ALL = "answer, stream, tool call and second request, structured output, usage, errors, cancellation"
 _LOAD = "a short load; every request succeeds, and the report has its latencies and token counts"
+_LINUX = "Linux x86_64"
+_AGENT = "sessions over chat with a scripted model: files, commands, an MCP server, an agent"
 CLIENTS = (
     Client("openai", "openai (Python)", "openai_checks.py", f"chat, completions, responses, models: {_ALL}"),
     Client(
@@ -79,6 +83,26 @@ CLIENTS = (
         folder="codex",
         is_scripted=True,
     ),
+    Client(
+        "claude-code",
+        "Claude Code",
+        "claude_code_checks.mjs",
+        "sessions over messages with a scripted model: files, commands, a resumed session, a compacted one, an MCP "
+        "server, a search for tools, an agent, structured output",
+        folder="agents",
+        is_scripted=True,
+        platform=_LINUX,
+    ),
+    Client(
+        "opencode",
+        "OpenCode",
+        "opencode_checks.mjs",
+        f"{_AGENT}, a resumed session",
+        folder="agents",
+        is_scripted=True,
+        platform=_LINUX,
+    ),
+    Client("cline", "Cline CLI", "cline_checks.mjs", _AGENT, folder="agents", is_scripted=True, platform=_LINUX),
     Client(
         "http",
         "plain HTTP",

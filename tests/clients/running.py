@@ -13,6 +13,7 @@ from typing import Any
 
 from clients.catalog import Client
 from clients.environments import FOLDER, InstallationError, install
+from clients.recording import recorded
 from clients.server import LOGS, MODEL, Server, scripted_server
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -42,8 +43,8 @@ class Report:
         return self.num_passed > 0 and not self.problems
 
 
-def run_client(client: Client, server: Server) -> Report:
-    """Install a client and run its script."""
+def run_client(client: Client, server: Server, *, records: bool = False) -> Report:
+    """Install a client and run its script. `records`: keep its requests (`recording.py`)."""
     try:
         command = install(client)
     except InstallationError as error:
@@ -51,6 +52,8 @@ def run_client(client: Client, server: Server) -> Report:
     with ExitStack() as stack:
         if client.is_scripted:
             server = stack.enter_context(scripted_server())
+        if records:
+            server = stack.enter_context(recorded(server, client.name))
         log = stack.enter_context((LOGS / f"{client.name}.log").open("w"))
         started = time.monotonic()
         output, problem = _output_of(command, client, server, log)

@@ -26,8 +26,9 @@ from penstock.cli.demo_model import demo_model
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 MODEL = "smollm2"
-SCRIPTED_NAMES = ("scripted", "gpt-5.5", "gpt-6-sol")
-"""Names of the scripted model. Codex has other tools for each of them."""
+SCRIPTED_NAMES = ("scripted", "gpt-5.5", "gpt-6-sol", "claude-opus-5-5")
+"""Names of the scripted model. Codex has other tools for each of the first three, Claude Code other prompts for the
+last."""
 SCRIPTED_NODE = Path(__file__).resolve().parents[1] / "fakes" / "processes" / "scripted_node.py"
 START_TIMEOUT_S = 60.0
 LOGS = FOLDER / "logs"

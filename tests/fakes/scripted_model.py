@@ -14,7 +14,7 @@ from typing import Any
 from tests.gateway.conftest import ByteTokenizer, EchoEngine
 
 SCRIPT = "SCRIPT: "
-"""What stands before the list, which ends the message."""
+"""What stands before the list. Clients add more text after it."""
 NO_SCRIPT = "There is no script."
 END_OF_SCRIPT = "The script has no more answers."
 
@@ -34,7 +34,7 @@ def scripted_answer(messages: Sequence[dict[str, Any]]) -> str:
     for at in range(len(messages) - 1, -1, -1):
         _, mark, script = messages[at]["content"].partition(SCRIPT)
         if mark:
-            answers = json.loads(script)
+            answers, _ = json.JSONDecoder().raw_decode(script)
             number = sum(message["role"] == "assistant" for message in messages[at + 1 :])
             return str(answers[number]) if number < len(answers) else END_OF_SCRIPT
     return NO_SCRIPT
