@@ -30,12 +30,7 @@ _log = logging.getLogger(__name__)
 PAGE_TOKENS = 16
 MAX_HEAD_DIM = 256
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}
-_KV_FORMATS = {
-    "auto": KvFormat.BF16,
-    "float16": KvFormat.F16,
-    "bfloat16": KvFormat.BF16,
-    "int8": KvFormat.INT8,
-}
+_KV_FORMATS = {"auto": KvFormat.BF16, "float16": KvFormat.F16, "bfloat16": KvFormat.BF16, "int8": KvFormat.INT8}
 
 
 class NativeUnavailableError(Exception):
