@@ -47,8 +47,9 @@ def _variant(*grouped: Slot, wide: tuple[Slot, ...] = ()) -> tuple[str, dict[Slo
 VARIANTS: dict[str, tuple[str, dict[Slot, Format]]] = {
     ROWS: _variant(),
     "head in groups": _variant(Slot.HEAD),
-    "out and head in groups": _variant(Slot.OUT, Slot.HEAD),
+    "qkv and head in groups": _variant(Slot.QKV, Slot.HEAD),
     "qkv, out and head in groups": _variant(Slot.QKV, Slot.OUT, Slot.HEAD),
+    "all but the MLP's second in groups": _variant(Slot.QKV, Slot.OUT, Slot.MLP_IN, Slot.HEAD),
     "all in groups": _variant(*LAYERS, Slot.HEAD),
     "layers in groups, head in bf16": _variant(*LAYERS, wide=(Slot.HEAD,)),
     "`int8_group`: all in groups, not rotated": ("int8_group", {}),
