@@ -54,7 +54,8 @@ class RunnerSettings(BaseModel):
     quantization: Literal["auto", "none", "int8", "int8_group", "int4", "fp8"] = "auto"
     """Format of the weight matrices; auto: as stored. int8_group needs the native runner, fp8 needs a GPU."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
-    """Type of the KV cache. native: bfloat16 or int8; a GPU: its compute type, int8 or fp8."""
+    """Type of the KV cache. native: bfloat16 (auto), float16 or int8; a GPU: its compute type
+    (auto), int8 or fp8."""
     block_size: Annotated[Literal[8, 16, 32, 64], BeforeValidator(_number)] = 16
     """Tokens per KV block. With 8, torch computes on CPUs, several times slower; 64 is meant for GPUs."""
     kv_cache_gib: float | None = Field(default=None, gt=0.0)

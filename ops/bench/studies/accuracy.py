@@ -42,6 +42,8 @@ PEERS = {"int8": "Q8_0", "int8_group": "Q8_0", "int4": "Q4_1"}
 """llama.cpp's format that is next to a quantization of bf16 weights."""
 EIGHT_BIT_KV = (OWN, "BF16", "Q8_0", "Q4_K_M")
 """Files that are measured with a KV cache in 8 bits: what it costs hardly depends on the weights."""
+SIXTEEN_BIT_KV = (OWN, "BF16", "Q8_0")
+"""Files that penstock computes with keys and values in float16 too."""
 LLAMA_KV = {"float32": ("f32", "off"), "float16": ("f16", "auto"), "bfloat16": ("bf16", "auto"), "int8": ("q8_0", "on")}
 """llama.cpp's type of the KV cache, and whether it computes with flash attention."""
 
@@ -69,10 +71,10 @@ class Row:
     theirs: Run
 
 
-def _row(kind: str, quantization: str = "auto", *, int8_kv: bool = False) -> Row:
-    ours = Run("penstock", kind, quantization, "int8" if int8_kv else "bfloat16")
+def _row(kind: str, quantization: str = "auto", kv: str = "bfloat16") -> Row:
+    ours = Run("penstock", kind, quantization, kv)
     their_kind = PEERS.get(quantization, kind)
-    theirs = Run("llama.cpp", their_kind, "auto", "int8" if int8_kv else "float16")
+    theirs = Run("llama.cpp", their_kind, "auto", "float16" if kv == "bfloat16" else kv)
     title = "the demo model's file: layers Q4_1, head Q8_0" if kind == OWN else kind
     return Row(title if quantization == "auto" else f"{kind} with `{quantization}`", ours, theirs)
 
@@ -83,9 +85,11 @@ def rows() -> Iterator[Row]:
     both = "BF16, with llama.cpp's KV cache in bfloat16 too"
     yield Row(both, Run("penstock", "BF16", "auto", "bfloat16"), Run("llama.cpp", "BF16", "auto", "bfloat16"))
     yield from (_row("BF16", quantization) for quantization in PEERS)
+    yield from (_row(kind, kv="float16") for kind in SIXTEEN_BIT_KV)
+    yield from (_row("BF16", quantization, "float16") for quantization in PEERS)
+    yield from (_row(kind, kv="int8") for kind in EIGHT_BIT_KV)
+    yield from (_row("BF16", quantization, "int8") for quantization in PEERS)
     yield from (_row(WIDE + kind) for kind in BLOCKS)
-    yield from (_row(kind, int8_kv=True) for kind in EIGHT_BIT_KV)
-    yield from (_row("BF16", quantization, int8_kv=True) for quantization in PEERS)
 
 
 def file_of(model: Path, kind: str) -> Path:
@@ -190,13 +194,20 @@ llama.cpp. ± is 95 %; it takes tokens as independent, as `llama-perplexity` doe
   penstock of the BF16 file; beside them stands llama.cpp's file of the same width. The demo model's rows of 576 numbers
   do not fill K-quants' blocks of 256, so `llama-quantize` takes other formats for them. *Wide* files are of the same
   model with zeros up to 768, which fills the blocks and changes nothing that the model computes.
-- **KV cache**: bfloat16 by penstock and float16 by llama.cpp, or int8 by penstock and q8_0 by llama.cpp.
+- **KV cache**: penstock's default is bfloat16 and llama.cpp's is float16. Further tables have penstock's
+  `--kv-cache-dtype float16` beside float16, and `int8` beside q8_0.
 - **Verdict** compares RMS Δp: *same* if the two intervals overlap.
 
 What the rows say:
 
 {remarks}
 """
+SECTIONS = {
+    "bfloat16": "Each program's own KV cache of 16 bits",
+    "float16": "KV cache in float16 by both",
+    "int8": "KV cache in 8 bits",
+}
+"""Penstock's type of the KV cache, and the title of its table."""
 _COLUMNS = (
     "weights",
     "matrices",
@@ -239,7 +250,7 @@ def report(content: dict[str, Any]) -> str:
         "remarks": REMARKS,
     }
     lines = [HEAD.format(tokens=windows * WINDOW, scored=windows * (WINDOW - 1 - WINDOW // 2), **facts)]
-    for kv, title in (("bfloat16", "KV cache in 16 bits"), ("int8", "KV cache in 8 bits")):
+    for kv, title in SECTIONS.items():
         lines.append(f"## {title}\n\n| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|\n")
         known = [row for row in rows() if row.ours.kv == kv and {row.ours.name, row.theirs.name} & runs.keys()]
         lines += [line(row, runs) for row in known]

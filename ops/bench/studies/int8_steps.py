@@ -1,8 +1,9 @@
 """`PYTHONPATH=ops python -m bench.studies.int8_steps`: what speed it costs to give `int8` more scales.
 
 `int8` has one scale for a row of weights or activations. Here some of a layer's matrices have one for 32 columns, as
-with `int8_group`. Accuracy is measured as in bench.studies.accuracy, whose results are used for what it measured too.
-Then steps of all variants run by turns.
+with `int8_group`, or stay in bfloat16. Accuracy is measured as in bench.studies.accuracy, whose results are used for
+what it measured too. Then steps of all variants run by turns. What is in the results is not measured again; steps are
+timed at each start.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -36,13 +37,24 @@ from penstock.kernels.cpu.library import Slot
 
 RESULTS = Path(__file__).parents[1] / "results" / "int8_steps.json"
 ROWS = "int8"
-VARIANTS: dict[str, tuple[str, tuple[Slot, ...]]] = {
-    ROWS: ("int8", ()),
-    "out in groups": ("int8", (Slot.OUT,)),
-    "head in groups": ("int8", (Slot.HEAD,)),
-    "qkv and out in groups": ("int8", (Slot.QKV, Slot.OUT)),
-    "int8_group": ("int8_group", ()),
+LAYERS = (Slot.QKV, Slot.OUT, Slot.MLP_IN, Slot.MLP_OUT)
+
+
+def _variant(*grouped: Slot, wide: tuple[Slot, ...] = ()) -> tuple[str, dict[Slot, Format]]:
+    return "int8", dict.fromkeys(grouped, Format.INT8_GROUP) | dict.fromkeys(wide, Format.BF16)
+
+
+VARIANTS: dict[str, tuple[str, dict[Slot, Format]]] = {
+    ROWS: _variant(),
+    "head in groups": _variant(Slot.HEAD),
+    "qkv and head in groups": _variant(Slot.QKV, Slot.HEAD),
+    "qkv, out and head in groups": _variant(Slot.QKV, Slot.OUT, Slot.HEAD),
+    "all but the MLP's second in groups": _variant(Slot.QKV, Slot.OUT, Slot.MLP_IN, Slot.HEAD),
+    "all in groups": _variant(*LAYERS, Slot.HEAD),
+    "layers in groups, head in bf16": _variant(*LAYERS, wide=(Slot.HEAD,)),
+    "`int8_group`: all in groups, not rotated": ("int8_group", {}),
 }
+"""A name, `--quantization`, and the formats that matrices of some slots have instead of its own."""
 STEPS = {
     "1 sequence": (1, 1, 256),
     "16 sequences": (16, 1, 128),
@@ -57,8 +69,8 @@ HEAD = """# Speed against accuracy of int8, {date}
 
 `PYTHONPATH=ops python -m bench.studies.int8_steps` on {cpu}, {cores} cores. RMS Δp is that of
 [accuracy](accuracy.md), over {windows} windows of {window} tokens, with keys and values in bfloat16. `int8` has one
-scale for a row of a weight matrix and for a row of activations; the other variants give some matrices, and
-their activations, one scale for 32 columns. `int8_group` has groups in all matrices and no Hadamard rotation.
+scale for a row of a weight matrix and for a row of activations. The other variants give some matrices, and their
+activations, one scale for 32 columns, or keep them in bf16. All but `int8_group` have `int8`'s Hadamard rotation.
 Times are medians of steps that ran by turns within {seconds} s, relative to `int8`, with keys and values in int8. Each
 step computes the head for all of its tokens, so a prompt's layers alone differ by a quarter more.
 
@@ -68,13 +80,13 @@ step computes the head for all of its tokens, so a prompt's layers alone differ 
 
 
 @contextmanager
-def in_groups(slots: Sequence[Slot]) -> Iterator[None]:
-    """Give the matrices of these slots a scale for 32 columns while models are loaded."""
+def packed_as(formats: Mapping[Slot, Format]) -> Iterator[None]:
+    """Give the matrices of these slots these formats while models are loaded."""
     runs_of = Packer._runs_of
 
     def chosen(packer: Packer, slot: Slot, parts: tuple[Stored, ...], *, interleaved: bool = False) -> list[FormatRun]:
         runs = runs_of(packer, slot, parts, interleaved=interleaved)
-        return [(Format.INT8_GROUP, sum(rows for _, rows in runs))] if slot in slots else runs
+        return [(formats[slot], sum(rows for _, rows in runs))] if slot in formats else runs
 
     with mock.patch.object(Packer, "_runs_of", chosen):
         yield
@@ -118,8 +130,8 @@ def times_of(model: Path) -> dict[str, dict[str, float]]:
     times: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in STEPS} for name in VARIANTS}
     with ExitStack() as stack:
         runners = {}
-        for name, (quantization, slots) in VARIANTS.items():
-            with in_groups(slots):
+        for name, (quantization, formats) in VARIANTS.items():
+            with packed_as(formats):
                 runners[name] = stack.enter_context(opened(model, quantization))
         end_s = time.monotonic() + SECONDS
         while time.monotonic() < end_s:
@@ -151,19 +163,20 @@ def main() -> None:
     model = demo_model()
     path, base = accuracy.file_of(model, "BF16"), BaseFile(accuracy.base_file(model, NUM_WINDOWS))
     known = json.loads(accuracy.RESULTS.read_text())["runs"] if accuracy.RESULTS.exists() else {}
-    found = {}
-    for name, (quantization, slots) in VARIANTS.items():
+    content: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": {}}
+    content |= {"machine": machine.describe(), "revision": machine.revision(), "windows": NUM_WINDOWS}
+    runs = content["runs"]
+    for name, (quantization, formats) in VARIANTS.items():
         run = accuracy.Run("penstock", "BF16", quantization, "bfloat16")
-        if slots or run.name not in known:
-            with in_groups(slots):
-                rms = asdict(accuracy.by_penstock(path, run, base).rms_delta_p)
-        else:
-            rms = known[run.name]["rms_delta_p"]
-        found[name] = {"rms_delta_p": rms}
-        print(name, rms, flush=True)
+        if not formats and run.name in known:
+            runs[name] = {"rms_delta_p": known[run.name]["rms_delta_p"]}
+        elif name not in runs:
+            with packed_as(formats):
+                runs[name] = {"rms_delta_p": asdict(accuracy.by_penstock(path, run, base).rms_delta_p)}
+        RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+        print(name, runs[name]["rms_delta_p"], flush=True)
     times = times_of(path)
-    runs = {name: run | {"ms": times[name]} for name, run in found.items()}
-    content = {"machine": machine.describe(), "revision": machine.revision(), "windows": NUM_WINDOWS, "runs": runs}
+    content["runs"] = {name: runs[name] | {"ms": times[name]} for name in VARIANTS}
     RESULTS.write_text(json.dumps(content, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(report(content))
 

@@ -136,7 +136,9 @@ def test_buffers_of_another_model_on_the_same_thread_have_no_effect(llama: Llama
 
 @pytest.mark.parametrize(
     ("isa", "name", "quantization", "kv_cache_dtype"),
-    pairwise(ISAS, ["groups of 3", "sizes that fill no panel", "tied head"], QUANTIZED, ["bfloat16", "int8"]),
+    pairwise(
+        ISAS, ["groups of 3", "sizes that fill no panel", "tied head"], QUANTIZED, ["bfloat16", "float16", "int8"]
+    ),
     indirect=["isa"],
     scope="session",
 )
@@ -199,7 +201,9 @@ def test_quantized_weights_of_every_family_agree_with_the_references(
     assert error_of(got, logits_of(model, token_ids)) < 0.035
 
 
-@pytest.mark.parametrize(("quantization", "kv_cache_dtype"), each_value(["none", *QUANTIZED], ["bfloat16", "int8"]))
+@pytest.mark.parametrize(
+    ("quantization", "kv_cache_dtype"), each_value(["none", *QUANTIZED], ["bfloat16", "float16", "int8"])
+)
 def test_choices_survive_preemption_and_prefix_hits_to_the_token(
     tiny_model: Path, best_library: Path, quantization: str, kv_cache_dtype: str
 ) -> None:

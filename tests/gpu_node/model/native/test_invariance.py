@@ -21,7 +21,7 @@ LoadNative = Callable[..., NativeRunner]
 Llama = Callable[..., Path]
 
 QUANTIZATIONS = ("none", "int8", "int8_group", "int4")
-KV_CACHE_DTYPES = ("bfloat16", "int8")
+KV_CACHE_DTYPES = ("bfloat16", "float16", "int8")
 VOCAB = 131
 NUM_BLOCKS = 160
 ARITHMETICS = pairwise(ISAS, QUANTIZATIONS, KV_CACHE_DTYPES)

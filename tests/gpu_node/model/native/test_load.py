@@ -71,6 +71,7 @@ def this_isa(isa: Isa, monkeypatch: pytest.MonkeyPatch) -> Isa:
     [
         ({}, "bf16-kv-bf16"),
         ({"quantization": "none", "kv_cache_dtype": "bfloat16"}, "bf16-kv-bf16"),
+        ({"kv_cache_dtype": "float16"}, "bf16-kv-f16"),
         ({"quantization": "int8", "kv_cache_dtype": "int8"}, "int8-rotated-kv-int8"),
         ({"quantization": "int8_group"}, "int8_group-kv-bf16"),
         ({"quantization": "int4", "block_size": 32}, "int4_group-kv-bf16"),
@@ -93,7 +94,7 @@ def test_the_arithmetic_is_named_and_logged(
     ("options", "reason"),
     [
         ({"dtype": "float32"}, "bfloat16, not float32"),
-        ({"kv_cache_dtype": "float32"}, "bfloat16 or int8, not float32"),
+        ({"kv_cache_dtype": "float32"}, "float16, bfloat16 or int8, not float32"),
         ({"block_size": 8}, "need 16 or 32, because a page has 16 tokens; remedy: --block-size 16"),
         ({"quantization": "fp8"}, "none, int8, int8_group and int4, not fp8"),
     ],
@@ -165,7 +166,7 @@ def test_a_poisoned_row_fails_alone_and_its_blocks_can_be_used_again(
     llama: Llama, load_native: Callable[..., NativeRunner], quantization: str, odd: float
 ) -> None:
     poisoned, healthy = 77, [5, 9, 60, 3]
-    for kept in ("bfloat16", "int8"):
+    for kept in ("bfloat16", "float16", "int8"):
         runner = load_native(
             llama(poison=((poisoned, odd),)), quantization=quantization, kv_cache_dtype=kept, num_threads=2
         )
@@ -184,7 +185,7 @@ def test_a_poisoned_row_fails_alone_and_its_blocks_can_be_used_again(
 
 @pytest.mark.parametrize(
     ("isa", "kept", "length", "block_size", "odd"),
-    pairwise(ISAS, ["bfloat16", "int8"], [1, 2, 15, 16, 17, 32, 40, 75], [16, 32], [np.nan, np.inf]),
+    pairwise(ISAS, ["bfloat16", "float16", "int8"], [1, 2, 15, 16, 17, 32, 40, 75], [16, 32], [np.nan, np.inf]),
     indirect=["isa"],
     scope="session",
 )
