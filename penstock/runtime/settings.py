@@ -28,13 +28,16 @@ _SHARED_NAMES = frozenset({"redis_url"})
 
 
 class _Environment(EnvSettingsSource):
-    """The process's environment variables, without those that Kubernetes injects."""
+    """The process's environment variables, without those that Kubernetes injects, and without empty secrets."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         """Return a setting's value, its name, and whether it is JSON; value None if no operator set it."""
         value, key, is_complex = super().get_field_value(field, field_name)
+        secrets: frozenset[str] = cast(Any, self.settings_cls).secrets
+        # docker-compose sets a variable that has no value to "", which must not hide a file with the secret.
+        is_empty = value == "" and field_name in secrets
         injected = isinstance(value, str) and is_injected(field_name.upper(), value)
-        return None if injected else value, key, is_complex
+        return None if injected or is_empty else value, key, is_complex
 
 
 class _SecretFiles(PydanticBaseSettingsSource):

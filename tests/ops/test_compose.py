@@ -134,6 +134,7 @@ class Host:
             ("6379", str(self.redis_port)),
             ("8000", str(self.gateway_port)),
             ("/etc/penstock/", f"{ROOT}/ops/"),
+            ("/run/secrets/", f"{self._folder}/secrets/"),
             ("/opt/penstock/ops/", f"{ROOT}/ops/"),
             *(() if self._knows_read_only_keys else (("%R~", "~"),)),
         ):
@@ -166,6 +167,19 @@ def test_the_services_serve_a_stream_and_a_batch(host: Host) -> None:
         assert host.stop(service) in (0, -signal.SIGTERM), host.log(service)
 
 
+def make_secrets(folder: Path, redis_address: str = "redis:6379") -> dict[str, str]:
+    """Run the commands in the overlay's head. Return each secret by the name of its file."""
+    head = (ROOT / "ops/acl/compose.yml").read_text().partition("\n#   echo COMPOSE_FILE")[0]
+    commands = [line.removeprefix("#   ") for line in head.splitlines() if line.startswith("#   ")]
+    subprocess.run(["sh", "-ec", "umask 077\n" + "\n".join(commands)], cwd=folder, check=True)
+    secrets = sorted((folder / "secrets").iterdir())
+    for path in secrets:
+        assert path.stat().st_mode & 0o777 == 0o644, "the containers' users read it"
+        path.write_text(path.read_text().replace("redis:6379", redis_address))
+    assert (folder / "secrets").stat().st_mode & 0o777 == 0o700
+    return {path.name: path.read_text().strip() for path in secrets}
+
+
 @pytest.fixture
 def host_with_users(tmp_path: Path) -> Iterator[Host]:
     """The same host with the users of ops/acl."""
@@ -174,9 +188,9 @@ def host_with_users(tmp_path: Path) -> Iterator[Host]:
         base = services.get(name, {})
         environment = {**base.get("environment", {}), **ours.get("environment", {})}
         services[name] = {**base, **ours, "environment": environment}
-    passwords = {f"{role}_PASSWORD": role.lower() * 5 for role in ("GATEWAY", "NODE", "WORKER", "ADMIN")}
     model = make_tiny_model(tmp_path / "tiny")
-    host = Host(tmp_path, {"MODEL": str(model), "KV_CACHE_GIB": "0.01", **passwords}, services)
+    host = Host(tmp_path, {"MODEL": str(model), "KV_CACHE_GIB": "0.01"}, services)
+    make_secrets(tmp_path, f"127.0.0.1:{host.redis_port}")
     yield host
     host.kill_all()
 
@@ -240,9 +254,35 @@ def assert_only_the_admin_may_list_keys(host: Host) -> None:
     assert "NOPERM" in host.exec("gateway", "penstock", "audit").stderr
 
 
-def test_no_service_has_the_admins_password() -> None:
-    environments = {name: str(service.get("environment")) for name, service in (SERVICES | ACL_SERVICES).items()}
-    assert [name for name, given in environments.items() if "ADMIN_PASSWORD" in given] == ["redis", "admin"]
+def test_each_service_has_the_secrets_of_its_role_and_none_is_a_variable() -> None:
+    given = {name: service.get("secrets", []) for name, service in ACL_SERVICES.items()}
+    urls = {name: [secret for secret in secrets if secret.endswith("_url")] for name, secrets in given.items()}
+    assert urls.pop("redis") == ["gateway_url", "node_url", "worker_url", "admin_url"]
+    assert urls == {
+        "gateway": ["gateway_url"],
+        "gpu_node": ["node_url"],
+        "gpu_node-cpu": ["node_url"],
+        "worker": ["worker_url"],
+        "admin": ["admin_url"],
+    }
+    for name, service in ACL_SERVICES.items():
+        inherited = SERVICES.get(name, {}).get("environment", {})
+        secret = {
+            variable for variable in inherited if re.search(r"^PENSTOCK_(REDIS_URL|KEY_PEPPER)$|^HF_TOKEN$", variable)
+        }
+        own = service["environment"]
+        assert {variable: own.get(variable) for variable in secret} == dict.fromkeys(secret, ""), name
+        files = {value.removeprefix("/run/secrets/") for value in own.values() if value.startswith("/run/secrets/")}
+        assert name == "redis" or files == set(given[name])
+
+
+def test_every_secret_has_a_file_that_the_documented_commands_make(tmp_path: Path) -> None:
+    declared = yaml.safe_load((ROOT / "ops/acl/compose.yml").read_text())["secrets"]
+    assert {name: one["file"] for name, one in declared.items()} == {name: f"./secrets/{name}" for name in declared}
+    made = make_secrets(tmp_path)
+    assert made.keys() == declared.keys()
+    assert [name for name, secret in made.items() if not secret] == ["hf_token"]
+    assert len(set(made.values())) == len(made)
 
 
 def test_commands_of_the_admin_run_apart_from_the_services_in_the_gateways_image() -> None:
@@ -266,15 +306,35 @@ def test_docker_cannot_hide_a_variable_of_the_user() -> None:
     }
 
 
-def test_passwords_of_redis_users_come_from_the_environment_and_are_no_arguments(tmp_path: Path) -> None:
+def users_made_from(secrets: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the part of the command of Redis that writes the file of its users."""
     command = ACL_SERVICES["redis"]["command"][2].replace("$$", "$").replace("/etc/penstock", str(ROOT / "ops"))
     made, _, started = command.partition("&& exec ")
-    passwords = {f"{role}_PASSWORD": f"a&b/{role}\\" for role in ("GATEWAY", "NODE", "WORKER", "ADMIN")}
-    subprocess.run(["sh", "-c", made], cwd=tmp_path, env={"PATH": os.environ["PATH"], **passwords}, check=True)
+    assert "_url" not in started
+    made = made.replace("/run/secrets", str(secrets))
+    return subprocess.run(["sh", "-c", made], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_passwords_of_redis_users_come_from_files(tmp_path: Path) -> None:
+    passwords = {
+        name: url.split(":")[2].split("@")[0] for name, url in make_secrets(tmp_path).items() if name.endswith("_url")
+    }
+    made = users_made_from(tmp_path / "secrets", tmp_path)
+    assert made.returncode == 0, made.stderr
     users = (tmp_path / "users.acl").read_text()
-    assert [password for password in passwords.values() if f" >{password} " not in users] == []
+    for name, password in passwords.items():
+        assert re.search(rf"^user {name.removesuffix('_url')} on >{password} ", users, re.MULTILINE), name
     assert "_PASSWORD" not in users
-    assert not re.search(r"\$\{?\w+_PASSWORD", made + started)
+    assert (tmp_path / "users.acl").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("url", ["", "redis://redis:6379/0", "redis://worker:a%40b@redis:6379/0"])
+def test_redis_does_not_start_without_a_password_that_it_can_read(url: str, tmp_path: Path) -> None:
+    make_secrets(tmp_path)
+    (tmp_path / "secrets/worker_url").write_text(url)
+    made = users_made_from(tmp_path / "secrets", tmp_path)
+    assert made.returncode == 1
+    assert made.stderr.startswith("the secret worker_url must be redis://ROLE:PASSWORD@redis:6379/0")
 
 
 def test_worker_keeps_unfinished_batches_on_its_volume() -> None:

@@ -160,6 +160,16 @@ def test_secrets_come_from_files_that_variables_name(tmp_path: Path, monkeypatch
     assert redis_url_of("redis://given") == "redis://given"
 
 
+def test_an_empty_variable_hides_no_file_with_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docker-compose sets a variable without a value to ""."""
+    for name, secret in (("REDIS_URL", "redis://:secret@queue:6379"), ("KEY_PEPPER", "salt and pepper")):
+        (tmp_path / name).write_text(secret)
+        monkeypatch.setenv(f"PENSTOCK_{name}", "")
+        monkeypatch.setenv(f"PENSTOCK_{name}_FILE", str(tmp_path / name))
+    assert redis_url_of() == "redis://:secret@queue:6379"
+    assert KeySettings.load().key_pepper == "salt and pepper"
+
+
 def test_secrets_come_from_credentials_of_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "penstock_redis_url").write_text("redis://:secret@queue:6379")
     monkeypatch.delenv("PENSTOCK_REDIS_URL", raising=False)
