@@ -23,6 +23,10 @@ REQUEST_BYTES_PER_TOKEN = 3
 """Assumed bytes of a request per prompt token, for text and for token ids."""
 TASK_BYTES_PER_COST = 1_024
 """Bytes of a task's prompt that count as one KV token of cost. A node tokenizes about as many in 0.1 ms."""
+TEMPLATE_TOKENS = 64
+"""Tokens that a chat template or a tokenizer may add to a text, beside those that count for the bytes of the roles."""
+TOOLS_TEMPLATE_TOKENS = 256
+"""Tokens that a chat template may add for a call with tools, beside those of the tools."""
 BYTES_PER_ID = 4
 TASK_RESULT_BYTES = 4
 """Assumed bytes of a task's result per byte of its request: token ids, and the tokens' strings."""
@@ -110,17 +114,38 @@ class RateTokens(NamedTuple):
     """0 for a job without generated text."""
     max_output: int
     """The most tokens of a choice; 0 if the caller names no limit."""
+    may_use: int
+    """The most tokens of the prompt and of all choices."""
 
 
-def rate_tokens(job: Job) -> RateTokens:
-    """Return what a job counts for its tenant's token rate. submit.lua knows the tenant's own lengths."""
-    num_ids = num_prompt_ids(job)
-    prompt = (
-        num_ids if num_ids is not None else math.ceil((prompt_bytes(job) + tool_bytes(job)) / REQUEST_BYTES_PER_TOKEN)
-    )
+def rate_tokens(job: Job, max_model_len: int = 0) -> RateTokens:
+    """Return what a job counts for its tenant's token rate. submit.lua knows the tenant's own lengths.
+
+    `max_model_len` is the model's context in tokens; 0: unknown.
+    """
+    num_ids, num_bytes = num_prompt_ids(job), prompt_bytes(job) + tool_bytes(job)
+    prompt = num_ids if num_ids is not None else math.ceil(num_bytes / REQUEST_BYTES_PER_TOKEN)
+    # A byte of text is at most one token.
+    most = num_ids if num_ids is not None else num_bytes + TEMPLATE_TOKENS + (TOOLS_TEMPLATE_TOKENS if job.tools else 0)
+    params, max_output = job.sampling, _max_output(job) or 0
+    if params.truncate_prompt_tokens is not None:
+        most = min(most, params.truncate_prompt_tokens)
     if job.task is not None:
-        return RateTokens(prompt, 0, 0)
-    return RateTokens(prompt, job.sampling.n, _max_output(job) or 0)
+        return RateTokens(prompt, 0, 0, max(1, min(most, max_model_len or most)))
+    may_use = _most_tokens(num_ids or 0, most, params.n, max_output or MAX_TOKENS_LIMIT, max_model_len)
+    return RateTokens(prompt, params.n, max_output, may_use)
+
+
+def _most_tokens(fewest_prompt: int, most_prompt: int, n: int, max_output: int, max_model_len: int) -> int:
+    """Return the most tokens of a prompt of a length in this interval, and of `n` choices after it.
+
+    A longer prompt leaves each choice less of the context. So the sum is highest where the prompt and `max_output` just
+    fill the context, or at the end of the interval that is closest to that.
+    """
+    if not max_model_len:
+        return most_prompt + n * max_output
+    prompt = min(most_prompt, max(fewest_prompt, max_model_len - max_output))
+    return prompt + n * max(0, min(max_output, max_model_len - prompt))
 
 
 def _max_output(job: Job) -> int | None:

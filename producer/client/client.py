@@ -195,7 +195,8 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
             if refusal.code == "redis_away" or not await self._is_repeated(job, options):
                 raise
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
-        return Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE, rate_tokens(job))
+        tokens = rate_tokens(job, record.max_model_len)
+        return Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE, tokens)
 
     async def _is_repeated(self, job: Job, options: SubmitOptions) -> bool:
         has_name = job.idempotency_key or options.get("job_id")

@@ -69,7 +69,7 @@ class JobHistory:
     result: bytes | None
 
 
-_SUMS = ("backlog", "queued", "tenant_tasks", "stored", "reserved")
+_SUMS = ("backlog", "queued", "tenant_tasks", "stored", "reserved", "may_use")
 """The hashes of sums over jobs, by their names without the pool's prefix."""
 
 
@@ -177,6 +177,8 @@ class AdminBroker:
             if kind == "requeued":
                 seen.virtual_times.add(_class_and_tenant(rest))
             _note(seen, name, await redis.zrange(key, 0, -1))
+        elif kind in ("awaiting", "may_use") and rest:
+            _note(seen, name, await redis.zrange(key, 0, -1))
         elif kind in ("jobs", "expiry"):
             await self._scan_ended(name, key, seen)
         elif kind in ("open", "tenant", "running"):
@@ -228,12 +230,14 @@ class AdminBroker:
             jobs[where] = jobs.get(where, 0) ^ hash((subject, amount))
 
         for part in _pages(waiting):
-            records = await self._records(part, "tenant", "priority", "cost", "n")
-            for job_id, (tenant, priority, cost, num_seqs) in zip(part, records, strict=True):
+            records = await self._records(part, "tenant", "priority", "cost", "n", "may_use")
+            for job_id, (tenant, priority, cost, num_seqs, may_use) in zip(part, records, strict=True):
                 subtract("backlog", priority, job_id, int(cost or 0))
                 subtract("queued", tenant, job_id, int(cost or 0))
                 subtract("tenant_tasks", tenant, job_id, num_seqs == "0")
-        for ids, name, amount_field in ((open_ids, "stored", "held"), (running, "reserved", "reserved")):
+                subtract("may_use", tenant, job_id, int(may_use or 0))
+        amounts = ((open_ids, "stored", "held"), (running, "reserved", "reserved"), (running, "may_use", "may_use"))
+        for ids, name, amount_field in amounts:
             for part in _pages(ids):
                 records = await self._records(part, "tenant", amount_field)
                 for job_id, (tenant, amount) in zip(part, records, strict=True):

@@ -126,7 +126,7 @@ class ProducerBroker:
             *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
             *(terms.burst_s, terms.weight, job.not_before_ms or 0, terms.memory_percent, terms.account),
             *(record.data, record.keep_ms),
-            *(submission.rate_tokens or ("", 0, 0)),
+            *(submission.rate_tokens or ("", 0, 0, "")),
         )
         kind = answer[0].decode()
         if kind in ("OK", "EXISTS"):

@@ -35,13 +35,16 @@ local function keys_of(job)
   local keys = {['jobs:' .. job.tenant] = '0'}
   if is_terminal(job.state) then return keys end
   keys.open, keys['tenant:' .. job.tenant .. ':open'] = '', ''
+  local may_use = job.entry ~= DELAYED and redis.call('HGET', job_key(job.id), 'may_use')
+  if may_use then keys['may_use:' .. job.tenant] = may_use end
   if job.state == 'running' then
     keys['running:' .. job.node] = ''
     return keys
   end
   if job.deadline ~= '' then keys.deadlines = job.deadline end
   if job.entry == DELAYED then
-    keys.delayed = job.submitted
+    local place = redis.call('ZSCORE', P .. ':awaiting:' .. job.tenant, job.id)
+    if place then keys['awaiting:' .. job.tenant] = place else keys.delayed = job.submitted end
     return keys
   end
   keys['waiting:' .. job.priority] = job.submitted

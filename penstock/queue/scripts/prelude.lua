@@ -10,17 +10,19 @@
 -- A job's hash has these fields:
 --   state tenant priority n entry body cost submitted taken first finished deadline background inboxes channel unread
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
---   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge burst_ms account stored
+--   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge burst_ms may_use minute_tokens account stored
 --   result_until keep response_bytes retaken past_leases num_past_leases used
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
--- entry: position of a queued job: its id in the tenant's stream, DELAYED for a delayed job, '' for a requeued job.
+-- entry: position of a queued job: its id in the tenant's stream, '' for a requeued job, DELAYED for one that waits for its
+-- time (P:delayed) or for its tenant's tokens (P:awaiting:<tenant>).
 -- unread: time since which the job has no reader, '' with a reader. inboxes: its readers, separated by spaces.
 -- lease: fencing token, `<call>:<nonce>:<i>` of the take that assigned it. loss_mark: length of the log at its last
 -- loss.
 -- losses, loss_nodes: losses since the job last made progress; `node@ms` of each. lacks: nodes without its adapter.
 -- urgency, charge, window: class it was taken as, what its tenant was charged, and the share window of that charge.
 -- ms_per_token, charged: tenant's token rate and the tokens charged to it, if the tenant has such a limit. to_charge,
--- burst_ms: tokens that a delayed job reserves when it is due, and the burst of that rate.
+-- burst_ms: tokens that a delayed job reserves when it is due, and the burst of that rate. may_use, minute_tokens: the most
+-- tokens that the job may use, and that its tenant's jobs may use in a minute, both for a tenant with a token rate.
 -- held, reserved: bytes of a job that count, while it is open, in P:stored and P:reserved. output: bytes of log and result that it may
 -- write. logged: `<chunks> <bytes>` of its log that `held` includes. stored: bytes that count in P:stored after its end,
 -- as `<log> <large result> <dead letter's request> <rest>[ <response>]`. memory_percent: its tenant's share, if not the pool's. result_until: expiry of a large result.

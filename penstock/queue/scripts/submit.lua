@@ -1,12 +1,12 @@
 -- submit: accept a job, or answer why it is refused. A known id or idempotency key with the same body is the same job.
 -- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash output
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
---   response keep_ms rate_prompt rate_n rate_max
+--   response keep_ms rate_prompt rate_n rate_max may_use
 --   p: class. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
 --   rate_prompt, rate_n, rate_max: tokens of the prompt, choices and most tokens of each (0: no limit), for the tenant's
---   token rate. rate_prompt '' counts the cost.
+--   token rate. rate_prompt '' counts the cost. may_use: the most tokens that the job may use; '' counts the cost.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL} | {BAD_ID_AGE, max_age_ms}
 --       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent class, wait_ms}
@@ -230,7 +230,12 @@ local is_delayed = not_before_in > 0
 local job = {id = id, tenant = tenant, priority = p, n = n, cost = tostring(cost), submitted = now + not_before_in,
   deadline = deadline}
 redis.call('SET', P .. ':request:' .. id, request)
-local entry = is_delayed and DELAYED or redis.call('XADD', queue_key(job), '*', 'id', id)
+if per_minute.tokens > 0 and not is_light then
+  job.may_use = tonumber(ARGV[28]) or cost
+  job.minute_tokens = math.floor(per_minute.tokens * (1 + burst_s / 60))
+end
+local waits = is_delayed or not token_limit.admits(job, now)
+local entry = waits and DELAYED or redis.call('XADD', queue_key(job), '*', 'id', id)
 -- Redis searches a small hash from its front. So the fields that emit reads at every step come first, then take's.
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
   'deadline', deadline, 'background', background, 'unread', unread, 'inboxes', inbox, 'channel', channel,
@@ -244,14 +249,11 @@ if response ~= '' then
 end
 if per_minute.tokens > 0 then
   redis.call('HSET', job_key(id), 'ms_per_token', 60000 / per_minute.tokens, 'charged', is_delayed and 0 or reserved_tokens)
-  if not_before_in > 0 then redis.call('HSET', job_key(id), 'to_charge', reserved_tokens, 'burst_ms', burst_s * 1000) end
+  if is_delayed then redis.call('HSET', job_key(id), 'to_charge', reserved_tokens, 'burst_ms', burst_s * 1000) end
 end
-if is_delayed then
-  redis.call('ZADD', P .. ':delayed', job.submitted, id)
-  note_due(job)
-else
-  note_queued(job)
-end
+if job.may_use then redis.call('HSET', job_key(id), 'may_use', job.may_use, 'minute_tokens', job.minute_tokens) end
+if is_delayed then redis.call('ZADD', P .. ':delayed', job.submitted, id) end
+if waits then note_due(job) else note_queued(job) end
 count_event('submitted')
 redis.call('SADD', P .. ':open', id)
 redis.call('SADD', P .. ':tenant:' .. tenant .. ':open', id)
@@ -264,5 +266,5 @@ if #new_rates > 0 then
   redis.call('PEXPIRE', rate_key, math.ceil(rate_until - now))
 end
 if inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
-if not is_delayed then ring_doorbell(cost) end
+if not waits then ring_doorbell(cost) end
 return {'OK', id, 'queued', 0, 1}

@@ -84,6 +84,8 @@ if next_up then
   release_delayed(now)
   if tonumber(next_up) > now then look_again_in(tonumber(next_up) - now) end
 end
+next_up = token_limit.release(now)
+if next_up then look_again_in(math.max(1, next_up - now)) end
 
 local is_for_us
 do

@@ -24,6 +24,8 @@ POOL = "m"
 P = keys.prefix(POOL)
 TENANT = "default"
 LEASE_MS = 3000
+SLOT_MS = 5000
+"""Tokens used are counted in slots of time of this length; queue.lua has the same value."""
 CONFIG: dict[str, Any] = {
     "lease_ms": LEASE_MS,
     "abandon_after_ms": 30_000,
@@ -238,6 +240,19 @@ class Queue:
     async def now_ms(self) -> int:
         seconds, micros = await self.redis.time()
         return int(seconds * 1000 + micros // 1000)
+
+    async def pass_time(self, tenant: str, ms: int) -> None:
+        """Move a tenant's rates, used tokens and waits into the past; used tokens move by whole slots of 5 s."""
+        redis: Any = self.redis
+        for name, value in (await redis.hgetall(f"{P}:rate:{tenant}")).items():
+            if name in (b"jobs", b"tokens"):
+                await redis.hset(f"{P}:rate:{tenant}", name, float(value) - ms)
+        used = f"{P}:used:{tenant}"
+        if slots := await redis.hgetall(used):
+            await redis.delete(used)
+            await redis.hset(used, mapping={int(slot) - ms // SLOT_MS: tokens for slot, tokens in slots.items()})
+        if await redis.zscore(f"{P}:awaiting", tenant) is not None:
+            await self.age("awaiting", tenant, ms)
 
     async def age(self, name: str, member: str, by_ms: int) -> None:
         """Move a score of the pool into the past."""

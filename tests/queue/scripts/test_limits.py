@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from fakes.queue.harness import POOL, P, Queue, new_job
 
 from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority, SamplingParams
-from penstock.contract.output import Outcome, Usage
-from penstock.contract.tasks import Tokenize
 from penstock.contract.terms import Terms
 from penstock.queue import keys
-from penstock.queue.admission import estimate_output_bytes, rate_tokens
-from penstock.queue.audit import audit
-from penstock.queue.broker.admin import AdminBroker
-from penstock.queue.broker.node import Emission
+from penstock.queue.admission import estimate_output_bytes
 from penstock.queue.broker.producer import Submission
 from penstock.queue.wire import NodePressure, encode_record
 
@@ -88,17 +82,9 @@ async def test_rate_allows_a_burst_and_then_says_when_to_retry(queue: Queue) -> 
     assert error.retry_after_ms == 1000
     await submit(queue, terms, tenant="other")
 
-    await pass_time(queue, "acme", error.retry_after_ms)
+    await queue.pass_time("acme", error.retry_after_ms)
     await submit(queue, terms)
     await refusal(queue, terms)
-
-
-async def pass_time(queue: Queue, tenant: str, ms: int) -> None:
-    """Move a tenant's rates into the past."""
-    rates = await queue.redis.hgetall(f"{P}:rate:{tenant}")
-    for name in (b"jobs", b"tokens"):
-        if name in rates:
-            await queue.redis.hset(f"{P}:rate:{tenant}", name, float(rates[name]) - ms)
 
 
 async def test_tokens_are_counted_by_cost_and_the_refused_cost_nothing(queue: Queue) -> None:
@@ -251,7 +237,7 @@ async def test_no_window_exceeds_rate_and_burst_and_the_reported_wait_suffices(q
         else:
             accepted.append((now_ms, amount))
             waited_ms = chance.randint(0, 1500)
-        await pass_time(queue, "acme", waited_ms)
+        await queue.pass_time("acme", waited_ms)
         now_ms += waited_ms
     assert len(accepted) > 40
     check_windows(accepted, 200)
@@ -273,98 +259,3 @@ async def test_a_refusal_for_a_rate_counts_the_queue_but_estimates_no_wait(queue
     await submit(queue, terms)
     error = await refusal(queue, terms)
     assert (error.num_waiting_ahead, error.estimated_wait_ms) == (1, None)
-
-
-# Tokens -----------------------------------------------------------------------------------------
-
-
-async def ask(queue: Queue, terms: Terms, num_prompt: int, max_tokens: int | None, **fields: object) -> str:
-    params = SamplingParams(max_tokens=max_tokens)
-    job = new_job(tenant="acme", prompt=None, prompt_token_ids=(5,) * num_prompt, params=params, **fields)
-    return (await queue.producer.submit(Submission(job, 10, terms=terms, rate_tokens=rate_tokens(job)))).job_id
-
-
-async def test_long_outputs_are_reserved_before_any_of_them_is_known(queue: Queue) -> None:
-    """A key with 1,000 tokens a minute had 115 jobs of 7,000 tokens accepted."""
-    await queue.node()
-    terms, num_accepted = Terms(tokens_per_minute=1000), 0
-    for _ in range(115):
-        try:
-            await ask(queue, terms, 100, 7000)
-            num_accepted += 1
-        except BusyError as error:
-            assert "1000 tokens per minute" in error.message
-    assert num_accepted == 1, "a job above the burst is accepted when nothing is owed"
-
-
-async def test_a_reservation_follows_the_tenants_own_outputs(queue: Queue) -> None:
-    node, terms = await queue.node(), Terms(tokens_per_minute=60_000, burst_s=1)
-    await ask(queue, terms, 10, 100)
-    (taken,) = (await node.take()).jobs
-    last = Emission(taken.job_id, taken.lease, 0, ())
-    assert await node.broker.finish(last, Outcome("done"), b"r", usage=Usage(10, 40)) == "OK"
-    job_id = await ask(queue, terms, 10, 7000)
-    assert (await queue.record(job_id))["charged"] == "50"
-    await pass_time(queue, "acme", 1000)
-    job_id = await ask(queue, terms, 10, 20)
-    assert (await queue.record(job_id))["charged"] == "30", "the caller's limit is smaller"
-    job = new_job(tenant="other", prompt_token_ids=(5,) * 10, prompt=None, params=SamplingParams())
-    await queue.producer.submit(Submission(job, 10, terms=terms, rate_tokens=rate_tokens(job)))
-    assert (await queue.record(job.id))["charged"] == "266", "another tenant's outputs tell nothing"
-
-
-async def test_a_limit_above_the_context_reserves_no_more_than_the_context(queue: Queue) -> None:
-    await queue.node()
-    job_id = await ask(queue, Terms(tokens_per_minute=60_000, burst_s=1), 10, 32_000, max_total_tokens=200)
-    assert (await queue.record(job_id))["charged"] == "210"
-
-
-async def test_delayed_jobs_reserve_their_tokens_when_they_are_due(queue: Queue) -> None:
-    node, terms = await queue.node(), Terms(tokens_per_minute=60, burst_s=1)
-    late = [await ask(queue, terms, 50, 50, not_before_ms=60_000) for _ in range(5)]
-    assert await queue.keys("rate:*") == set()
-    now_ms = await queue.now_ms()
-    for job_id in late:
-        await queue.change(job_id, submitted=now_ms - 10)
-        await queue.redis.zadd(f"{P}:delayed", {job_id: now_ms - 10})
-    assert len((await node.take()).jobs) == 1, "the others wait for the tenant's rate"
-    found: Any = await queue.redis.zrange(f"{P}:delayed", 0, -1, withscores=True)
-    due_ms = sorted(score for _, score in found)
-    assert len(due_ms) == 4
-    assert due_ms[0] - now_ms == pytest.approx(100_000, abs=TOLERANCE_MS)
-    assert due_ms[3] - due_ms[0] == pytest.approx(300_000, abs=TOLERANCE_MS), "one after the other"
-    assert await queue.submit(tenant="other") in [job.job_id for job in (await node.take()).jobs]
-    assert [f for f in await audit(AdminBroker(queue.redis), POOL) if f.key == "delayed"] == []
-
-
-async def test_tasks_count_their_prompts(queue: Queue) -> None:
-    await queue.node()
-    terms = Terms(tokens_per_minute=60, burst_s=1)
-    job = new_job(tenant="acme", prompt="x" * 150, task=Tokenize())
-    await queue.producer.submit(Submission(job, 1, terms=terms, rate_tokens=rate_tokens(job)))
-    assert (await refusal(queue, terms, cost=1)).retry_after_ms > 1000
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_no_window_has_more_than_limit_and_burst_and_one_job(queue: Queue, seed: int) -> None:
-    """Outputs are of any length up to the callers' limits, which are near what the tenant writes."""
-    node, terms, chance = await queue.node(), Terms(tokens_per_minute=6000, burst_s=2), random.Random(seed)
-    used: list[tuple[int, int]] = []
-    now_ms, longest = 0, 0
-    for _ in range(60):
-        num_prompt, max_tokens = chance.randint(1, 150), chance.randint(1, 100)
-        try:
-            await ask(queue, terms, num_prompt, max_tokens)
-        except BusyError as error:
-            waited_ms = error.retry_after_ms
-        else:
-            (taken,) = (await node.take()).jobs
-            usage = Usage(num_prompt, chance.randint(1, max_tokens))
-            await node.broker.finish(Emission(taken.job_id, taken.lease, 0, ()), Outcome("done"), b"r", usage=usage)
-            used.append((now_ms, usage.prompt_tokens + usage.completion_tokens))
-            longest = max(longest, used[-1][1])
-            waited_ms = chance.randint(0, 1500)
-        await pass_time(queue, "acme", waited_ms)
-        now_ms += waited_ms
-    assert len(used) > 20
-    check_windows(used, 200 + longest)
