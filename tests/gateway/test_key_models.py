@@ -65,7 +65,7 @@ def test_a_request_for_another_model_is_not_found(callers: dict[str, httpx.Clien
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
     assert "this API key may use: elsewhere" in answer.json()["error"]["message"]
-    # The echoing model has no room for a summary.
+    # No summary fits the echoing model's context.
     answered = callers["one"].post(path, json=body_of(path, model))
     assert answered.status_code in (200, 202) or answered.json()["error"]["code"] == "context_length_exceeded"
 

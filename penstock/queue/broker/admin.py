@@ -30,6 +30,9 @@ MAX_STORED = 100_000
 MAX_NAME_CHARS = 200
 """Characters of a name that a pool may serve."""
 _SCAN_COUNT = 1000
+_OF_TENANT = frozenset(("awaiting", "may_use"))
+"""Their keys without a tenant list tenants."""
+_ZSETS_OF_JOBS = _OF_TENANT | {"waiting", "tasks", "deadlines", "delayed", "dead_letters"}
 _PER_JOB = frozenset(("job", "request", "log", "result", "response"))
 _REPAIR_RETRY_MS = 10_000
 
@@ -173,11 +176,10 @@ class AdminBroker:
             seen.virtual_times.add(_class_and_tenant(rest))
             for entry, fields in await redis.xrange(key):
                 seen.jobs.setdefault(fields[b"id"].decode(), []).append((name, entry.decode()))
-        elif kind in ("requeued", "waiting", "tasks", "deadlines", "delayed", "dead_letters"):
-            if kind == "requeued":
-                seen.virtual_times.add(_class_and_tenant(rest))
+        elif kind == "requeued":
+            seen.virtual_times.add(_class_and_tenant(rest))
             _note(seen, name, await redis.zrange(key, 0, -1))
-        elif kind in ("awaiting", "may_use") and rest:
+        elif kind in _ZSETS_OF_JOBS and (rest or kind not in _OF_TENANT):
             _note(seen, name, await redis.zrange(key, 0, -1))
         elif kind in ("jobs", "expiry"):
             await self._scan_ended(name, key, seen)

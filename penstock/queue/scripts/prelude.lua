@@ -10,11 +10,12 @@
 -- A job's hash has these fields:
 --   state tenant priority n entry body cost submitted taken first finished deadline background inboxes channel unread
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
---   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge burst_ms may_use minute_tokens account stored
---   result_until keep response_bytes retaken past_leases num_past_leases used
+--   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge
+--   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
+--   used
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
--- entry: position of a queued job: its id in the tenant's stream, '' for a requeued job, DELAYED for one that waits for its
--- time (P:delayed) or for its tenant's tokens (P:awaiting:<tenant>).
+-- entry: position of a queued job: its id in the tenant's stream, or '' for a requeued job. DELAYED is that of a job
+-- that waits for its time (P:delayed) or for its tenant's tokens (P:awaiting:<tenant>).
 -- unread: time since which the job has no reader, '' with a reader. inboxes: its readers, separated by spaces.
 -- lease: fencing token, `<call>:<nonce>:<i>` of the take that assigned it. loss_mark: length of the log at its last
 -- loss.
@@ -23,9 +24,10 @@
 -- ms_per_token, charged: tenant's token rate and the tokens charged to it, if the tenant has such a limit. to_charge,
 -- burst_ms: tokens that a delayed job reserves when it is due, and the burst of that rate. may_use, minute_tokens: the most
 -- tokens that the job may use, and that its tenant's jobs may use in a minute, both for a tenant with a token rate.
--- held, reserved: bytes of a job that count, while it is open, in P:stored and P:reserved. output: bytes of log and result that it may
--- write. logged: `<chunks> <bytes>` of its log that `held` includes. stored: bytes that count in P:stored after its end,
--- as `<log> <large result> <dead letter's request> <rest>[ <response>]`. memory_percent: its tenant's share, if not the pool's. result_until: expiry of a large result.
+-- held, reserved: bytes of a job that count, while it is open, in P:stored and P:reserved. output: bytes of log and
+-- result that it may write. logged: `<chunks> <bytes>` of its log that `held` includes. stored: bytes that count in
+-- P:stored after its end, as `<log> <large result> <dead letter's request> <rest>[ <response>]`. memory_percent: its tenant's share,
+-- if not the pool's. result_until: expiry of a large result.
 -- keep: ms after the end for which the record of a stored response, of response_bytes, and the job's result are kept.
 -- taken, retaken: times of the first take and of the last later one. past_leases: the newest MAX_PAST_LEASES leases that
 -- ended before the job did, as `<node>@<taken>-<ended>:<why>`; num_past_leases counts all of them.
@@ -43,7 +45,8 @@ local MAX_PAST_LEASES = 8
 local MAX_DEAD, DEAD_LIFE_MS = 10000, 604800000
 local LARGE_RESULT_BYTES, LOG_PAGE = 65536, 500
 -- Memory of a job's record with its entries in other keys, of a wide record, and of another key of a job. A record is
--- wide if a field is above MAX_SHORT_BYTES, because Redis stores such a hash in another way. tests/queue/test_memory_accounting.py compares them with MEMORY USAGE.
+-- wide if a field is above MAX_SHORT_BYTES, because Redis stores such a hash in another way.
+-- tests/queue/test_memory_accounting.py compares them with MEMORY USAGE.
 local RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES, MAX_SHORT_BYTES = 1056, 5120, 256, 64
 local COUNTED_CHUNKS, MIN_RESERVED_BYTES = 12, 4096
 local MAX_EVENTS = 256

@@ -140,8 +140,8 @@ local function ring_doorbell(cost, but)
 end
 
 -- The tokens that a tenant with a token rate uses in any minute are at most its limit, its burst and one job. So a job is
--- queued only while the sum of two numbers is within limit and burst. These are the tokens of the tenant's jobs that
--- ended in the last minute, and what its queued and running jobs may use at most; the largest of them does not count.
+-- queued only while the sum of two numbers is within limit and burst. One is the tokens of the tenant's jobs that ended
+-- in the last minute. The other is what its queued and running jobs, without the largest one, may use at most.
 -- Otherwise the job waits outside of the queue, in P:awaiting:<tenant>, until older tokens or jobs no longer count.
 local token_limit = {}
 do
@@ -303,7 +303,8 @@ do
   -- Reserves a due job's tokens of its tenant's rate. Returns 0, or the ms until the rate allows the job. `before`: what the
   -- tenant's jobs that this script has postponed will reserve, in ms.
   local function reserve_tokens(job, now, before)
-    local to_charge, ms_per_token, burst_ms = unpack(redis.call('HMGET', job_key(job.id), 'to_charge', 'ms_per_token', 'burst_ms'))
+    local to_charge, ms_per_token, burst_ms =
+      unpack(redis.call('HMGET', job_key(job.id), 'to_charge', 'ms_per_token', 'burst_ms'))
     if not to_charge then return 0 end
     local key, length = P .. ':rate:' .. job.tenant, tonumber(to_charge) * tonumber(ms_per_token)
     local jobs, tokens, stated = unpack(redis.call('HMGET', key, 'jobs', 'tokens', 'ms_per_token'))

@@ -67,7 +67,7 @@ class AuthorTokenizer(ByteTokenizer):  # type: ignore[misc]  # a conftest module
 
 
 class AuthorEngine(EchoEngine):  # type: ignore[misc]
-    """Has room for a conversation."""
+    """Its context holds a conversation."""
 
     max_prompt_tokens = MAX_MODEL_LEN
 

@@ -35,7 +35,7 @@ def closed(stack: Any, shared_engine: Any, keys: dict[str, str]) -> str:
 
 
 def test_another_tenant_cannot_open_a_summary(closed: str, keys: dict[str, str], redis_url: str) -> None:
-    """A sealed summary is made here with the gateways' own secret, because the echoing model has no room for one."""
+    """A sealed summary is made here with the gateways' own secret, because none fits the echoing model's context."""
 
     async def secret() -> bytes:
         async with connect(redis_url) as redis:
