@@ -127,6 +127,18 @@ def hints_and_neutral_values_are_accepted() -> None:
 
 
 @check
+def conversations_are_counted_and_shortened() -> None:
+    counted = client.responses.input_tokens.count(model=MODEL, input=QUESTION, instructions="Be short.")
+    answered = client.responses.create(model=MODEL, input=QUESTION, instructions="Be short.", max_output_tokens=1)
+    assert answered.usage is not None and counted.input_tokens == answered.usage.input_tokens
+    short = client.responses.compact(model=MODEL, input=QUESTION)
+    user, summary = (item.model_dump(exclude_none=True, warnings=False) for item in short.output)
+    assert user["content"][0]["text"] == QUESTION and summary["type"] == "compaction"
+    more: Any = [user, summary, {"role": "user", "content": QUESTION}]
+    assert client.responses.create(model=MODEL, input=more, max_output_tokens=4).output_text
+
+
+@check
 def responses_answer_with_text_and_usage() -> None:
     response = client.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=24)
     assert response.output_text

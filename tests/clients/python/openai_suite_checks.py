@@ -17,7 +17,7 @@ from clients.python.checks import API, say_versions
 from clients.python.openai_suite_plugin import SuitePlugin
 
 FILES = ("chat/test_completions.py", "test_completions.py", "test_embeddings.py", "test_models.py", "test_responses.py")
-INPUT_ITEMS = "responses/test_input_items.py"
+OF_RESPONSES = ("responses/test_input_items.py", "responses/test_input_tokens.py")
 OVERRIDDEN = ("addopts=", "filterwarnings=")
 """Their settings need plugins and a version of pytest that are not pinned here."""
 
@@ -37,7 +37,7 @@ def main() -> None:
     """Run the tests of the resources that penstock has."""
     folder = source_folder()
     say_versions("openai")
-    files = [str(folder / "tests" / "api_resources" / file) for file in (*FILES, INPUT_ITEMS)]
+    files = [str(folder / "tests" / "api_resources" / file) for file in (*FILES, *OF_RESPONSES)]
     config = [
         "--rootdir",
         str(folder),
