@@ -71,8 +71,7 @@ CLIENTS = (
         "instructor",
         "instructor",
         "instructor_checks.py",
-        "records in the modes TOOLS, TOOLS_STRICT, JSON, JSON_SCHEMA and RESPONSES_TOOLS, partial streams, errors, "
-        "cancellation",
+        "records in each of its ten modes for OpenAI, partial streams, errors, cancellation",
     ),
     Client(
         "codex",

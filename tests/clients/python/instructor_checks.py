@@ -1,12 +1,14 @@
 """instructor: records by tool calls, by JSON schemas and over the Responses API.
 
-Its modes MD_JSON and PARALLEL_TOOLS ask in words only, so whether a record comes depends on the model.
+Its modes MD_JSON and PARALLEL_TOOLS ask in words only, so whether a record comes depends on the model. Their checks
+make the demo model say what the mode asks for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import instructor
@@ -122,6 +124,24 @@ def json_mode_makes_an_object() -> None:
         response_model=AnyObject, messages=user('Answer: {"name": "Oder"}'), **GREEDY
     )
     assert made.model_dump() == json.loads(raw.choices[0].message.content)
+
+
+@check
+def record_is_read_from_a_fenced_block() -> None:
+    fenced = r'```json\n\{"name": "(Oder|Elbe|Warta)", "is_navigable": (true|false)\}\n```'
+    asked: Any = {"messages": user(ASK_RIVER), "extra_body": {"structured_outputs": {"regex": fenced}}, **GREEDY}
+    completions = patched(Mode.MD_JSON).chat.completions
+    assert isinstance(completions.create(response_model=River, **asked), River)
+    *_, last = completions.create_partial(response_model=River, **asked)
+    River.model_validate(last.model_dump())
+
+
+@check
+def records_are_made_by_parallel_calls() -> None:
+    completions = patched(Mode.PARALLEL_TOOLS).chat.completions
+    asked: Any = {"response_model": Iterable[River | Address], "messages": user(ASK_RIVER), **GREEDY}
+    made = [*completions.create(extra_body={"tool_choice": "required"}, **asked)]
+    assert made and all(isinstance(record, River | Address) for record in made)
 
 
 @check

@@ -1,7 +1,7 @@
 """What coding agents send, and the answers that they can use. The model says what a script tells it.
 
-The folders have requests of Claude Code 2.1.331, OpenCode 1.18.33 and Cline 3.0.65. `make clients` records them
-(`tests/clients/recording.py`), and replaces each text by the name of its member and its length.
+The folders have requests of Claude Code 2.1.331, OpenCode 1.18.33 and Cline 3.0.65, as `make clients` records them.
+Each text is replaced by the name of its member and its length (`tests/clients/recording.py`).
 """
 
 from __future__ import annotations
