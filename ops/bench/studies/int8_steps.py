@@ -35,6 +35,8 @@ from penstock.kernels.cpu.formats import Format
 from penstock.kernels.cpu.formats import Run as FormatRun
 from penstock.kernels.cpu.library import Slot
 
+Shape = tuple[int, int, int]
+"""Of a step: its sequences, the tokens of each, and the tokens before them."""
 RESULTS = Path(__file__).parents[1] / "results" / "int8_steps.json"
 ROWS = "int8"
 LAYERS = (Slot.QKV, Slot.OUT, Slot.MLP_IN, Slot.MLP_OUT)
@@ -55,14 +57,20 @@ VARIANTS: dict[str, tuple[str, dict[Slot, Format]]] = {
     "`int8_group`: all in groups, not rotated": ("int8_group", {}),
 }
 """A name, `--quantization`, and the formats that matrices of some slots have instead of its own."""
-STEPS = {
+STEPS: dict[str, Shape] = {
     "1 sequence": (1, 1, 256),
     "16 sequences": (16, 1, 128),
     "64 sequences": (64, 1, 128),
     "prompt of 256": (1, 256, 0),
 }
-"""Of each kind of step: its sequences, the tokens of each, and the tokens before them."""
-MAX_BLOCKS = 20
+CACHES = ("int8", "bfloat16", "float16")
+LONG_STEPS = STEPS | {
+    "1 after 4,000": (1, 1, 4000),
+    "16 after 1,000": (16, 1, 1000),
+    "prompt of 256 after 2,000": (1, 256, 2000),
+}
+"""Steps that show what the KV cache costs."""
+NUM_BLOCKS = 1280
 SECONDS = 40
 
 HEAD = """# Speed against accuracy of int8, {date}
@@ -74,8 +82,12 @@ activations, one scale for 32 columns, or keep them in bf16. All but `int8_group
 Times are medians of steps that ran by turns within {seconds} s, relative to `int8`, with keys and values in int8. Each
 step computes the head for all of its tokens, so a prompt's layers alone differ by a quarter more.
 
-| variant | RMS Δp, % | {steps} |
-|---{columns}|
+"""
+CACHES_HEAD = """
+## KV cache
+
+`int8` with keys and values in each format; times relative to bfloat16.
+
 """
 
 
@@ -93,16 +105,16 @@ def packed_as(formats: Mapping[Slot, Format]) -> Iterator[None]:
 
 
 @contextmanager
-def opened(model: Path, quantization: str) -> Iterator[NativeRunner]:
-    """A runner with a KV cache in int8 for the largest step."""
+def opened(model: Path, quantization: str, kv: str) -> Iterator[NativeRunner]:
+    """A runner for the largest step."""
     options = RunnerOptions(
         runner="native",
         dtype="bfloat16",
         quantization=quantization,
-        kv_cache_dtype="int8",
+        kv_cache_dtype=kv,
         block_size=BLOCK,
-        num_kv_blocks=MAX_BLOCKS * max(count for count, _, _ in STEPS.values()),
-        max_num_seqs=max(count for count, _, _ in STEPS.values()),
+        num_kv_blocks=NUM_BLOCKS,
+        max_num_seqs=max(count for count, _, _ in LONG_STEPS.values()),
         weight_cache=False,
     )
     runner = load_model(str(model), options, lambda *_: None).runner
@@ -114,46 +126,65 @@ def opened(model: Path, quantization: str) -> Iterator[NativeRunner]:
 def plan_of(num_seqs: int, num_tokens: int, num_before: int) -> StepPlan:
     """A step in which each sequence has some tokens behind those that are in the cache."""
     count, context = num_seqs * num_tokens, num_before + num_tokens
+    num_blocks = -(-context // BLOCK)
     return StepPlan(
         token_ids=np.arange(100, 100 + count, dtype=np.int32),
         positions=np.tile(np.arange(num_before, context, dtype=np.int32), num_seqs),
         query_starts=np.arange(0, count + 1, num_tokens, dtype=np.int32),
         context_lens=np.full(num_seqs, context, np.int32),
-        block_tables=np.arange(1, 1 + num_seqs * MAX_BLOCKS, dtype=np.int32).reshape(num_seqs, MAX_BLOCKS),
+        block_tables=np.arange(1, 1 + num_seqs * num_blocks, dtype=np.int32).reshape(num_seqs, num_blocks),
         sample_tokens=np.empty(0, np.int32),
         sampling=nothing_sampled(),
     )
 
 
-def times_of(model: Path) -> dict[str, dict[str, float]]:
-    """The median milliseconds of each kind of step, by variant."""
-    times: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in STEPS} for name in VARIANTS}
+def times_of(runners: Mapping[str, NativeRunner], steps: Mapping[str, Shape]) -> dict[str, dict[str, float]]:
+    """The median milliseconds of each kind of step, by runner."""
+    times: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in steps} for name in runners}
+    end_s = time.monotonic() + SECONDS
+    while time.monotonic() < end_s:
+        for kind, shape in steps.items():
+            plan = plan_of(*shape)
+            for name, runner in runners.items():
+                begun_s = time.perf_counter()
+                runner.logits(plan)
+                times[name][kind].append(1000 * (time.perf_counter() - begun_s))
+    return {name: {kind: statistics.median(found) for kind, found in own.items()} for name, own in times.items()}
+
+
+def variant_times(model: Path) -> dict[str, dict[str, float]]:
+    """The times of all variants, with keys and values in int8."""
     with ExitStack() as stack:
         runners = {}
         for name, (quantization, formats) in VARIANTS.items():
             with packed_as(formats):
-                runners[name] = stack.enter_context(opened(model, quantization))
-        end_s = time.monotonic() + SECONDS
-        while time.monotonic() < end_s:
-            for kind, shape in STEPS.items():
-                plan = plan_of(*shape)
-                for name, runner in runners.items():
-                    begun_s = time.perf_counter()
-                    runner.logits(plan)
-                    times[name][kind].append(1000 * (time.perf_counter() - begun_s))
-    return {name: {kind: statistics.median(found) for kind, found in own.items()} for name, own in times.items()}
+                runners[name] = stack.enter_context(opened(model, quantization, "int8"))
+        return times_of(runners, STEPS)
+
+
+def cache_times(model: Path) -> dict[str, dict[str, float]]:
+    """The times of int8 weights with each KV cache."""
+    with ExitStack() as stack:
+        return times_of({kv: stack.enter_context(opened(model, "int8", kv)) for kv in CACHES}, LONG_STEPS)
+
+
+def table(first: str, runs: Mapping[str, Any], base: str) -> list[str]:
+    """A row for each run: RMS Δp, and its times relative to one run's."""
+    kinds = runs[base]["ms"]
+    lines = [f"| {first} | RMS Δp, % | {' | '.join(kinds)} |\n", f"|---{'|---' * (1 + len(kinds))}|\n"]
+    for name, run in runs.items():
+        figure = run["rms_delta_p"]
+        rms = "–" if figure is None else f"{figure['value']:.2f} ± {figure['error']:.2f}"
+        ratios = " | ".join(f"{run['ms'][kind] / runs[base]['ms'][kind]:.2f}" for kind in kinds)
+        lines.append(f"| {name} | {rms} | {ratios} |\n")
+    return lines
 
 
 def report(content: dict[str, Any]) -> str:
     """The results as a page."""
-    runs, columns = content["runs"], "|---" * (1 + len(STEPS))
     facts = content["machine"] | {"windows": content["windows"], "window": WINDOW, "seconds": SECONDS}
-    lines = [HEAD.format(steps=" | ".join(STEPS), columns=columns, **facts)]
-    for name, run in runs.items():
-        rms, error = run["rms_delta_p"]["value"], run["rms_delta_p"]["error"]
-        ratios = " | ".join(f"{run['ms'][kind] / runs[ROWS]['ms'][kind]:.2f}" for kind in STEPS)
-        lines.append(f"| {name} | {rms:.2f} ± {error:.2f} | {ratios} |\n")
-    return "".join(lines)
+    lines = [HEAD.format(**facts), *table("variant", content["runs"], ROWS), CACHES_HEAD]
+    return "".join([*lines, *table("KV cache", content["caches"], "bfloat16")])
 
 
 def main() -> None:
@@ -175,8 +206,10 @@ def main() -> None:
                 runs[name] = {"rms_delta_p": asdict(accuracy.by_penstock(path, run, base).rms_delta_p)}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n")
         print(name, runs[name]["rms_delta_p"], flush=True)
-    times = times_of(path)
+    times = variant_times(path)
     content["runs"] = {name: runs[name] | {"ms": times[name]} for name in VARIANTS}
+    caches = {kv: known.get(accuracy.Run("penstock", "BF16", "int8", kv).name, {}).get("rms_delta_p") for kv in CACHES}
+    content["caches"] = {kv: {"rms_delta_p": caches[kv], "ms": found} for kv, found in cache_times(path).items()}
     RESULTS.write_text(json.dumps(content, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(report(content))
 
