@@ -116,6 +116,10 @@ class EchoEngine:
         self.leaves_core_free = False
         self.sampling_defaults: dict[str, int | float] = {}
         self.step_s = 0.0
+        self.may_go_on = threading.Event()
+        """While it is clear, requests wait after `waits_after` tokens: a reader sees the first of these alone."""
+        self.may_go_on.set()
+        self.waits_after = 1
         self.last_params: SamplingParams | None = None
         self.last_adapter: AdapterRef | None = None
         self._live: list[_Live] = []
@@ -161,6 +165,8 @@ class EchoEngine:
 
     def step(self) -> list[StepOutput]:
         time.sleep(self.step_s)
+        if any(live.num_said >= self.waits_after for live in self._live):
+            assert self.may_go_on.wait(START_TIMEOUT_S)
         self._num_steps += 1
         embeddings, self._embeddings = self._embeddings, []
         outputs = [
@@ -344,6 +350,7 @@ def engine(shared_engine: EchoEngine) -> Iterator[EchoEngine]:
     shared_engine.step_s = 0.0
     yield shared_engine
     shared_engine.step_s = 0.0
+    shared_engine.may_go_on.set()
 
 
 @pytest.fixture(scope="module")
