@@ -31,6 +31,7 @@ MAX_NAME_CHARS = 200
 """Characters of a name that a pool may serve."""
 _SCAN_COUNT = 1000
 _PER_JOB = frozenset(("job", "request", "log", "result", "response"))
+_ZSETS_OF_JOBS = frozenset(("requeued", "waiting", "tasks", "deadlines", "delayed", "dead_letters"))
 _REPAIR_RETRY_MS = 10_000
 
 KeyEntry = tuple[str, str]
@@ -173,11 +174,9 @@ class AdminBroker:
             seen.virtual_times.add(_class_and_tenant(rest))
             for entry, fields in await redis.xrange(key):
                 seen.jobs.setdefault(fields[b"id"].decode(), []).append((name, entry.decode()))
-        elif kind in ("requeued", "waiting", "tasks", "deadlines", "delayed", "dead_letters"):
+        elif kind in _ZSETS_OF_JOBS or (kind in ("awaiting", "may_use") and rest):
             if kind == "requeued":
                 seen.virtual_times.add(_class_and_tenant(rest))
-            _note(seen, name, await redis.zrange(key, 0, -1))
-        elif kind in ("awaiting", "may_use") and rest:
             _note(seen, name, await redis.zrange(key, 0, -1))
         elif kind in ("jobs", "expiry"):
             await self._scan_ended(name, key, seen)

@@ -11,7 +11,7 @@
 --   state tenant priority n entry body cost submitted taken first finished deadline background inboxes channel unread
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
 --   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge burst_ms may_use minute_tokens account stored
---   result_until keep response_bytes retaken past_leases num_past_leases used
+--   result_until keep response_bytes retaken past_leases num_past_leases engine_preemptions used
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
 -- entry: position of a queued job: its id in the tenant's stream, '' for a requeued job, DELAYED for one that waits for its
 -- time (P:delayed) or for its tenant's tokens (P:awaiting:<tenant>).
@@ -29,6 +29,8 @@
 -- keep: ms after the end for which the record of a stored response, of response_bytes, and the job's result are kept.
 -- taken, retaken: times of the first take and of the last later one. past_leases: the newest MAX_PAST_LEASES leases that
 -- ended before the job did, as `<node>@<taken>-<ended>:<why>`; num_past_leases counts all of them.
+-- preemptions: how often a node gave the job back. engine_preemptions: how often engines preempted its sequences, over the
+-- leases that ended; a lost node's are not known.
 -- used: `<prompt> <completion> <cached> <kv_token_ms>` of an ended job; kv_token_ms is '' if its node did not report it.
 
 local P = string.sub(KEYS[1], 1, -8)
