@@ -90,6 +90,9 @@ class EngineLike(Protocol):
     def requests_in_flight(self) -> set[str]:
         """Return the ids of the current step's requests; safe on any thread, also while the step hangs."""
 
+    def num_preemptions(self, request_id: str) -> int:
+        """Return how often the open choices of a request were preempted; safe on any thread."""
+
 
 class EngineWorker:
     """An engine's own thread. It calls `deliver` once per step that produced output."""
@@ -161,6 +164,10 @@ class EngineWorker:
     def requests_in_flight(self) -> set[str]:
         """Return the ids of the current step's requests, to find out which of them it hangs at."""
         return self._engine.requests_in_flight()
+
+    def num_preemptions(self, request_id: str) -> int:
+        """Return how often the open choices of a request were preempted; 0 for an unknown id."""
+        return self._engine.num_preemptions(request_id)
 
     def stats(self) -> Future[EngineStats]:
         """Read the engine's statistics between two steps."""

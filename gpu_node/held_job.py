@@ -49,7 +49,7 @@ class HeldJob:
         self.kv_token_ms = 0.0
         """KV-token-milliseconds of the choices that have ended, for the fair queue."""
         self.num_preemptions = 0
-        """How often the engine preempted its choices that have ended."""
+        """How often the engine preempted its choices that have ended here."""
         self.trace: JobTrace | None = None
         """What its spans need; None if its trace is not recorded."""
         self.num_acknowledged = 0
@@ -262,9 +262,10 @@ class HeldJob:
     @property
     def used(self) -> UsedTokens:
         """The resources that the job used up to its end."""
-        if not self._has_whole_log:
-            return UsedTokens(kv_token_ms=self.kv_token_ms_used)
-        return UsedTokens(kv_token_ms=self.kv_token_ms_used, usage=self._usage(), log_bytes=sum(map(len, self._chunks)))
+        used = UsedTokens(kv_token_ms=self.kv_token_ms_used, num_preemptions=self.num_preemptions)
+        if self._has_whole_log:
+            used.update(usage=self._usage(), log_bytes=sum(map(len, self._chunks)))
+        return used
 
     def _usage(self) -> Usage:
         if self.usage is not None:

@@ -68,7 +68,10 @@ class LoadShedder:
         Tokens that Redis does not have yet are lost; the next node generates the same tokens again.
         """
         wanted = [job for job in jobs if job.outcome is None]
-        returns = [GivenBackJob(job.job_id, job.taken.lease, job.expected_cost, job.max_kv_tokens) for job in wanted]
+        returns = [
+            GivenBackJob(job.job_id, job.taken.lease, job.expected_cost, job.max_kv_tokens, self._preemptions_of(job))
+            for job in wanted
+        ]
         answers = await self._broker.give_back(returns, why)
         kept = [job for job, answer in zip(wanted, answers, strict=True) if answer == "KEEP"]
         given = [job for job in wanted if job not in kept]
@@ -79,6 +82,9 @@ class LoadShedder:
         if given and why != "drain":
             log.info("returned jobs to the queue", extra={"num_jobs": len(given), "why": why})
         return kept
+
+    def _preemptions_of(self, job: HeldJob) -> int:
+        return job.num_preemptions + self._worker.num_preemptions(job.taken.lease)
 
     def _surplus(self) -> list[HeldJob]:
         """Return the jobs to preempt so that the rest fits, in the order of preemption."""

@@ -179,6 +179,7 @@ class Outbox:
         if job.outcome is None:
             job.outcome = outcome
             if not job.is_task:
+                job.num_preemptions += self._worker.num_preemptions(job.taken.lease)
                 self._worker.abort(job.taken.lease)
             self._bell.capacity_freed()
         self._schedule(job)

@@ -111,7 +111,7 @@ class CompactionEncoder(WholeEncoder):
         return b'],"usage":' + to_json(used) + b"}"
 
     def _summary_of(self, result: PackedResult) -> str:
-        """Return the summary. Raises PromptTooLongError if none fits the context, and JobFailedError if there is none."""
+        """Return the summary. Raises PromptTooLongError if none fits, and JobFailedError if there is none."""
         reader = OutputReader(result.job_id, self._head.form)
         for _ in reading_of(result, reader):
             pass

@@ -1,7 +1,7 @@
 """The summary of a conversation: the request for it, and the seal that binds it to its tenant and model.
 
-A client keeps the summary and sends it back. It is the tenant's own text, so the seal does not hide it: the item is enough to
-read it. The seal shows that a gateway made it for this tenant and this model, and that nothing was changed.
+A client keeps the summary and sends it back. It is the tenant's own text, so the seal does not hide it: the item is
+enough to read it. The seal shows that a gateway made it for this tenant and this model, and that nothing was changed.
 """
 
 from __future__ import annotations

@@ -159,6 +159,11 @@ class Engine(ServedModel, OfflineCalls):
         """Return the ids of requests in submitted steps. Any thread may call it while the engine hangs in a step."""
         return {request_id for step in self._in_flight.steps for request_id in self._requests_of(step)}
 
+    def num_preemptions(self, request_id: str) -> int:
+        """Return how often the open choices of a request were preempted. Any thread may call it."""
+        request = self._requests.get(request_id)
+        return 0 if request is None else sum(choice.seq.num_preemptions for choice in list(request.live.values()))
+
     def stats(self) -> EngineStats:
         """Return a snapshot of memory, queues and counters."""
         counts, timings = self._guides.counts, self._timings

@@ -42,8 +42,11 @@ class LedgerEvent:
 class JobLedger:
     """The events that the queue recorded of a job. Times are Redis ms, 0 for a stage not reached yet.
 
-    `past_leases` are the newest ones; `num_past_leases` counts all of them. `losses` counts lost nodes since the job
-    last made progress. `usage` and `kv_token_ms` are None before the end, and if the node did not report them.
+    `past_leases` are the newest ones; `num_past_leases` counts all of them. `preemptions` counts how often a
+    node gave the job back to the queue. `engine_preemptions` counts how often engines took the KV blocks of its
+    sequences, which stayed on their node; each lease adds its count when it ends, a lost one none. `losses` counts lost
+    nodes since the job last made progress. `usage` and `kv_token_ms` are None before the end, and if the node did not
+    report them.
     """
 
     state: str
@@ -58,6 +61,7 @@ class JobLedger:
     past_leases: tuple[PastLease, ...] = ()
     num_past_leases: int = 0
     preemptions: int = 0
+    engine_preemptions: int = 0
     losses: int = 0
     usage: Usage | None = None
     kv_token_ms: int | None = None

@@ -56,6 +56,7 @@ def ledger_object(ledger: JobLedger) -> dict[str, Any]:
         "node": ledger.node_id or None,
         "losses": ledger.losses,
         "preemptions": ledger.preemptions,
+        "engine_preemptions": ledger.engine_preemptions,
         "num_past_leases": ledger.num_past_leases,
         "usage": None if ledger.usage is None else usage_object(ledger.usage),
         "kv_token_seconds": None if ledger.kv_token_ms is None else ledger.kv_token_ms / 1000,

@@ -160,6 +160,9 @@ class EchoEngine:
         """Return no ids: no step of this engine hangs."""
         return set()
 
+    def num_preemptions(self, request_id: str) -> int:
+        return 0
+
     def memory_trail(self) -> list[str]:
         return []
 

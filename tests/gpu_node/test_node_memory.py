@@ -87,6 +87,33 @@ async def test_an_urgent_job_does_not_wait_for_one_that_has_both_pools(redis_url
         assert tokens == roomy.generate([prompt], params(num_tokens))[0].choices[0].token_ids
 
 
+@pytest.mark.parametrize("then", ["done", "cancelled", "moved"])
+async def test_a_job_says_how_often_the_engine_preempted_it(redis_url: str, make: MakeEngine, then: str) -> None:
+    """An urgent job takes its blocks. Until that job ends, it has no output that would tell so."""
+    engine = make(num_kv_blocks=KV_TOKENS // 16, num_swap_blocks=SWAP_TOKENS // 16, scheduling_policy="priority")
+    engine._runner = FaultyRunner(engine._runner, lambda at, _: time.sleep(0.005) if at == "start" else None)
+    async with AsyncClient(redis_url) as client:
+        async with running(redis_url, engine, scheduling_policy="priority", drain_s=0):
+            large = await client.submit(LARGE, params=params(70), priority=Priority.BATCH)
+            await anext(large.stream())
+            urgent = await client.submit(SMALL[0], params=params(60), priority=Priority.INTERACTIVE)
+            async with asyncio.timeout(PATIENCE_S):
+                while engine.stats().num_preemptions == 0:
+                    await asyncio.sleep(0.005)
+            if then == "cancelled":
+                await large.cancel()
+            if then != "moved":
+                await asyncio.gather(large.result(), urgent.result(), return_exceptions=True)
+        if then == "moved":
+            async with running(redis_url, make(), scheduling_policy="priority"):
+                await large.result()
+        status = await large.status()
+        others = await urgent.status()
+    assert status.state == ("cancelled" if then == "cancelled" else "done")
+    assert (status.ledger.engine_preemptions, status.ledger.preemptions) == (1, then == "moved")
+    assert others.ledger.engine_preemptions == 0
+
+
 async def test_job_larger_than_device_and_host_blocks_is_refused(redis_url: str, make: MakeEngine) -> None:
     engine = make(num_kv_blocks=KV_TOKENS // 16, num_swap_blocks=SWAP_TOKENS // 16)
     async with running(redis_url, engine), AsyncClient(redis_url) as client:

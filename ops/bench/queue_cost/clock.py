@@ -94,6 +94,9 @@ class ClockEngine:
         """It never hangs."""
         return set()
 
+    def num_preemptions(self, request_id: str) -> int:
+        return 0
+
     def memory_trail(self) -> list[str]:
         return []
 

@@ -18,6 +18,7 @@ from penstock.queue.broker.connection import translated
 STATUS_FIELDS = (
     *("state", "tenant", "priority", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
     *("losses", "code", "message", "param", "stored", "used", "retaken", "past_leases", "num_past_leases"),
+    "engine_preemptions",
 )
 """The fields of a job's hash that `status_of` needs."""
 
@@ -81,6 +82,7 @@ def ledger_of(fields: Mapping[str, str]) -> JobLedger:
         past_leases=tuple(_past_leases(fields["past_leases"])),
         num_past_leases=int(fields["num_past_leases"] or 0),
         preemptions=int(fields["preemptions"] or 0),
+        engine_preemptions=int(fields["engine_preemptions"] or 0),
         losses=int(fields["losses"] or 0),
         usage=usage,
         kv_token_ms=kv_token_ms,

@@ -111,12 +111,16 @@ class Emission:
 
 @dataclass(frozen=True, slots=True)
 class GivenBackJob:
-    """A job to give back. `cost`: KV tokens that it will probably hold; `max_kv_tokens`: the most that it may hold."""
+    """A job to give back. `cost`: KV tokens that it will probably hold; `max_kv_tokens`: the most that it may hold.
+
+    `num_preemptions`: how often this node's engine preempted its sequences.
+    """
 
     job_id: str
     lease: str
     cost: int
     max_kv_tokens: int
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,8 @@ class UsedTokens(TypedDict, total=False):
     """Tokens counted to its tenant. None: only the output tokens in the log are counted."""
     log_bytes: int | None
     """Bytes of all its chunks. None: the script measures the log."""
+    num_preemptions: int
+    """How often this node's engine preempted its sequences."""
 
 
 class LeaseLostError(Exception):
@@ -289,7 +295,7 @@ class NodeBroker:
         answer = await self._call(
             "finish",
             *(*position, *end, "" if kv_token_ms is None else kv_token_ms, result),
-            *(*tokens, size, len(last.chunks), *last.chunks),
+            *(*tokens, size, used.get("num_preemptions", 0), len(last.chunks), *last.chunks),
         )
         return cast(bytes, answer).decode()
 
@@ -301,7 +307,11 @@ class NodeBroker:
         answers: list[str] = []
         for start in range(0, len(jobs), MAX_GIVE_BACK_JOBS):
             part = jobs[start : start + MAX_GIVE_BACK_JOBS]
-            arguments = [item for job in part for item in (job.job_id, job.lease, job.cost, job.max_kv_tokens)]
+            arguments = [
+                item
+                for job in part
+                for item in (job.job_id, job.lease, job.cost, job.max_kv_tokens, job.num_preemptions)
+            ]
             answers += [a.decode() for a in await self._call("give_back", why, *arguments)]
         return answers
 

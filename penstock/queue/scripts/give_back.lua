@@ -1,12 +1,13 @@
 -- give_back: a node returns running jobs to the queue. They keep their submission time; no loss is counted.
--- ARGV: node why, then per job: id lease cost max_kv_tokens
+-- ARGV: node why, then per job: id lease cost max_kv_tokens preemptions
 --   why: 'drain': the node leaves. 'pressure': it lacks capacity; a job returns only if another node has capacity for
 --   it. 'lacking': it lacks the job's adapter; a job returns only if some node is not known to lack that adapter too.
 --   cost: predicted KV tokens. max_kv_tokens: the most that the job may hold. From its MAX_PREEMPTIONS-th return on,
---   a job costs max_kv_tokens, so that the next node can keep it to its end.
+--   a job costs max_kv_tokens, so that the next node can keep it to its end. preemptions: how often the node's engine
+--   preempted the job's sequences.
 -- Answer, one per job: OK | KEEP | FENCED | GONE
 --   KEEP: no other node could take the job, so it stays with this node.
-local MAX_JOBS, MAX_PREEMPTIONS, FIRST, ARGS = 128, 3, 3, 4
+local MAX_JOBS, MAX_PREEMPTIONS, FIRST, ARGS = 128, 3, 3, 5
 local node, why, now = ARGV[1], ARGV[2], clock()
 local config = read_config()
 if #ARGV >= FIRST + ARGS * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
@@ -37,7 +38,7 @@ local function all_that_lack(id)
 end
 
 -- Queues a job again, unless no other node could take it.
-local function give(job, cost, max_kv_tokens)
+local function give(job, cost, max_kv_tokens, engine_preemptions)
   if why == 'lacking' then
     local lacks = all_that_lack(job.id)
     if not may_be_elsewhere(job, lacks) then return 'KEEP' end
@@ -48,6 +49,7 @@ local function give(job, cost, max_kv_tokens)
     if why == 'pressure' and not fits_elsewhere(job, cost) then return 'KEEP' end
     redis.call('HSET', job_key(job.id), 'preemptions', preemptions)
   end
+  note_preemptions(job.id, engine_preemptions)
   requeue(job, now, why, cost, now + config.avoid_ms)
   count_event('given_back_' .. why)
   return 'OK'
@@ -66,7 +68,7 @@ for at = FIRST, #ARGV, ARGS do
     answer = 'FENCED'
     count_event('fenced')
   elseif not end_if_over(job, config, now) then
-    answer = give(job, cost, max_kv_tokens)
+    answer = give(job, cost, max_kv_tokens, tonumber(ARGV[at + 4]))
   end
   answers[#answers + 1] = answer
 end

@@ -12,7 +12,7 @@
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
 --   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
---   used
+--   engine_preemptions used
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
 -- entry: position of a queued job: its id in the tenant's stream, or '' for a requeued job. DELAYED is that of a job
 -- that waits for its time (P:delayed) or for its tenant's tokens (P:awaiting:<tenant>).
@@ -26,11 +26,13 @@
 -- tokens that the job may use, and that its tenant's jobs may use in a minute, both for a tenant with a token rate.
 -- held, reserved: bytes of a job that count, while it is open, in P:stored and P:reserved. output: bytes of log and
 -- result that it may write. logged: `<chunks> <bytes>` of its log that `held` includes. stored: bytes that count in
--- P:stored after its end, as `<log> <large result> <dead letter's request> <rest>[ <response>]`. memory_percent: its tenant's share,
--- if not the pool's. result_until: expiry of a large result.
+-- P:stored after its end, as `<log> <large result> <dead letter's request> <rest>[ <response>]`. memory_percent: its
+-- tenant's share, if not the pool's. result_until: expiry of a large result.
 -- keep: ms after the end for which the record of a stored response, of response_bytes, and the job's result are kept.
 -- taken, retaken: times of the first take and of the last later one. past_leases: the newest MAX_PAST_LEASES leases that
 -- ended before the job did, as `<node>@<taken>-<ended>:<why>`; num_past_leases counts all of them.
+-- preemptions: how often a node gave the job back. engine_preemptions: how often engines preempted its sequences, over the
+-- leases that ended; a lost node's are not known.
 -- used: `<prompt> <completion> <cached> <kv_token_ms>` of an ended job; kv_token_ms is '' if its node did not report it.
 
 local P = string.sub(KEYS[1], 1, -8)

@@ -337,6 +337,11 @@ do
   end
 end
 
+-- Adds what the engine of a node that ends its lease preempted to the job's ledger.
+local function note_preemptions(id, count)
+  if count > 0 then redis.call('HINCRBY', job_key(id), 'engine_preemptions', count) end
+end
+
 -- Adds the lease that ends now to the job's ledger.
 local function note_lease_end(job, now, why)
   local taken, retaken, past, count = unpack(redis.call('HMGET', job_key(job.id), 'taken', 'retaken', 'past_leases',

@@ -293,6 +293,9 @@ class ReferenceEngine:
         """Return the ids of the requests in the batch."""
         return {live.request_id for live in self._live[: self._max_num_seqs]}
 
+    def num_preemptions(self, request_id: str) -> int:
+        return 0
+
     def memory_trail(self) -> list[str]:
         """Return no entries: blocks are only counted."""
         return []

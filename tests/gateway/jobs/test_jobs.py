@@ -92,6 +92,7 @@ def test_submitted_job_runs_without_a_reader_and_is_shown_with_result_and_ledger
     assert abs(times[0] / 1000 - time.time()) < 60
     assert ledger["events"][1]["node"] == ledger["events"][3]["node"] == ledger["node"]
     assert (ledger["losses"], ledger["preemptions"], ledger["num_past_leases"]) == (0, 0, 0)
+    assert ledger["engine_preemptions"] == 0
     assert ledger["kv_token_seconds"] >= 0
 
 

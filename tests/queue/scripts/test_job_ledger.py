@@ -18,7 +18,7 @@ from penstock.queue.audit import audit
 from penstock.queue.broker import job_lists
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.job_lists import MAX_EXAMINED, JobLists
-from penstock.queue.broker.node import Emission
+from penstock.queue.broker.node import Emission, GivenBackJob
 
 MAX_PAST_LEASES = 8
 RECORD_BYTES, WIDE_RECORD_BYTES = 1056, 5120
@@ -87,6 +87,20 @@ async def test_each_return_to_the_queue_is_recorded_with_its_node(queue: Queue, 
     times = [event.at_ms for event in ledger.events()]
     assert times == sorted(times)
     assert await audit(AdminBroker(redis), POOL) == []
+
+
+async def test_engine_preemptions_of_all_leases_add_up(queue: Queue) -> None:
+    one, two = await queue.node("one"), await queue.node("two")
+    taken = await queue.running(one)
+    assert await one.broker.give_back([GivenBackJob(taken.job_id, taken.lease, 100, 100, 2)]) == ["OK"]
+    assert await one.broker.give_back([GivenBackJob(taken.job_id, taken.lease, 100, 100, 2)]) == ["FENCED"]
+    taken = await two.take_one()
+    assert (await ledger_of(queue, taken.job_id)).engine_preemptions == 2
+    last = Emission(taken.job_id, taken.lease, 0, ())
+    for _ in range(2):
+        assert await two.broker.finish(last, Outcome("done"), b"result", num_preemptions=3) == "OK"
+    ledger = await ledger_of(queue, taken.job_id)
+    assert (ledger.engine_preemptions, ledger.preemptions) == (5, 1)
 
 
 async def test_ledger_keeps_the_newest_leases_and_counts_all(queue: Queue, redis: Redis) -> None:
