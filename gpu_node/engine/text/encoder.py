@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any, TypeAlias
@@ -93,16 +93,22 @@ class LongTextEncoder:
         if len(text) <= 2 * PART_CHARS:
             return token_ids_of(self._backend, text, framed=framed)
         before, after = self._frame() if framed else ((), ())
-        ids, known = list(before), self._ids
+        ids = list(before)
         for piece in self._separator.split(text):
             for part in self._parts(piece):
-                ids += map(known.__getitem__, token_ids_of(self._backend, part, framed=False))
+                ids += self._known(token_ids_of(self._backend, part, framed=False))
         return [*ids, *after] if after else ids
 
     @cached_property
     def _ids(self) -> list[int]:
-        """All token ids. The ids of a long text are these objects, because a million of new ones take 28 MB."""
-        return list(range(max(self._backend.get_vocab().values(), default=-1) + 1))
+        """The token ids. The ids of a long text are these objects, because a million of new ones take 28 MB."""
+        # The library would hold the GIL for 90 ms to list a vocabulary of 150,000 tokens. Ids seldom have gaps.
+        return list(range(self._backend.get_vocab_size()))
+
+    def _known(self, ids: list[int]) -> Iterable[int]:
+        """Return the same ids as the objects of `_ids`, where these have all of them."""
+        known = self._ids
+        return map(known.__getitem__, ids) if max(ids, default=0) < len(known) else ids
 
     def _frame(self) -> tuple[list[int], list[int]]:
         """Return the special tokens before and after a text."""
