@@ -54,6 +54,7 @@ BY_ID = {
     "gpu_node.engine.policy.adapter_slots:_slots": "digest of an adapter, which the operator chose",
     "gpu_node.ledger:_by_lease": "lease",
     "gpu_node.ledger:_jobs": "job id",
+    "gpu_node.ledger:_waiters": "lease",
     "gpu_node.model.lora.library:_read": "digest of an adapter, which the operator chose",
     "gpu_node.model.torch_cpu.weights:_read": "tensor of a checkpoint",
     "gpu_node.monitor.health:_troubles": "part of the node",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, TypeAlias
 
 from cachetools import LRUCache
@@ -22,8 +24,22 @@ PART_CHARS = 8 << 10
 """Characters that are encoded at once, where a text can be cut. The library takes 150 to 600 bytes for each."""
 _AROUND_CUT = 64
 """Characters on both sides of a cut that must be split there."""
+MAX_WORD_CHARS = 256 << 10
+"""Characters without a place for a cut, such as one word or one run of spaces. The library takes 90 to 600 bytes for
+each."""
+MAX_WHOLE_CHARS = 1 << 20
+"""Characters of a normalized text where a tokenizer permits no cuts."""
+_MAX_TRIES = 4
+"""Places that are tried before a part is split by the tokenizer itself."""
+_MAX_TRIES_OF_WORD = 1024
+_CHANGE = re.compile(r"(?<=\w)(?=\W)|(?<=[^\w\s])(?=[\w\s])")
+"""The end of a run of letters and digits, or of signs."""
 _CUT = re.compile(r"(?<=\w)(?=[ \n]\w)")
 """A place for a cut: between a word, and a space or the end of its line."""
+_JOINING = re.compile("[\u1160-\u11ff]")
+"""Letters of Hangul that normalization may join to the letter before them."""
+_HARMLESS_NORMALIZERS = frozenset({"NFC", "Prepend", "Replace", "Strip", "Lowercase"})
+"""They make a text longer by a few times at most."""
 _LOOKS_BACK = re.compile(r"\(\?<[=!]|\\[bBAGKzZ]|(?<!\[)(?<!\\)\^")
 """Parts of a pattern that read text before the match."""
 
@@ -57,7 +73,10 @@ class LongTextEncoder:
     """Encodes long texts in parts, with the ids that the whole text has. Thread-safe.
 
     A byte-level tokenizer first splits a text by a pattern that reads only forward. If the pattern splits before a
-    space, the texts before and after it have the same tokens apart. Other tokenizers encode the whole text at once.
+    space, the texts before and after it have the same tokens apart. Where there is no such place, the pattern splits a
+    part of the text that begins at a known place. Other tokenizers encode the whole text at once.
+
+    So time grows with the length of a text, and memory with its longest word, which is limited.
     """
 
     def __init__(self, backend: Any, separator: re.Pattern[str] | None) -> None:
@@ -68,19 +87,28 @@ class LongTextEncoder:
 
     def encode(self, text: str, *, framed: bool) -> list[int]:
         """Encode a text; `framed`: with the special tokens that the model expects. Raises RequestError."""
-        if len(text) <= 2 * PART_CHARS or not self._cuts or self._separator is None:
+        if not self._cuts or self._separator is None:
+            self._require_size(text)
+            return token_ids_of(self._backend, text, framed=framed)
+        if len(text) <= 2 * PART_CHARS:
             return token_ids_of(self._backend, text, framed=framed)
         before, after = self._frame() if framed else ((), ())
-        ids, known = list(before), self._ids
+        ids = list(before)
         for piece in self._separator.split(text):
             for part in self._parts(piece):
-                ids += map(known.__getitem__, token_ids_of(self._backend, part, framed=False))
+                ids += self._known(token_ids_of(self._backend, part, framed=False))
         return [*ids, *after] if after else ids
 
     @cached_property
     def _ids(self) -> list[int]:
-        """All token ids. The ids of a long text are these objects, because a million of new ones take 28 MB."""
-        return list(range(max(self._backend.get_vocab().values(), default=-1) + 1))
+        """The token ids. The ids of a long text are these objects, because a million of new ones take 28 MB."""
+        # The library would hold the GIL for 90 ms to list a vocabulary of 150,000 tokens. Ids seldom have gaps.
+        return list(range(self._backend.get_vocab_size()))
+
+    def _known(self, ids: list[int]) -> Iterable[int]:
+        """Return the same ids as the objects of `_ids`, where these have all of them."""
+        known = self._ids
+        return map(known.__getitem__, ids) if max(ids, default=0) < len(known) else ids
 
     def _frame(self) -> tuple[list[int], list[int]]:
         """Return the special tokens before and after a text."""
@@ -91,13 +119,48 @@ class LongTextEncoder:
     def _parts(self, text: str) -> Iterator[str]:
         start = 0
         while len(text) - start > 2 * PART_CHARS:
-            found = (one.start() for one in _CUT.finditer(text, start + PART_CHARS))
+            least = start + PART_CHARS
+            found = (one.start() for one in islice(_CUT.finditer(text, least, least + PART_CHARS), _MAX_TRIES))
             cut = next((at for at in found if self._is_split_at(text, at)), None)
             if cut is None:
-                break
+                cut = self._split_after(text, start)
             yield text[start:cut]
             start = cut
         yield text[start:]
+
+    def _split_after(self, text: str, start: int) -> int:
+        """Return a place for a cut after `start`, at which the tokenizer splits the text, or the end of the text.
+
+        Raises RequestError if the next one is too far. The last splits of a part may depend on the text behind it.
+        """
+        part = text[start : start + 2 * PART_CHARS]
+        spans: list[tuple[str, tuple[int, int]]] = self._backend.pre_tokenizer.pre_tokenize_str(part)
+        for _, (at, _) in reversed(spans):
+            if 0 < at <= len(part) - _AROUND_CUT and _may_cut(part, at):
+                return start + at
+        # A long word. The library would hold the GIL too long for all of it, so its end is looked for.
+        found = (one.start() for one in _CHANGE.finditer(text, start + PART_CHARS, start + MAX_WORD_CHARS))
+        for at in islice((at for at in found if _may_cut(text, at)), _MAX_TRIES_OF_WORD):
+            if self._is_split_at(text, at):
+                return at
+        if len(text) - start <= MAX_WORD_CHARS:
+            return len(text)
+        message = f"the text has more than {MAX_WORD_CHARS} characters in which no word ends, the limit of a tokenizer"
+        raise RequestError(f"{message}; separate words by spaces or lines", param="prompt")
+
+    def _require_size(self, text: str) -> None:
+        """Refuse a text that is too long to be encoded at once. Python's normalization bounds that of the library."""
+        num_chars = len(text)
+        if num_chars <= MAX_WHOLE_CHARS and not self._is_harmless and not text.isascii():
+            parts = (text[at : at + PART_CHARS] for at in range(0, num_chars, PART_CHARS))
+            num_chars = sum(len(unicodedata.normalize("NFKD", part)) for part in parts)
+        if num_chars > MAX_WHOLE_CHARS:
+            message = f"the text has {num_chars} characters after normalization; this model's tokenizer takes a text"
+            raise RequestError(f"{message} at once, of up to {MAX_WHOLE_CHARS} characters", param="prompt")
+
+    @cached_property
+    def _is_harmless(self) -> bool:
+        return _normalizers(self._backend) <= _HARMLESS_NORMALIZERS
 
     def _is_split_at(self, text: str, at: int) -> bool:
         start = at - _AROUND_CUT
@@ -125,7 +188,7 @@ class ChatEncoder:
     def encode(self, text: str, owner: Owner = NO_OWNER) -> list[int]:
         """Encode a text without adding special tokens."""
         if self._separator is None or len(text) < MIN_CACHED_CHARS:
-            return token_ids_of(self._backend, text, framed=False)
+            return self._long_texts.encode(text, framed=False)
         return [token_id for piece in _pieces(self._separator, text) for token_id in self._encode_piece(owner, piece)]
 
     def _encode_piece(self, owner: Owner, piece: str) -> Sequence[int]:
@@ -154,6 +217,24 @@ def _pieces(separator: re.Pattern[str], text: str) -> Iterator[str]:
         yield part
     if short:
         yield "".join(short)
+
+
+def _may_cut(text: str, at: int) -> bool:
+    """Return whether a split at this place stays one, whatever follows the text.
+
+    Spaces are left to what follows them, and a run of letters or digits may be grouped from its end. Normalization may
+    join a mark to the letter before it.
+    """
+    before, after = text[at - 1], text[at]
+    is_inside = before.isspace() or (before.isalnum() and after.isalnum())
+    return not is_inside and not unicodedata.category(after).startswith("M") and not _JOINING.match(after)
+
+
+def _normalizers(backend: Any) -> set[str]:
+    if backend.normalizer is None:
+        return set()
+    spec = json.loads(backend.normalizer.__getstate__())
+    return {step["type"] for step in (spec["normalizers"] if spec["type"] == "Sequence" else [spec])}
 
 
 def _reads_forward(backend: Any) -> bool:

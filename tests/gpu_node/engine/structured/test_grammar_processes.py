@@ -31,6 +31,7 @@ from penstock.gpu_node.engine.structured import compiler, limits, processes
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.grammar import Grammar, TrialResult
 from penstock.gpu_node.engine.structured.process import Template, Worker
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 PROMPT = [3, 4, 5]
 MIB = 1 << 20
@@ -72,6 +73,18 @@ def _peak_bytes(guides: GrammarCompiler, wanted: StructuredOutputs) -> tuple[int
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     return peak, refusal
+
+
+def test_a_serving_engine_does_not_serialize_its_tokenizer(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would hold the interpreter's lock for 50 ms, and with it the event loop."""
+    engine = _engine(tiny_model)
+
+    def holds_the_lock(tokenizer: Tokenizer) -> str:
+        raise AssertionError("a request serializes the tokenizer")
+
+    monkeypatch.setattr(Tokenizer, "to_json", holds_the_lock)
+    assert engine._guides.prepare(StructuredOutputs(regex="a+"))
+    engine._guides.close()
 
 
 def test_the_schema_of_an_answer_is_not_repeated_for_each_function(engine: Engine) -> None:

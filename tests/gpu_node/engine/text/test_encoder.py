@@ -124,18 +124,104 @@ def test_long_texts_encoded_in_parts_have_the_tokens_of_the_whole_text(
             assert texts.encode(text, framed=framed) == backend.encode(text, add_special_tokens=framed).ids
 
 
+ODD = [
+    "don't",
+    "'s",
+    "''",
+    "!!",
+    "a",
+    "1",
+    "12345",
+    " ",
+    "  ",
+    "\n",
+    "\n \n",
+    "\u4f60",
+    "\uff0c",
+    "e\u0301",
+    "\u0301",
+    "\u1100\u1161",
+]
+"""Texts without a space before a word, and what a pattern groups by what follows or precedes it."""
+
+
+def _o200k_like(backend: Backend) -> Backend:
+    """Contractions belong to their words here, so splits of `'s's's` depend on where a run begins."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    ends = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    words = rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{ends}|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{ends}"
+    pattern = words + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return backend
+
+
+@pytest.mark.parametrize("change", [lambda backend: backend, _normalizing, _gpt4_like, _o200k_like])
+@given(runs=st.lists(st.tuples(st.lists(st.sampled_from(ODD), min_size=1, max_size=3), st.integers(1, 90)), max_size=8))
+def test_texts_with_few_spaces_encoded_in_parts_have_the_tokens_of_the_whole_text(
+    tiny_model: Path, change: Callable[[Backend], Backend], runs: list[tuple[list[str], int]]
+) -> None:
+    backend = change(Backend.from_file(str(tiny_model / "tokenizer.json")))
+    text = "".join("".join(run) * times for run, times in runs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "PART_CHARS", 100)
+        texts = LongTextEncoder(backend, separator_of(backend))
+        assert texts.encode(text, framed=False) == _whole(backend, text)
+
+
+class Sized(Counting):
+    """A backend that notes the most characters that it got at once."""
+
+    most = 0
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.most = max(self.most, *map(len, texts))
+        return super().encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize("text", ["don't!", "1,", "\u4f60\u597d\uff0c", "a'", "\U0001f600a"])
+def test_texts_without_spaces_are_encoded_in_parts(backend: Backend, text: str) -> None:
+    sized: Any = Sized(backend)
+    long = text * (10 * encoder.PART_CHARS // len(text))
+    assert LongTextEncoder(sized, separator_of(backend)).encode(long, framed=False) == _whole(backend, long)
+    assert sized.most <= 2 * encoder.PART_CHARS
+
+
+def test_a_word_of_up_to_its_limit_is_encoded_and_a_longer_one_is_refused(backend: Backend) -> None:
+    texts = LongTextEncoder(backend, separator_of(backend))
+    before, after = "one " * encoder.PART_CHARS, "! two" * encoder.PART_CHARS
+    for letter in "a1\u4f60":
+        text = before + letter * (encoder.MAX_WORD_CHARS - 2 * encoder.PART_CHARS) + after
+        assert texts.encode(text, framed=False) == _whole(backend, text)
+        with pytest.raises(RequestError, match="262144 characters in which no word ends"):
+            texts.encode(before + letter * (encoder.MAX_WORD_CHARS + encoder.PART_CHARS) + after, framed=False)
+    for space in (" ", "\n", "\t "):
+        with pytest.raises(RequestError, match="separate words by spaces or lines"):
+            texts.encode(before + space * (8 << 20), framed=False)
+
+
+def test_a_tokenizer_that_permits_no_cuts_bounds_a_text_as_it_normalizes_it(backend: Backend) -> None:
+    backend.normalizer = normalizers.NFKC()
+    sized: Any = Sized(backend)
+    texts = LongTextEncoder(sized, separator_of(backend))
+    text = "a word " * 100_000
+    assert texts.encode(text, framed=False) == _whole(backend, text)
+    sized.most = 0
+    for refused in ("a" * (encoder.MAX_WHOLE_CHARS + 1), "\ufdfa" * 100_000, "a word \ufdfa" * 60_000):
+        with pytest.raises(RequestError, match="takes a text at once, of up to 1048576 characters"):
+            texts.encode(refused, framed=False)
+    assert sized.most == 0
+
+
 def test_library_never_gets_a_long_text_whole(backend: Backend) -> None:
-    sizes = list[int]()
-
-    class Sized(Counting):
-        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
-            sizes.extend(map(len, texts))
-            return super().encode_batch_fast(texts, **options)
-
     sized: Any = Sized(backend)
     text = "word after word\n" * 50_000
     assert LongTextEncoder(sized, separator_of(backend)).encode(text, framed=False) == _whole(backend, text)
-    assert max(sizes) <= 2 * encoder.PART_CHARS
+    assert sized.most <= 2 * encoder.PART_CHARS
 
 
 @pytest.mark.parametrize("change", [lambda backend: backend, _normalizing])
