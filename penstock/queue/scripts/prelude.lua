@@ -10,8 +10,9 @@
 -- A job's hash has these fields:
 --   state tenant priority n entry body cost submitted taken first finished deadline background inboxes channel unread
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
---   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge burst_ms may_use minute_tokens account stored
---   result_until keep response_bytes retaken past_leases num_past_leases engine_preemptions used
+--   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge burst_ms
+--   may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
+--   engine_preemptions used
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
 -- entry: position of a queued job: its id in the tenant's stream, '' for a requeued job, DELAYED for one that waits for its
 -- time (P:delayed) or for its tenant's tokens (P:awaiting:<tenant>).
