@@ -2,14 +2,18 @@
 
 All keys of a pool share the hash tag `{pool}`, so that one script works in one cluster slot. P stands for
 `penstock:{pool}`. Times are milliseconds of Redis's clock. Four functions shared by the scripts count as writers. `end`
-closes a job. `requeue` queues a job again (give_back, sweep, heartbeat). `release` queues a delayed job whose time has
-come (take, sweep). `ring` wakes a node. audit may write all keys. forget deletes the keys of an unused pool.
+closes a job. `requeue` queues a job again (give_back, sweep, heartbeat). `release` queues a job that waited for its
+time or its tenant's tokens (take, sweep). `ring` wakes a node. audit may write all keys. forget deletes the keys of an
+unused pool.
 
     key                      type    writers                              content; lifetime
     P:queue:<p>:<tenant>     stream  submit; take, end (XDEL, DEL empty)  queued job ids; p: 0 interactive … 2 batch
-    P:requeued:<p>:<tenant>  zset    requeue, release; take, end          queued again or formerly delayed ids, by
+    P:requeued:<p>:<tenant>  zset    requeue, release; take, end          queued again or formerly waiting ids, by
                                                                           submission time
     P:delayed                zset    submit; release, end                 ids of jobs with not_before, by that time
+    P:awaiting:<t>           zset    submit, release; end                 ids of the tenant's jobs that wait for its
+                                                                          tokens, by class and submission time
+    P:awaiting               zset    submit, release, end                 tenant → when to look at its waiting jobs
     P:waiting:<p>            zset    submit, requeue, release; take, end  all queued ids, by submission time
     P:tasks                  zset    submit, requeue, release; take, end  queued ids of jobs that need no KV cache, by
                                                                           submission time
@@ -67,6 +71,11 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
     P:lengths                hash    end                                  tenant → length of its recent outputs
     P:rate:<t>               hash    submit, release; end                 when its next job and token are due, in ms,
                                                                           and the ms per job and token of that rate
+    P:may_use:<t>            zset    submit, release; end                 queued and running ids of the tenant, by the
+                                                                          most tokens that they may use
+    P:may_use                hash    submit, release; end                 tenant → their sum; no field where it is 0
+    P:used:<t>               hash    end                                  slot of 5 s → tokens of the tenant's jobs that
+                                                                          ended then; 65 s
     P:readers                zset    reader_heartbeat, submit, attach;    inbox → last heartbeat of its process
                                      sweep
     P:sweep                  string  sweep, succeed                       time of the last sweep

@@ -260,7 +260,13 @@ MUTANTS = (
     Mutant(
         "list of a tenant's jobs", "submit", "redis.call('ZADD', P .. ':jobs:' .. tenant, 0, id)", "", "job_ledger.py"
     ),
-    Mutant("jobs before their time", "submit", "if is_delayed then", "if false then", "delayed_jobs.py"),
+    Mutant(
+        "jobs before their time",
+        "submit",
+        "local is_delayed = not_before_in > 0",
+        "local is_delayed = false",
+        "delayed_jobs.py",
+    ),
     Mutant("refunds in the window of their charge", "queue", "    window = since\n", "", "policy.py"),
     Mutant("refunds of older windows", "queue", "    if since < window - 1 then return end\n", "", "policy.py"),
     Mutant(

@@ -17,7 +17,14 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk
 from penstock.contract.tasks import Embed
 from penstock.contract.tools import ToolCall
-from penstock.queue.admission import estimate_cost, estimate_output_bytes, prompt_bytes, require_node
+from penstock.queue.admission import (
+    TEMPLATE_TOKENS,
+    estimate_cost,
+    estimate_output_bytes,
+    prompt_bytes,
+    rate_tokens,
+    require_node,
+)
 from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord, encode_chunk
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000)
@@ -26,6 +33,36 @@ UNLIMITED = PoolRecord("m", "acme/model")
 
 def node(name: str = "n1", *, draining: bool = False) -> NodePressure:
     return NodePressure(name, draining=draining)
+
+
+# Tokens of a rate
+
+
+def may_use(prompt: str | int, max_model_len: int, **params: Any) -> int:
+    tokens = {"prompt_token_ids": (1,) * prompt} if isinstance(prompt, int) else {"prompt": prompt}
+    return rate_tokens(new_job(**tokens, params=SamplingParams(**params)), max_model_len).may_use
+
+
+def test_a_job_may_use_its_prompt_and_its_longest_outputs_within_the_context() -> None:
+    assert may_use(100, 1000, max_tokens=50, n=3) == 250
+    assert may_use(100, 1000, max_tokens=2000) == may_use(100, 1000) == 1000
+    assert may_use(100, 1000, n=3) == 100 + 3 * 900
+    assert may_use(100, 0) == 100 + MAX_TOKENS_LIMIT
+    assert may_use(500, 1000, max_tokens=50, truncate_prompt_tokens=20) == 70
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 3))
+def test_no_text_of_a_size_can_use_more_than_is_counted(size: int, max_tokens: int, n: int) -> None:
+    """A text has at least one token, and at most one for each byte and those of the template."""
+    context = 100
+    counted = may_use("x" * size, context, max_tokens=max_tokens, n=n)
+    for num_prompt in range(1, min(size + TEMPLATE_TOKENS, context - 1) + 1):
+        assert num_prompt + n * min(max_tokens, context - num_prompt) <= counted
+
+
+def test_an_embedding_may_use_its_prompt_alone() -> None:
+    job = new_job(prompt_token_ids=(1,) * 100, task=Embed())
+    assert rate_tokens(job, 1000) == (100, 0, 0, 100)
 
 
 # Cost
