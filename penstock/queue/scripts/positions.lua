@@ -5,7 +5,7 @@
 --   has not come. GONE: it has tokens and runs, has ended, or is unknown.
 local TAKEN, DELAYED_JOB, GONE = -1, -2, -3
 
-local function wait_of(id)
+local function place_of(id)
   local state, first, p = unpack(redis.call('HMGET', job_key(id), 'state', 'first', 'priority'))
   if state == 'queued' then return tonumber(p), redis.call('ZRANK', P .. ':waiting:' .. p, id) or DELAYED_JOB end
   return 0, state == 'running' and first == '' and TAKEN or GONE
@@ -17,5 +17,5 @@ for p = 0, CLASSES - 1 do
   counts[p + 1] = redis.call('ZCARD', P .. ':waiting:' .. p)
   costs[p + 1] = tonumber(redis.call('HGET', P .. ':backlog', p) or '0')
 end
-for i, id in ipairs(cmsgpack.unpack(ARGV[1])) do classes[i], ahead[i] = wait_of(id) end
+for i, id in ipairs(cmsgpack.unpack(ARGV[1])) do classes[i], ahead[i] = place_of(id) end
 return {counts, costs, classes, ahead}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes.queue.harness import POOL, SLOT_MS, FakeNode, P, Queue, ids_of, new_job
@@ -284,7 +284,7 @@ class Story:
     def __init__(self, url: str) -> None:
         self.runner = asyncio.Runner()
         self.redis = connect(url)
-        self.runner.run(self.redis.flushall())
+        cast(Any, self.runner.run)(self.redis.flushall())
         self.queue = Queue(self.redis)
         self.node = self.runner.run(self.queue.node(policy="fair"))
         self.leapt_ms = 0
@@ -361,7 +361,7 @@ class Story:
             assert sum(life.used for life in inside) <= most, inside
 
     async def tell(self, story: list[tuple[Any, ...]]) -> None:
-        deeds = {"ask": self.ask, "take": self.take, "finish": self.finish, "give_back": self.give_back}
+        deeds: dict[str, Any] = {"ask": self.ask, "take": self.take, "finish": self.finish, "give_back": self.give_back}
         deeds |= {"cancel": self.cancel, "pass": self.passes}
         for deed, *figures in story:
             await deeds[deed](*figures)
