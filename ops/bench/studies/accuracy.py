@@ -141,13 +141,13 @@ def base_file(model: Path, num_windows: int) -> Path:
     return path
 
 
-def by_penstock(path: Path, run: Run, base: BaseFile) -> Accuracy:
-    """The accuracy of the native runner."""
+def by_penstock(path: Path, run: Run, base: BaseFile, num_windows: int | None = None) -> Accuracy:
+    """The accuracy of the native runner over the first windows; None: all."""
     with native_model(str(path), run.quantization, run.kv) as loaded:
         return accuracy_of(
             [
                 token_errors(native_logits(loaded, ids)[-base.num_scored - 1 : -1], base.log_probs(i), base.targets(i))
-                for i, ids in enumerate(base.tokens)
+                for i, ids in enumerate(base.tokens[:num_windows])
             ]
         )
 
@@ -166,12 +166,14 @@ def measure(run: Run, model: Path, base: Path) -> dict[str, Any]:
 
 REMARKS = """\
 - `auto` and `int8_group` round activations to 8 bits with a scale for 32 of them, as llama.cpp does for these formats.
-- BF16 is further from float32 in penstock. Nothing is quantized there, so all of it is rounding to 16 bits. Penstock
-  keeps keys, values, queries and attention weights in bfloat16, which has 8 significant bits. llama.cpp keeps keys and
-  values in float16, which has 11. With both
-  caches in bfloat16, the programs are the same: the cache is the whole difference.
+- BF16 with penstock's default cache is further from float32 than llama.cpp is with its own. Nothing is quantized there,
+  so all of it is rounding to 16 bits. Penstock keeps keys, values, queries and attention weights in bfloat16, which has
+  8 significant bits. llama.cpp keeps keys and values in float16, which has 11. With equal caches, both in bfloat16 or
+  both in float16, the programs are the same: the cache is the whole difference.
+- float16 is not penstock's default on CPUs, because steps take longer with it. CPUs with AVX-512 BF16 multiply pairs of
+  bfloat16 in one instruction, but widen float16 first. [Times by cache](int8_steps.md#kv-cache) are on another page.
 - `int8` has one scale for a whole row of weights or activations, not one for 32, which is why it is faster. What finer
-  scales cost in speed stands in [another page](../README.md#int8-speed-against-accuracy).
+  scales cost in speed stands in [int8 in steps](int8_steps.md).
 - An int8 KV cache has one scale for each key and value. It adds 0.37 to the RMS Δp of the
   demo model's file, and 0.78 to that of BF16.
 """

@@ -8,8 +8,10 @@ timed at each start.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -76,9 +78,9 @@ SECONDS = 40
 HEAD = """# Speed against accuracy of int8, {date}
 
 `PYTHONPATH=ops python -m bench.studies.int8_steps` on {cpu}, {cores} cores. RMS Δp is that of
-[accuracy](accuracy.md), over {windows} windows of {window} tokens, with keys and values in bfloat16. `int8` has one
-scale for a row of a weight matrix and for a row of activations. The other variants give some matrices, and their
-activations, one scale for 32 columns, or keep them in bf16. All but `int8_group` have `int8`'s Hadamard rotation.
+[accuracy](accuracy.md), over its first {windows} windows of {window} tokens, with keys and values in bfloat16. `int8`
+has one scale for a row of a weight matrix and for a row of activations. The other variants give some matrices, and
+their activations, one scale for 32 columns, or keep them in bf16. All but `int8_group` have `int8`'s Hadamard rotation.
 Times are medians of steps that ran by turns within {seconds} s, relative to `int8`, with keys and values in int8. Each
 step computes the head for all of its tokens, so a prompt's layers alone differ by a quarter more.
 
@@ -86,7 +88,7 @@ step computes the head for all of its tokens, so a prompt's layers alone differ 
 CACHES_HEAD = """
 ## KV cache
 
-`int8` with keys and values in each format; times relative to bfloat16.
+`int8` with keys and values in each format; times relative to bfloat16. RMS Δp is over all 220 windows.
 
 """
 
@@ -191,19 +193,24 @@ def main() -> None:
     """Measure all variants; write table and JSON."""
     from penstock.cli.demo_model import demo_model
 
+    parser = argparse.ArgumentParser(prog="bench.studies.int8_steps", description=__doc__)
+    parser.add_argument("--windows", type=int, default=NUM_WINDOWS, help=f"how many of the {NUM_WINDOWS} to read")
+    windows = parser.parse_args(sys.argv[1:]).windows
     model = demo_model()
     path, base = accuracy.file_of(model, "BF16"), BaseFile(accuracy.base_file(model, NUM_WINDOWS))
     known = json.loads(accuracy.RESULTS.read_text())["runs"] if accuracy.RESULTS.exists() else {}
     content: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": {}}
-    content |= {"machine": machine.describe(), "revision": machine.revision(), "windows": NUM_WINDOWS}
+    if content.get("windows", windows) != windows:
+        parser.error(f"{RESULTS} has {content['windows']} windows; delete it or read as many")
+    content |= {"machine": machine.describe(), "revision": machine.revision(), "windows": windows}
     runs = content["runs"]
     for name, (quantization, formats) in VARIANTS.items():
         run = accuracy.Run("penstock", "BF16", quantization, "bfloat16")
-        if not formats and run.name in known:
+        if not formats and run.name in known and windows == NUM_WINDOWS:
             runs[name] = {"rms_delta_p": known[run.name]["rms_delta_p"]}
         elif name not in runs:
             with packed_as(formats):
-                runs[name] = {"rms_delta_p": asdict(accuracy.by_penstock(path, run, base).rms_delta_p)}
+                runs[name] = {"rms_delta_p": asdict(accuracy.by_penstock(path, run, base, windows).rms_delta_p)}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n")
         print(name, runs[name]["rms_delta_p"], flush=True)
     times = variant_times(path)
