@@ -372,5 +372,5 @@ def test_a_server_that_is_not_there_is_named() -> None:
     done = run_command("bench", "serve", "--base-url", "http://127.0.0.1:9")
     assert (done.returncode, done.stderr) == (
         75,
-        "penstock: no answer from 127.0.0.1:9: cannot connect: Connection refused\n",
+        "penstock: no answer from 127.0.0.1:9: cannot connect: Connection refused; --base-url names another server\n",
     )
