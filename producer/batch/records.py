@@ -65,7 +65,8 @@ class BatchProgress:
     def after(self, row: dict[str, Any]) -> Self:
         """Return the progress with one more row written."""
         if row["error"] is not None:
-            first = self.first_failure or f"{row['custom_id']}: {row['error']['message']}"
+            error = row["error"]
+            first = self.first_failure or f"{row['custom_id']}: {error.get('message') or error.get('code')}"
             return replace(self, num_failed=self.num_failed + 1, first_failure=first)
         usage = row["response"]["body"]["usage"]
         return replace(
