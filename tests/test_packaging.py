@@ -54,6 +54,15 @@ def test_bare_package_name_is_refused_with_the_right_one(room: str) -> None:
     assert "sys.path" in done.stderr
 
 
+def test_a_script_beside_the_clone_finds_the_package(tmp_path: Path) -> None:
+    """The clone is a folder `penstock` there, and Python takes any folder for a package if its finders come first."""
+    (tmp_path / "penstock").mkdir()
+    (tmp_path / "script.py").write_text("from penstock import Client")
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stderr}: run `make` once, which installs ops/editable_first.pth"
+
+
 def test_packages_are_imported_under_penstock() -> None:
     names = ", ".join(f"penstock.{room}" for room in ("producer", "gateway", "gpu_node", "kernels", "contract", "cli"))
     assert run(f"import {names}", PYTHONSAFEPATH="1").returncode == 0

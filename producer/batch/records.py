@@ -52,6 +52,8 @@ class BatchProgress:
     num_failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    first_failure: str = ""
+    """The custom_id and the error of the first failed row; empty if no row failed."""
     waiting: str = ""
     """Why rows wait to be submitted. Empty: no row waits."""
 
@@ -63,7 +65,9 @@ class BatchProgress:
     def after(self, row: dict[str, Any]) -> Self:
         """Return the progress with one more row written."""
         if row["error"] is not None:
-            return replace(self, num_failed=self.num_failed + 1)
+            error = row["error"]
+            first = self.first_failure or f"{row['custom_id']}: {error.get('message') or error.get('code')}"
+            return replace(self, num_failed=self.num_failed + 1, first_failure=first)
         usage = row["response"]["body"]["usage"]
         return replace(
             self,

@@ -19,6 +19,17 @@ from penstock.queue.broker.connection import connect
         ("jobs lst", "no command 'lst'; did you mean list? (see penstock jobs --help)"),
         ("jobs list --limt 3", "no option --limt; did you mean --limit? (see penstock jobs list --help)"),
         ("--verson", "no option --verson; did you mean --version? (see penstock --help)"),
+        (
+            "serve --max-num-seqs 8",
+            "no option --max-num-seqs: set PENSTOCK_NODE_MAX_NUM_SEQS, as for every setting of ",
+        ),
+        ("serve --swap-space 4", "no option --swap-space: set PENSTOCK_NODE_SWAP_SPACE_GIB, "),
+        ("serve --require-keys", "no option --require-keys: set PENSTOCK_GATEWAY_REQUIRE_KEYS, "),
+        (
+            "serve --tensor-parallel-size 2",
+            "no option --tensor-parallel-size: a node computes its model on one device; ",
+        ),
+        ("node m --trust-remote-code", "no option --trust-remote-code: code that comes with a checkpoint never runs "),
         ("submit", 'PROMPT is missing (example: penstock submit "Name three rivers." --max-tokens 64)'),
         ("batch run in.jsonl", "OUTPUT is missing (example: penstock batch run "),
         ("keys add", "TENANT is missing (example: penstock keys add acme "),

@@ -74,3 +74,5 @@ startChat();
 addEventListener("hashchange", showView);
 document.addEventListener("visibilitychange", watchDashboard);
 showView();
+// Not on a phone, where a keyboard would cover the page.
+if (!byId("playground").hidden && matchMedia("(pointer: fine)").matches) byId("prompt").focus();

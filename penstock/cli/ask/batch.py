@@ -12,6 +12,7 @@ import typer
 
 from penstock.cli.command_line.commands import App
 from penstock.cli.options import RedisUrl
+from penstock.cli.output import write_text
 from penstock.contract.errors import ConfigError
 from penstock.producer.batch.records import DEFAULT_IN_FLIGHT, MAX_IN_FLIGHT, Batch, BatchProgress
 from penstock.runtime.settings import redis_url_of
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 EXIT_ROWS_FAILED = 1
+_STDIN = "/dev/stdin"
 
 app = App()
 
@@ -31,7 +33,7 @@ def batch() -> None:
 
 @app.command()
 def run(
-    input: Annotated[str, typer.Argument(help="JSONL file of requests in OpenAI's batch format.")],  # noqa: A002
+    input: Annotated[str, typer.Argument(help="JSONL file of requests in OpenAI's batch format; -: stdin.")],  # noqa: A002
     output: Annotated[str, typer.Argument(help="JSONL file to which the results are written.")],
     model: Annotated[str | None, typer.Option(help="Model for rows that name no model.")] = None,
     in_flight: Annotated[
@@ -55,7 +57,11 @@ def run(
         penstock batch run requests.jsonl results.jsonl --model MODEL
     """
     not_before_s = time.time() + not_before if not_before else None
-    batch = Batch(input, output, model, in_flight, batch_id, not_before_s)
+    if "-" in ({input, output} if via_celery else {output}):
+        name = "OUTPUT" if output == "-" else "INPUT"
+        why = "with --via-celery, the worker reads it" if name == "INPUT" else "an interrupted batch continues with it"
+        raise ConfigError(f"{name} must be a file: {why}")
+    batch = Batch(_STDIN if input == "-" else input, output, model, in_flight, batch_id, not_before_s)
     url = redis_url_of(redis_url)
     started_s = time.monotonic()
     with BatchBar() as bar:
@@ -63,6 +69,7 @@ def run(
     summary = f"{done.num_answered} answered, {done.num_failed} failed, {done.completion_tokens} tokens"
     print(f"{summary} in {time.monotonic() - started_s:.1f} s: {output}", file=sys.stderr)
     if done.num_failed:
+        write_text(f"first failure: {done.first_failure}\n", sys.stderr)
         raise typer.Exit(EXIT_ROWS_FAILED)
 
 

@@ -128,7 +128,8 @@ async def _probe(target: Target, connections: Connections, num_words: int) -> Re
 
 
 def _unreachable(address: Address, record: RequestRecord) -> UnavailableError:
-    return UnavailableError(f"no answer from {address.host_header}: {record.error}: {record.detail}")
+    message = f"no answer from {address.host_header}: {record.error}: {record.detail}; --base-url names another server"
+    return UnavailableError(message)
 
 
 def _json(value: Any) -> bytes:

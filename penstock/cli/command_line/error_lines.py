@@ -25,6 +25,14 @@ _VARIABLE_PREFIXES = {
 }
 """Command → prefix of the environment variables that set its options."""
 
+_NOT_NEEDED = {
+    "--api-key": "`penstock keys add TENANT` makes API keys",
+    "--pipeline-parallel-size": "a node computes its model on one device; further nodes share the load",
+    "--tensor-parallel-size": "a node computes its model on one device; further nodes share the load",
+    "--trust-remote-code": "code that comes with a checkpoint never runs",
+}
+"""Options of vLLM's server that no command has → what is done instead."""
+
 
 def usage_line(error: Any) -> str:
     """Return the line for an error of the parser: what is wrong, and an example or the help to read."""
@@ -60,9 +68,23 @@ def _usage_problem(error: Any) -> str:
         return f"unexpected argument {extra[1]}" if extra else str(error.message)
     if not hasattr(error, "possibilities"):
         return f"{option} needs a value"
+    if instead := _instead_of(option, error.ctx):
+        return f"no option {option}: {instead}"
     known = [name for one in error.ctx.command.params for name in (*one.opts, *one.secondary_opts)]
     nearest = get_close_matches(option, [name for name in known if name.startswith("-")], n=1)
     return f"no option {option}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+
+
+def _instead_of(option: str, ctx: Any) -> str | None:
+    """Return what to do instead of an option of vLLM's server, or of a part of `serve`; None if nothing is known."""
+    if ctx.info_name not in _VARIABLE_PREFIXES:
+        return None
+    for part in ("node", "gateway") if ctx.info_name == "serve" else ():
+        command = ctx.find_root().command.get_command(ctx, part)
+        if found := next((one for one in command.params if option in (*one.opts, *one.secondary_opts)), None):
+            (prefix,) = _VARIABLE_PREFIXES[part]
+            return f"set {prefix}{found.name.upper()}, as for every setting of `penstock {part}`"
+    return _NOT_NEEDED.get(option)
 
 
 def _value_problem(error: typer.BadParameter) -> str:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from penstock.cli.command_line.commands import App
 from penstock.cli.keys.output import key_object, line_of, lines_of, record_object, usage_line_of
 from penstock.cli.options import RedisUrl, options_of, takes
-from penstock.cli.output import AsJson, JsonArray, print_object
+from penstock.cli.output import AsJson, JsonArray, print_object, say_empty
 from penstock.contract.api_keys import ApiKey, Scope
 from penstock.contract.errors import RequestError
 from penstock.contract.priority import ClassName
@@ -178,6 +178,8 @@ def list_keys(days: Days = DEFAULT_DAYS, as_json: AsJson = False, redis_url: Red
         with JsonArray() as array:
             array.add(*(key_object(key, kept or 0, used or NOTHING, days) for key, kept, used in found))
         return
+    if not found:
+        say_empty("no API keys")
     for key, kept, used in found:
         print(line_of(key, kept, used))
 

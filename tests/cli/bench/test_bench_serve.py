@@ -62,7 +62,8 @@ def test_max_concurrency_bounds_open_requests_and_shows_the_wait() -> None:
         shown = table(server, "--num-prompts", "3", "--max-concurrency", "1", "--random-output-len", "1")
     assert found["max_concurrent_requests"] == 2
     assert found["p99_slot_wait_ms"] > 300
-    assert found["p99_ttft_ms"] < 400
+    # The wait is in no time to first token: those of two slots fit into twice the duration, however busy the machine is.
+    assert sum(found["ttfts"]) <= 2 * found["duration"]
     assert "waited for a slot" in shown
 
 
@@ -372,5 +373,5 @@ def test_a_server_that_is_not_there_is_named() -> None:
     done = run_command("bench", "serve", "--base-url", "http://127.0.0.1:9")
     assert (done.returncode, done.stderr) == (
         75,
-        "penstock: no answer from 127.0.0.1:9: cannot connect: Connection refused\n",
+        "penstock: no answer from 127.0.0.1:9: cannot connect: Connection refused; --base-url names another server\n",
     )

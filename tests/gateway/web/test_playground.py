@@ -49,6 +49,14 @@ def test_chat_streams_an_answer_with_its_speed(chat: Playground, engine: EchoEng
     expect(chat.answer.locator(".figures")).to_have_text(figures)
 
 
+def test_a_message_can_be_typed_as_soon_as_the_page_is_there(page: Page, url: str, engine: EchoEngine) -> None:
+    page.goto(url)
+    expect(page.locator("#prompt")).to_be_focused()
+    page.goto(f"{url}/#dashboard")
+    page.reload()
+    expect(page.locator("#prompt")).not_to_be_focused()
+
+
 def test_model_text_never_becomes_markup(chat: Playground) -> None:
     chat.ask("<img src=x onerror=alert(1)> **bold** `code`\n```\n<b>block</b>\n```")
     assert "<img src=x onerror=alert(1)>" in chat.wait_end()
@@ -184,13 +192,14 @@ def test_answer_goes_on_after_the_gateway_is_killed(page: Page, stack: Stack, en
 
 def test_chat_works_with_the_keyboard_alone(chat: Playground, engine: EchoEngine) -> None:
     page = chat.page
-    page.evaluate("document.activeElement.blur()")
-    reached: list[str] = []
-    while (name := _focused(page)) != "prompt":
-        assert len(reached) < 12, reached
-        reached.append(name)
+    page.locator("#prompt").focus()
+    before_it = ["Playground", "Dashboard", "API", "key-button", "theme-button", "turns"]
+    for name in reversed(before_it):
+        page.keyboard.press("Shift+Tab")
+        assert _focused(page) == name
+    for name in (*before_it[1:], "prompt"):
         page.keyboard.press("Tab")
-    assert reached[1:] == ["Playground", "Dashboard", "API", "key-button", "theme-button", "turns"]
+        assert _focused(page) == name
     page.keyboard.type("one")
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("two")

@@ -21,6 +21,7 @@ from unittest.mock import AsyncMock
 import fsspec
 import pytest
 import redis as sync_redis
+from fakes.command import run_command
 from fakes.processes.reference_engine import reference_tokens, text_of
 
 from penstock.contract.errors import (
@@ -416,8 +417,30 @@ def test_batch_whose_disk_was_full_continues_later(served_url: str, tmp_path: Pa
     assert sorted(row["custom_id"] for row in rows_in(Path(batch.output))) == [str(number) for number in range(9)]
 
 
+def test_a_failed_row_is_shown_with_its_reason(served_url: str, tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, [chat_row("a"), chat_row("b", wrong=1)])
+    run = (sys.executable, "-m", "penstock", "batch", "run", "-", batch.output, "--redis-url", served_url)
+    with process("sh", "-c", f"exec {shlex.join(run)} < {batch.input}") as done:
+        said = done.communicate(timeout=30)[0].splitlines()
+    assert done.returncode == 1
+    assert said[0].startswith("1 answered, 1 failed, ")
+    assert said[1:] == ["first failure: b: wrong: unknown field"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("in.jsonl", "-"), "OUTPUT must be a file: an interrupted batch continues with it"),
+        (("-", "out.jsonl", "--via-celery"), "INPUT must be a file: with --via-celery, the worker reads it"),
+    ],
+)
+def test_what_cannot_be_a_stream_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    done = run_command("batch", "run", *arguments, "--redis-url", NOWHERE)
+    assert (done.returncode, done.stderr) == (2, f"penstock: {said}\n")
+
+
 def test_ctrl_c_works_while_the_input_is_read(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "penstock", "batch", "run", "/dev/stdin", str(tmp_path / "out.jsonl"))
+    command = (sys.executable, "-m", "penstock", "batch", "run", "-", str(tmp_path / "out.jsonl"))
     with subprocess.Popen(
         (*command, "--redis-url", NOWHERE), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as run:
