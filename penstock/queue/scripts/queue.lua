@@ -143,11 +143,12 @@ end
 -- queued only while the sum of two numbers is within limit and burst. One is the tokens of the tenant's jobs that ended
 -- in the last minute. The other is what its queued and running jobs, without the largest one, may use at most.
 -- Otherwise the job waits outside of the queue, in P:awaiting:<tenant>, until older tokens or jobs no longer count.
+local MAX_WAITING_TENANTS = 32
 local token_limit = {}
 do
   -- Tokens count until the last slot of time that has a part of the last minute has passed.
   local SLOT_MS, NUM_SLOTS, LOOK_AGAIN_MS = 5000, 13, 60000
-  local MAX_WAITING_TENANTS, MAX_LOOKED_AT, CLASS_STEP = 32, 8, 1e13
+  local MAX_LOOKED_AT, CLASS_STEP = 8, 1e13
 
   local function bounds_of(tenant) return P .. ':may_use:' .. tenant end
   local function waiting_of(tenant) return P .. ':awaiting:' .. tenant end
