@@ -12,7 +12,13 @@ READS = re.compile(
     r"H?(GET|MGET|GETALL|VALS|LEN)|Z(SCORE|COUNT|CARD|RANK|(REV)?RANGE(BYSCORE)?)|S(CARD|MEMBERS|RANDMEMBER)"
 )
 OTHER_READS = {"LLEN", "LRANGE", "XLEN", "XRANGE", "STRLEN", "EXISTS", "INFO", "TIME", "PUBLISH"}
-NAMED = {"end_job": "end", "ring_doorbell": "ring", "requeue": "requeue", "release_delayed": "release"}
+NAMED = {
+    "end_job": "end",
+    "ring_doorbell": "ring",
+    "requeue": "requeue",
+    "release_delayed": "release",
+    "release_waiting": "release",
+}
 """Functions of the scripts that the table has as writers themselves."""
 SCRIPTS = {
     path.name.removesuffix(".lua"): path.read_text()
@@ -67,7 +73,7 @@ def _writes(text: str) -> set[str]:
 
 
 def _functions() -> dict[str, str]:
-    found = re.finditer(r"^( *)(?:local )?function (\w+)", SHARED, flags=re.MULTILINE)
+    found = re.finditer(r"^( *)(?:local )?function (?:\w+\.)?(\w+)", SHARED, flags=re.MULTILINE)
     bodies = {head[2]: SHARED[head.end() :].split(f"\n{head[1]}end\n")[0] for head in found}
     bodies = {name: body for name, body in bodies.items() if name not in WRITERS_OF_ARGUMENTS}
     return {name: body.split("\n")[0] if re.match(r".* end\n", body) else body for name, body in bodies.items()}
@@ -83,13 +89,15 @@ def _reached(text: str, functions: dict[str, str], seen: frozenset[str]) -> set[
 
 def _found() -> dict[str, set[str]]:
     functions, writers = _functions(), defaultdict(set)
-    texts = dict(SCRIPTS)
-    texts |= {said: functions[name] for name, said in NAMED.items()}
+    texts = defaultdict(str, SCRIPTS)
+    for name, said in NAMED.items():
+        texts[said] += functions[name]
     for writer, text in texts.items():
         for key in _reached(text, functions, frozenset()):
             writers[key].add(writer)
-    # What leaves the queue may be a job whose time has not come, but take never meets one.
+    # What leaves the queue may be a job that waits for its time or for tokens, but take never meets one.
     writers["delayed"].remove("take")
+    writers["awaiting"].remove("take")
     # The one loop over names of keys.
     assert writers.pop("P .. set") == {"sweep"}
     return dict(writers)

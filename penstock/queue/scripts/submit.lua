@@ -233,7 +233,7 @@ if per_minute.tokens > 0 and not is_light then
   job.may_use = tonumber(ARGV[28]) or cost
   job.minute_tokens = math.floor(per_minute.tokens * (1 + burst_s / 60))
 end
-local waits = is_delayed or not token_limit.admits(job, now)
+local waits = is_delayed or not token_limit.admits_job(job, now)
 local entry = waits and DELAYED or redis.call('XADD', queue_key(job), '*', 'id', id)
 -- Redis searches a small hash from its front. So the fields that emit reads at every step come first, then take's.
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',

@@ -284,11 +284,14 @@ class Story:
     def __init__(self, url: str) -> None:
         self.runner = asyncio.Runner()
         self.redis = connect(url)
-        self.runner.run(self.redis.flushall())
         self.queue = Queue(self.redis)
-        self.node = self.runner.run(self.queue.node(policy="fair"))
+        self.node = self.runner.run(self.begin())
         self.leapt_ms = 0
         self.lives: dict[str, Life] = {}
+
+    async def begin(self) -> FakeNode:
+        await self.redis.flushall()
+        return await self.queue.node(policy="fair")
 
     def close(self) -> None:
         self.runner.run(self.redis.aclose())
@@ -361,7 +364,7 @@ class Story:
             assert sum(life.used for life in inside) <= most, inside
 
     async def tell(self, story: list[tuple[Any, ...]]) -> None:
-        deeds = {"ask": self.ask, "take": self.take, "finish": self.finish, "give_back": self.give_back}
+        deeds: dict[str, Any] = {"ask": self.ask, "take": self.take, "finish": self.finish, "give_back": self.give_back}
         deeds |= {"cancel": self.cancel, "pass": self.passes}
         for deed, *figures in story:
             await deeds[deed](*figures)
