@@ -264,8 +264,7 @@ class HeldJob:
         """The resources that the job used up to its end."""
         used = UsedTokens(kv_token_ms=self.kv_token_ms_used, num_preemptions=self.num_preemptions)
         if self._has_whole_log:
-            used["usage"] = self._usage()
-            used["log_bytes"] = sum(map(len, self._chunks))
+            used["usage"], used["log_bytes"] = self._usage(), sum(map(len, self._chunks))
         return used
 
     def _usage(self) -> Usage:

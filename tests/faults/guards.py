@@ -221,6 +221,34 @@ MUTANTS = (
         "'ZREM', P .. ':expiry', member) == -1",
         "stored_bytes.py",
     ),
+    Mutant("tokens of a minute", "queue", "if over <= 0 then return 0 end", "do return 0 end", "token_limits.py"),
+    Mutant("one job beyond the tokens", "queue", " - math.max(largest, job.may_use)", "", "token_limits.py"),
+    Mutant(
+        "used tokens count a minute", "queue", "SLOT_MS, NUM_SLOTS, LOOK", "NUM_SLOTS, SLOT_MS, LOOK", "token_limits.py"
+    ),
+    Mutant(
+        "an end lets waiting jobs go",
+        "queue",
+        "'XX', 'CH', now, job.tenant",
+        "'XX', 'CH', 9e15, job.tenant",
+        "token_limits.py",
+    ),
+    Mutant("older jobs wait first", "queue", "'-inf', place) == 0", "'-inf', place) >= 0", "token_limits.py"),
+    Mutant("bounds of ended jobs", "queue", "if drop_ended(job.tenant)", "if false", "token_limits.py"),
+    Mutant(
+        "a canceled job waits no more",
+        "queue",
+        "redis.call('ZREM', P .. ':awaiting:' .. job.tenant, job.id)",
+        "",
+        "token_limits.py",
+    ),
+    Mutant(
+        "preemptions of all leases",
+        "queue",
+        "'HINCRBY', job_key(id), 'engine_preemptions'",
+        "'HSET', job_key(id), 'engine_preemptions'",
+        "job_ledger.py",
+    ),
     Mutant("large results without a reader", "queue", " and was_read and", " and", "stored_bytes.py"),
     Mutant("a result's life grows no more", "deliver", "or '0') > till then", "or '0') > 0 then", "stored_bytes.py"),
     Mutant("tenant of a result", "deliver", " or job.tenant ~= tenant", "", "stored_bytes.py"),
@@ -260,13 +288,7 @@ MUTANTS = (
     Mutant(
         "list of a tenant's jobs", "submit", "redis.call('ZADD', P .. ':jobs:' .. tenant, 0, id)", "", "job_ledger.py"
     ),
-    Mutant(
-        "jobs before their time",
-        "submit",
-        "local is_delayed = not_before_in > 0",
-        "local is_delayed = false",
-        "delayed_jobs.py",
-    ),
+    Mutant("jobs before their time", "submit", "waits = is_delayed or", "waits =", "delayed_jobs.py"),
     Mutant("refunds in the window of their charge", "queue", "    window = since\n", "", "policy.py"),
     Mutant("refunds of older windows", "queue", "    if since < window - 1 then return end\n", "", "policy.py"),
     Mutant(

@@ -17,7 +17,7 @@ NAMED = {
     "ring_doorbell": "ring",
     "requeue": "requeue",
     "release_delayed": "release",
-    "release": "release",
+    "release_waiting": "release",
 }
 """Functions of the scripts that the table has as writers themselves."""
 SCRIPTS = {
@@ -28,7 +28,7 @@ SCRIPTS = {
 SHARED = SCRIPTS.pop("prelude") + SCRIPTS.pop("queue")
 WRITERS_OF_ARGUMENTS = set(re.findall(r"local function (\w+)\(key, ", SHARED))
 """Functions that write the key that their caller names."""
-KEY_FUNCTIONS = dict(re.findall(r"local function (\w+)\(\w+\) return P \.\. ':(\w+)", SHARED))
+KEY_FUNCTIONS = dict(re.findall(r"local function (\w+_key)\(\w+\) return P \.\. ':(\w+)", SHARED))
 
 
 def _split(text: str) -> list[str]:

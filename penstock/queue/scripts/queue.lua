@@ -150,25 +150,25 @@ do
   local SLOT_MS, NUM_SLOTS, LOOK_AGAIN_MS = 5000, 13, 60000
   local MAX_LOOKED_AT, CLASS_STEP = 8, 1e13
 
-  local function bounds_of(tenant) return P .. ':may_use:' .. tenant end
-  local function waiting_of(tenant) return P .. ':awaiting:' .. tenant end
+  local function bounds_key(tenant) return P .. ':may_use:' .. tenant end
+  local function awaiting_key(tenant) return P .. ':awaiting:' .. tenant end
 
   local function remove_bound(id, tenant)
-    local bound = redis.call('ZSCORE', bounds_of(tenant), id)
+    local bound = redis.call('ZSCORE', bounds_key(tenant), id)
     if not bound then return end
-    redis.call('ZREM', bounds_of(tenant), id)
+    redis.call('ZREM', bounds_key(tenant), id)
     count_bytes(P .. ':may_use', tenant, -tonumber(bound))
   end
 
   local function add_bound(job)
-    redis.call('ZADD', bounds_of(job.tenant), job.may_use, job.id)
+    redis.call('ZADD', bounds_key(job.tenant), job.may_use, job.id)
     count_bytes(P .. ':may_use', job.tenant, job.may_use)
   end
 
   -- Drops the bounds of ended jobs among the largest ones: a script of an older release ends a job without that.
   local function drop_ended(tenant)
     local has_dropped = false
-    for _, id in ipairs(redis.call('ZREVRANGE', bounds_of(tenant), 0, MAX_LOOKED_AT - 1)) do
+    for _, id in ipairs(redis.call('ZREVRANGE', bounds_key(tenant), 0, MAX_LOOKED_AT - 1)) do
       if is_terminal(redis.call('HGET', job_key(id), 'state') or 'done') then
         remove_bound(id, tenant)
         has_dropped = true
@@ -190,14 +190,14 @@ do
   end
 
   -- Milliseconds for which a job must wait for its tenant's tokens; 0 for none. If it waits for the end of another job, that
-  -- end looks at it again (settle).
-  local function wait_of(job, now)
+  -- end looks at it again (settle_tokens).
+  local function token_wait_of(job, now)
     local sum = tonumber(redis.call('HGET', P .. ':may_use', job.tenant) or '0') + job.may_use
-    local largest = tonumber(redis.call('ZREVRANGE', bounds_of(job.tenant), 0, 0, 'WITHSCORES')[2] or '0')
+    local largest = tonumber(redis.call('ZREVRANGE', bounds_key(job.tenant), 0, 0, 'WITHSCORES')[2] or '0')
     local used, slots = used_lately(job.tenant, now)
     local over = used + sum - math.max(largest, job.may_use) - job.minute_tokens
     if over <= 0 then return 0 end
-    if drop_ended(job.tenant) then return wait_of(job, now) end
+    if drop_ended(job.tenant) then return token_wait_of(job, now) end
     for _, one in ipairs(slots) do
       over = over - one[2]
       if over <= 0 then return math.max(1, (one[1] + NUM_SLOTS) * SLOT_MS - now) end
@@ -206,11 +206,11 @@ do
   end
 
   -- Whether a job may be queued now. If not, it waits behind its tenant's older and more urgent ones.
-  function token_limit.admits(job, now)
+  function token_limit.admits_job(job, now)
     if not job.may_use then return true end
-    local key, place = waiting_of(job.tenant), tonumber(job.priority) * CLASS_STEP + tonumber(job.submitted)
+    local key, place = awaiting_key(job.tenant), tonumber(job.priority) * CLASS_STEP + tonumber(job.submitted)
     local is_first = redis.call('ZCOUNT', key, '-inf', place) == 0
-    local wait = is_first and wait_of(job, now) or LOOK_AGAIN_MS
+    local wait = is_first and token_wait_of(job, now) or LOOK_AGAIN_MS
     if wait == 0 then
       add_bound(job)
       return true
@@ -224,14 +224,14 @@ do
     return false
   end
 
-  function token_limit.read(job)
+  function token_limit.read_terms(job)
     local may_use, minute_tokens = unpack(redis.call('HMGET', job_key(job.id), 'may_use', 'minute_tokens'))
     job.may_use, job.minute_tokens = tonumber(may_use or ''), tonumber(minute_tokens or '')
     return job
   end
 
   -- Queues a job that waited for its time or for tokens. `since`: when it counts as submitted.
-  function token_limit.queue(job, since)
+  function token_limit.queue_late(job, since)
     job.submitted = since
     redis.call('HSET', job_key(job.id), 'entry', '', 'submitted', since)
     redis.call('ZADD', requeued_key(job), since, job.id)
@@ -242,28 +242,28 @@ do
   -- Queues a tenant's waiting jobs as far as its tokens allow.
   local function release_of(tenant, now)
     for _ = 1, MAX_DELAYED do
-      local id = redis.call('ZRANGE', waiting_of(tenant), 0, 0)[1]
+      local id = redis.call('ZRANGE', awaiting_key(tenant), 0, 0)[1]
       if not id then
         redis.call('ZREM', P .. ':awaiting', tenant)
         return
       end
       local job = read_job(id)
-      local is_waiting = job and job.state == 'queued' and job.entry == DELAYED and token_limit.read(job).may_use
-      local wait = is_waiting and wait_of(job, now) or 0
+      local is_waiting = job and job.state == 'queued' and job.entry == DELAYED and token_limit.read_terms(job).may_use
+      local wait = is_waiting and token_wait_of(job, now) or 0
       if wait > 0 then
         redis.call('ZADD', P .. ':awaiting', now + wait, tenant)
         return
       end
-      redis.call('ZREM', waiting_of(tenant), id)
+      redis.call('ZREM', awaiting_key(tenant), id)
       if is_waiting then
         add_bound(job)
-        token_limit.queue(job, now)
+        token_limit.queue_late(job, now)
       end
     end
   end
 
   -- Queues jobs whose tenants have tokens again. Returns the time for the next look, or nil if no job waits for tokens.
-  function token_limit.release(now)
+  function token_limit.release_waiting(now)
     local _, due = unpack(redis.call('ZRANGE', P .. ':awaiting', 0, 0, 'WITHSCORES'))
     if not due or tonumber(due) > now then return tonumber(due or '') end
     for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', P .. ':awaiting', '-inf', now, 'LIMIT', 0, MAX_WAITING_TENANTS)) do
@@ -273,7 +273,7 @@ do
   end
 
   -- Counts the tokens of a job that ends, in place of those that it might have used.
-  function token_limit.settle(job, used, now)
+  function token_limit.settle_tokens(job, used, now)
     remove_bound(job.id, job.tenant)
     if used > 0 then
       local key, slot = P .. ':used:' .. job.tenant, math.floor(now / SLOT_MS)
@@ -331,8 +331,8 @@ do
       if wait > 0 then
         redis.call('HSET', job_key(id), 'submitted', now + wait)
         redis.call('ZADD', P .. ':delayed', now + wait, id)
-      elseif job and token_limit.admits(token_limit.read(job), now) then
-        token_limit.queue(job, job.submitted)
+      elseif job and token_limit.admits_job(token_limit.read_terms(job), now) then
+        token_limit.queue_late(job, job.submitted)
       end
     end
   end
@@ -638,7 +638,7 @@ do
       note_length(job, state, reported.completion)
       local num_used = reported.prompt + reported.completion
       correct_rate(job, tonumber(ms_per_token), num_used - (charged and tonumber(charged) or 0), now)
-      token_limit.settle(job, num_used, now)
+      token_limit.settle_tokens(job, num_used, now)
     end
     if idem and idem ~= '' then
       -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.

@@ -12,8 +12,6 @@
 --       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent class, wait_ms}
 --   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it.
 local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
-local MEMORY_PERCENT = {[0] = 90, 90, 80}
-local MAX_RELEASED, MAX_LOOKED_AT = 256, 256
 local MEMORY_RETRY_MS, MIN_RETRY_MS, MAX_RETRY_MS, JITTER = 5000, 1000, 600000, 0.2
 local UNKNOWN_LENGTH = 256
 local MAX_WAITING_TASKS, MAX_WAIT_MS, MAX_REFUSED_BODIES = 10000, 60000, 66
@@ -175,6 +173,7 @@ end
 -- The job occupies `held` bytes from now on. Its output is reserved only when a node takes it.
 local held = #request + RECORD_BYTES + (response ~= '' and #response + KEY_BYTES or 0)
 do
+  local MEMORY_PERCENT, MAX_RELEASED, MAX_LOOKED_AT = {[0] = 90, 90, 80}, 256, 256
   local used, limit = used_memory()
   if limit > 0 and used + total(':reserved') + held + output > limit * MEMORY_PERCENT[tonumber(p)] / 100 then
     return busy('memory', MEMORY_PERCENT[tonumber(p)], jittered(MEMORY_RETRY_MS))
@@ -234,7 +233,7 @@ if per_minute.tokens > 0 and not is_light then
   job.may_use = tonumber(ARGV[28]) or cost
   job.minute_tokens = math.floor(per_minute.tokens * (1 + burst_s / 60))
 end
-local waits = is_delayed or not token_limit.admits(job, now)
+local waits = is_delayed or not token_limit.admits_job(job, now)
 local entry = waits and DELAYED or redis.call('XADD', queue_key(job), '*', 'id', id)
 -- Redis searches a small hash from its front. So the fields that emit reads at every step come first, then take's.
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',

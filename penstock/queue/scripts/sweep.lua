@@ -94,7 +94,7 @@ for _, job in ipairs(due) do
   if end_if_over(job, config, now) then ended = ended + 1 end
 end
 release_delayed(now)
-token_limit.release(now)
+token_limit.release_waiting(now)
 redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - math.max(MAX_READER_SILENCE_MS, config.abandon_after_ms))
 redis.call('ZREMRANGEBYSCORE', P .. ':revisions', '-inf', now - MAX_READER_SILENCE_MS)
 redis.call('ZREMRANGEBYSCORE', P .. ':dead_letters', '-inf', now - DEAD_LIFE_MS)

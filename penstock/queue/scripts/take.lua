@@ -18,7 +18,6 @@
 --   STALE: a later take of this node was already answered.
 local MAX_TAKEN, MAX_EXAMINED, MAX_SKIPPED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 512, 128, 32, 16384
 local MAX_SORTED, MAX_PASSED, MAX_TASKS_EXAMINED, LEAST_URGENT = 64, 16, 64, CLASSES - 1
-local MEMORY_PERCENT, MEMORY_RETRY_MS = 95, 1000
 
 local node, call, nonce = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local kv_tokens = {[0] = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])}
@@ -79,13 +78,15 @@ local tried, over, gone, again_in = {}, {}, {}, 0
 
 local function look_again_in(ms) again_in = again_in == 0 and ms or math.min(again_in, ms) end
 
-local next_up = redis.call('ZRANGE', P .. ':delayed', 0, 0, 'WITHSCORES')[2]
-if next_up then
-  release_delayed(now)
-  if tonumber(next_up) > now then look_again_in(tonumber(next_up) - now) end
+do
+  local next_up = redis.call('ZRANGE', P .. ':delayed', 0, 0, 'WITHSCORES')[2]
+  if next_up then
+    release_delayed(now)
+    if tonumber(next_up) > now then look_again_in(tonumber(next_up) - now) end
+  end
+  next_up = token_limit.release_waiting(now)
+  if next_up then look_again_in(math.max(1, next_up - now)) end
 end
-next_up = token_limit.release(now)
-if next_up then look_again_in(math.max(1, next_up - now)) end
 
 local is_for_us
 do
@@ -186,38 +187,41 @@ end
 -- Shares (policy_state.py, Shares). goes_first: whether a tenant recently used no more than the mean of all tenants
 -- with queued jobs. may_displace: the same, with the mean over these and all tenants with recent use. Each job that is
 -- taken changes both.
-local uses, waiters, num_waiters, num_users = nil, {}, 0, 0
-local use_of_waiters, use_of_all = 0, 0
+local read_uses, goes_first, may_displace, note_taken
+do
+  local uses, waiters, num_waiters, num_users = nil, {}, 0, 0
+  local use_of_waiters, use_of_all = 0, 0
 
-local function use_of(tenant) return math.max(0, uses[tenant] or 0) end
+  local function use_of(tenant) return math.max(0, uses[tenant] or 0) end
 
-local function read_uses()
-  uses = {}
-  local _, window = share_window()
-  local this = redis.call('HGETALL', P .. ':recent_use:' .. window)
-  local last = redis.call('HGETALL', P .. ':recent_use:' .. (window - 1))
-  for _, found in ipairs({this, last}) do
-    for at = 1, #found, 2 do uses[found[at]] = (uses[found[at]] or 0) + tonumber(found[at + 1]) end
+  function read_uses()
+    uses = {}
+    local _, window = share_window()
+    local this = redis.call('HGETALL', P .. ':recent_use:' .. window)
+    local last = redis.call('HGETALL', P .. ':recent_use:' .. (window - 1))
+    for _, found in ipairs({this, last}) do
+      for at = 1, #found, 2 do uses[found[at]] = (uses[found[at]] or 0) + tonumber(found[at + 1]) end
+    end
+    for _, name in ipairs(redis.call('HKEYS', P .. ':queued')) do
+      waiters[name], num_waiters, use_of_waiters = true, num_waiters + 1, use_of_waiters + use_of(name)
+    end
+    num_users = num_waiters
+    for name in pairs(uses) do
+      use_of_all = use_of_all + use_of(name)
+      if not waiters[name] and use_of(name) > 0 then num_users = num_users + 1 end
+    end
   end
-  for _, name in ipairs(redis.call('HKEYS', P .. ':queued')) do
-    waiters[name], num_waiters, use_of_waiters = true, num_waiters + 1, use_of_waiters + use_of(name)
-  end
-  num_users = num_waiters
-  for name in pairs(uses) do
-    use_of_all = use_of_all + use_of(name)
-    if not waiters[name] and use_of(name) > 0 then num_users = num_users + 1 end
-  end
-end
 
-local function goes_first(tenant) return not uses or use_of(tenant) * num_waiters <= use_of_waiters end
-local function may_displace(tenant) return not uses or use_of(tenant) * num_users <= use_of_all end
+  function goes_first(tenant) return not uses or use_of(tenant) * num_waiters <= use_of_waiters end
+  function may_displace(tenant) return not uses or use_of(tenant) * num_users <= use_of_all end
 
-local function note_taken(tenant, charge)
-  if not uses then return end
-  local before = use_of(tenant)
-  uses[tenant] = (uses[tenant] or 0) + math.floor(math.min(MAX_CHARGE, charge) + 0.5)
-  local by = use_of(tenant) - before
-  use_of_waiters, use_of_all = use_of_waiters + by, use_of_all + by
+  function note_taken(tenant, charge)
+    if not uses then return end
+    local before = use_of(tenant)
+    uses[tenant] = (uses[tenant] or 0) + math.floor(math.min(MAX_CHARGE, charge) + 0.5)
+    local by = use_of(tenant) - before
+    use_of_waiters, use_of_all = use_of_waiters + by, use_of_all + by
+  end
 end
 
 local function any_tenant() return true end
@@ -379,6 +383,7 @@ end
 -- until something expires, and the jobs behind it go on. memory_left: nil before it is read, false without a limit.
 local fit = {}
 do
+  local MEMORY_PERCENT, MEMORY_RETRY_MS = 95, 1000
   local memory_left, memory_limit
   local taken_bytes = {}
 

@@ -22,8 +22,8 @@ def engine(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder: Path = make_tiny_model(tmp_path_factory.mktemp("tiny"))
     blocks = {"num_kv_blocks": 5, "num_swap_blocks": 9}
     engine = Engine(EngineConfig(model=str(folder), **blocks, num_threads=1, scheduling_policy="priority"))
-    slow: Any = FaultyRunner(engine._runner, lambda at, _: time.sleep(0.005) if at == "start" else None)
-    engine._runner = slow
+    slow = FaultyRunner(engine._runner, lambda at, _: time.sleep(0.005) if at == "start" else None)
+    engine._runner = cast(Any, slow)
     stack.start_node(cast(Any, engine), model="acme/small", pool="small", scheduling_policy="priority")
     return engine
 

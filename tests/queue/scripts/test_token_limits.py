@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from fakes.queue.harness import POOL, SLOT_MS, FakeNode, P, Queue, ids_of, new_job
@@ -172,6 +172,15 @@ async def test_short_jobs_run_beside_a_long_one(queue: Queue) -> None:
     assert await findings(queue) == []
 
 
+async def test_a_younger_job_does_not_pass_one_that_waits(queue: Queue) -> None:
+    """Else short jobs could keep a long one waiting for ever."""
+    node, terms = await queue.node(), Terms(tokens_per_minute=1000)
+    await learn_short_outputs(queue, node, terms)
+    first, *waiting = [await ask(queue, terms, 1, max_tokens) for max_tokens in (7000, 7000, 50)]
+    assert ids_of(await node.take()) == [first]
+    assert await queue.ids("awaiting:acme") == set(waiting)
+
+
 async def test_a_tenants_urgent_job_passes_its_waiting_ones(queue: Queue) -> None:
     node, terms = await queue.node(), Terms(tokens_per_minute=1200)
     await learn_short_outputs(queue, node, terms)
@@ -284,11 +293,14 @@ class Story:
     def __init__(self, url: str) -> None:
         self.runner = asyncio.Runner()
         self.redis = connect(url)
-        cast(Any, self.runner.run)(self.redis.flushall())
         self.queue = Queue(self.redis)
-        self.node = self.runner.run(self.queue.node(policy="fair"))
+        self.node = self.runner.run(self.begin())
         self.leapt_ms = 0
         self.lives: dict[str, Life] = {}
+
+    async def begin(self) -> FakeNode:
+        await self.redis.flushall()
+        return await self.queue.node(policy="fair")
 
     def close(self) -> None:
         self.runner.run(self.redis.aclose())
