@@ -62,7 +62,7 @@ def test_max_concurrency_bounds_open_requests_and_shows_the_wait() -> None:
         shown = table(server, "--num-prompts", "3", "--max-concurrency", "1", "--random-output-len", "1")
     assert found["max_concurrent_requests"] == 2
     assert found["p99_slot_wait_ms"] > 300
-    # The wait is in no time to first token: those of two slots fit into twice the duration, however busy the machine is.  # noqa: E501
+    # The wait is in no time to first token: those of two slots fit into twice the duration.
     assert sum(found["ttfts"]) <= 2 * found["duration"]
     assert "waited for a slot" in shown
 
