@@ -125,7 +125,7 @@ class Fuzzer:
             found.answers[f"200 stream {self._stream(case, content)}"] += 1
         else:
             found.answers["200"] += 1
-            if not json.loads(content).keys() & {"choices", "output", "tokens", "prompt"}:
+            if not json.loads(content).keys() & {"choices", "output", "tokens", "prompt", "input_tokens"}:
                 found.complain(case, f"an answer without choices or tokens: {content[:200]!r}")
 
     def _refusal(self, case: Case, content: bytes) -> str:
