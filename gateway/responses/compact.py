@@ -14,7 +14,7 @@ from penstock.contract.output import Usage
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.request.parsing import generation_request_of, held_body
-from penstock.gateway.responses.compaction import MIN_SUMMARY_TOKENS, sealed
+from penstock.gateway.responses.compaction import MIN_SUMMARY_TOKENS, sealed, summary_limit
 from penstock.gateway.responses.create import conversation_of, conversations_of, naming_fields, seal_of
 from penstock.gateway.responses.ids import compaction_id, input_item_id, response_id_of
 from penstock.gateway.responses.output import OutputReader, reading_of
@@ -55,7 +55,9 @@ class Compact:
             conversations = conversations_of(request, generation, keeps_user=True)
             _, prompt = await conversation_of(request, generation, body, conversations)
             key, model = await seal_of(request.app.state.client, generation)
-        content = replace(generation.content, prompts=[prompt])
+        max_tokens = summary_limit(prompt.num_text_bytes + prompt.num_tool_bytes)
+        params = generation.content.params.model_copy(update={"max_tokens": max_tokens})
+        content = replace(generation.content, prompts=[prompt], params=params)
         kept = [(item_id, text.encode()) for item_id, text in body.options["kept"]]
         seal = {"key": key, "tenant": generation.tenant, "model": model}
         options = {"kept": [*conversations.user_items, *kept], "seal": seal}
@@ -120,8 +122,8 @@ class CompactionEncoder(WholeEncoder):
         num_tokens = 0 if result.usage is None else result.usage.completion_tokens
         if reader.finish_reason == "length" and num_tokens < MIN_SUMMARY_TOKENS:
             message = (
-                f"input: the conversation leaves {num_tokens} tokens of the model's context for its summary, which "
-                f"needs more, and must leave at least {MIN_SUMMARY_TOKENS} then; leave out its longest items"
+                f"input: the conversation leaves {num_tokens} tokens of the model's context, too few for its summary; "
+                f"it must leave at least {MIN_SUMMARY_TOKENS}, so leave out its longest items"
             )
             raise PromptTooLongError(message, param="input")
         if not summary:

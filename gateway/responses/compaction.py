@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 from penstock.queue.msgpack_codec import pack
 
 MAX_SUMMARY_TOKENS = 8192
-"""Most tokens of a summary, if the conversation leaves as many."""
+"""Most tokens of the summary of any conversation."""
+MIN_SUMMARY_LIMIT = 1024
+"""Most tokens of the summary of a short conversation. A model that reasons before every answer needs them too."""
+BYTES_PER_SUMMARY_TOKEN = 4
+"""A summary may have a token for so many bytes of its conversation: about as many tokens as the conversation has."""
 MIN_SUMMARY_TOKENS = 128
 """A conversation that leaves fewer tokens, and whose summary needs more, is refused."""
 _ASK = """\
@@ -50,6 +54,14 @@ def asking(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         *before, last = messages
         return [*before, {**last, "content": f"{last['content']}\n\n{_ASK}"}]
     return [*messages, {"role": "user", "content": _ASK}]
+
+
+def summary_limit(num_bytes: int) -> int:
+    """Return the most tokens of the summary of a conversation with texts and tool calls of `num_bytes` UTF-8 bytes.
+
+    A small model may not find the end of its summary. The limit ends it once it is longer than what it sums up.
+    """
+    return min(MAX_SUMMARY_TOKENS, max(MIN_SUMMARY_LIMIT, num_bytes // BYTES_PER_SUMMARY_TOKEN))
 
 
 def summary_message(text: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 
 from tests.gateway.conftest import ByteTokenizer, EchoEngine
@@ -45,19 +44,9 @@ class ScriptedTokenizer(ByteTokenizer):  # type: ignore[misc]
 
     tool_parser = "hermes"
 
-    def encode_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: str | None = None,
-        template_kwargs: str | None = None,
-        *,
-        framed: bool = False,
-        now: datetime | None = None,
-        owner: object = None,
-        max_tokens: int | None = None,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], *rest: Any, **options: Any) -> list[int]:
         """Return the bytes of the answer."""
-        super().encode_chat(messages, tools, template_kwargs, framed=framed)
+        super().encode_chat(messages, *rest, **options)
         return list(scripted_answer(messages).encode())
 
 

@@ -145,7 +145,7 @@ class LongTextEncoder:
                 return at
         if len(text) - start <= MAX_WORD_CHARS:
             return len(text)
-        message = f"the text has more than {MAX_WORD_CHARS} characters in which no word ends, the limit of a tokenizer"
+        message = f"the text has more than {MAX_WORD_CHARS} characters in which no word ends, too many for a tokenizer"
         raise RequestError(f"{message}; separate words by spaces or lines", param="prompt")
 
     def _require_size(self, text: str) -> None:

@@ -57,10 +57,10 @@ def run(
         penstock batch run requests.jsonl results.jsonl --model MODEL
     """
     not_before_s = time.time() + not_before if not_before else None
-    if "-" in ({input, output} if via_celery else {output}):
-        name = "OUTPUT" if output == "-" else "INPUT"
-        why = "with --via-celery, the worker reads it" if name == "INPUT" else "an interrupted batch continues with it"
-        raise ConfigError(f"{name} must be a file: {why}")
+    if output == "-":
+        raise ConfigError("OUTPUT must be a file: an interrupted batch continues with it")
+    if input == "-" and via_celery:
+        raise ConfigError("INPUT must be a file: with --via-celery, the worker reads it")
     batch = Batch(_STDIN if input == "-" else input, output, model, in_flight, batch_id, not_before_s)
     url = redis_url_of(redis_url)
     started_s = time.monotonic()

@@ -47,8 +47,8 @@ class Excess:
     """By how much a sum exceeds the sum over its jobs' records."""
 
     by: int
-    jobs: int
-    """A fingerprint of the jobs that were read and of what each adds to the sum."""
+    fingerprint: int
+    """Of the jobs that were read, and of what each adds to the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +224,12 @@ class AdminBroker:
     async def excess_of_sums(self, pool: str) -> dict[Sum, Excess]:
         """Return by how much each stored sum exceeds the sum over the jobs' records; jobs may move meanwhile."""
         excess, waiting, open_ids, running, stored = await self._sums(pool)
-        jobs = dict.fromkeys(excess, 0)
+        fingerprints = dict.fromkeys(excess, 0)
 
         def subtract(name: str, of: str, subject: str, amount: int) -> None:
             where = (name, of)
             excess[where] -= amount
-            jobs[where] = jobs.get(where, 0) ^ hash((subject, amount))
+            fingerprints[where] = fingerprints.get(where, 0) ^ hash((subject, amount))
 
         for part in _pages(waiting):
             records = await self._records(part, "tenant", "priority", "cost", "n", "may_use")
@@ -238,19 +238,21 @@ class AdminBroker:
                 subtract("queued", tenant, job_id, int(cost or 0))
                 subtract("tenant_tasks", tenant, job_id, num_seqs == "0")
                 subtract("may_use", tenant, job_id, int(may_use or 0))
-        amounts = ((open_ids, "stored", "held"), (running, "reserved", "reserved"), (running, "may_use", "may_use"))
-        for ids, name, amount_field in amounts:
-            for part in _pages(ids):
-                records = await self._records(part, "tenant", amount_field)
-                for job_id, (tenant, amount) in zip(part, records, strict=True):
-                    subtract(name, tenant, job_id, int(amount or 0))
+        for part in _pages(open_ids):
+            for job_id, (tenant, held) in zip(part, await self._records(part, "tenant", "held"), strict=True):
+                subtract("stored", tenant, job_id, int(held or 0))
+        for part in _pages(running):
+            records = await self._records(part, "tenant", "reserved", "may_use")
+            for job_id, (tenant, reserved, may_use) in zip(part, records, strict=True):
+                subtract("reserved", tenant, job_id, int(reserved or 0))
+                subtract("may_use", tenant, job_id, int(may_use or 0))
         if len(stored) > MAX_STORED:
             # Not readable in one transaction, so not checked: in a busy pool, several reads would not agree.
-            return {where: Excess(by, jobs[where]) for where, by in excess.items() if where[0] != "stored"}
+            return {where: Excess(by, fingerprints[where]) for where, by in excess.items() if where[0] != "stored"}
         for member in stored:
             num_bytes, tenant, _ = member.split(" ", 2)
             subtract("stored", tenant, member, int(num_bytes))
-        return {where: Excess(by, jobs[where]) for where, by in excess.items()}
+        return {where: Excess(by, fingerprints[where]) for where, by in excess.items()}
 
     async def _sums(self, pool: str) -> tuple[Counter[Sum], list[str], list[str], list[str], list[str]]:
         """Read in one transaction: sums, ids of queued, open and running jobs, and members of P:expiry."""

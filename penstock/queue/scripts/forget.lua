@@ -10,8 +10,7 @@ redis.call('DEL', KEYS[1])
 for _, tenant in ipairs(redis.call('HKEYS', P .. ':stored')) do redis.call('DEL', P .. ':jobs:' .. tenant) end
 for _, name in ipairs({'record', 'schema', 'nodes', 'revisions', 'free', 'pressure', 'adapters', 'reservations', 'head_served',
   'delayed', 'deadlines', 'tasks', 'tenant_tasks', 'backlog', 'queued', 'stored', 'reserved', 'may_use', 'awaiting', 'lengths',
-  'expiry', 'readers', 'seats',
-  'sweep', 'counts', 'events', 'audit', 'dead_letters'}) do
+  'expiry', 'readers', 'seats', 'sweep', 'counts', 'events', 'audit', 'dead_letters'}) do
   redis.call('DEL', P .. ':' .. name)
 end
 for p = 0, CLASSES - 1 do

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ import pytest
 import redis
 
 from penstock.gateway.openai.field_table import HONORED, REFUSED, UNKNOWN, WITHOUT_EFFECT, effects
-from penstock.gateway.responses.compaction import MIN_SUMMARY_TOKENS
+from penstock.gateway.responses.compaction import BYTES_PER_SUMMARY_TOKEN, MIN_SUMMARY_LIMIT, MIN_SUMMARY_TOKENS, asking
 from penstock.queue import keys
 from tests.gateway.conftest import ByteTokenizer, EchoEngine, Stack
 
@@ -50,17 +49,9 @@ class AuthorTokenizer(ByteTokenizer):  # type: ignore[misc]  # a conftest module
         self.summary = SUMMARY
 
     def encode_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: str | None = None,
-        template_kwargs: str | None = None,
-        *,
-        framed: bool = False,
-        now: datetime | None = None,
-        owner: object = None,
-        max_tokens: int | None = None,
+        self, messages: Sequence[dict[str, Any]], tools: str | None = None, *rest: Any, **options: Any
     ) -> list[int]:
-        super().encode_chat(messages, tools, template_kwargs, framed=framed)
+        super().encode_chat(messages, tools, *rest, **options)
         if "summary of the conversation up to here" in messages[-1]["content"]:
             return list(self.summary.encode())
         return list((json.dumps([*messages], ensure_ascii=False) + (tools or "")).encode())
@@ -307,6 +298,18 @@ def test_a_conversation_without_a_summary_is_an_error(
     author_engine.tokenizer.summary = summary
     answer = http.post("/v1/responses/compact", json={"model": MODEL, "input": TURNS})
     assert refusal_of(answer)[:2] == (status, code), answer.text
+
+
+@pytest.mark.parametrize("num_chars", [10, 8000])
+def test_a_summary_that_finds_no_end_is_cut_by_the_length_of_its_conversation(
+    http: httpx.Client, author_engine: AuthorEngine, num_chars: int
+) -> None:
+    author_engine.tokenizer.summary = "s" * 3000
+    answer = compacted(http, input="a" * num_chars)
+    assert answer["output"][-1]["type"] == "compaction"
+    num_bytes = num_chars + len(asking([])[0]["content"])
+    limit = max(MIN_SUMMARY_LIMIT, num_bytes // BYTES_PER_SUMMARY_TOKEN)
+    assert limit <= answer["usage"]["output_tokens"] <= limit + 8
 
 
 def test_a_repeated_key_gives_the_same_summary(http: httpx.Client) -> None:

@@ -89,9 +89,7 @@ def test_encoding_in_pieces_gives_the_tokens_of_the_whole_text_with_a_normalizer
             assert chats.encode("".join(pieces)) == _whole(backend, "".join(pieces))
 
 
-def _gpt4_like(backend: Backend) -> Backend:
-    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    pattern = words + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+def _splitting(backend: Backend, pattern: str) -> Backend:
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "isolated"),
@@ -99,6 +97,12 @@ def _gpt4_like(backend: Backend) -> Backend:
         ]
     )
     return backend
+
+
+def _gpt4_like(backend: Backend) -> Backend:
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    pattern = words + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return _splitting(backend, pattern)
 
 
 @pytest.mark.parametrize("change", [lambda backend: backend, _normalizing, _gpt4_like])
@@ -151,13 +155,7 @@ def _o200k_like(backend: Backend) -> Backend:
     ends = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     words = rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{ends}|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{ends}"
     pattern = words + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    return backend
+    return _splitting(backend, pattern)
 
 
 @pytest.mark.parametrize("change", [lambda backend: backend, _normalizing, _gpt4_like, _o200k_like])
