@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "penstock": ROOT / "penstock",
     "penstock.producer": ROOT / "producer",
+    "penstock.cli": ROOT / "cli",
     "penstock.gateway": ROOT / "gateway",
     "penstock.gpu_node": ROOT / "gpu_node",
     "penstock.kernels": ROOT / "kernels",
