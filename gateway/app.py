@@ -19,35 +19,40 @@ from starlette.routing import Route
 from penstock.gateway import health, metrics, usage
 from penstock.gateway.anthropic import routes as anthropic_routes
 from penstock.gateway.anthropic.errors import ID_HEADER as ANTHROPIC_ID_HEADER
-from penstock.gateway.api_docs.routes import ApiDocs
-from penstock.gateway.api_docs.routes import router as api_docs_router
-from penstock.gateway.authentication import Entry, is_closed_without_keys, tell_without_keys
-from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
+from penstock.gateway.api_docs.page import ApiDocs
+from penstock.gateway.api_docs.page import router as api_docs_router
+from penstock.gateway.budget import SharedBudget
 from penstock.gateway.embeddings import routes as embedding_routes
 from penstock.gateway.errors import install_error_handlers
-from penstock.gateway.http.access_log import AccessLog
-from penstock.gateway.http.cors import Cors, allows_any_page, check_origins
-from penstock.gateway.http.head_requests import HeadRequests
+from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
 from penstock.gateway.http.listen_address import check_address
-from penstock.gateway.http.request_head import BoundedHead
+from penstock.gateway.http.middleware import (
+    END_GRACE_S,
+    TRACE_HEADER,
+    AccessLog,
+    Cors,
+    Drain,
+    HeadRequests,
+    TracedRequests,
+    allows_any_page,
+    check_origins,
+    cut_off_after,
+)
+from penstock.gateway.http.protocol import BoundedHead
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
-from penstock.gateway.http.traced_requests import TRACE_HEADER, TracedRequests
 from penstock.gateway.jobs import routes as job_routes
 from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.openai import models
+from penstock.gateway.openai import routes
 from penstock.gateway.openai import routes as openai_routes
 from penstock.gateway.openai.errors import ID_HEADER
-from penstock.gateway.request.body import BODY_STEP_BYTES, MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
-from penstock.gateway.request.body_parser import Parser
+from penstock.gateway.request.reading import BODY_STEP_BYTES, MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT, Parser
 from penstock.gateway.responses import routes as response_routes
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER
 from penstock.gateway.tokens import routes as tokens_routes
 from penstock.gateway.web import routes as web_routes
 from penstock.gateway.web.dashboard import Dashboard
-from penstock.gateway.websocket.handshake import SocketCounter, SubprotocolKey
-from penstock.gateway.websocket.routes import ADVICE_ROUTE, SOCKET_ROUTE
+from penstock.gateway.websocket.handshake import ADVICE_ROUTE, SOCKET_ROUTE, SocketCounter, SubprotocolKey
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.file_descriptors import DescriptorWatch
@@ -76,7 +81,7 @@ ROUTES = (
 """The routes that take a body. They are plain Starlette routes, not FastAPI's."""
 _PATHS = frozenset(route.path for route in ROUTES)
 ROUTERS = (
-    *(models.router, health.router, metrics.router, usage.router),
+    *(routes.router, health.router, metrics.router, usage.router),
     *(response_routes.router, job_routes.router, api_docs_router, web_routes.router),
 )
 """FastAPI's routes."""

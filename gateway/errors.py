@@ -19,7 +19,7 @@ from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.gateway.anthropic import errors as anthropic
 from penstock.gateway.openai import errors as openai
 from penstock.gateway.openai.errors import ID_HEADER
-from penstock.gateway.stream.sse import event
+from penstock.gateway.stream.writer import event
 
 VERSION_HEADER = "anthropic-version"
 READ_TIMEOUT_S = 2.0

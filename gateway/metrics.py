@@ -8,28 +8,142 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import shutil
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 from http import HTTPStatus
+from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from starlette.datastructures import State
 
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
-from penstock.gateway.recent_times import RecentTimes
-from penstock.gateway.router_metrics import ProcessUsage, RequestRate, pool_metrics, process_metrics
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.stats import DECISIONS
 from penstock.queue.pool_stats import EVENTS, PoolStats
 from penstock.runtime.loop_metrics import loop_metrics
+
+# Percentiles of the times that a gateway measured in the last minutes.
+
+TIMES_WINDOW_S = 300
+"""Seconds over which percentiles are taken."""
+MAX_TIMES = 2000
+"""The newest times that are kept. With more streams in the window, percentiles cover the newest ones."""
+
+
+class RecentTimes:
+    """The times of the last `WINDOW_S` seconds, `MAX_TIMES` at most."""
+
+    def __init__(self) -> None:
+        self._times: deque[tuple[float, float]] = deque(maxlen=MAX_TIMES)
+
+    def note(self, seconds: float) -> None:
+        """Add a time."""
+        self._times.append((time.monotonic(), seconds))
+
+    def percentiles(self, percents: Sequence[int]) -> tuple[int, list[float]]:
+        """Return the number of times, and these percentiles in seconds (none without times)."""
+        oldest_s = time.monotonic() - TIMES_WINDOW_S
+        while self._times and self._times[0][0] < oldest_s:
+            self._times.popleft()
+        ordered = sorted(seconds for _, seconds in self._times)
+        if not ordered:
+            return 0, []
+        return len(ordered), [ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] for percent in percents]
+
+
+# A gateway's metrics under the names of vLLM's router, which its dashboards and autoscalers query.
+
+RATE_WINDOW_S = 60
+"""Seconds over which requests per second are a mean."""
+_SERVER = "gateway"
+
+
+class RequestRate:
+    """Counts requests in the last `WINDOW_S` seconds, with one entry for each second that had some."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[tuple[int, int]] = deque()
+
+    def note(self) -> None:
+        """Count a request."""
+        now = int(time.monotonic())
+        count = self._seconds.pop()[1] if self._seconds and self._seconds[-1][0] == now else 0
+        self._seconds.append((now, count + 1))
+        self._forget(now)
+
+    @property
+    def per_s(self) -> float:
+        """The mean requests per second."""
+        self._forget(int(time.monotonic()))
+        return sum(count for _, count in self._seconds) / RATE_WINDOW_S
+
+    def _forget(self, now: int) -> None:
+        while self._seconds and self._seconds[0][0] <= now - RATE_WINDOW_S:
+            self._seconds.popleft()
+
+
+class ProcessUsage:
+    """The CPU time, memory and disk that this process uses, in percent."""
+
+    def __init__(self) -> None:
+        self._wall_s, self._cpu_s = time.monotonic(), time.process_time()
+
+    def cpu_percent(self) -> float:
+        """Return the percent of one core that this process used since the last call."""
+        wall_s, cpu_s = time.monotonic(), time.process_time()
+        elapsed_s, used_s = wall_s - self._wall_s, cpu_s - self._cpu_s
+        self._wall_s, self._cpu_s = wall_s, cpu_s
+        return 100 * used_s / elapsed_s if elapsed_s > 0 else 0.0
+
+    @staticmethod
+    def memory_percent() -> float:
+        """Return the percent of the machine's memory that this process holds."""
+        resident = int(Path("/proc/self/statm").read_text().split()[1])
+        return 100 * resident / os.sysconf("SC_PHYS_PAGES")
+
+    @staticmethod
+    def disk_percent() -> float:
+        """Return the percent of the root file system that is used."""
+        usage = shutil.disk_usage("/")
+        return 100 * usage.used / usage.total
+
+
+def process_metrics(rate: RequestRate, usage: ProcessUsage) -> Iterator[Metric]:
+    """Yield the metrics that need no Redis."""
+    for name, text, value in (
+        ("cpu", "Percent of one core that this gateway used since the last scrape.", usage.cpu_percent()),
+        ("memory", "Percent of the machine's memory that this gateway holds.", usage.memory_percent()),
+        ("disk", "Percent of the root file system that is used.", usage.disk_percent()),
+    ):
+        yield GaugeMetricFamily(f"router_{name}_usage_percent", text, value=value)
+    text = f"POST requests that this gateway answered per second, over {TIMES_WINDOW_S} s."
+    qps = GaugeMetricFamily("vllm:current_qps", text, labels=("server",))
+    qps.add_metric((_SERVER,), rate.per_s)
+    yield qps
+
+
+def pool_metrics(pools: Sequence[PoolStats]) -> Iterator[Metric]:
+    """Yield the metrics of the pools."""
+    live = GaugeMetricFamily("vllm:healthy_pods_total", "Live nodes of a pool.", labels=("server",))
+    text = "Jobs that a pool accepted, by any client."
+    accepted = CounterMetricFamily("vllm:num_incoming_requests", text, labels=("model",))
+    for pool in pools:
+        live.add_metric((pool.pool,), len(pool.nodes))
+        accepted.add_metric((pool.pool,), pool.counts["submitted"])
+    yield live
+    yield accepted
+
 
 _LOG = logging.getLogger(__name__)
 

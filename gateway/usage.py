@@ -21,8 +21,8 @@ from penstock.contract.named import Named
 from penstock.contract.problems import request_error
 from penstock.contract.terms import ACCOUNT_PATTERN
 from penstock.contract.usage import MAX_DAYS, MAX_PAGE_ROWS, Period, UsagePage, UsageQuery, csv_of, usage_object
-from penstock.gateway.authentication import caller_of
 from penstock.gateway.errors import soon
+from penstock.gateway.http.entry import caller_of
 from penstock.gateway.route_doc import NUMBER, TEXT, list_of, object_of
 from penstock.producer.client import AsyncClient
 from penstock.runtime.cooperative import LoopYielder

@@ -1,31 +1,206 @@
-"""Encoding of Anthropic's answers: token chunks as typed events, and whole answers as JSON in parts."""
+"""Anthropic's messages as a dialect of the gateway: token chunks as typed events, and whole answers as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
+from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.output import Chunk, FinishReason, Usage
-from penstock.gateway.anthropic.events import BlockEvents, event
-from penstock.gateway.anthropic.render import (
-    blocks_of,
-    input_of,
-    message_of,
-    stop_of,
-    tool_use_block,
-    usage_of,
-    warning_member,
-    whole_usage_of,
-    without_stop,
-)
+from penstock.gateway.anthropic.errors import error_event
 from penstock.gateway.anthropic.schemas import SHOWS_THINKING
-from penstock.gateway.stream.dialect import AnswerHead, WholeEncoder
-from penstock.gateway.stream.encoder import ChunkEncoder
-from penstock.producer.openai.json_parts import json_parts
-from penstock.producer.openai.parsed_text import PLAIN, AnswerReader
-from penstock.producer.openai.render import is_cut
+from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder
+from penstock.producer.openai.json_parts import Text, json_parts
+from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText
+from penstock.producer.openai.render import is_cut, limit_member
+from penstock.producer.openai.tool_calls import Call, warning_of
 from penstock.queue.packed_result import PackedResult
+
+# Objects of Anthropic's answers: the message, its content blocks, its stop reason and its usage.
+
+
+def message_of(head: AnswerHead) -> dict[str, Any]:
+    """Return the members of a message that are known before its first token."""
+    return {"id": f"msg_{head.job_ids[0]}", "type": "message", "role": "assistant", "model": head.model}
+
+
+def usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> dict[str, int]:
+    """Return Anthropic's usage, where `input_tokens` leaves out the tokens that the prefix cache supplied."""
+    return {
+        "input_tokens": num_prompt_tokens - num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached_tokens,
+        "output_tokens": num_output_tokens,
+    }
+
+
+def whole_usage_of(head: AnswerHead, usages: Sequence[Usage | None]) -> dict[str, int]:
+    """Return the usage at the end of an answer, with the limit of its tokens if the context lowered it."""
+    limit = limit_member(head.params.max_tokens, head.max_total_tokens, usages)
+    used = [usage for usage in usages if usage is not None]
+    return (
+        usage_of(
+            sum(usage.prompt_tokens for usage in used),
+            sum(usage.cached_tokens for usage in used),
+            sum(usage.completion_tokens for usage in used),
+        )
+        | limit
+    )
+
+
+def without_stop(text: str, finish_reason: FinishReason | None, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Return the text without the stop string at its end, and that string, or None if the text ended otherwise.
+
+    The job ends at the stop string that begins first. So of several that fit, it is the longest.
+    """
+    if finish_reason != "stop":
+        return text, None
+    stop = max((stop for stop in stops if text.endswith(stop)), key=len, default=None)
+    return (text, None) if stop is None else (text[: len(text) - len(stop)], stop)
+
+
+def stop_of(
+    finish_reason: FinishReason | None, stop: str | None, *, calls: bool, fills_context: bool
+) -> dict[str, str | None]:
+    """Return the members that tell why the answer ended. `fills_context`: with `length`, it filled the context."""
+    if stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    if finish_reason == "length":
+        reason = "model_context_window_exceeded" if fills_context else "max_tokens"
+    else:
+        reason = "tool_use" if calls else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def tool_use_block(job_id: str, call: Call) -> dict[str, Any]:
+    """Return a tool call as a block without its `input`."""
+    # The id is the same in every reading of the answer. Mistral's chat templates require nine letters or digits.
+    call_id = hashlib.blake2b(f"{job_id}:0:{call.index}".encode()).hexdigest()[:9]
+    return {"type": "tool_use", "id": call_id, "name": call.name}
+
+
+def input_of(call: Call) -> bytes:
+    """Return a call's `input`, a JSON object. Of cut or broken arguments, it has the members that are whole."""
+    if call.end == "whole":
+        # The arguments are the text of a JSON object, so they need no second encoding.
+        return call.arguments.encode()
+    try:
+        value = from_json(call.arguments, allow_partial=True)
+    except ValueError:
+        value = {}
+    return to_json(value if isinstance(value, dict) else {})
+
+
+def warning_member(call: Call) -> dict[str, str]:
+    """Return the member that tells of a broken call, if it is one."""
+    warning = warning_of(call)
+    return {} if warning is None else {"warning": warning}
+
+
+def blocks_of(parsed: ParsedText, *, shows_thinking: bool) -> list[dict[str, Any]]:
+    """Return the thinking and text of a whole answer as blocks with lazy texts. White space alone makes no block."""
+    blocks: list[dict[str, Any]] = []
+    if parsed.reasoning and shows_thinking:
+        blocks.append({"type": "thinking", "thinking": Text(lambda: (parsed.reasoning,)), "signature": ""})
+    if parsed.content and not parsed.content.isspace():
+        blocks.append({"type": "text", "text": Text(lambda: (parsed.content,))})
+    return blocks
+
+
+# The events of a streamed Anthropic message, and the state of its content blocks.
+
+_BlockType = Literal["text", "thinking", "tool_use"]
+_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":'
+_DELTAS = {
+    "text": _DELTA + b'"text_delta","text":%b}}\n\n',
+    "thinking": _DELTA + b'"thinking_delta","thinking":%b}}\n\n',
+    "tool_use": _DELTA + b'"input_json_delta","partial_json":%b}}\n\n',
+}
+_STARTS: dict[_BlockType, dict[str, Any]] = {
+    "text": {"type": "text", "text": ""},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}
+
+
+def event(payload: Mapping[str, Any]) -> bytes:
+    """Encode one event; its name is the payload's `type`. It is ASCII, because some readers split at U+2028."""
+    return b"event: %b\ndata: %b\n\n" % (str(payload["type"]).encode(), to_json(payload, ensure_ascii=True))
+
+
+PING = event({"type": "ping"})
+
+
+class BlockEvents:
+    """Writes the content blocks of one answer as events. At most one block is open."""
+
+    def __init__(self, job_id: str, *, shows_thinking: bool) -> None:
+        self._job_id = job_id
+        self._shows_thinking = shows_thinking
+        self._open: _BlockType | None = None
+        self._index = -1
+        """Index of the last block that began."""
+        self._blank: list[str] = []
+        """White space that begins no text block unless more text follows."""
+        self.has_calls = False
+
+    def add(self, parts: Sequence[ParsedText]) -> bytes:
+        """Return the events for the next parsed parts of the answer."""
+        events = []
+        for parsed in parts:
+            if parsed.reasoning and self._shows_thinking:
+                events.append(self._piece("thinking", parsed.reasoning))
+            if parsed.content:
+                events.append(self.text(parsed.content))
+            events += [self._call(call) for call in parsed.calls]
+        return b"".join(events)
+
+    def close(self) -> bytes:
+        """Return the event that ends the open block, if there is one."""
+        if self._open is None:
+            return b""
+        self._open = None
+        return event({"type": "content_block_stop", "index": self._index})
+
+    def text(self, text: str) -> bytes:
+        """Return the events for the next text of the answer, which may be empty."""
+        if self._open == "text" and text:
+            return self._piece("text", text)
+        self._blank.append(text)
+        if not text or text.isspace():
+            return b""
+        whole = "".join(self._blank)
+        self._blank.clear()
+        return self._piece("text", whole)
+
+    def _piece(self, kind: _BlockType, text: str) -> bytes:
+        begun = b"" if self._open == kind else self.close() + self._start(_STARTS[kind])
+        self._open = kind
+        return begun + _DELTAS[kind] % (self._index, to_json(text, ensure_ascii=True))
+
+    def _call(self, call: Call) -> bytes:
+        """Return the events of a call, or of a part of it. A call is a block of its own."""
+        events = b""
+        if call.name:
+            self.has_calls = True
+            self._blank.clear()
+            events += self.close() + self._start({**tool_use_block(self._job_id, call), "input": {}})
+            self._open = "tool_use"
+        if call.arguments:
+            events += _DELTAS["tool_use"] % (self._index, to_json(call.arguments, ensure_ascii=True))
+        if call.end is not None:
+            self._open = None
+            events += event({"type": "content_block_stop", "index": self._index, **warning_member(call)})
+        return events
+
+    def _start(self, block: Mapping[str, Any]) -> bytes:
+        self._index += 1
+        return event({"type": "content_block_start", "index": self._index, "content_block": block})
+
+
+# Encoding of Anthropic's answers: token chunks as typed events, and whole answers as JSON in parts.
 
 
 class MessageStreamEncoder(ChunkEncoder):
@@ -100,3 +275,27 @@ class MessageWholeEncoder(WholeEncoder):
     def tail(self, usages: Sequence[Usage | None]) -> bytes:
         """Return the usage."""
         return b',"usage":' + to_json(whole_usage_of(self._head, usages)) + b"}"
+
+
+# Anthropic's messages as a dialect of the gateway.
+
+
+class MessagesDialect(Dialect):
+    """Answers of `/v1/messages`."""
+
+    keep_alive = PING
+
+    def stream(self, head: AnswerHead) -> StreamEncoder:
+        """Return the encoder of a streamed answer. Raises RequestError if the caller wants to resume a stream."""
+        if head.cut_at is not None:
+            message = "after: a stream of this API has no event ids; repeat the request with its Idempotency-Key"
+            raise RequestError(message, param="after")
+        return MessageStreamEncoder(head)
+
+    def whole(self, head: AnswerHead) -> WholeEncoder:
+        """Return the encoder of a whole answer."""
+        return MessageWholeEncoder(head)
+
+    def error_event(self, error: PenstockError) -> bytes:
+        """Return the error as the last event of a stream."""
+        return error_event(error)

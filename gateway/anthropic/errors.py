@@ -7,7 +7,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from penstock.contract.errors import BusyError, PenstockError, PromptTooLongError
-from penstock.gateway.anthropic.events import event
+from penstock.gateway.anthropic.encoder import event
 from penstock.gateway.openai.errors import retry_headers
 
 ID_HEADER = "request-id"

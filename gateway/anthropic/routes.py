@@ -1,13 +1,86 @@
-"""`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+"""Anthropic's routes: `/v1/messages`, `/v1/messages/count_tokens`, and its form of the list of models."""
 
 from __future__ import annotations
 
-from starlette.routing import Route
+import contextlib
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
 
-from penstock.gateway.anthropic.count_tokens import CountTokens
-from penstock.gateway.anthropic.dialect import MessagesDialect
-from penstock.gateway.generate import Generate
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from penstock.contract.errors import RequestError
+from penstock.gateway.anthropic.encoder import MessagesDialect
+from penstock.gateway.prompt_counter import count_prompt_tokens
+from penstock.gateway.request.reading import generation_request_of, read_body
 from penstock.gateway.route_doc import RouteDoc
+from penstock.gateway.stream.answer import Generate
+from penstock.gateway.stream.flow import CallerGoneError, until_disconnected, while_connected
+
+# The ASGI app of `POST /v1/messages/count_tokens`.
+
+
+class CountTokens:
+    """Answers with the number of tokens of a conversation, its system prompt and its tools."""
+
+    form = "count_tokens"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        request = Request(scope, receive, send)
+        generation = generation_request_of(request, await read_body(request, self.form))
+
+        async def answer() -> None:
+            num_tokens = await count_prompt_tokens(request.app.state.client, generation)
+            await JSONResponse({"input_tokens": num_tokens})(scope, receive, send)
+
+        with contextlib.suppress(CallerGoneError):
+            await while_connected(answer(), until_disconnected(receive))
+
+
+# Anthropic's shape of the list of models, and its pages.
+
+DEFAULT_LIMIT = 20
+MAX_LIMIT = 1000
+
+
+def model_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model in Anthropic's shape. `model` is one in OpenAI's shape."""
+    created = datetime.fromtimestamp(model["created"], UTC)
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def page_of(models: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the page of models that `limit`, `after_id` and `before_id` of the query choose."""
+    limit, after, before = query.get("limit", str(DEFAULT_LIMIT)), query.get("after_id"), query.get("before_id")
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LIMIT:
+        raise RequestError(f"limit: must be a number from 1 to {MAX_LIMIT}", param="limit")
+    if after is not None and before is not None:
+        raise RequestError("before_id: conflicts with after_id; send one of them", param="before_id")
+    rest = [model_of(model) for model in models]
+    ids = [model["id"] for model in rest]
+    for name, given in (("after_id", after), ("before_id", before)):
+        if given is not None and given not in ids:
+            raise RequestError(f"{name}: no model {given[:256]!r} is served", param=name)
+    if before is not None:
+        rest = rest[: ids.index(before)]
+        page = rest[-int(limit) :]
+    else:
+        rest = rest if after is None else rest[ids.index(after) + 1 :]
+        page = rest[: int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return {"data": page, "has_more": len(page) < len(rest), **ends}
+
+
+# `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
 ROUTES = (
     Route(

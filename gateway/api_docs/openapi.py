@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
-from penstock.gateway.authentication import PUBLIC_PATHS, scopes_for
+from penstock.gateway.http.entry import PUBLIC_PATHS, scopes_for
 from penstock.gateway.request.parsed_body import BODIES
 from penstock.gateway.route_doc import TEXT, RouteDoc, object_of
 from penstock.gateway.stream.framing import EVENT_STREAM, NDJSON

@@ -1,17 +1,24 @@
-"""The page `/docs`: the OpenAPI document as HTML, without scripts and without requests to other hosts.
-
-The examples are shell commands. They read the gateway's address, the API key and the model from shell variables.
-"""
+"""`GET /`, `/version`, `/openapi.json` and the page `/docs`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from penstock.gateway.api_docs.openapi import operations_in
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse
+from starlette.routing import Route
+
+from penstock.gateway.api_docs.openapi import VERSION, document_of, operations_in
+from penstock.gateway.health import PROBE_METHODS
 from penstock.gateway.route_doc import EXAMPLE_MODEL
+from penstock.gateway.web.routes import PAGE, asset_response, wants_page
+
+# The page `/docs`: the OpenAPI document as HTML, without scripts and without requests to other hosts.
+#
+# The examples are shell commands. They read the gateway's address, the API key and the model from shell variables.
 
 URL, KEY, MODEL = "PENSTOCK_URL", "PENSTOCK_KEY", "PENSTOCK_MODEL"
 """The shell variables of the examples."""
@@ -134,3 +141,53 @@ def _marked(text: str) -> str:
     """Escape a text; what stands in backticks becomes code."""
     parts = escape(text).split("`")
     return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
+
+
+# `GET /`, `/version`, `/openapi.json` and `/docs`.
+#
+# They are public: they describe the release, and reveal nothing about its models, tenants and settings.
+
+_PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+
+router = APIRouter()
+
+
+class ApiDocs:
+    """The description of the API with these routes, rendered once."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        document = document_of(routes)
+        self.document = json.dumps(document, ensure_ascii=False).encode()
+        self.page = page_of(document)
+        self.endpoints = [f"{method.upper()} {path}" for path, method, _ in operations_in(document) if method != "head"]
+
+
+@router.api_route("/", methods=PROBE_METHODS)
+async def index(request: Request, response: Response) -> Any:
+    """Return what this server is, and its endpoints. A browser gets the web page instead."""
+    if wants_page(request):
+        return asset_response(request, PAGE)
+    response.headers["Vary"] = "Accept"
+    docs: ApiDocs = request.app.state.api_docs
+    links = {"docs": "/docs", "openapi": "/openapi.json"}
+    return {"name": "penstock", "version": VERSION, **links, "endpoints": docs.endpoints}
+
+
+@router.api_route("/version", methods=PROBE_METHODS)
+async def version() -> dict[str, str]:
+    """Return the release of this gateway."""
+    return {"version": VERSION}
+
+
+@router.api_route("/openapi.json", methods=PROBE_METHODS)
+async def openapi(request: Request) -> Response:
+    """Return the OpenAPI document of this gateway."""
+    docs: ApiDocs = request.app.state.api_docs
+    return Response(docs.document, media_type="application/json")
+
+
+@router.api_route("/docs", methods=PROBE_METHODS, response_class=HTMLResponse)
+async def docs(request: Request) -> Response:
+    """Return the API's documentation as a page."""
+    page: ApiDocs = request.app.state.api_docs
+    return HTMLResponse(page.page, headers=_PAGE_HEADERS)

@@ -1,12 +1,153 @@
-"""`POST /v1/completions` and `POST /v1/chat/completions`."""
+"""OpenAI's routes: completions, chats and the list of models."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
 from starlette.routing import Route
 
-from penstock.gateway.generate import Generate
-from penstock.gateway.openai.answer_schemas import CHAT_DOC, COMPLETION_DOC
-from penstock.gateway.openai.dialects import ChatDialect, CompletionDialect
+from penstock.contract.errors import NotFoundError
+from penstock.gateway.anthropic import routes as anthropic_models
+from penstock.gateway.errors import soon, speaks_anthropic
+from penstock.gateway.health import PROBE_METHODS
+from penstock.gateway.http.entry import caller_of
+from penstock.gateway.openai.encoder import ChatDialect, CompletionDialect
+from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
+from penstock.gateway.stream.answer import Generate
+from penstock.producer.client import AsyncClient
+from penstock.queue.broker.producer import ServedPool
+
+# JSON schemas of the answers of chats and completions, for the OpenAPI document.
+#
+# `producer/openai/render.py` renders these answers without pydantic.
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _with_optional(schema: dict[str, Any], **properties: Any) -> dict[str, Any]:
+    return {**schema, "properties": schema["properties"] | properties}
+
+
+_CALL = object_of(id=TEXT, type={"const": "function"}, function=object_of(name=TEXT, arguments=TEXT))
+_USAGE = object_of(
+    prompt_tokens=NUMBER,
+    completion_tokens=NUMBER,
+    total_tokens=NUMBER,
+    prompt_tokens_details=object_of(cached_tokens=NUMBER),
+)
+_MESSAGE = _with_optional(
+    object_of(role={"const": "assistant"}, content=_or_null(TEXT)),
+    tool_calls=list_of(_CALL),
+    reasoning_content=TEXT,
+    refusal={"type": "null"},
+)
+_DELTA = {
+    "type": "object",
+    "properties": {
+        "role": {"const": "assistant"},
+        "content": TEXT,
+        "reasoning_content": TEXT,
+        # Only the first part of a call has its id, type and name.
+        "tool_calls": list_of(
+            _with_optional(
+                object_of(index=NUMBER, function=_with_optional(object_of(arguments=TEXT), name=TEXT)),
+                id=TEXT,
+                type={"const": "function"},
+            )
+        ),
+    },
+}
+
+
+def _choice(**said: Any) -> dict[str, Any]:
+    reason = {"enum": ["stop", "length", "tool_calls", None]}
+    whole = object_of(index=NUMBER, finish_reason=reason, logprobs=_or_null({"type": "object"}), **said)
+    return _with_optional(whole, prompt_logprobs={"type": "array"}, warnings=list_of(TEXT))
+
+
+def _answer(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    head = object_of(id=TEXT, object={"const": kind}, created=NUMBER, model=TEXT, choices=list_of(choice))
+    return _with_optional(head, usage=_or_null(_USAGE))
+
+
+CHAT_DOC = RouteDoc(
+    "Continue a chat.",
+    _answer("chat.completion", _choice(message=_MESSAGE)),
+    _answer("chat.completion.chunk", _choice(delta=_DELTA)),
+)
+COMPLETION_DOC = RouteDoc(
+    "Continue one or several texts.",
+    _answer("text_completion", _choice(text=TEXT)),
+    _answer("text_completion", _choice(text=TEXT)),
+)
+
+
+# `GET /v1/models` and `GET /v1/models/{id}`.
+
+router = APIRouter()
+
+
+@router.api_route("/v1/models", methods=PROBE_METHODS)
+async def list_models(request: Request) -> dict[str, Any]:
+    """List the models that live nodes serve, under each of their names, and their adapters.
+
+    With the header `anthropic-version`, the list has Anthropic's shape.
+    """
+    client: AsyncClient = request.app.state.client
+    async with soon():
+        models = _models(await client.pools())
+    seen = [one for name, one in models.items() if caller_of(request).sees(name)]
+    if speaks_anthropic(request.scope):
+        return anthropic_models.page_of(seen, request.query_params)
+    return {"object": "list", "data": seen}
+
+
+@router.api_route("/v1/models/{model:path}", methods=PROBE_METHODS)
+async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
+    """Return one model. Its name may contain slashes."""
+    client: AsyncClient = request.app.state.client
+    async with soon():
+        models = _models(await client.pools())
+        if model not in models:
+            # The model's first node may have joined after the pools were cached.
+            models = _models(await client.pools(renewed=True))
+    if model not in models or not caller_of(request).sees(model):
+        raise NotFoundError(f"no model {model[:256]!r} is served", code="model_not_found", param="model")
+    found = models[model]
+    return anthropic_models.model_of(found) if speaks_anthropic(request.scope) else found
+
+
+def _models(pools: Mapping[str, ServedPool]) -> dict[str, dict[str, Any]]:
+    models: dict[str, dict[str, Any]] = {}
+    for record in pools.values():
+        if not record.is_alive:
+            continue
+        models |= {name: _model(name, record) for name in (record.model, *record.aliases)}
+    adapters = {
+        name: _model(name, record) | {"parent": record.model}
+        for record in pools.values()
+        if record.is_alive
+        for name in record.adapters
+    }
+    return adapters | models
+
+
+def _model(name: str, record: ServedPool) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": record.created_s,
+        "owned_by": "penstock",
+        "root": record.model,
+        "max_model_len": record.max_model_len,
+    }
+
+
+# `POST /v1/completions` and `POST /v1/chat/completions`.
 
 ROUTES = (
     Route("/v1/completions", Generate("completion", CompletionDialect(), COMPLETION_DOC), methods=["POST"]),

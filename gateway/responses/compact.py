@@ -13,17 +13,16 @@ from penstock.contract.errors import InvariantError, JobFailedError, PenstockErr
 from penstock.contract.output import Usage
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.request.parsed_body import ParsedBody
-from penstock.gateway.request.parsing import generation_request_of, held_body
+from penstock.gateway.request.reading import generation_request_of, held_body
+from penstock.gateway.responses.answers import conversation_of, conversations_of, naming_fields, seal_of
 from penstock.gateway.responses.compaction import MIN_SUMMARY_TOKENS, sealed, summary_limit
-from penstock.gateway.responses.create import conversation_of, conversations_of, naming_fields, seal_of
-from penstock.gateway.responses.ids import compaction_id, input_item_id, response_id_of
+from penstock.gateway.responses.encoder import usage_of
 from penstock.gateway.responses.output import OutputReader, reading_of
-from penstock.gateway.responses.render import usage_of
+from penstock.gateway.responses.record import compaction_id, input_item_id, response_id_of
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.stream.answer import Answer, WholeAnswer
-from penstock.gateway.stream.body_writer import PIECE_BYTES
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
-from penstock.gateway.stream.sse import event
+from penstock.gateway.stream.writer import PIECE_BYTES, event
 from penstock.queue.packed_result import PackedResult
 
 _ANSWER = object_of(

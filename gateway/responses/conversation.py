@@ -11,11 +11,19 @@ from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.job import MAX_MESSAGES
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.tools import MAX_CALLS_OF_CHAT
-from penstock.gateway.responses.ids import MAX_SHOWN_CHARS, job_id_of, place_of
+from penstock.gateway.budget import SharedBudget
 from penstock.gateway.responses.output import OutputItem, OutputReader, message_of, reading_of
-from penstock.gateway.responses.record import PackedMessages, StoredResponse
-from penstock.gateway.responses.stored import MAX_BYTES_ON_LOOP, bytes_to_claim, decoded_record, decoding_bytes_to_claim
-from penstock.gateway.shared_budget import SharedBudget
+from penstock.gateway.responses.record import (
+    MAX_BYTES_ON_LOOP,
+    MAX_SHOWN_CHARS,
+    PackedMessages,
+    StoredResponse,
+    bytes_to_claim,
+    decoded_record,
+    decoding_bytes_to_claim,
+    job_id_of,
+    place_of,
+)
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import Prompt, pack_prompt_of
 from penstock.queue.msgpack_codec import array_header

@@ -1,18 +1,88 @@
-"""The stored record of a response: its input, what it repeats of its request, and how to read its job's text."""
+"""The stored record of a response: its ids, its content, and the reading of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import hashlib
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 import msgpack
 
+from penstock.contract.errors import NotFoundError
+from penstock.contract.job import is_job_id
 from penstock.contract.packed_prompt import PackedPrompt
-from penstock.gateway.responses.ids import input_item_id
+from penstock.gateway.budget import Claim
 from penstock.gateway.responses.tools import CalledTool
+from penstock.producer.client import AsyncClient
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.msgpack_codec import WireError, pack, unpack_utf8
+
+# Ids of responses and of their items. Each contains the id of the response's job, so any gateway can resolve it.
+
+_RESPONSE_PREFIX = "resp_"
+ITEM_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "tool_search_call": "tsc",
+}
+_ITEM_ID = re.compile(rf"(?:{'|'.join(ITEM_PREFIXES.values())})_(\d{{1,6}})_(.+)")
+MAX_SHOWN_CHARS = 128
+
+
+def response_id_of(job_id: str) -> str:
+    """Return the id of a job's response."""
+    return _RESPONSE_PREFIX + job_id
+
+
+def job_id_of(response_id: str) -> str:
+    """Return the id of a response's job. Raises NotFoundError for what is not the id of a response."""
+    job_id = response_id.removeprefix(_RESPONSE_PREFIX)
+    if not response_id.startswith(_RESPONSE_PREFIX) or not is_job_id(job_id):
+        raise no_response(response_id)
+    return job_id
+
+
+def no_response(response_id: str) -> NotFoundError:
+    """Return the error for a response that is unknown, deleted, expired, or of another tenant."""
+    message = f"Response with id {response_id[:MAX_SHOWN_CHARS]!r} not found."
+    return NotFoundError(message, code="response_not_found", param="response_id")
+
+
+def output_item_id(kind: str, index: int, job_id: str) -> str:
+    """Return the id of an item of a response's output."""
+    return f"{ITEM_PREFIXES[kind]}_{index}_{job_id}"
+
+
+def input_item_id(index: int, job_id: str) -> str:
+    """Return the id of an item of a response's input that came without an id."""
+    return f"item_{index}_{job_id}"
+
+
+def compaction_id(job_id: str) -> str:
+    """Return the id of the item with the summary that a job wrote. No reference can name it."""
+    return f"cmp_{job_id}"
+
+
+def place_of(item_id: str) -> tuple[str, int] | None:
+    """Return the job and the index of an item of a response's output, or None for another id."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return (found[2], int(found[1])) if found and is_job_id(found[2]) else None
+
+
+def call_id_of(job_id: str, number: int) -> str:
+    """Return the id of a response's call, by its number. It is that of the same call in a chat's answer.
+
+    Mistral's chat templates require nine letters or digits.
+    """
+    return hashlib.blake2b(f"{job_id}:0:{number}".encode()).hexdigest()[:9]
+
+
+# The stored record of a response: its input, what it repeats of its request, and how to read its job's text.
 
 RECORD_VERSION = 1
 _OF_USER = b'{"type": "message", "role": "user", '
@@ -135,3 +205,69 @@ def decode_stored_response(data: bytes) -> StoredResponse:
 
 def _with_names(found: dict[bytes, Any]) -> dict[str, Any]:
     return {name.decode(): value for name, value in found.items()}
+
+
+# Reading of stored responses. A large record claims memory from the budget of results before it is read.
+
+LARGE_RECORD_BYTES = 256 << 10
+"""A larger record claims its memory."""
+MAX_BYTES_ON_LOOP = 16 << 10
+"""A larger record or result is decoded on a thread."""
+
+
+def bytes_to_claim(num_bytes: int) -> int:
+    """Return how many bytes to claim for so many bytes of a record or result."""
+    return num_bytes if num_bytes > LARGE_RECORD_BYTES else 0
+
+
+def decoding_bytes_to_claim(num_bytes: int) -> int:
+    """Return how many bytes to claim while a record of so many bytes is decoded: for its bytes and for the record."""
+    return 2 * bytes_to_claim(num_bytes)
+
+
+async def record_of(client: AsyncClient, claim: Claim, job_id: str, tenant: str) -> StoredResponse:
+    """Return the record of a stored response, for whose memory the claim grows.
+
+    Raises NotFoundError that names the response, and UnavailableError if there is no memory for too long.
+    """
+    try:
+        num_bytes = (await client.responses.num_bytes(job_id, tenant)).record
+        claim.shrink_to(0)
+        await claim.grow_to(decoding_bytes_to_claim(num_bytes))
+        return await decoded_record(await client.responses.read(job_id, tenant))
+    except NotFoundError:
+        raise no_response(response_id_of(job_id)) from None
+
+
+async def record_without_input_of(client: AsyncClient, claim: Claim, job_id: str, tenant: str) -> StoredResponse:
+    """Return a record without its input, and keep memory for that only. Raises what `record_of` raises."""
+    record = (await record_of(client, claim, job_id, tenant)).without_input()
+    claim.shrink_to(bytes_to_claim(len(record.echo)))
+    return record
+
+
+async def decoded_record(data: bytes) -> StoredResponse:
+    """Decode a record without holding the event loop."""
+    if len(data) <= MAX_BYTES_ON_LOOP:
+        return decode_stored_response(data)
+    return await asyncio.to_thread(decode_stored_response, data)
+
+
+RecordSource = Callable[[Claim], Awaitable[StoredResponse]]
+"""Returns the record of an answer without its input. The claim, or an earlier one, covers the memory that is kept."""
+
+
+async def new_record(record: StoredResponse, claim: Claim) -> RecordSource:
+    """Return the source of a new response's record, for whose memory `claim` grows. It outlives the answer."""
+    kept = record.without_input()
+    await claim.grow_to(bytes_to_claim(len(kept.echo)))
+
+    async def bring(_: Claim) -> StoredResponse:
+        return kept
+
+    return bring
+
+
+def stored_record(client: AsyncClient, job_id: str, tenant: str) -> RecordSource:
+    """Return the source of a stored record. Raises what `record_of` raises when it is called."""
+    return lambda claim: record_without_input_of(client, claim, job_id, tenant)

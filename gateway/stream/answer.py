@@ -1,13 +1,15 @@
-"""The HTTP responses of the generation routes: one JSON object, or a stream of events.
+"""Answers of the generation routes in any dialect: one JSON object, or a stream of events.
 
 A response sends nothing until the queue delivers the first chunk or a refusal, so that a refusal gets a real HTTP
-status. A stream waits at most `first_chunk_wait_s`; after that it sends status 200 and reports errors as events.
+status.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,29 +18,145 @@ from typing import Any
 from urllib.parse import quote
 
 from fastapi import Request
+from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import lowered_max_tokens, pool_of
 from penstock.contract.output import Usage
 from penstock.contract.template_kwargs import reasoning_parser_for
-from penstock.gateway.shared_budget import Claim
-from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
-from penstock.gateway.stream.caller import CallerGoneError, until_disconnected, while_connected
+from penstock.gateway.budget import Claim, SharedBudget
+from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.request.parsed_body import ParsedBody
+from penstock.gateway.request.reading import generation_request_of, read_body
+from penstock.gateway.route_doc import RouteDoc
+from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
-from penstock.gateway.stream.event_sink import EventSink
-from penstock.gateway.stream.event_stream import EventStream, JobResponse
-from penstock.gateway.stream.flow import Batch, Ended, Waiting, batches_of, ends_of
+from penstock.gateway.stream.flow import (
+    Batch,
+    CallerGoneError,
+    Ended,
+    Waiting,
+    batches_of,
+    ends_of,
+    is_large,
+    until_disconnected,
+    waiting_comment,
+    while_connected,
+)
+from penstock.gateway.stream.framing import framing_of, note_broken_event
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, naming_prompt, open_jobs
 from penstock.gateway.stream.limits import check_logprobs, check_num_jobs
-from penstock.gateway.stream.sse import KEEP_ALIVE, KEEP_ALIVE_BETWEEN_IDS, EventWriter
-from penstock.producer.client import AsyncJob
+from penstock.gateway.stream.writer import (
+    KEEP_ALIVE,
+    KEEP_ALIVE_BETWEEN_IDS,
+    PIECE_BYTES,
+    BodyWriter,
+    EventSink,
+    EventWriter,
+    direct_body_of,
+)
+from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import choose_pool
 from penstock.producer.client.tool_use import no_call_format
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
 from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.packed_result import PackedResult
+from penstock.runtime.cooperative import LoopYielder
+
+# The base of the HTTP responses that read jobs, and of those that stream events.
+
+
+class JobResponse(Response):
+    """A response about jobs. Called as an ASGI app, it raises a PenstockError only if nothing has been sent yet."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self._client: AsyncClient = request.app.state.client
+        self._settings: GatewaySettings = request.app.state.settings
+        self._metrics: GatewayMetrics = request.app.state.metrics
+        self._yielder: LoopYielder = request.app.state.yielder
+        self._result_budget: SharedBudget = request.app.state.result_budget
+
+
+class EventStream(JobResponse):
+    """A response of events. It sends keep-alives while it is silent, and reports an error as its last event."""
+
+    @property
+    def _comment(self) -> bytes:
+        """The comment that a silent stream sends if it has no `_keep_alive`."""
+        return KEEP_ALIVE
+
+    @property
+    def _keep_alive(self) -> bytes | None:
+        """The bytes that a silent stream sends. None: `_comment`, with the position of a waiting job."""
+        return None
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether the stream begins with its job's first token."""
+        return True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the stream ends or the caller leaves."""
+        settings, keep_alive = self._settings, self._keep_alive or self._comment
+        writer = EventWriter(send, framing_of(scope), keep_alive=keep_alive, body=direct_body_of(scope))
+        watch = writer.watch(
+            first_wait_s=settings.first_chunk_wait_s,
+            interval_s=settings.keep_alive_s,
+            send_timeout_s=settings.send_timeout_s,
+        )
+        with contextlib.suppress(CallerGoneError), self._metrics.stream(is_measured=self._is_new) as self._meter:
+            try:
+                await while_connected(self._answer(writer), until_disconnected(receive), watch)
+            except asyncio.CancelledError:
+                if writer.is_within_event:
+                    note_broken_event(scope)
+                raise
+
+    async def _answer(self, writer: EventWriter) -> None:
+        try:
+            await self._send_events(writer)
+        except PenstockError as error:
+            if not writer.started:
+                raise
+            self._metrics.refused(error)
+            if writer.is_within_event:
+                # No reader can tell an error from the rest of that event. The server closes the connection instead.
+                raise CallerGoneError from error
+            await writer.fail(error, self._error_event(error))
+        await writer.end()
+
+    @abstractmethod
+    async def _send_events(self, writer: EventWriter) -> None:
+        """Send all events of a stream that does not fail."""
+
+    @abstractmethod
+    def _error_event(self, error: PenstockError) -> bytes:
+        """Return the last event of a stream that fails after it has begun."""
+
+    def _show_position(self, job: AsyncJob, writer: EventWriter) -> None:
+        """Add the job's queue position to the stream's comments until the first chunk."""
+        if self._keep_alive is None:
+            writer.keep_alive_source = partial(waiting_comment, job, self._comment)
+
+    async def _write(self, encoder: StreamEncoder, batch: Batch, writer: EventWriter) -> None:
+        slows_others = is_large(batch)
+        writer.keep_alive_source = None
+        if slows_others:
+            await self._yielder.wait()
+        for events in encoder.parts_of(batch):
+            await writer.write(events)
+            self._meter.sent()
+            if slows_others:
+                await self._yielder.wait()
+
+
+# The HTTP responses of the generation routes: one JSON object, or a stream of events.
+#
+# A response sends nothing until the queue delivers the first chunk or a refusal, so that a refusal gets a real HTTP
+# status. A stream waits at most `first_chunk_wait_s`; after that it sends status 200 and reports errors as events.
 
 JOB_HEADER = "X-Penstock-Job"
 MAX_JOBS_SHOWN = 64
@@ -322,3 +440,31 @@ def _require_tool_parser(record: ServedPool | None) -> ServedPool:
     if record is None or record.tool_parser not in CALL_FORMS:
         raise no_call_format()
     return record
+
+
+# The ASGI app of a route whose requests become jobs, in any dialect.
+
+
+class Generate:
+    """The ASGI app of one such route. It bypasses FastAPI: a call of FastAPI costs as much as the whole work here."""
+
+    def __init__(self, form: str, dialect: Dialect, doc: RouteDoc | None = None) -> None:
+        """`form` is a key of `parsed_body.BODIES`. `doc` describes the route in the OpenAPI document."""
+        self.form = form
+        self.doc = doc or RouteDoc()
+        self._dialect = dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        request = Request(scope, receive, send)
+        await (await self._answer_to(request))(scope, receive, send)
+
+    async def _answer_to(self, request: Request) -> Answer:
+        body = await read_body(request, self.form)
+        return answer_of(request, generation_request_of(request, body), body, self._dialect)
+
+
+def answer_of(request: Request, generation: GenerationRequest, body: ParsedBody, dialect: Dialect) -> Answer:
+    """Return the answer that the body asks for, streamed or whole."""
+    form = StreamAnswer if body.stream else WholeAnswer
+    return form(request, generation, dialect, body.options, body.ignored)

@@ -1,21 +1,24 @@
-"""The interface between `answer.py` and the APIs' folders: what an API must provide for its answers."""
+"""What a dialect of HTTP provides for its answers, and the base of all encoders of events."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.contract.errors import PenstockError
+from penstock.contract.errors import InvariantError, PenstockError, StreamDivergedError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Chunk, Usage
 from penstock.contract.waiting import WaitUpdate, members_of
-from penstock.gateway.stream.generation_request import StreamPosition
-from penstock.gateway.stream.sse import event
+from penstock.gateway.openai.errors import error_body
+from penstock.gateway.stream.generation_request import FIRST_OF_TWO, StreamPosition
+from penstock.gateway.stream.writer import PIECE_BYTES, event
 from penstock.producer.client.request import Prompt
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.packed_result import PackedResult
+
+# The interface between `answer.py` and the APIs' folders: what an API must provide for its answers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +114,113 @@ class Dialect(ABC):
     @abstractmethod
     def error_event(self, error: PenstockError) -> bytes:
         """Return the last event of a stream that fails after it has begun."""
+
+
+# Encoding of a job's chunks as server-sent events: the base of all APIs' encoders.
+
+MAX_EVENTS_OF_PART = 256
+
+
+class StreamState:
+    """The position of a stream. Event ids encode it: `<job>:<chunk>:<tokens of the stream up to the chunk's end>`.
+
+    The first of two events of one chunk has FIRST_OF_TWO after that.
+
+    A resumed stream skips the chunks that the caller already has. The token count reveals whether the job's log is
+    still the same. If Redis lost its last writes, another node may have written the log again with other chunk borders.
+    """
+
+    def __init__(self, cut_at: StreamPosition | None) -> None:
+        self._cut_at = cut_at
+        self._half_sent = cut_at.index if cut_at is not None and cut_at.lacks_end else None
+        self._has_begun = cut_at is None
+        self.num_tokens = 0
+
+    def lacks_end_of(self, chunk: Chunk) -> bool:
+        """Return whether the caller has only the first of this chunk's two events."""
+        return chunk.index == self._half_sent
+
+    def is_new(self, chunk: Chunk) -> bool:
+        """Advance past the next chunk and return whether the caller still needs it.
+
+        Raises StreamDivergedError if the log no longer contains the chunk at which the stream was cut.
+        """
+        if not self._has_begun:
+            self._has_begun, self.num_tokens = True, chunk.position
+        self.num_tokens += len(chunk.token_ids)
+        if self._cut_at is None:
+            return True
+        self._skip(self._cut_at, chunk)
+        return False
+
+    def _skip(self, cut_at: StreamPosition, chunk: Chunk) -> None:
+        if chunk.index < cut_at.index:
+            return
+        if (chunk.index, self.num_tokens) != (cut_at.index, cut_at.num_tokens):
+            raise StreamDivergedError(
+                f"the stream of job {chunk.job_id} was cut at a chunk that is no longer in its log"
+            )
+        self._cut_at = None
+
+
+class ChunkEncoder(StreamEncoder):
+    """Encodes the chunks of one answer as events. Subclasses say how one chunk is encoded."""
+
+    def __init__(self, cut_at: StreamPosition | None) -> None:
+        """`cut_at`: resume after this position."""
+        self._progress = StreamState(cut_at)
+
+    def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
+        """Yield the events of one job's next chunks, in parts."""
+        if len(batch) == 1:
+            return filter(None, (self._event_of(batch[0]),))
+        return joined(map(self._event_of, batch))
+
+    @abstractmethod
+    def _event_of(self, chunk: Chunk) -> bytes:
+        """Return the event of the next chunk, or nothing if the caller needs none for it."""
+
+
+def joined(events: Iterable[bytes]) -> Iterator[bytes]:
+    """Join events to parts. A part ends at PIECE_BYTES or MAX_EVENTS_OF_PART."""
+    part, size, num_events = list[bytes](), 0, 0
+    for one in events:
+        part.append(one)
+        size += len(one)
+        num_events += 1
+        if size >= PIECE_BYTES or num_events >= MAX_EVENTS_OF_PART:
+            yield b"".join(part)
+            part, size, num_events = [], 0, 0
+    if size:
+        yield b"".join(part)
+
+
+def event_id(chunk: Chunk, progress: StreamState, *, is_first_of_two: bool = False) -> str:
+    """Return the id of the event of this chunk, or of the first of its two events."""
+    return f"{chunk.job_id}:{chunk.index}:{progress.num_tokens}" + (FIRST_OF_TWO if is_first_of_two else "")
+
+
+# Answers of jobs with a task: one JSON object, never a stream.
+
+
+class TaskDialect(Dialect):
+    """Answers with a task's output. Errors have OpenAI's shape."""
+
+    parses_text = False
+
+    def __init__(self, encoder: Callable[[AnswerHead], WholeEncoder], *, shows_prompts: bool = False) -> None:
+        """`encoder` returns the encoder of one answer. `shows_prompts`: whether answers may contain the prompts."""
+        self._encoder = encoder
+        self.shows_prompts = shows_prompts
+
+    def stream(self, head: AnswerHead) -> StreamEncoder:
+        """Raise InvariantError, because no body of these routes asks for a stream."""
+        raise InvariantError("a task has no stream")
+
+    def whole(self, head: AnswerHead) -> WholeEncoder:
+        """Return the encoder of the answer."""
+        return self._encoder(head)
+
+    def error_event(self, error: PenstockError) -> bytes:
+        """Return the error as an event."""
+        return event(error_body(error))

@@ -3,17 +3,70 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass
 
+from starlette.types import Receive
+
 from penstock.contract.output import Chunk
-from penstock.contract.waiting import WaitUpdate
+from penstock.contract.waiting import QueuePosition, WaitUpdate
 from penstock.producer.client import AsyncJob
 from penstock.producer.client.stream import ChunkSink
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES
 from penstock.queue.packed_result import PackedResult
 from penstock.runtime.gather import CALLS_AT_ONCE
+
+# Detection of callers that disconnect.
+
+
+class CallerGoneError(Exception):
+    """The caller disconnected, or stopped reading its answer."""
+
+
+async def while_connected(work: Coroutine[None, None, None], *watches: Coroutine[None, None, None]) -> None:
+    """Run `work` until it ends or the caller disconnects.
+
+    Each watch ends when the caller is gone. If a watch ends first, `work` is canceled and CallerGoneError raised.
+    """
+    working = asyncio.ensure_future(work)
+    watching = [asyncio.ensure_future(watch) for watch in watches]
+    try:
+        await asyncio.wait((working, *watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise CallerGoneError
+        working.result()
+    finally:
+        for task in (working, *watching):
+            task.cancel()
+        await asyncio.gather(working, *watching, return_exceptions=True)
+
+
+async def until_disconnected(receive: Receive) -> None:
+    """Return when the caller disconnects. The request's body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# The comment that a silent stream sends while its job waits in the queue.
+
+MAX_LOOKUP_S = 1.0
+"""Seconds that a comment waits for the position. Positions of all streams are read together, a few times a second."""
+
+
+async def waiting_comment(job: AsyncJob, plain: bytes) -> bytes:
+    """Return `plain`, a comment of one line, with the job's position if the job is in the queue."""
+    update = None
+    with suppress(TimeoutError):
+        async with asyncio.timeout(MAX_LOOKUP_S), aclosing(job.waiting()) as updates:
+            update = await anext(updates, None)
+    if not isinstance(update, QueuePosition) or not update.position:
+        return plain
+    words = f", position {update.position}"
+    if update.estimated_wait_ms is not None:
+        words += f", about {-(-update.estimated_wait_ms // 1000)} s"
+    return plain.replace(b"\n", words.encode() + b"\n", 1)
+
 
 MAX_BATCHES = 64
 """Batches that the merged flow buffers. Beyond that, the client's bounded mailboxes fill; beyond those, chunks are read

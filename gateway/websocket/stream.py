@@ -21,12 +21,11 @@ from starlette.types import Message, Scope
 from penstock.contract.errors import InvariantError, JobCancelledError, NotFoundError, PenstockError, RequestError
 from penstock.gateway.openai.errors import ID_HEADER
 from penstock.gateway.request.parsed_body import ParsedBody
-from penstock.gateway.request.parsing import AFTER, EVENT_IDS_HEADER, KEY_HEADER, PARSED_BODY
+from penstock.gateway.request.reading import AFTER, EVENT_IDS_HEADER, KEY_HEADER, PARSED_BODY
 from penstock.gateway.request.socket_message import JOBS_PATH, Attach, Submit
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER
 from penstock.gateway.stream.framing import framing_extension
-from penstock.gateway.websocket.channel import SocketChannel
-from penstock.gateway.websocket.server_messages import SocketFraming, error_message, message
+from penstock.gateway.websocket.session import SocketChannel, SocketFraming, error_message, message
 from penstock.producer.client import AsyncClient
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from starlette.types import Message, Scope
 
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Outcome, Usage
-from penstock.gateway.http.traced_requests import TracedRequests
+from penstock.gateway.http.middleware import TracedRequests
 from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.monitor.job_reports import JobReports
 from penstock.gpu_node.monitor.job_spans import JobSpans

@@ -28,7 +28,7 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Usage
 from penstock.gateway.app import make_server
-from penstock.gateway.request import body_parser
+from penstock.gateway.request import reading
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.node import Node
@@ -320,7 +320,7 @@ def _forked_parser() -> Iterator[None]:
     server = ChildProcess.session_server()
     server.open()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(body_parser, "_PARSER", command_of(server.address, *PARSER))
+        patched.setattr(reading, "_PARSER", command_of(server.address, *PARSER))
         yield
 
 

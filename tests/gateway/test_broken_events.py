@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from penstock.contract.errors import PenstockError, UnavailableError
-from penstock.gateway.drain import Drain
+from penstock.gateway.http.middleware import Drain
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.event_stream import EventStream
+from penstock.gateway.stream.answer import EventStream
 from penstock.gateway.stream.framing import NdjsonFraming
-from penstock.gateway.stream.sse import EventWriter, event
+from penstock.gateway.stream.writer import EventWriter, event
 
 WHOLE = event({"n": 1})
 HALF = b'data: {"n":'

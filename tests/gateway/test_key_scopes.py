@@ -15,7 +15,7 @@ from starlette.testclient import TestClient, WebSocketDenialResponse
 from penstock.contract.api_keys import Scope
 from penstock.contract.terms import UNLIMITED
 from penstock.gateway.app import create_app
-from penstock.gateway.authentication import PUBLIC_PATHS, READING_SCOPES, scopes_for
+from penstock.gateway.http.entry import PUBLIC_PATHS, READING_SCOPES, scopes_for
 from penstock.gateway.settings import GatewaySettings
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect

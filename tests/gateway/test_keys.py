@@ -15,7 +15,7 @@ from penstock.contract.errors import ForbiddenError, NotFoundError
 from penstock.contract.job import Priority
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.gateway.app import create_app
-from penstock.gateway.authentication import PUBLIC_PATHS
+from penstock.gateway.http.entry import PUBLIC_PATHS
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.client.cached_state import KEYS_TTL_S

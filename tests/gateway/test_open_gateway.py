@@ -14,7 +14,7 @@ import redis as sync_redis
 
 from penstock.contract.errors import RequestError
 from penstock.contract.terms import UNLIMITED
-from penstock.gateway.authentication import PROXY_HEADERS
+from penstock.gateway.http.entry import PROXY_HEADERS
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore

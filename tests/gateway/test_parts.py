@@ -18,14 +18,13 @@ from penstock.contract.errors import BusyError, ConflictError, JobFailedError, S
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Chunk
 from penstock.gateway.app import create_app
+from penstock.gateway.openai.encoder import SseEncoder
 from penstock.gateway.openai.errors import error_response
-from penstock.gateway.openai.sse_encoder import SseEncoder
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.caller import CallerGoneError, until_disconnected, while_connected
 from penstock.gateway.stream.dialect import AnswerHead
-from penstock.gateway.stream.flow import batches_of
+from penstock.gateway.stream.flow import CallerGoneError, batches_of, until_disconnected, while_connected
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
-from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
+from penstock.gateway.stream.writer import KEEP_ALIVE, EventWriter, event
 from penstock.producer.openai.parsed_text import PLAIN, ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from penstock.contract.errors import UnavailableError
-from penstock.gateway.shared_budget import SharedBudget
+from penstock.gateway.budget import SharedBudget
 
 MOMENT_S = 0.01
 

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Chunk, FinishReason, Usage
-from penstock.gateway.anthropic.dialect import MessagesDialect
+from penstock.gateway.anthropic.encoder import MessagesDialect
 from penstock.gateway.anthropic.schemas import SHOWS_THINKING
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat

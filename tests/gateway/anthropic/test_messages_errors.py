@@ -19,7 +19,7 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.gateway.anthropic.errors import error_response
-from penstock.gateway.drain import Drain
+from penstock.gateway.http.middleware import Drain
 
 MODEL = "acme/echo"
 USER = {"role": "user", "content": "hi"}

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from penstock.gateway.app import make_server
-from penstock.gateway.http import reader_watch, request_head
+from penstock.gateway.http import protocol
 from penstock.gateway.settings import GatewaySettings
 
 BODY = json.dumps({"model": "acme/echo", "prompt": "hi"}).encode()
@@ -82,7 +82,7 @@ def test_endless_request_head_is_refused(connection, line):
 
 
 @pytest.mark.parametrize(
-    ("size", "is_refused"), [(request_head.MAX_HEAD_BYTES - 500, False), (request_head.MAX_HEAD_BYTES, True)]
+    ("size", "is_refused"), [(protocol.MAX_HEAD_BYTES - 500, False), (protocol.MAX_HEAD_BYTES, True)]
 )
 @pytest.mark.parametrize("upgrade", [b"", UPGRADES["h2c"]], ids=["plain", "upgrade"])
 def test_a_large_head_in_a_single_read_is_measured_too(connection, size, is_refused, upgrade):
@@ -117,7 +117,7 @@ UNKNOWN = b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\
     ids=["nothing", "half a head", "an endless head", "empty lines", "a refused body"],
 )
 def test_connection_without_a_whole_head_in_time_is_closed(url, engine, monkeypatch, begin, on_and_on):
-    monkeypatch.setattr(request_head, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
         connection.sendall(begin)
@@ -132,7 +132,7 @@ def test_connection_without_a_whole_head_in_time_is_closed(url, engine, monkeypa
 
 
 def test_timeout_of_heads_does_not_limit_answers(connection, engine, monkeypatch):
-    monkeypatch.setattr(request_head, "HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.05)
     connection.sendall(GOOD)
     assert read_answers(connection, 1)
     engine.step_s = 0.1
@@ -275,14 +275,14 @@ def ask_for_much(url: str, *, stream: bool, takes: int = 4096, version: bytes = 
     address = urlsplit(url)
     connection.connect((address.hostname, address.port))
     line = LINE.replace(b"/v1/", b"/v1/chat/").replace(b"1.1", version)
-    request_head = line + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-    connection.sendall(request_head + body)
+    protocol = line + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    connection.sendall(protocol + body)
     return connection
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_reads_nothing_is_disconnected(stack, shared_engine, monkeypatch, stream):
-    monkeypatch.setattr(reader_watch, "TAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(protocol, "TAKE_TIMEOUT_S", 0.2)
     with ask_for_much(stack.start_gateway(send_timeout_s=0.2), stream=stream) as connection:
         ended = select.poll()
         ended.register(connection, 0)
@@ -290,7 +290,7 @@ def test_client_that_reads_nothing_is_disconnected(stack, shared_engine, monkeyp
 
 
 def test_slow_reader_gets_the_whole_answer(url, engine, monkeypatch):
-    monkeypatch.setattr(reader_watch, "TAKE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(protocol, "TAKE_TIMEOUT_S", 1.0)
     answer = b""
     with ask_for_much(url, stream=False, takes=1 << 16) as connection:
         while part := connection.recv(1 << 16):

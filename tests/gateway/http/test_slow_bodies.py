@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from penstock.gateway.request.body import BODY_STEP_BYTES
+from penstock.gateway.request.reading import BODY_STEP_BYTES
 from tests.gateway.conftest import MODEL, EchoEngine
 
 BODY = json.dumps({"model": MODEL, "prompt": "hello"}).encode()

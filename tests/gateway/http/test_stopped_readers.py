@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from penstock.gateway.http.request_head import MAX_UNSENT_BYTES
+from penstock.gateway.http.protocol import MAX_UNSENT_BYTES
 from tests.gateway.conftest import EchoEngine, Stack
 
 TCP_TABLE = Path("/proc/net/tcp")
@@ -95,7 +95,7 @@ def test_slow_reader_of_a_whole_answer_returns_the_memory_of_its_result(
     stack: Stack, shared_engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.gateway.stream.flow.MAX_KEPT_BYTES", 0)
-    monkeypatch.setattr("penstock.gateway.stream.body_writer.MIN_BYTES_PER_S", 1 << 20)
+    monkeypatch.setattr("penstock.gateway.stream.writer.MIN_BYTES_PER_S", 1 << 20)
     url = stack.start_gateway(send_timeout_s=0.2)
     with stopped_reader(url, stream=False, n=2) as connection:
         until_s = time.monotonic() + 10

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from penstock.contract.errors import RequestError
-from penstock.gateway.openai.field_table import (
+from penstock.gateway.api_docs.fields import (
     ANTHROPIC,
     BEGIN,
     BODIES,

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Chunk
-from penstock.gateway.openai.dialects import ChatDialect
+from penstock.gateway.openai.encoder import ChatDialect
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue import keys

@@ -12,7 +12,7 @@ import openai
 import pytest
 import redis
 
-from penstock.gateway.openai.field_table import HONORED, REFUSED, UNKNOWN, WITHOUT_EFFECT, effects
+from penstock.gateway.api_docs.fields import HONORED, REFUSED, UNKNOWN, WITHOUT_EFFECT, effects
 from penstock.gateway.responses.compaction import BYTES_PER_SUMMARY_TOKEN, MIN_SUMMARY_LIMIT, MIN_SUMMARY_TOKENS, asking
 from penstock.queue import keys
 from tests.gateway.conftest import ByteTokenizer, EchoEngine, Stack

@@ -14,8 +14,13 @@ import httpx
 import openai
 import pytest
 
-from penstock.gateway.responses.record import PackedMessages, StoredResponse, decode_stored_response
-from penstock.gateway.responses.stored import LARGE_RECORD_BYTES, decoding_bytes_to_claim
+from penstock.gateway.responses.record import (
+    LARGE_RECORD_BYTES,
+    PackedMessages,
+    StoredResponse,
+    decode_stored_response,
+    decoding_bytes_to_claim,
+)
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.msgpack_codec import pack
 

@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from penstock.gateway.web.assets import ASSET_PATHS, POLICY
+from penstock.gateway.web.routes import ASSET_PATHS, POLICY
 from tests.gateway.conftest import EchoEngine, Stack
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}

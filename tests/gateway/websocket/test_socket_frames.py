@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.gateway.http import reader_watch, socket_protocol
-from penstock.gateway.request.body import BODY_STEP_BYTES, MAX_BODY_BYTES_HELD_OF_TENANT
+from penstock.gateway.http import protocol, socket_protocol
+from penstock.gateway.request.reading import BODY_STEP_BYTES, MAX_BODY_BYTES_HELD_OF_TENANT
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.websocket.raw_socket import (
     BINARY,
@@ -269,7 +269,7 @@ def test_large_message_does_not_hold_the_event_loop(stack: Stack, raw: RawSocket
 def test_pinging_client_that_reads_nothing_costs_little_memory_and_is_disconnected(
     stack: Stack, url: str, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader_watch, "TAKE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(protocol, "TAKE_TIMEOUT_S", 0.5)
     sockets: list[Any] = []
     monkeypatch.setattr(
         socket_protocol.BoundedSocket, "pause_writing", _noting(socket_protocol.BoundedSocket.pause_writing, sockets)
@@ -283,8 +283,8 @@ def test_pinging_client_that_reads_nothing_costs_little_memory_and_is_disconnect
             pass
         else:
             pytest.fail("a client that reads nothing was read for ever")
-    (protocol,) = set(sockets)
-    assert protocol.transport.get_write_buffer_size() < 256 << 10
+    (connected,) = set(sockets)
+    assert connected.transport.get_write_buffer_size() < 256 << 10
 
 
 def _noting(pause: Any, found: list[Any]) -> Any:

@@ -310,7 +310,7 @@ def test_bug_in_parsing_refuses_one_message_and_other_streams_go_on(
     socket.submit("a", "hello")
     assert socket.receive()["type"] == "accepted"
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.gateway.request.body_parser.parse_socket_message", parse)
+        patch.setattr("penstock.gateway.request.reading.parse_socket_message", parse)
         socket.submit("b", "hello")
         (*_, refused) = events = socket.until(lambda message: message["type"] == "refused")
     assert refused["status"] == 500

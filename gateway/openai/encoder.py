@@ -1,25 +1,27 @@
-"""Encoding of OpenAI's answers: token chunks as server-sent events, and whole answers as JSON in parts.
-
-The events of one choice differ only in numbers and text, so the rest of the event is rendered once and reused.
-"""
+"""Answers of OpenAI's chats and completions: token chunks as server-sent events, and whole answers as JSON in parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
+from penstock.contract.errors import PenstockError
 from penstock.contract.output import Chunk, Usage
 from penstock.contract.waiting import WaitUpdate
-from penstock.gateway.stream.dialect import AnswerHead, WholeEncoder
-from penstock.gateway.stream.encoder import ChunkEncoder, event_id
-from penstock.gateway.stream.sse import DONE, event
+from penstock.gateway.openai.errors import error_body
+from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder, event_id
+from penstock.gateway.stream.writer import DONE, event
 from penstock.producer.openai.json_parts import json_parts
-from penstock.producer.openai.parsed_text import AnswerReader, ParsedText
-from penstock.producer.openai.render import Renderer, finish_reason_of, is_cut
+from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText
+from penstock.producer.openai.render import ChatRenderer, CompletionRenderer, Renderer, finish_reason_of, is_cut
 from penstock.producer.openai.token_ids import TokenIds
 from penstock.queue.packed_result import PackedResult
+
+# Encoding of OpenAI's answers: token chunks as server-sent events, and whole answers as JSON in parts.
+#
+# The events of one choice differ only in numbers and text, so the rest of the event is rendered once and reused.
 
 _MARK_ID = "\ue000"
 _MARK_TEXT = "\ue001"
@@ -235,3 +237,59 @@ class OpenAIWholeEncoder(WholeEncoder):
     def tail(self, usages: Sequence[Usage | None]) -> bytes:
         """Return the usage, which follows the choices."""
         return b'],"usage":' + to_json(self._renderer.usage(usages)) + b"}"
+
+
+# OpenAI's chats and completions as dialects of the gateway.
+
+
+class _OpenAIDialect(Dialect):
+    renderer: type[Renderer]
+
+    def needs_whole_log(self, options: Mapping[str, Any]) -> bool:
+        """Return whether each event has the usage, since the first chunk alone knows the prompt's tokens."""
+        return bool(options.get("continuous_usage_stats"))
+
+    def stream(self, head: AnswerHead) -> StreamEncoder:
+        """Return the cheapest encoder that can encode this answer."""
+        renderer = self._renderer(head)
+        if head.cut_at is not None and not head.replays:
+            renderer.mark_resumed()
+        needs_details = head.echoes or head.params.needs_token_details
+        if head.form == PLAIN and not needs_details and not head.replays:
+            return SseEncoder(renderer, head)
+        return ParsedSseEncoder(renderer, head)
+
+    def whole(self, head: AnswerHead) -> WholeEncoder:
+        """Return the encoder of a whole answer."""
+        return OpenAIWholeEncoder(self._renderer(head))
+
+    def error_event(self, error: PenstockError) -> bytes:
+        """Return the error as an event; the stream ends without [DONE] after it."""
+        return event(error_body(error))
+
+    def _renderer(self, head: AnswerHead) -> Renderer:
+        renderer = self.renderer(
+            job_id=head.job_ids[0],
+            model=head.model,
+            created_s=head.created_s,
+            params=head.params,
+            include_usage=bool(head.options.get("include_usage")),
+            form=head.form,
+            echoes=head.echoes,
+            service_tier=head.options.get("service_tier"),
+        )
+        renderer.max_total_tokens = head.max_total_tokens
+        return renderer
+
+
+class ChatDialect(_OpenAIDialect):
+    """Answers of `/v1/chat/completions`."""
+
+    renderer = ChatRenderer
+
+
+class CompletionDialect(_OpenAIDialect):
+    """Answers of `/v1/completions`."""
+
+    renderer = CompletionRenderer
+    parses_text = False

@@ -1,0 +1,362 @@
+"""Reading of an HTTP request: its bytes become a checked body, and the body a GenerationRequest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from penstock.contract.api_keys import ApiKey
+from penstock.contract.errors import PenstockError, RequestError, TooLargeError, UnavailableError
+from penstock.contract.job import is_job_id
+from penstock.contract.priority import allowed_class
+from penstock.gateway.budget import Claim, SharedBudget
+from penstock.gateway.http.entry import caller_of
+from penstock.gateway.request import socket_message
+from penstock.gateway.request.parsed_body import ParsedBody, decode_parsed_body, parse
+from penstock.gateway.request.parser_process import FORMS, HEAD
+from penstock.gateway.request.socket_message import SocketMessage, decode_socket_message, parse_socket_message
+from penstock.gateway.settings import GatewaySettings, UnknownFields
+from penstock.gateway.stream.generation_request import FIRST_OF_TWO, GenerationRequest, StreamPosition
+
+# Reading of request bodies, which must be JSON and are bounded in size and time.
+
+MAX_BODY_BYTES_HELD = 64 << 20
+"""Bytes of large bodies that a gateway holds in memory until they are parsed. Further bytes wait unread."""
+MAX_BODY_BYTES_HELD_OF_TENANT = 16 << 20
+"""The share of MAX_BODY_BYTES_HELD that one tenant may use."""
+BODY_STEP_BYTES = 256 << 10
+"""Bytes by which the claim of a body grows while it arrives. Bodies up to this size need no claim."""
+
+
+async def read_json_body(request: Request, claim: Claim, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Read and return the body, at most `max_bytes` long. Its claim grows as it arrives.
+
+    So a slow client holds only what it has sent. While the body waits for memory, its time stands still. Raises
+    TooLargeError for a larger body; the server then discards the rest. Raises RequestError for a body that arrives too
+    slowly, ends early, or is not plain JSON by its headers.
+    """
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            body = await _read(request, claim, max_bytes, limit)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from None
+    except ClientDisconnect:
+        raise RequestError("the body ended early", code="body_incomplete") from None
+    _check_kind(request)
+    return body
+
+
+async def _read(request: Request, claim: Claim, max_bytes: int, limit: asyncio.Timeout) -> bytes:
+    declared = request.headers.get("content-length", "")
+    too_large = TooLargeError(f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise too_large
+        if len(body) > max(BODY_STEP_BYTES, claim.amount):
+            await _grow(claim, len(body), limit)
+    return bytes(body)
+
+
+async def _grow(claim: Claim, num_bytes: int, limit: asyncio.Timeout) -> None:
+    """Wait for memory. Meanwhile the connection is not read, so the time does not count."""
+    loop, due_s = asyncio.get_running_loop(), limit.when()
+    began_s = loop.time()
+    limit.reschedule(None)
+    await claim.grow_to(num_bytes)
+    limit.reschedule(None if due_s is None else due_s + loop.time() - began_s)
+
+
+def _check_kind(request: Request) -> None:
+    """Refuse a body that is compressed or not declared as JSON.
+
+    A browser lets a page of another site send other content types without a CORS preflight.
+    """
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise RequestError(
+            f"Content-Encoding {coding[:64]!r} is not supported; send the body uncompressed",
+            code="unsupported_media_type",
+        )
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError("Content-Type must be application/json", code="unsupported_media_type")
+
+
+# Parsing of request bodies: small bodies on the event loop, large bodies in a separate process.
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES_ON_LOOP = 256 << 10
+_FEW_BYTES = 8 << 10
+"""A body up to this size parses within a millisecond, whatever its content."""
+_MAX_CONTAINERS_ON_LOOP = 256
+_MAX_COMMAS_ON_LOOP = 4096
+"""A body with more objects, lists or values than these limits takes several milliseconds to check at any size."""
+PARSE_TIMEOUT_S = 20.0
+"""Seconds that the parser process may take for one body. After that the body is refused and the process is killed."""
+_REAP_TIMEOUT_S = 5.0
+_PARSER = (sys.executable, "-m", "penstock.gateway.request.parser_process")
+
+
+def is_heavy(raw: bytes) -> bool:
+    """Return whether parsing the body on the event loop would block it too long."""
+    if len(raw) <= _FEW_BYTES:
+        return False
+    return (
+        len(raw) > MAX_BYTES_ON_LOOP
+        or raw.count(b"{") + raw.count(b"[") > _MAX_CONTAINERS_ON_LOOP
+        or raw.count(b",") > _MAX_COMMAS_ON_LOOP
+    )
+
+
+class Parser:
+    """Parses request bodies for one gateway. The parser process starts with the first large body."""
+
+    def __init__(self, unknown_fields: UnknownFields = "refuse") -> None:
+        self._unknown_fields = unknown_fields
+        self._parsing = SharedBudget(1, per_owner=1)
+        self._child: _Child | None = None
+        self._is_closed = False
+
+    async def parse(self, form: str, raw: bytes, owner: str) -> ParsedBody:
+        """Return the checked content of a body of the given form, a key of `parsed_body.BODIES`.
+
+        Large bodies are parsed one at a time, and owners are served round robin. Raises RequestError for an invalid
+        body and UnavailableError if the parser process cannot start.
+        """
+        if not is_heavy(raw):
+            return parse(form, raw, ignores_unknown=self._unknown_fields == "ignore")
+        async with self._parsing.taken(owner, 1):
+            return decode_parsed_body(await self._ask(form, raw))
+
+    async def parse_message(self, raw: bytes, owner: str) -> SocketMessage:
+        """Return the parsed message of a WebSocket. Raises what `parse` raises where no message was parsed."""
+        if not is_heavy(raw):
+            return parse_socket_message(raw, ignores_unknown=self._unknown_fields == "ignore")
+        async with self._parsing.taken(owner, 1):
+            return decode_socket_message(await self._ask(socket_message.FORM, raw))
+
+    async def close(self) -> None:
+        """Kill the parser process. A body that it is parsing is refused with UnavailableError."""
+        self._is_closed = True
+        await self._end_child()
+
+    async def _ask(self, form: str, raw: bytes) -> bytes:
+        if self._child is None:
+            self._child = await _Child.start(self._unknown_fields)
+        try:
+            async with asyncio.timeout(PARSE_TIMEOUT_S):
+                return await self._child.ask(form, raw)
+        except TimeoutError:
+            await self._end_child()
+            message = f"the body takes longer than {PARSE_TIMEOUT_S:g} s to parse"
+            raise RequestError(message, code="body_too_complex") from None
+        except (OSError, EOFError) as error:
+            await self._end_child()
+            if self._is_closed:
+                raise UnavailableError("this gateway is stopping", code="gateway_stopped") from error
+            log.warning("the parser process ended", extra={"reason": repr(error), "body_bytes": len(raw)})
+            raise RequestError("the body takes too much memory to parse", code="body_too_complex") from None
+        except asyncio.CancelledError:
+            # Otherwise the next body would receive the answer to this one.
+            await self._end_child()
+            raise
+
+    async def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            await child.end()
+
+
+class _Child:
+    """A parser process and the socket to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
+        self._process = process
+        self._line = line
+
+    @classmethod
+    async def start(cls, unknown_fields: UnknownFields) -> _Child:
+        """Start a parser process. It starts on a thread, because forking a large process is slow."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            process = await asyncio.to_thread(_spawn, theirs, unknown_fields)
+        except OSError as error:
+            ours.close()
+            log.warning("the parser process cannot be started", extra={"reason": str(error)})
+            raise UnavailableError("large bodies cannot be parsed at the moment", code="no_parser") from error
+        except BaseException:
+            ours.close()
+            raise
+        return cls(process, ours)
+
+    async def ask(self, form: str, raw: bytes) -> bytes:
+        """Send a body to the process and return its answer. Raises OSError or EOFError if the process ends."""
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._line, HEAD.pack(FORMS.index(form), len(raw)))
+        await loop.sock_sendall(self._line, raw)
+        _, num_bytes = HEAD.unpack(await self._receive(HEAD.size))
+        return bytes(await self._receive(num_bytes))
+
+    async def _receive(self, num_bytes: int) -> bytearray:
+        loop, data, at = asyncio.get_running_loop(), bytearray(num_bytes), 0
+        view = memoryview(data)
+        while at < num_bytes:
+            num_received = await loop.sock_recv_into(self._line, view[at:])
+            if not num_received:
+                raise EOFError("the parser process closed its socket")
+            at += num_received
+        return data
+
+    async def end(self) -> None:
+        """Kill the process and wait for its exit."""
+        self._line.close()
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, _REAP_TIMEOUT_S)
+
+
+def _spawn(line: socket.socket, unknown_fields: UnknownFields) -> subprocess.Popen[bytes]:
+    """Start a parser process whose stdin is `line`, and close the gateway's copy of it.
+
+    Both happen on one thread. If the caller closed the copy after a cancellation, its descriptor could belong to a
+    client's connection by the time of the fork, and the process would inherit that.
+    """
+    with line:
+        environment = os.environ | {"RUST_BACKTRACE": "0"}
+        return subprocess.Popen([*_PARSER, unknown_fields], stdin=line.fileno(), env=environment)
+
+
+# Parsing of an HTTP request: from bytes to a checked body, and from the body to a GenerationRequest.
+
+KEY_HEADER = "idempotency-key"
+MAX_KEY_CHARS = 200
+"""Longest idempotency key in characters. A job's key may be longer, because it adds the number of the prompt."""
+AFTER = "after"
+LAST_EVENT_HEADER = "last-event-id"
+"""Query parameter and browser header with the id of the last received event. The caller sends either one with the same
+body as before, and the stream continues after that event."""
+MAX_NUMBER_DIGITS = 9
+EVENT_IDS_HEADER = "x-penstock-event-ids"
+"""Request header that asks for event ids: "true" or "false". `stream_options.include_event_ids` precedes it."""
+EVENT_IDS_OPTION = "include_event_ids"
+PARSED_BODY = "penstock.parsed_body"
+"""ASGI extension with the body of a WebSocket's request: a ParsedBody, or the error to raise."""
+_TRUTH = {"true": True, "false": False}
+
+
+async def read_body(request: Request, form: str) -> ParsedBody:
+    """Read and check the request's body. `form` is a key of `parsed_body.BODIES`.
+
+    The body of a message has been parsed with the message.
+    """
+    async with held_body(request, form) as body:
+        return body
+
+
+@asynccontextmanager
+async def held_body(request: Request, form: str) -> AsyncIterator[ParsedBody]:
+    """Read a body as `read_body` does, and keep the memory that was claimed for it in the block."""
+    # Remove it from the scope, which would otherwise keep it in memory until the end of the answer.
+    parsed: ParsedBody | PenstockError | None = request.scope.get("extensions", {}).pop(PARSED_BODY, None)
+    if isinstance(parsed, PenstockError):
+        raise parsed
+    if parsed is not None:
+        yield parsed
+        return
+    state, owner = request.app.state, caller_of(request).tenant
+    settings: GatewaySettings = state.settings
+    budget: SharedBudget = state.body_budget
+    parser: Parser = state.parser
+    async with budget.taken(owner) as claim:
+        max_bytes, timeout_s = settings.max_body_bytes, settings.body_timeout_s
+        raw = await read_json_body(request, claim, max_bytes=max_bytes, timeout_s=timeout_s)
+        parsed = await parser.parse(form, raw, owner)
+        del raw
+        yield parsed
+
+
+def idempotency_key_of(request: Request) -> str | None:
+    """Return the caller's idempotency key, or None. Raises RequestError for a key of the wrong length."""
+    key = request.headers.get(KEY_HEADER)
+    if key is not None and not 1 <= len(key) <= MAX_KEY_CHARS:
+        raise RequestError(f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters", param=KEY_HEADER)
+    return key
+
+
+def stream_position_of(request: Request, body: ParsedBody) -> StreamPosition | None:
+    """Return the position after which to resume the caller's stream, or None for a new request.
+
+    Raises RequestError for an invalid event id, and for a request that cannot be resumed.
+    """
+    event_id = request.query_params.get(AFTER) or request.headers.get(LAST_EVENT_HEADER)
+    if not event_id:
+        return None
+    job_id, *numbers = event_id.removesuffix(FIRST_OF_TWO).split(":")
+    if not is_job_id(job_id) or len(numbers) != 2 or not all(map(_is_number, numbers)):
+        raise RequestError("after: an event id has the form <job>:<chunk>:<tokens>", param=AFTER)
+    if not body.stream or len(body.content.prompts) != 1:
+        raise RequestError("after: only a streaming request with one prompt can be resumed", param=AFTER)
+    index, num_tokens = map(int, numbers)
+    return StreamPosition(job_id, index, num_tokens, lacks_end=event_id.endswith(FIRST_OF_TWO))
+
+
+def _wants_event_ids(request: Request, body: ParsedBody, *, may_resume: bool) -> bool:
+    """Return whether the events of the answer have ids. `may_resume`: the request shows that its caller resumes."""
+    wanted = body.options.get(EVENT_IDS_OPTION)
+    if wanted is not None:
+        return bool(wanted)
+    header = request.headers.get(EVENT_IDS_HEADER)
+    if header is None:
+        return may_resume
+    if header.lower() not in _TRUTH:
+        raise RequestError("X-Penstock-Event-Ids must be true or false", param=EVENT_IDS_HEADER)
+    return _TRUTH[header.lower()]
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= MAX_NUMBER_DIGITS
+
+
+def _limit_of(caller: ApiKey) -> str:
+    return "this API key" if caller.key_id else "this gateway while it has no API keys (open_highest_class)"
+
+
+def generation_request_of(request: Request, body: ParsedBody) -> GenerationRequest:
+    """Combine the caller, the headers and the body into one GenerationRequest.
+
+    Raises RequestError for invalid headers and ForbiddenError for a priority class above the caller's.
+    """
+    caller, settings = caller_of(request), request.app.state.settings
+    content = replace(body.content, model=caller.model_of(body.content.model)) if caller.models else body.content
+    key, cut_at = idempotency_key_of(request), stream_position_of(request, body)
+    return GenerationRequest(
+        content,
+        allowed_class(body.priority, caller.highest_class, _limit_of(caller)),
+        tenant=caller.tenant,
+        terms=caller.metered_terms,
+        idempotency_key=key,
+        deadline_s=body.options.get("deadline_s"),
+        not_before_s=body.options.get("not_before_s"),
+        lowers_max_tokens=settings.max_tokens_beyond_context == "lower",
+        return_progress=body.options.get("return_progress", False),
+        cut_at=cut_at,
+        event_ids=_wants_event_ids(request, body, may_resume=key is not None or cut_at is not None),
+        hides_models=bool(caller.models),
+    )

@@ -1,0 +1,270 @@
+"""Sending of answers: server-sent events, bodies in pieces, and the short ways to the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.datastructures import MutableHeaders
+from starlette.types import Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from penstock.contract.errors import InvariantError, PenstockError
+from penstock.contract.output import Chunk
+from penstock.gateway.stream.dialect import StreamEncoder
+from penstock.gateway.stream.flow import CallerGoneError
+from penstock.gateway.stream.framing import END_OF_EVENT, SSE, Framing
+from penstock.runtime import crash_points
+from penstock.runtime.cooperative import LoopYielder
+
+# Server-sent events, and a writer of streams that keeps silent ones alive.
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting\n\n"
+"""A comment, with the blank line that readers expect which take one block for one event."""
+KEEP_ALIVE_BETWEEN_IDS = b": waiting\n"
+"""A comment without a blank line: after an `id`, some readers, such as OpenAI's, parse that as an empty event."""
+
+_HEADERS = {
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would hold tokens back
+}
+
+
+def event(payload: Mapping[str, Any], event_id: str = "") -> bytes:
+    """Encode one event. It is ASCII only, because many readers also split lines at characters such as U+2028."""
+    data = b"data: " + to_json(payload, ensure_ascii=True) + b"\n\n"
+    return b"id: " + event_id.encode() + b"\n" + data if event_id else data
+
+
+class EventWriter:
+    """Sends one response of events. Status 200 goes out with the first bytes."""
+
+    def __init__(
+        self,
+        send: Send,
+        framing: Framing = SSE,
+        *,
+        keep_alive: bytes = KEEP_ALIVE,
+        body: DirectBody | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`watch` sends `keep_alive`. `clock` and `sleep`, both in seconds, are its time source.
+
+        Events take the short way `body`, if given, while the client keeps up.
+        """
+        self.started = False
+        self.is_within_event = False
+        """Whether a part of an event was sent, and not its end. Then no other event may follow."""
+        self.headers = MutableHeaders(headers={"content-type": framing.content_type, **_HEADERS})
+        self.keep_alive_source: Callable[[], Awaitable[bytes]] | None = None
+        """Makes each keep-alive in place of the constant one."""
+        self._send = send
+        self._framing = framing
+        self._keep_alive = framing.keep_alive(keep_alive)
+        self._has_failed = False
+        self._body = body
+        self._silent = True
+        self._sending_since_s: float | None = None
+        self._clock = clock
+        self._sleep = sleep
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `write_now` may be called: the response has begun, and the client keeps up."""
+        return self.started and self._body is not None and self._body.is_ready
+
+    def write_now(self, events: bytes) -> None:
+        """Send events without waiting. Only while `is_ready`."""
+        if self._body is None:
+            raise InvariantError("this response has no direct body")
+        self._silent = False
+        # An empty part would end a chunked body. Some framings have no bytes for some events.
+        if data := self._framing.events(events):
+            self._body.write(data)
+        crash_points.point("after", "event")
+
+    async def write(self, events: bytes) -> None:
+        """Send events, or a part of them. Waits while the client reads too slowly."""
+        is_within = not events.endswith(END_OF_EVENT) if events else self.is_within_event
+        self.is_within_event |= is_within
+        if self.is_ready:
+            self.write_now(events)
+        else:
+            await self._write(self._framing.events(events))
+        # Cleared only after the write, because a failed one may have sent a part.
+        self.is_within_event = is_within
+
+    async def fail(self, error: PenstockError, event: bytes) -> None:
+        """Send the end of a stream that fails. `event` is the error in the API's shape."""
+        self._has_failed = True
+        await self._write(self._framing.error(error, event))
+
+    async def end(self) -> None:
+        """Complete the response."""
+        await self._write(b"" if self._has_failed else self._framing.end(), more=False)
+
+    async def _write(self, data: bytes, *, more: bool = True) -> None:
+        self._silent = False
+        self._sending_since_s = self._clock()
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self.headers.raw})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        crash_points.point("after", "event")
+        self._sending_since_s = None
+
+    async def watch(self, *, first_wait_s: float, interval_s: float, send_timeout_s: float) -> None:
+        """Send `keep_alive` after each silent interval, and return when the client has stopped reading.
+
+        The first one comes after `first_wait_s` and starts the response if it has not begun. The client counts as
+        stuck after `send_timeout_s` in one send. One timer watches the whole stream, because a timeout around each
+        event would cost as much as the event.
+        """
+        await self._sleep(first_wait_s)
+        while self._sending_since_s is None or self._clock() - self._sending_since_s < send_timeout_s:
+            keep_alive = self._keep_alive
+            if self._silent and self.keep_alive_source is not None:
+                keep_alive = self._framing.keep_alive(await self.keep_alive_source())
+            if self._silent and not self.is_within_event:
+                async with asyncio.timeout(send_timeout_s):
+                    await self._write(keep_alive)
+            self._silent = self._sending_since_s is None
+            slept_since_s = self._clock()
+            await self._sleep(interval_s)
+            if self._sending_since_s is not None:
+                # Do not count the time during which this process itself was too busy to send.
+                self._sending_since_s += max(0.0, self._clock() - slept_since_s - interval_s)
+
+
+# Sending of a response body in pieces. Memory holds at most two pieces, whatever the size of the body.
+
+PIECE_BYTES = 64 << 10
+"""Size from which a piece is sent, in bytes."""
+MAX_WORK_S = 0.004
+"""Seconds of rendering after which other tasks may run, whether a piece is complete or not."""
+
+MIN_BYTES_PER_S = 4 << 10
+"""Least rate at which a client must read a body. The memory of its result is not free until the end."""
+
+
+class BodyWriter:
+    """Sends a JSON body while it is rendered. The status goes out with the first piece.
+
+    Each piece waits until the client has read enough of the previous ones. A body of one piece has a `Content-Length`;
+    a longer body uses chunked encoding.
+    """
+
+    def __init__(self, send: Send, headers: Mapping[str, str], yielder: LoopYielder, *, timeout_s: float) -> None:
+        """timeout_s: how long the client may delay the body in all, besides the time it takes at MIN_BYTES_PER_S."""
+        self.started = False
+        self._patience_s = timeout_s
+        self._yielder = yielder
+        self._send = send
+        self._headers = {"content-type": "application/json", **headers}
+
+    async def send_all(self, parts: AsyncGenerator[bytes, None]) -> None:
+        """Send all parts as one body and complete the response. Raises CallerGoneError if the client is too slow."""
+        piece, size, worked_since_s = list[bytes](), 0, time.monotonic()
+        async with aclosing(parts):
+            async for part in parts:
+                piece.append(part)
+                size += len(part)
+                if size >= PIECE_BYTES:
+                    await self._write(b"".join(piece), more=True)
+                    piece, size = [], 0
+                if time.monotonic() - worked_since_s >= MAX_WORK_S:
+                    await self._yielder.wait()
+                    worked_since_s = time.monotonic()
+        await self._write(b"".join(piece), more=False)
+
+    async def _write(self, body: bytes, *, more: bool) -> None:
+        if not self.started:
+            self.started = True
+            headers = MutableHeaders(headers=self._headers)
+            if not more:
+                headers["content-length"] = str(len(body))
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers.raw})
+        since_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            raise CallerGoneError from None
+        self._patience_s += len(body) / MIN_BYTES_PER_S - (time.monotonic() - since_s)
+
+
+# Delivery of tokens without waking their stream's task.
+
+
+class EventSink:
+    """Sends the plain chunks of one job as events at once, while the task of the stream waits for chunks.
+
+    A wake-up of the task would take longer than encoding and writing the event. See `ChunkSink`.
+    """
+
+    __slots__ = ("_encoder", "_writer")
+
+    def __init__(self, encoder: StreamEncoder, writer: EventWriter) -> None:
+        self._encoder = encoder
+        self._writer = writer
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the response has begun, and its reader keeps up."""
+        return self._writer.is_ready
+
+    def take(self, chunk: Chunk) -> None:
+        """Send the events of the next chunk."""
+        for events in self._encoder.parts_of((chunk,)):
+            self._writer.write_now(events)
+
+
+# The short way from a streamed answer to its connection, offered as an extension of the ASGI scope.
+#
+# On the usual way, each part of a body passes through a coroutine of every middleware and of the server. All of them
+# only look at the head of the answer. For a stream of tokens, that way costs more than encoding the event.
+
+_EXTENSION = "penstock.body"
+
+
+class DirectBody:
+    """The body of one answer. Its head must have been sent on the usual way, and its last part goes that way too."""
+
+    __slots__ = ("_cycle", "_flow")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a part may be written: the body is chunked, and the client reads fast enough."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (
+            self._flow.write_paused or cycle.disconnected or cycle.response_complete
+        )
+
+    def write(self, part: bytes) -> None:
+        """Write one part, which must not be empty. Only while `is_ready`."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+def offer_direct_body(cycle: RequestResponseCycle) -> None:
+    """Add the body of this answer to its scope."""
+    extensions: dict[str, Any] = cycle.scope.setdefault("extensions", {})
+    # A strong reference would be circular, and leave each answer to the garbage collector.
+    extensions[_EXTENSION] = weakref.ref(cycle)
+
+
+def direct_body_of(scope: Scope) -> DirectBody | None:
+    """Return the body of the answer to this request, or None if the server offers none."""
+    offered: weakref.ref[RequestResponseCycle] | None = scope.get("extensions", {}).get(_EXTENSION)
+    cycle = None if offered is None else offered()
+    return None if cycle is None else DirectBody(cycle)
