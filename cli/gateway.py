@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from penstock.cli.options import options_of, taken_for, takes
-from penstock.contract.api_keys import Scope
 from penstock.contract.errors import ConfigError, PenstockError
-from penstock.contract.terms import UNLIMITED
+from penstock.contract.tenant import UNLIMITED, Scope
 from penstock.gateway.settings import GatewaySettings
 from penstock.runtime.logging import LogSettings, configure_logging
 from penstock.runtime.settings import KeySettings, redis_url_of

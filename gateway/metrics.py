@@ -28,9 +28,9 @@ from starlette.datastructures import State
 
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
+from penstock.contract.pool import EVENTS, PoolStats
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.stats import DECISIONS
-from penstock.queue.pool_stats import EVENTS, PoolStats
+from penstock.producer.client.settings import DECISIONS
 from penstock.runtime.loop_metrics import loop_metrics
 
 # Percentiles of the times that a gateway measured in the last minutes.
@@ -42,7 +42,7 @@ MAX_TIMES = 2000
 
 
 class RecentTimes:
-    """The times of the last `WINDOW_S` seconds, `MAX_TIMES` at most."""
+    """The times of the last `TIMES_WINDOW_S` seconds, `MAX_TIMES` at most."""
 
     def __init__(self) -> None:
         self._times: deque[tuple[float, float]] = deque(maxlen=MAX_TIMES)
@@ -70,7 +70,7 @@ _SERVER = "gateway"
 
 
 class RequestRate:
-    """Counts requests in the last `WINDOW_S` seconds, with one entry for each second that had some."""
+    """Counts requests in the last `RATE_WINDOW_S` seconds, with one entry for each second that had some."""
 
     def __init__(self) -> None:
         self._seconds: deque[tuple[int, int]] = deque()
@@ -127,7 +127,7 @@ def process_metrics(rate: RequestRate, usage: ProcessUsage) -> Iterator[Metric]:
         ("disk", "Percent of the root file system that is used.", usage.disk_percent()),
     ):
         yield GaugeMetricFamily(f"router_{name}_usage_percent", text, value=value)
-    text = f"POST requests that this gateway answered per second, over {TIMES_WINDOW_S} s."
+    text = f"POST requests that this gateway answered per second, over {RATE_WINDOW_S} s."
     qps = GaugeMetricFamily("vllm:current_qps", text, labels=("server",))
     qps.add_metric((_SERVER,), rate.per_s)
     yield qps

@@ -8,7 +8,7 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.tokens import output_of
+from penstock.producer.client.tasks import output_of
 
 
 async def count_prompt_tokens(client: AsyncClient, generation: GenerationRequest) -> int:

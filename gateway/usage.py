@@ -14,12 +14,10 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
-from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import ForbiddenError, NotFoundError
 from penstock.contract.job import NAME_PATTERN
-from penstock.contract.named import Named
-from penstock.contract.problems import request_error
-from penstock.contract.terms import ACCOUNT_PATTERN
+from penstock.contract.named import Named, request_error
+from penstock.contract.tenant import ACCOUNT_PATTERN, ApiKey
 from penstock.contract.usage import MAX_DAYS, MAX_PAGE_ROWS, Period, UsagePage, UsageQuery, csv_of, usage_object
 from penstock.gateway.errors import soon
 from penstock.gateway.http.entry import caller_of

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Chunk, FinishReason, Usage
+from penstock.contract.output import Chunk, FinishReason, TokenLogprobs, Usage
 from penstock.gpu_node.engine.records import StepOutput
-from penstock.queue.packed_logprobs import Rows
+from penstock.queue.chunks import Rows
 
 
 @dataclass(slots=True)

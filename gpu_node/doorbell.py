@@ -10,7 +10,7 @@ from contextlib import suppress
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from penstock.queue.broker.retry import pauses
+from penstock.queue.broker.connection import pauses
 from penstock.queue.broker.shared_connection import SharedConnection
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
 
-from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import UnavailableError
+from penstock.contract.pool import EngineLoad
 from penstock.gpu_node.monitor.health import Health, HealthSample
 from penstock.gpu_node.monitor.snapshot import NodeSnapshot
 from penstock.gpu_node.outbox import Outbox

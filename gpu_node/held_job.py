@@ -8,9 +8,16 @@ from math import inf
 
 from penstock.contract.errors import InvariantError, PenstockError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, SamplingParams
-from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, Usage
-from penstock.contract.waiting import PrefillProgress
+from penstock.contract.output import (
+    PROMPT_TOKENS_PER_CHUNK,
+    Choice,
+    Chunk,
+    FinishReason,
+    Outcome,
+    PrefillProgress,
+    TokenLogprobs,
+    Usage,
+)
 from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.monitor.job_times import EndedJob, JobTimes
@@ -18,10 +25,9 @@ from penstock.gpu_node.monitor.job_trace import JobTrace
 from penstock.gpu_node.packed_chunks import PromptRows, SealedChunk, seal
 from penstock.queue import msgpack_codec, results
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
-from penstock.queue.inbox_message import encode_progress
+from penstock.queue.chunks import encode_progress, joined
 from penstock.queue.msgpack_codec import Pack
-from penstock.queue.packed_logprobs import joined
-from penstock.queue.task_output import encode_embedding
+from penstock.queue.results import encode_embedding
 
 
 class HeldJob:

@@ -12,8 +12,8 @@ from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.job_intake import JobIntake
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outbox import Outbox
+from penstock.queue.broker.connection import pauses
 from penstock.queue.broker.node import Capacity, NodeBroker, TakeAnswer
-from penstock.queue.broker.retry import pauses
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,9 @@ from weakref import WeakValueDictionary
 
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import Message, SamplingParams, created_at, lowered_max_tokens, seed_of
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Chunk, Outcome
+from penstock.contract.output import Chunk, Outcome, TokenLogprobs
 from penstock.contract.tasks import Embed
-from penstock.contract.template_kwargs import CONTINUES
+from penstock.contract.tools import CONTINUES
 from penstock.gpu_node.engine.prepared import Prepared
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.request_limits import truncated
@@ -34,8 +33,8 @@ from penstock.gpu_node.outcomes import outcome_of
 from penstock.gpu_node.packed_chunks import SealedChunk, seal
 from penstock.gpu_node.threads import Threads
 from penstock.queue import wire
+from penstock.queue.broker.connection import with_retries
 from penstock.queue.broker.node import NodeBroker
-from penstock.queue.broker.retry import with_retries
 from penstock.queue.wire import Request
 from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done

@@ -36,11 +36,9 @@ from penstock.gpu_node.seats import NO_SEATS, Seats, declare_dead
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.threads import Threads
 from penstock.queue import keys
-from penstock.queue.broker.connection import connect
-from penstock.queue.broker.eviction import warn_of_eviction
+from penstock.queue.broker.connection import connect, warn_of_eviction, with_retries
 from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
-from penstock.queue.broker.retry import with_retries
 from penstock.queue.wire import NodePressure, PoolRecord
 from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done

@@ -25,8 +25,8 @@ from penstock.gpu_node.publishing.alarm import Alarm
 from penstock.gpu_node.publishing.batch_sender import BatchSender
 from penstock.gpu_node.publishing.pace import Pace
 from penstock.gpu_node.publishing.quick_emit import QuickEmit
+from penstock.queue.broker.connection import pauses
 from penstock.queue.broker.node import Emission, HeartbeatAnswer, NodeBroker
-from penstock.queue.broker.retry import pauses
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.output import Chunk
+from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, Chunk, TokenLogprobs
 from penstock.queue import msgpack_codec, wire
+from penstock.queue.chunks import NO_ROWS, Rows, joined, rows_of
 from penstock.queue.msgpack_codec import Pack
-from penstock.queue.packed_logprobs import NO_ROWS, Rows, joined, rows_of
 
 
 class SealedChunk(NamedTuple):

@@ -12,7 +12,7 @@ from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.job import NAME_PATTERN
-from penstock.contract.problems import config_error
+from penstock.contract.named import config_error
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig
 from penstock.gpu_node.engine.options import EngineOptions, for_device

@@ -33,13 +33,20 @@ if TYPE_CHECKING:
         UnsupportedKindError,
     )
     from penstock.contract.job import Message, Priority, SamplingParams
-    from penstock.contract.logprobs import Logprob, TokenLogprobs
-    from penstock.contract.output import Choice, Chunk, Outcome, Result, Usage
-    from penstock.contract.sampling_options import SamplingOptions
-    from penstock.contract.structured import StructuredOutputs
+    from penstock.contract.output import (
+        Choice,
+        Chunk,
+        Logprob,
+        Outcome,
+        PrefillProgress,
+        QueuePosition,
+        Result,
+        TokenLogprobs,
+        Usage,
+    )
+    from penstock.contract.sampling import SamplingOptions, StructuredOutputs
     from penstock.contract.tasks import Detokenize, Detokenized, Embed, Embedding, Tokenize, Tokenized
-    from penstock.contract.terms import Terms
-    from penstock.contract.waiting import PrefillProgress, QueuePosition
+    from penstock.contract.tenant import Terms
     from penstock.gateway.settings import GatewaySettings
     from penstock.gpu_node.engine.config import EngineConfig
     from penstock.gpu_node.engine.engine import Engine
@@ -47,7 +54,7 @@ if TYPE_CHECKING:
     from penstock.gpu_node.settings import NodeSettings
     from penstock.producer.batch.settings import CelerySettings
     from penstock.producer.client import AsyncClient, AsyncJob, Client, ClientSettings, ClientStats, Job
-    from penstock.producer.client.calls.many import GenerateOptions
+    from penstock.producer.client.many import GenerateOptions
     from penstock.producer.client.request import JobOptions, SubmitOptions
     from penstock.queue.broker.producer import JobStatus, ServedPool
     from penstock.runtime.logging import LogSettings
@@ -56,32 +63,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "penstock.queue.broker.producer": ("JobStatus", "ServedPool"),
     "penstock.contract.errors": (
         *("BusyError", "ConfigError", "ConflictError", "ForbiddenError", "InvariantError", "JobCancelledError"),
         *("JobExpiredError", "JobFailedError", "NotFoundError", "PenstockError", "PromptTooLongError"),
-        *(
-            "ProtocolVersionError",
-            "RequestError",
-            "ResultTimeoutError",
-            "StreamDivergedError",
-            "TooCostlyError",
-            "TooLargeError",
-            "UnauthorizedError",
-            "UnavailableError",
-            "UnsupportedKindError",
-        ),
+        *("ProtocolVersionError", "RequestError", "ResultTimeoutError", "StreamDivergedError", "TooCostlyError"),
+        *("TooLargeError", "UnauthorizedError", "UnavailableError", "UnsupportedKindError"),
     ),
     "penstock.contract.job": ("Message", "Priority", "SamplingParams"),
-    "penstock.contract.output": ("Choice", "Chunk", "Outcome", "Result", "Usage"),
-    "penstock.contract.logprobs": ("Logprob", "TokenLogprobs"),
-    "penstock.contract.sampling_options": ("SamplingOptions",),
-    "penstock.runtime.logging": ("LogSettings",),
-    "penstock.runtime.settings": ("KeySettings", "RedisSettings", "redis_url_of"),
-    "penstock.contract.structured": ("StructuredOutputs",),
+    "penstock.contract.output": (
+        *("Choice", "Chunk", "Logprob", "Outcome", "PrefillProgress", "QueuePosition", "Result", "TokenLogprobs"),
+        "Usage",
+    ),
+    "penstock.contract.sampling": ("SamplingOptions", "StructuredOutputs"),
     "penstock.contract.tasks": ("Detokenize", "Detokenized", "Embed", "Embedding", "Tokenize", "Tokenized"),
-    "penstock.contract.terms": ("Terms",),
-    "penstock.contract.waiting": ("PrefillProgress", "QueuePosition"),
+    "penstock.contract.tenant": ("Terms",),
     "penstock.gateway.settings": ("GatewaySettings",),
     "penstock.gpu_node.engine.config": ("EngineConfig",),
     "penstock.gpu_node.engine.engine": ("Engine",),
@@ -89,8 +84,11 @@ _HOMES = {
     "penstock.gpu_node.settings": ("NodeSettings",),
     "penstock.producer.batch.settings": ("CelerySettings",),
     "penstock.producer.client": ("AsyncClient", "AsyncJob", "Client", "ClientSettings", "ClientStats", "Job"),
-    "penstock.producer.client.calls.many": ("GenerateOptions",),
+    "penstock.producer.client.many": ("GenerateOptions",),
     "penstock.producer.client.request": ("JobOptions", "SubmitOptions"),
+    "penstock.queue.broker.producer": ("JobStatus", "ServedPool"),
+    "penstock.runtime.logging": ("LogSettings",),
+    "penstock.runtime.settings": ("KeySettings", "RedisSettings", "redis_url_of"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 from penstock.contract.output import Chunk, Outcome, Result
-from penstock.contract.sampling_options import SamplingOptions
+from penstock.contract.sampling import SamplingOptions
 from penstock.runtime.settings import Settings
 from tests.source_tree import ROOT, modules
 

@@ -14,7 +14,7 @@ from penstock.cli.output import AsJson, JsonArray
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.queue.audit import Finding
+    from penstock.queue.broker.audit import Finding
 
 EXIT_FOUND = 1
 
@@ -52,8 +52,7 @@ def audit(
 
 async def audit_pools(redis_url: str, pools: list[str] | None, *, repair: bool = False) -> AsyncIterator[PoolAudit]:
     """Yield the findings of each of these pools (None: of all pools)."""
-    from penstock.queue.audit import audit
-    from penstock.queue.broker.admin import AdminBroker
+    from penstock.queue.broker.audit import AdminBroker, audit
     from penstock.queue.broker.connection import connect
 
     async with connect(redis_url) as redis:

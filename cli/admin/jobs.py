@@ -18,8 +18,7 @@ from penstock.runtime.settings import redis_url_of
 if TYPE_CHECKING:
     from penstock.contract.output import Result
     from penstock.producer.client import AsyncClient
-    from penstock.queue.broker.job_lists import JobLists
-    from penstock.queue.broker.job_records import JobStatus
+    from penstock.queue.broker.jobs import JobLists, JobStatus
 
 T = TypeVar("T")
 JobId = Annotated[str, typer.Argument(help="Job id as printed by `list`, with or without its pool.")]
@@ -46,7 +45,7 @@ def list_jobs(
 
     async def find(show: Callable[[JobStatus], None]) -> None:
         from penstock.queue.broker.connection import connect
-        from penstock.queue.broker.job_lists import MAX_PAGE_JOBS, JobLists
+        from penstock.queue.broker.jobs import MAX_PAGE_JOBS, JobLists
 
         async with connect(redis_url_of(redis_url)) as redis:
             num_left, after = limit, None
@@ -190,7 +189,7 @@ def _run(redis_url: str | None, job_id: str, work: Callable[[AsyncClient, str, s
     async def run() -> T:
         from penstock.producer.client import AsyncClient
         from penstock.queue.broker.connection import connect
-        from penstock.queue.broker.job_lists import JobLists
+        from penstock.queue.broker.jobs import JobLists
 
         url = redis_url_of(redis_url)
         async with connect(url) as redis, AsyncClient(url) as client:

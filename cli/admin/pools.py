@@ -11,11 +11,11 @@ import typer
 from penstock.cli.command_line.commands import App
 from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray, say_empty
-from penstock.contract.priority import Priority
+from penstock.contract.tenant import Priority
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.queue.pool_stats import PoolStats
+    from penstock.contract.pool import PoolStats
 
 
 _MIB = 1 << 20
@@ -120,14 +120,14 @@ def line_of(pool: PoolStats) -> str:
 
 async def _stats(redis_url: str) -> list[PoolStats]:
     from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.pool_stats import StatsBroker
+    from penstock.queue.broker.pools import StatsBroker
 
     async with connect(redis_url) as redis:
         return await StatsBroker(redis).all()
 
 
 async def _allow(redis_url: str, pool: str, names: list[str] | None) -> None:
-    from penstock.queue.broker.admin import AdminBroker
+    from penstock.queue.broker.audit import AdminBroker
     from penstock.queue.broker.connection import connect
 
     async with connect(redis_url) as redis:
@@ -135,7 +135,7 @@ async def _allow(redis_url: str, pool: str, names: list[str] | None) -> None:
 
 
 async def _repair(redis_url: str) -> list[str]:
-    from penstock.queue.broker.admin import AdminBroker
+    from penstock.queue.broker.audit import AdminBroker
     from penstock.queue.broker.connection import connect
 
     async with connect(redis_url) as redis:
@@ -143,7 +143,7 @@ async def _repair(redis_url: str) -> list[str]:
 
 
 async def _forget(redis_url: str, pool: str) -> None:
-    from penstock.queue.broker.admin import AdminBroker
+    from penstock.queue.broker.audit import AdminBroker
     from penstock.queue.broker.connection import connect
 
     async with connect(redis_url) as redis:

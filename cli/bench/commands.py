@@ -14,7 +14,7 @@ from penstock.cli.bench.options import LimitOptions, OutputOptions, ServerOption
 from penstock.cli.command_line.commands import App
 from penstock.cli.options import options_of, takes
 from penstock.contract.errors import ConfigError
-from penstock.contract.problems import request_error
+from penstock.contract.named import request_error
 
 Options = TypeVar("Options", bound=BaseModel)
 _PANELS: dict[type[BaseModel], str] = {

@@ -15,11 +15,9 @@ from penstock.cli.command_line.commands import App
 from penstock.cli.keys.output import key_object, line_of, lines_of, record_object, usage_line_of
 from penstock.cli.options import RedisUrl, options_of, takes
 from penstock.cli.output import AsJson, JsonArray, print_object, say_empty
-from penstock.contract.api_keys import ApiKey, Scope
 from penstock.contract.errors import RequestError
-from penstock.contract.priority import ClassName
-from penstock.contract.problems import request_error
-from penstock.contract.terms import Terms
+from penstock.contract.named import request_error
+from penstock.contract.tenant import ApiKey, ClassName, Scope, Terms
 from penstock.contract.usage import MAX_DAYS, Period, UsageQuery, csv_of, usage_object
 from penstock.runtime.settings import KeySettings, redis_url_of
 

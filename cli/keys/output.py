@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from penstock.contract.api_keys import ApiKey
-from penstock.contract.terms import NO_LIMIT
+from penstock.contract.tenant import NO_LIMIT, ApiKey
 from penstock.contract.usage import PeriodUsage
 
 

@@ -15,8 +15,8 @@ from penstock.contract.errors import NotFoundError, RequestError
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
+    from penstock.contract.pool import PoolStats
     from penstock.queue.broker.profiles import ProfileSummary
-    from penstock.queue.pool_stats import PoolStats
 
 MAX_SECONDS = 60.0
 VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
@@ -57,7 +57,7 @@ def profile(
 
 async def _profile(redis_url: str, node: str | None, seconds: float) -> tuple[ProfileSummary, dict[str, bytes]]:
     from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.pool_stats import StatsBroker
+    from penstock.queue.broker.pools import StatsBroker
     from penstock.queue.broker.profiles import ProfileBroker
 
     async with connect(redis_url) as redis:

@@ -48,7 +48,7 @@ async def _top(
     from penstock.cli.top.live import LiveView
     from penstock.cli.top.reader import FrameReader
     from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.pool_activity import ActivityBroker
+    from penstock.queue.broker.pools import ActivityBroker
     from penstock.queue.broker.producer import ProducerBroker
 
     console = Console()

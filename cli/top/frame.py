@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
-    from penstock.queue.pool_activity import PoolEvent
+    from penstock.contract.pool import PoolEvent
 
 NodeState = Literal["ok", "unhealthy", "draining", "silent", "dead"]
 SortKey = Literal["node", "state", "running", "waiting", "kv", "out"]

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.cli.top.frame import ClassRow, Frame, NodeRow, NodeState, PoolFrame, TenantRow
-from penstock.contract.priority import Priority
-from penstock.queue.broker.pool_activity import ActivityBroker
+from penstock.contract.pool import LiveNode, PoolActivity
+from penstock.contract.tenant import Priority
+from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
-from penstock.queue.pool_activity import LiveNode, PoolActivity
-from penstock.queue.protocol_version import PROTOCOL_VERSION
+from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.wire import NodePressure
 
 MAX_POOLS = 16

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.top.frame import Frame, NodeRow, NodeState, PoolFrame, SortKey, sorted_nodes
-from penstock.queue.pool_activity import PoolEvent
+from penstock.contract.pool import PoolEvent
 
 WIDE_COLUMNS = 130
 _BAR_CELLS, _WIDE_BAR_CELLS = 10, 20

@@ -17,7 +17,7 @@ from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText
 from penstock.producer.openai.render import is_cut, limit_member
 from penstock.producer.openai.tool_calls import Call, warning_of
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.results import PackedResult
 
 # Objects of Anthropic's answers: the message, its content blocks, its stop reason and its usage.
 

@@ -22,11 +22,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.closed_schemas import closed
 from penstock.contract.job import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, SamplingParams
-from penstock.contract.priority import ClassName
-from penstock.contract.problems import MAX_NAME_CHARS
-from penstock.contract.tools import MAX_TOOLS, CallId, FunctionName, ToolChoice
+from penstock.contract.named import MAX_NAME_CHARS
+from penstock.contract.tenant import ClassName
+from penstock.contract.tools import MAX_TOOLS, CallId, FunctionName, ToolChoice, closed
 from penstock.producer.openai.fields import NO_EFFECT, Hint, Wire, only
 from penstock.producer.openai.messages import ToolUse, placeholder_of
 

@@ -22,8 +22,7 @@ from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncode
 from penstock.producer.client.request import Prompt
 from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.queue.msgpack_codec import unpack_all
-from penstock.queue.packed_result import PackedResult
-from penstock.queue.task_output import PackedOutput
+from penstock.queue.results import PackedOutput, PackedResult
 
 # Answers of `/v1/embeddings`, `/rerank` and `/score`, rendered in parts.
 

@@ -16,9 +16,9 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.contract.api_keys import ANONYMOUS, ApiKey, identify
-from penstock.contract.api_keys import Scope as KeyScope
 from penstock.contract.errors import ForbiddenError, PenstockError, UnauthorizedError
+from penstock.contract.tenant import ANONYMOUS, ApiKey, identify
+from penstock.contract.tenant import Scope as KeyScope
 from penstock.gateway.errors import error_response, soon
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.web.routes import ASSET_PATHS

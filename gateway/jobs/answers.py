@@ -23,7 +23,7 @@ from penstock.producer.client.job_objects import job_object, outcome_object, que
 from penstock.producer.openai.json_parts import Items, Rows, Text, json_parts
 from penstock.producer.openai.logprobs import chat_logprobs, prompt_logprobs, whole_chat_logprobs
 from penstock.queue.broker.producer import JobStatus
-from penstock.queue.packed_result import PackedChoice, PackedResult
+from penstock.queue.results import PackedChoice, PackedResult
 
 # Encoding of a job's chunks as server-sent events, and of its result as a JSON object.
 

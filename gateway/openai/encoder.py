@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from penstock.contract.errors import PenstockError
-from penstock.contract.output import Chunk, Usage
-from penstock.contract.waiting import WaitUpdate
+from penstock.contract.output import Chunk, Usage, WaitUpdate
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder, event_id
 from penstock.gateway.stream.writer import DONE, event
@@ -17,7 +16,7 @@ from penstock.producer.openai.json_parts import json_parts
 from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer, Renderer, finish_reason_of, is_cut
 from penstock.producer.openai.token_ids import TokenIds
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.results import PackedResult
 
 # Encoding of OpenAI's answers: token chunks as server-sent events, and whole answers as JSON in parts.
 #

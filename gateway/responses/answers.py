@@ -24,9 +24,9 @@ from penstock.contract.errors import (
     UnavailableError,
     error_of,
 )
+from penstock.contract.named import rename
 from penstock.contract.output import Usage
 from penstock.contract.packed_prompt import PackedPrompt
-from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.http.entry import caller_of

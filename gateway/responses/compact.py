@@ -23,7 +23,7 @@ from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_o
 from penstock.gateway.stream.answer import Answer, WholeAnswer
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.writer import PIECE_BYTES, event
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.results import PackedResult
 
 _ANSWER = object_of(
     id=TEXT,

@@ -27,7 +27,7 @@ from penstock.gateway.responses.record import (
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import Prompt, pack_prompt_of
 from penstock.queue.msgpack_codec import array_header
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.results import PackedResult
 from penstock.runtime.cooperative import in_rounds
 
 MAX_CHAIN = 256

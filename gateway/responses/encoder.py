@@ -11,9 +11,7 @@ from pydantic_core import to_json
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import lowered_max_tokens
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Chunk, Outcome, Usage
-from penstock.contract.waiting import WaitUpdate, members_of
+from penstock.contract.output import Chunk, Outcome, TokenLogprobs, Usage, WaitUpdate, members_of
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.responses.output import (
     Closed,
@@ -31,7 +29,7 @@ from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, 
 from penstock.gateway.stream.writer import DONE, KEEP_ALIVE, PIECE_BYTES, event
 from penstock.producer.openai.json_parts import Items, Rows, Text, json_parts
 from penstock.producer.openai.logprobs import chat_rows
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.results import PackedResult
 
 # Rendering of responses as OpenAI's objects, in parts, so that memory never holds the text of a large one.
 

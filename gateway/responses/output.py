@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Chunk, FinishReason
+from penstock.contract.output import Chunk, FinishReason, TokenLogprobs
 from penstock.gateway.responses.record import call_id_of, output_item_id
 from penstock.gateway.responses.text_input import TextInputReader, arguments_of
 from penstock.gateway.responses.tools import CalledTool, CallKind, offered_name
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, AnswerReader, ParsedText
 from penstock.producer.openai.render import is_cut
 from penstock.producer.openai.tool_calls import Call
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.results import PackedResult
 
 Kind = Literal["reasoning", "message"] | CallKind
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

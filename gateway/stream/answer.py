@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import NotFoundError, PenstockError, UnavailableError, error_of
 from penstock.contract.job import lowered_max_tokens, pool_of
 from penstock.contract.output import Usage
-from penstock.contract.template_kwargs import reasoning_parser_for
+from penstock.contract.tools import reasoning_parser_for
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.request.parsed_body import ParsedBody
@@ -57,12 +57,12 @@ from penstock.gateway.stream.writer import (
     direct_body_of,
 )
 from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.client.building import no_call_format
 from penstock.producer.client.request import choose_pool
-from penstock.producer.client.tool_use import no_call_format
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
 from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.results import PackedResult
 from penstock.runtime.cooperative import LoopYielder
 
 # The base of the HTTP responses that read jobs, and of those that stream events.

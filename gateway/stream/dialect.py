@@ -9,14 +9,13 @@ from typing import Any
 
 from penstock.contract.errors import InvariantError, PenstockError, StreamDivergedError
 from penstock.contract.job import SamplingParams
-from penstock.contract.output import Chunk, Usage
-from penstock.contract.waiting import WaitUpdate, members_of
+from penstock.contract.output import Chunk, Usage, WaitUpdate, members_of
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.stream.generation_request import FIRST_OF_TWO, StreamPosition
 from penstock.gateway.stream.writer import PIECE_BYTES, event
 from penstock.producer.client.request import Prompt
 from penstock.producer.openai.parsed_text import AnswerFormat
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.results import PackedResult
 
 # The interface between `answer.py` and the APIs' folders: what an API must provide for its answers.
 

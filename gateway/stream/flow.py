@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from starlette.types import Receive
 
-from penstock.contract.output import Chunk
-from penstock.contract.waiting import QueuePosition, WaitUpdate
+from penstock.contract.output import Chunk, QueuePosition, WaitUpdate
 from penstock.producer.client import AsyncJob
 from penstock.producer.client.stream import ChunkSink
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.results import PackedResult
 from penstock.runtime.gather import CALLS_AT_ONCE
 
 # Detection of callers that disconnect.

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import JobKey, Priority, SamplingParams
-from penstock.contract.problems import rename
+from penstock.contract.named import rename
 from penstock.contract.response_record import ResponseRecord
 from penstock.contract.tasks import Task
-from penstock.contract.terms import UNLIMITED, Terms
+from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt, SubmitOptions
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse

@@ -6,9 +6,9 @@ import math
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import MAX_TOKENS_LIMIT
+from penstock.contract.named import rename
 from penstock.contract.packed_prompt import PackedPrompt
-from penstock.contract.problems import rename
-from penstock.contract.terms import NO_LIMIT, Terms
+from penstock.contract.tenant import NO_LIMIT, Terms
 from penstock.gateway.stream.generation_request import RequestContent
 from penstock.producer.client.request import Prompt
 from penstock.queue.admission import REQUEST_BYTES_PER_TOKEN

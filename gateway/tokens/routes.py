@@ -15,8 +15,7 @@ from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_o
 from penstock.gateway.stream.answer import Generate
 from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncoder
 from penstock.producer.openai.json_parts import Text, json_parts
-from penstock.queue.packed_result import PackedResult
-from penstock.queue.task_output import PackedOutput
+from penstock.queue.results import PackedOutput, PackedResult
 
 # vLLM's answers of `/tokenize` and `/detokenize`, rendered in parts.
 

@@ -15,12 +15,12 @@ from typing import Any
 from pydantic_core import to_json
 
 from penstock.contract.errors import BusyError, UnavailableError
-from penstock.contract.priority import NUM_PRIORITIES, Priority
+from penstock.contract.pool import LiveNode, PoolActivity
+from penstock.contract.tenant import NUM_PRIORITIES, Priority
 from penstock.gateway.metrics import WINDOW_S, GatewayMetrics, RecentTimes
 from penstock.producer.client import AsyncClient
-from penstock.producer.client.cached_state import CachedState
+from penstock.producer.client.pools import CachedState
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.pool_activity import LiveNode, PoolActivity
 
 # The state that the dashboard shows, as JSON: pools, nodes, tenants, events, and this gateway's times.
 

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import BusyError, ForbiddenError, PenstockError, RequestError
+from penstock.contract.tenant import ApiKey
 from penstock.gateway.errors import error_response
 from penstock.gateway.http.protocol import SOCKET_PATH
 from penstock.gateway.openai.errors import error_body

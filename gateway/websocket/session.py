@@ -12,7 +12,6 @@ from typing import Any
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import (
     BusyError,
     ConflictError,
@@ -21,6 +20,7 @@ from penstock.contract.errors import (
     PenstockError,
     UnavailableError,
 )
+from penstock.contract.tenant import ApiKey
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.http.socket_protocol import EXTENSION, BoundedSocket
 from penstock.gateway.metrics import GatewayMetrics

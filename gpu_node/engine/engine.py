@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Usage
+from penstock.contract.output import TokenLogprobs, Usage
 from penstock.gpu_node.engine.config import EngineConfig, ModelOrConfig
 from penstock.gpu_node.engine.in_flight import InFlightSteps, StepTimings
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root

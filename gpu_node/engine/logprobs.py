@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import TokenLogprobs
 from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step

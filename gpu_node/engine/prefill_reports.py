@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Container
 
-from penstock.contract.waiting import PrefillProgress
+from penstock.contract.output import PrefillProgress
 from penstock.gpu_node.engine.in_flight import InFlightStep
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.sequence import Sequence

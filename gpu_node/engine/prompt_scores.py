@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import TokenLogprobs
 from penstock.gpu_node.model.protocol import Logprobs
 
 

@@ -7,13 +7,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, FirstChoice, Usage
+from penstock.contract.output import Choice, FirstChoice, PrefillProgress, TokenLogprobs, Usage
+from penstock.contract.pool import EngineLoad
 from penstock.contract.tasks import Embed
-from penstock.contract.waiting import PrefillProgress
 from penstock.gpu_node.engine.text.end_rule import EndReason
 from penstock.runtime.histogram import Histogram
 

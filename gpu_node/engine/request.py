@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import RequestError
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Usage
+from penstock.contract.output import TokenLogprobs, Usage
 from penstock.gpu_node.engine.logprobs import prompt_records
 from penstock.gpu_node.engine.pooled_prompt import PooledPrompt
 from penstock.gpu_node.engine.prepared import Prepared

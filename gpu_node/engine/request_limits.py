@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Priority, SamplingParams
-from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB
+from penstock.contract.output import MAX_LOGPROBS_OF_JOB
 from penstock.contract.tasks import Embed, Pooling
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.model.protocol import LoadedModel

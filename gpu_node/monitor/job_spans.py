@@ -16,9 +16,9 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind
 
-from penstock.contract.job_ledger import PastLease
-from penstock.contract.priority import Priority
+from penstock.contract.output import PastLease
 from penstock.contract.tasks import Embed
+from penstock.contract.tenant import Priority
 from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.monitor.job_times import EndedJob
 from penstock.gpu_node.monitor.job_trace import JobTrace

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from penstock.contract.output import FinishReason, Outcome, Usage
-from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.tenant import NUM_PRIORITIES
 from penstock.runtime.histogram import Histogram
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0, 3600.0)

@@ -1,15 +1,114 @@
-"""The output of jobs: token chunks, outcomes and results.
-
-They are plain frozen dataclasses, because the hot path creates thousands of them per second.
-"""
+"""What a job puts out: chunks, results, log-probabilities, waiting updates and the ledger of its events."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.tasks import TaskOutput
+
+# Log-probabilities of tokens: log-softmax of the model's raw logits, before bias, penalties and temperature.
+
+MAX_LOGPROBS = 20
+"""Most alternatives that are reported for a token."""
+MAX_LOGPROBS_OF_JOB = 1 << 18
+"""Log-probabilities of a whole job, at most: the result is a single Redis value."""
+PROMPT_TOKENS_PER_CHUNK = 128
+"""Prompt tokens per chunk of prompt log-probabilities; the last chunk may have fewer."""
+
+
+class Logprob(NamedTuple):
+    """One candidate token of a position and its log-probability."""
+
+    token_id: int
+    logprob: float
+    token: bytes
+    """The UTF-8 bytes that the token adds to the text, possibly a partial character; a special token's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the actual token first, then the most likely tokens, best first.
+
+    The first token of a prompt has no value, because no logits precede it. In `tokens`, a str is the name of a special
+    token, which adds nothing to the text; bytes are an ordinary token's contribution to the text.
+    """
+
+    token_ids: tuple[int, ...]
+    values: tuple[float, ...]
+    tokens: tuple[bytes | str, ...]
+
+    @property
+    def logprob(self) -> float | None:
+        """The log-probability of the actual token; None for the first token of a prompt."""
+        return self.values[0] if self.values else None
+
+    @property
+    def token(self) -> bytes:
+        """The bytes of the actual token, or the name of a special token."""
+        return _bytes_of(self.tokens[0])
+
+    @property
+    def shown(self) -> bytes:
+        """The bytes that the actual token adds to the text; empty for a special token."""
+        token = self.tokens[0]
+        return b"" if isinstance(token, str) else token
+
+    @property
+    def top(self) -> list[Logprob]:
+        """The most likely tokens, best first, as many as were requested."""
+        named = zip(self.token_ids[1:], self.values[1:], self.tokens[1:], strict=True)
+        return [Logprob(token_id, value, _bytes_of(token)) for token_id, value, token in named]
+
+
+def _bytes_of(token: bytes | str) -> bytes:
+    return token.encode() if isinstance(token, str) else token
+
+
+# Updates about a job before its first token: its position in the queue, then the progress of its prompt.
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePosition:
+    """The estimated position of a job in its pool's queue.
+
+    `position` is 1 for the job that would be next if the queue went by class and age, and 0 once a node has the job.
+    The pool's policy may take jobs in another order. `estimated_wait_ms` is None while no node has measured its pace.
+    """
+
+    position: int
+    estimated_wait_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """How many tokens of a job's prompt a node has computed. If a prompt is computed again, its count restarts."""
+
+    total: int
+    """Tokens of the prompt."""
+    cached: int
+    """Tokens that the prefix cache supplied."""
+    processed: int
+    """Tokens computed so far, the cached ones included."""
+    time_ms: int
+    """Milliseconds since the computation began."""
+
+
+WaitUpdate = QueuePosition | PrefillProgress
+
+
+def members_of(update: WaitUpdate) -> dict[str, dict[str, int | None]]:
+    """Return an update as a member of a JSON object. `prompt_progress` has the names that llama.cpp's server uses."""
+    if isinstance(update, QueuePosition):
+        return {"queue_progress": {"position": update.position, "estimated_wait_ms": update.estimated_wait_ms}}
+    tokens = {"total": update.total, "cache": update.cached, "processed": update.processed}
+    return {"prompt_progress": {**tokens, "time_ms": update.time_ms}}
+
+
+# The output of jobs: token chunks, outcomes and results.
+#
+# They are plain frozen dataclasses, because the hot path creates thousands of them per second.
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 TerminalState = Literal["done", "failed", "cancelled", "expired"]
@@ -115,3 +214,90 @@ class Result(FirstChoice):
     """One entry per prompt token, if requested."""
     output: TaskOutput | None = None
     """The output of the job's task. A job that generates text has choices instead."""
+
+
+# A job's ledger: when the job was queued, taken, moved and finished, by which nodes, and what it used.
+
+LeaseEnd = Literal["drain", "pressure", "lacking", "lost", "unlisted", "repaired"]
+"""Why a lease ended before its job did. `drain`: the node left. `pressure`: it lacked KV capacity. `lacking`: it lacked
+the adapter. `lost`: it died. `unlisted`: it did not know the job. `repaired`: an audit queued the job again."""
+EventName = Literal["queued", "taken", "moved", "first_token", "preempted", "given_back", "node_lost", "finished"]
+_EVENT_OF: dict[str, EventName] = {"pressure": "preempted", "lost": "node_lost"}
+
+
+@dataclass(frozen=True, slots=True)
+class PastLease:
+    """A node's lease of a job that ended before the job did. Times are Redis ms."""
+
+    node_id: str
+    taken_ms: int
+    ended_ms: int
+    why: LeaseEnd
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEvent:
+    """One entry of a job's ledger. `at_ms` is Redis ms."""
+
+    event: EventName
+    at_ms: int
+    node_id: str = ""
+    from_node_id: str = ""
+    """For `moved`: the node that had the job before."""
+    reason: str = ""
+    """For `given_back`: a `LeaseEnd`. For `finished`: the job's terminal state."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobLedger:
+    """The events that the queue recorded of a job. Times are Redis ms, 0 for a stage not reached yet.
+
+    `past_leases` are the newest ones; `num_past_leases` counts all of them. `preemptions` counts how often a
+    node gave the job back to the queue. `engine_preemptions` counts how often engines took the KV blocks of its
+    sequences, which stayed on their node; each lease adds its count when it ends, a lost one none. `losses` counts lost
+    nodes since the job last made progress. `usage` and `kv_token_ms` are None before the end, and if the node did not
+    report them.
+    """
+
+    state: str
+    queued_ms: int
+    taken_ms: int = 0
+    first_token_ms: int = 0
+    finished_ms: int = 0
+    node_id: str = ""
+    """The node that runs the job, or that ended it."""
+    retaken_ms: int = 0
+    """When that node took the job, if another node or an earlier lease had it before."""
+    past_leases: tuple[PastLease, ...] = ()
+    num_past_leases: int = 0
+    preemptions: int = 0
+    engine_preemptions: int = 0
+    losses: int = 0
+    usage: Usage | None = None
+    kv_token_ms: int | None = None
+    """KV tokens × milliseconds that the last node held them."""
+
+    def events(self) -> list[LedgerEvent]:
+        """Return the entries in order of time. Leases before the oldest listed one are missing."""
+        events = [LedgerEvent("queued", self.queued_ms), *self._leases()]
+        if self.first_token_ms:
+            events.append(LedgerEvent("first_token", self.first_token_ms))
+        if self.finished_ms:
+            events.append(LedgerEvent("finished", self.finished_ms, self.node_id, reason=self.state))
+        # The sort is stable, so a lease's end stays before the next lease of the same millisecond.
+        return sorted(events, key=lambda event: event.at_ms)
+
+    def _leases(self) -> Iterator[LedgerEvent]:
+        before = ""
+        for lease in self.past_leases:
+            yield _taken(lease.node_id, lease.taken_ms, before)
+            event = _EVENT_OF.get(lease.why, "given_back")
+            yield LedgerEvent(event, lease.ended_ms, lease.node_id, reason=lease.why if event == "given_back" else "")
+            before = lease.node_id
+        if self.node_id:
+            yield _taken(self.node_id, self.retaken_ms or self.taken_ms, before)
+
+
+def _taken(node_id: str, at_ms: int, before: str) -> LedgerEvent:
+    has_moved = before not in ("", node_id)
+    return LedgerEvent("moved" if has_moved else "taken", at_ms, node_id, before if has_moved else "")

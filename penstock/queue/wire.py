@@ -12,18 +12,17 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import InvariantError, UnsupportedKindError
 from penstock.contract.job import Job, Message, SamplingParams, TokenId
+from penstock.contract.named import problem_of
 from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, Usage
-from penstock.contract.problems import problem_of
+from penstock.contract.pool import EngineLoad
 from penstock.contract.tasks import GENERATE, KINDS, Task
-from penstock.contract.template_kwargs import TemplateKwargs
-from penstock.contract.tools import Tools, few_calls
-from penstock.queue import packed_logprobs
+from penstock.contract.tools import TemplateKwargs, Tools, few_calls
+from penstock.queue import chunks
+from penstock.queue.chunks import Rows, rows_of
+from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.msgpack_codec import Pack, WireError, checked_map, pack, unpack_all, with_members
-from penstock.queue.packed_logprobs import Rows, rows_of
-from penstock.queue.protocol_version import PROTOCOL_VERSION
 
 R = TypeVar("R")
 
@@ -193,8 +192,8 @@ def chunk_of(value: Any) -> Chunk:
         m.get("f"),
         Usage(*usage) if usage else None,
         _outcome_of(end) if end else None,
-        packed_logprobs.from_wire(m.get("l", []), m.get("t", ())),
-        packed_logprobs.from_wire(m.get("q", [])),
+        chunks.from_wire(m.get("l", []), m.get("t", ())),
+        chunks.from_wire(m.get("q", [])),
         m.get("n"),
     )
 

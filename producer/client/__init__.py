@@ -7,8 +7,7 @@ import logging
 
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob
-from penstock.producer.client.settings import ClientSettings
-from penstock.producer.client.stats import ClientStats
+from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.sync import Client, Job
 
 __all__ = ["AsyncClient", "AsyncJob", "Client", "ClientSettings", "ClientStats", "Job"]

@@ -12,33 +12,26 @@ from typing import Self, Unpack, cast
 from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import Job, JobKey, is_job_id
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
-from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.response_record import NO_RESPONSE
-from penstock.contract.terms import Terms
-from penstock.producer.client.calls.many import ManyCalls
-from penstock.producer.client.calls.reports import ReportCalls
+from penstock.contract.tenant import Priority, Terms, class_not_allowed
 from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import ClientInbox
-from penstock.producer.client.job import AsyncJob
-from penstock.producer.client.job_source import JobSource
+from penstock.producer.client.job import AsyncJob, JobSource
+from penstock.producer.client.many import ManyCalls
+from penstock.producer.client.pools import ReportCalls
 from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool, fitting_pools, job_key_of
 from penstock.producer.client.responses import StoredResponses
-from penstock.producer.client.settings import ClientSettings
+from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
-from penstock.producer.client.stats import ClientStats
-from penstock.producer.client.tokens import TaskCalls
+from penstock.producer.client.tasks import TaskCalls
 from penstock.producer.client.waiting import QueueWatch
 from penstock.queue.admission import estimate_cost, rate_tokens
-from penstock.queue.broker.connection import connect, not_reached, refused_at
+from penstock.queue.broker.connection import Retries, connect, not_reached, refused_at
 from penstock.queue.broker.dead_letters import DeadLetters
-from penstock.queue.broker.job_lists import JobLists, JobPage
-from penstock.queue.broker.known_jobs import KnownJobs
-from penstock.queue.broker.producer import JobStatus, ServedPool, Submission, Submitted
-from penstock.queue.broker.queue_positions import QueuePositions
-from penstock.queue.broker.responses import ResponseBroker
-from penstock.queue.broker.retry import Retries
-from penstock.queue.packed_result import PackedResult
-from penstock.queue.protocol_version import PROTOCOL_VERSION
+from penstock.queue.broker.jobs import JobLists, JobPage, QueuePositions, ResponseBroker
+from penstock.queue.broker.producer import JobStatus, KnownJobs, ServedPool, Submission, Submitted
+from penstock.queue.keys import PROTOCOL_VERSION
+from penstock.queue.results import PackedResult
 from penstock.runtime.settings import redis_url_of, without_password
 
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10

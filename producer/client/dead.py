@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.contract.job import pool_of
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 from penstock.producer.client.job import AsyncJob
+from penstock.queue.broker.connection import Retries
 from penstock.queue.broker.dead_letters import DeadLetter, DeadLetters
-from penstock.queue.broker.retry import Retries
 from penstock.queue.wire import Request
 
 

@@ -6,9 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.contract.job import pool_of
-from penstock.contract.job_ledger import JobLedger, LedgerEvent
-from penstock.contract.output import Outcome, Usage
-from penstock.queue.broker.job_records import JobStatus
+from penstock.contract.output import JobLedger, LedgerEvent, Outcome, Usage
+from penstock.queue.broker.jobs import JobStatus
 
 
 def job_object(status: JobStatus) -> dict[str, Any]:

@@ -6,8 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from penstock.contract.output import TERMINAL_STATES, Chunk
-from penstock.contract.waiting import PrefillProgress
+from penstock.contract.output import TERMINAL_STATES, Chunk, PrefillProgress
 from penstock.producer.client.waiting import WaitWatcher
 from penstock.queue.broker.producer import Attached
 

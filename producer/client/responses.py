@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from penstock.queue.broker.connection import Retries
+from penstock.queue.broker.jobs import ResponseBroker, StoredBytes
 from penstock.queue.broker.producer import ProducerBroker
-from penstock.queue.broker.responses import ResponseBroker, StoredBytes
-from penstock.queue.broker.retry import Retries
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.results import PackedResult
 
 
 class StoredResponses:

@@ -24,10 +24,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES, MAX_TOKENS_LIMIT, SamplingParams, TokenId
-from penstock.contract.logprobs import MAX_LOGPROBS
-from penstock.contract.problems import problem_of
-from penstock.contract.template_kwargs import CONTINUES, GENERATION_PROMPT, TemplateKwargs
-from penstock.contract.tools import MAX_TOOLS
+from penstock.contract.named import problem_of
+from penstock.contract.output import MAX_LOGPROBS
+from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, TemplateKwargs
 from penstock.producer.openai.fields import NO_EFFECT, Accepts, Whole, only
 from penstock.producer.openai.generation_body import GenerationBody
 from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls

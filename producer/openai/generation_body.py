@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.closed_schemas import closed
 from penstock.contract.job import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
-from penstock.contract.structured import MAX_ALTERNATIVES
+from penstock.contract.sampling import MAX_ALTERNATIVES
+from penstock.contract.tools import closed
 from penstock.producer.openai.fields import NO_EFFECT, Hint, Whole, Wire, at_most, only
 
 _LOGPROBS = {"logprobs", "prompt_logprobs"}

@@ -13,9 +13,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from penstock.contract.job import SamplingParams, lowered_max_tokens
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, FinishReason, Result, Usage
-from penstock.contract.waiting import WaitUpdate, members_of
+from penstock.contract.output import Choice, FinishReason, Result, TokenLogprobs, Usage, WaitUpdate, members_of
 from penstock.producer.openai.json_parts import Rows, Text, plain
 from penstock.producer.openai.logprobs import (
     CompletionTokens,
@@ -29,7 +27,7 @@ from penstock.producer.openai.logprobs import (
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, ParsedText
 from penstock.producer.openai.token_ids import TokenIds, prompt_ids_of
 from penstock.producer.openai.tool_calls import Call, warning_of
-from penstock.queue.packed_result import PackedChoice, PackedResult
+from penstock.queue.results import PackedChoice, PackedResult
 
 _FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length"}
 """OpenAI's finish reasons. Jobs with any other reason end in an error."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.contract.output import Result
 from penstock.producer.openai.json_parts import Rows
-from penstock.queue.packed_result import PackedResult
+from penstock.queue.results import PackedResult
 
 
 class TokenIds(NamedTuple):

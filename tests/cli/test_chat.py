@@ -11,9 +11,9 @@ from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 from fakes.terminal import CTRL_C, CTRL_D, ENTER, TerminalProcess
 
-from penstock.contract.job_ledger import JobLedger
+from penstock.contract.output import JobLedger
 from penstock.producer.client import Client
-from penstock.queue.broker.job_records import JobStatus
+from penstock.queue.broker.jobs import JobStatus
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PROMPT = ">>> "

@@ -26,8 +26,8 @@ from penstock.cli.admin.doctor import (
     judge_redis,
 )
 from penstock.cli.admin.gpus import Gpu, GpuMachine, judge_gpus, this_machine
+from penstock.contract.pool import PoolStats
 from penstock.gpu_node.monitor import health
-from penstock.queue.pool_stats import PoolStats
 from penstock.queue.wire import NodePressure
 
 GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}

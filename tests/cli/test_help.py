@@ -12,7 +12,7 @@ from typer.main import get_command
 from penstock.cli.command_line.commands import Command, Group
 from penstock.cli.command_line.panels import panel_by_setting
 from penstock.cli.main import ENTRIES, PANELS, app
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import POOL_WIDE, NodeSettings
 

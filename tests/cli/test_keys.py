@@ -16,10 +16,9 @@ import pytest
 from fakes.command import run_command
 from fakes.queue.harness import Queue, new_job
 
-from penstock.contract.api_keys import identify
 from penstock.contract.errors import ConflictError, UnauthorizedError
 from penstock.contract.output import Outcome, Usage
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms, identify
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.node import Emission

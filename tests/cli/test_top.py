@@ -22,8 +22,8 @@ from redis.asyncio import Redis
 
 from penstock import Client
 from penstock.cli.top.reader import FrameReader
-from penstock.contract.priority import Priority
-from penstock.queue.broker.pool_activity import ActivityBroker
+from penstock.contract.tenant import Priority
+from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.wire import NodePressure
 

@@ -7,9 +7,8 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
-from penstock.contract.api_keys import ApiKey, identify
 from penstock.contract.errors import ForbiddenError, NotFoundError, RequestError, UnauthorizedError
-from penstock.contract.terms import UNLIMITED, Terms
+from penstock.contract.tenant import UNLIMITED, ApiKey, Terms, identify
 from penstock.queue import keys
 from penstock.queue.broker.key_store import KeyStore
 

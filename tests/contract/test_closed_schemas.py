@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.closed_schemas import closed
+from penstock.contract.tools import closed
 
 NAMED = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 OTHER = {"type": "object", "properties": {"b": {"type": "string"}}}

@@ -24,7 +24,7 @@ from penstock.contract.job import (
     pool_of,
     seed_of,
 )
-from penstock.contract.structured import MAX_ALTERNATIVE_CHARS, MAX_CHOICE_CHARS
+from penstock.contract.sampling import MAX_ALTERNATIVE_CHARS, MAX_CHOICE_CHARS
 from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT
 from penstock.queue.msgpack_codec import WireError
 from penstock.queue.wire import decode_request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.contract.job_ledger import JobLedger, LedgerEvent, PastLease
+from penstock.contract.output import JobLedger, LedgerEvent, PastLease
 
 
 def test_job_that_waits_has_one_event() -> None:

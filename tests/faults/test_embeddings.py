@@ -13,8 +13,7 @@ from redis.asyncio import Redis
 from penstock import AsyncClient
 from penstock.contract.tasks import Embed, Embedding
 from penstock.producer.client import AsyncJob
-from penstock.queue.audit import audit
-from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import AdminBroker, audit
 
 
 async def until_taken(job: AsyncJob) -> None:

@@ -12,8 +12,7 @@ from redis.asyncio import Redis
 from penstock import AsyncClient
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.gpu_node.job_intake import MAX_CHARS_ON_LOOP
-from penstock.queue.audit import audit
-from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import AdminBroker, audit
 
 TEXT = "x" * (MAX_CHARS_ON_LOOP + 1)
 

@@ -18,7 +18,7 @@ from fakes.processes.reference_engine import FAKE_DIMENSIONS, fake_embedding
 from penstock import AsyncClient, Client, RequestError, UnsupportedKindError
 from penstock.contract.job import SamplingParams
 from penstock.contract.tasks import Embed, Embedding
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 from penstock.gateway.embeddings.schemas import MAX_INPUTS
 from penstock.gateway.stream.answer import MAX_JOBS_SHOWN
 from penstock.gateway.stream.generation_request import RequestContent

@@ -11,7 +11,7 @@ import pytest
 import redis as sync_redis
 from fakes.command import run_command
 
-from penstock.producer.client.cached_state import KEYS_TTL_S
+from penstock.producer.client.pools import KEYS_TTL_S
 from penstock.queue import keys
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
@@ -23,7 +23,7 @@ SLACK_S = 3.0
 def ttl_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """How long the gateway caches the keys: short, except where a test needs the real time."""
     seconds: float = getattr(request, "param", 0.1)
-    monkeypatch.setattr("penstock.producer.client.calls.reports.KEYS_TTL_S", seconds)
+    monkeypatch.setattr("penstock.producer.client.pools.KEYS_TTL_S", seconds)
     return seconds
 
 

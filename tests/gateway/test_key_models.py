@@ -9,7 +9,7 @@ import httpx
 import pytest
 import redis as sync_redis
 
-from penstock.contract.terms import UNLIMITED
+from penstock.contract.tenant import UNLIMITED
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore

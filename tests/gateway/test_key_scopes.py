@@ -12,8 +12,7 @@ import pytest
 import redis as sync_redis
 from starlette.testclient import TestClient, WebSocketDenialResponse
 
-from penstock.contract.api_keys import Scope
-from penstock.contract.terms import UNLIMITED
+from penstock.contract.tenant import UNLIMITED, Scope
 from penstock.gateway.app import create_app
 from penstock.gateway.http.entry import PUBLIC_PATHS, READING_SCOPES, scopes_for
 from penstock.gateway.settings import GatewaySettings

@@ -10,15 +10,14 @@ import openai
 import pytest
 import redis as sync_redis
 
-from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import ForbiddenError, NotFoundError
 from penstock.contract.job import Priority
-from penstock.contract.terms import UNLIMITED, Terms
+from penstock.contract.tenant import UNLIMITED, ApiKey, Terms
 from penstock.gateway.app import create_app
 from penstock.gateway.http.entry import PUBLIC_PATHS
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient, ClientSettings
-from penstock.producer.client.cached_state import KEYS_TTL_S
+from penstock.producer.client.pools import KEYS_TTL_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
@@ -244,7 +243,7 @@ def test_cors_lets_pages_of_allowed_sites_read_answers_and_refusals(closed):
 
 def test_the_first_key_closes_an_open_gateway_for_good(closed, redis_url, stack, monkeypatch):
     """Also when Redis has lost the keys: no request is accepted by accident."""
-    monkeypatch.setattr("penstock.producer.client.calls.reports.KEYS_TTL_S", 0.2)
+    monkeypatch.setattr("penstock.producer.client.pools.KEYS_TTL_S", 0.2)
     _, made = closed
     with sync_redis.Redis.from_url(redis_url) as client:
         kept = client.hgetall(keys.API_KEYS)

@@ -28,7 +28,7 @@ from fakes.processes.node_process import NodeProcess
 from faults.tools.processes import GatewayProcess
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.terms import UNLIMITED
+from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.request import parser_process
 from penstock.gateway.request.parsed_body import decode_parsed_body
 from penstock.queue.broker.connection import connect

@@ -21,10 +21,10 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.contract.job import Priority
+from penstock.contract.pool import EVENTS
 from penstock.producer.client import ClientStats
-from penstock.producer.client.stats import DECISIONS, decision_of
+from penstock.producer.client.settings import DECISIONS, decision_of
 from penstock.queue import keys
-from penstock.queue.pool_stats import EVENTS
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import MAX_MODEL_LEN
 
@@ -193,7 +193,7 @@ def test_metrics_of_pools_are_those_of_redis(fresh, redis_url, engine):
 
 def test_own_metrics_are_served_while_redis_is_unreachable(stack, monkeypatch):
     # Or the copy of them would do for as long as the test takes.
-    monkeypatch.setattr("penstock.producer.client.calls.reports.KEYS_TTL_S", 0.01)
+    monkeypatch.setattr("penstock.producer.client.pools.KEYS_TTL_S", 0.01)
     with EmbeddedRedis() as server:
         url = stack.start_gateway(redis_url=server.url)
         assert scrape(url)["penstock_redis_up",] == 1

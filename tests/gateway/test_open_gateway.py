@@ -13,7 +13,7 @@ import pytest
 import redis as sync_redis
 
 from penstock.contract.errors import RequestError
-from penstock.contract.terms import UNLIMITED
+from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.http.entry import PROXY_HEADERS
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect

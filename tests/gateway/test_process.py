@@ -21,7 +21,7 @@ from fakes.command import run_command
 from fakes.processes.python_process import PythonProcess, run_python
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.terms import UNLIMITED
+from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.errors import READ_TIMEOUT_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.structured import MAX_SCHEMA_CHARS
+from penstock.contract.sampling import MAX_SCHEMA_CHARS
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.producer.client import AsyncClient
 

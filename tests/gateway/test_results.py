@@ -8,8 +8,7 @@ from penstock.contract.output import Outcome, Usage
 from penstock.gateway.stream.flow import MAX_KEPT_BYTES, ends_of
 from penstock.producer.client import AsyncJob
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES
-from penstock.queue.packed_result import Fetches, PackedResult
-from penstock.queue.results import encode_result
+from penstock.queue.results import Fetches, PackedResult, encode_result
 
 DONE = Outcome("done")
 SMALL = encode_result((), Usage(1, 1), [])

@@ -16,8 +16,7 @@ import httpx
 import pytest
 import redis as sync_redis
 
-from penstock.contract.api_keys import Scope
-from penstock.contract.terms import UNLIMITED
+from penstock.contract.tenant import UNLIMITED, Scope
 from penstock.contract.usage import MAX_DAYS
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect

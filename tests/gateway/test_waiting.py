@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from penstock.contract.waiting import PrefillProgress
+from penstock.contract.output import PrefillProgress
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.producer.client import AsyncClient
 from tests.gateway.conftest import MODEL, EchoEngine, Stack

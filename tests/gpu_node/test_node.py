@@ -39,8 +39,7 @@ from penstock.gpu_node.engine_worker import EngineLike
 from penstock.gpu_node.job_intake import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.node import Node
 from penstock.queue import keys
-from penstock.queue.audit import audit
-from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import AdminBroker, audit
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, Submission
 from penstock.queue.broker.usage import UsageBroker

@@ -17,7 +17,7 @@ from uuid_utils import uuid7
 
 from penstock.contract.job import Job, Priority, SamplingParams, seed_of
 from penstock.contract.output import Chunk
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine_worker import EngineLike

@@ -13,15 +13,13 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract.job import Job, SamplingParams
-from penstock.contract.output import Chunk
-from penstock.contract.waiting import PrefillProgress
+from penstock.contract.output import Chunk, PrefillProgress
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.node import Node
 from penstock.queue import keys
-from penstock.queue.audit import audit
-from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import AdminBroker, audit
 from penstock.queue.broker.producer import ProducerBroker, Submission
-from penstock.queue.inbox_message import decode_message
+from penstock.queue.chunks import decode_message
 
 POOL = "ref"
 PROMPT = "hello"

@@ -14,7 +14,7 @@ from hostile import payloads as p
 from hostile.attacker import Attacker
 from hostile.catalogue import ATTACKS, MAX_TOKENS, TABLE, Attack, attack
 
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 
 __all__ = ["ATTACKS", "TABLE", "Attack"]
 

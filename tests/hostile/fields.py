@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.contract import job, structured, template_kwargs, tools
-from penstock.contract.logprobs import MAX_LOGPROBS
+from penstock.contract import job, sampling, tools
+from penstock.contract.output import MAX_LOGPROBS
 from penstock.gateway.http.protocol import MAX_HEAD_BYTES
 from penstock.gateway.request.parsed_body import MAX_CHOICES_OF_REQUEST
 from penstock.gateway.request.reading import MAX_KEY_CHARS
@@ -77,19 +77,19 @@ LIMITS: dict[str, tuple[int, Limited]] = {
     ),
     "messages": (job.MAX_MESSAGES, lambda v: {"messages": [{"role": "user", "content": ""}] * v}),
     "model": (MAX_MODEL_CHARS, lambda v: {"model": "m" * v}),
-    "regex characters": (structured.MAX_REGEX_CHARS, lambda v: {"structured_outputs": {"regex": "r" * v}}),
+    "regex characters": (sampling.MAX_REGEX_CHARS, lambda v: {"structured_outputs": {"regex": "r" * v}}),
     "grammar characters": (
-        structured.MAX_GRAMMAR_CHARS,
+        sampling.MAX_GRAMMAR_CHARS,
         lambda v: {"structured_outputs": {"grammar": 'start: "x"'.ljust(v)}},
     ),
-    "choice": (structured.MAX_ALTERNATIVES, lambda v: {"structured_outputs": {"choice": _texts(v, 8)}}),
-    "choice characters": (structured.MAX_ALTERNATIVE_CHARS, lambda v: {"structured_outputs": {"choice": ["c" * v]}}),
+    "choice": (sampling.MAX_ALTERNATIVES, lambda v: {"structured_outputs": {"choice": _texts(v, 8)}}),
+    "choice characters": (sampling.MAX_ALTERNATIVE_CHARS, lambda v: {"structured_outputs": {"choice": ["c" * v]}}),
     "choice characters together": (
-        structured.MAX_CHOICE_CHARS,
+        sampling.MAX_CHOICE_CHARS,
         lambda v: {"structured_outputs": {"choice": [*_texts(512, 511), "z" * (v - 512 * 511)]}},
     ),
     "schema characters": (
-        structured.MAX_SCHEMA_CHARS,
+        sampling.MAX_SCHEMA_CHARS,
         lambda v: {"structured_outputs": {"json": '{"type": "null"}'.ljust(v)}},
     ),
     "name of a participant": (
@@ -97,11 +97,11 @@ LIMITS: dict[str, tuple[int, Limited]] = {
         lambda v: {"messages": [{"role": "user", "content": "x", "name": "n" * v}]},
     ),
     "template variables": (
-        template_kwargs.MAX_TEMPLATE_KWARGS,
+        tools.MAX_TEMPLATE_KWARGS,
         lambda v: {**_offered(0), "chat_template_kwargs": {f"a{i}": i for i in range(v)}},
     ),
     "template variables' characters": (
-        template_kwargs.MAX_TEMPLATE_KWARGS_CHARS,
+        tools.MAX_TEMPLATE_KWARGS_CHARS,
         lambda v: {**_offered(0), "chat_template_kwargs": {"a": "x" * (v - len('{"a": ""}'))}},
     ),
     "tools": (tools.MAX_TOOLS, _offered),

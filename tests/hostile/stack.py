@@ -19,9 +19,8 @@ from fakes.processes.node_process import NodeProcess
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess
 
-from penstock.contract.terms import Terms
-from penstock.queue.audit import Finding, audit
-from penstock.queue.broker.admin import AdminBroker
+from penstock.contract.tenant import Terms
+from penstock.queue.broker.audit import AdminBroker, Finding, audit
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
 

@@ -19,7 +19,7 @@ from fakes.guided import mask_of
 
 from penstock.contract.errors import TooCostlyError
 from penstock.contract.job import SamplingParams
-from penstock.contract.structured import StructuredOutputs
+from penstock.contract.sampling import StructuredOutputs
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.structured import compiler, limits

@@ -19,11 +19,11 @@ from penstock.contract.output import Chunk
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import choose_pool
 from penstock.queue import keys, wire
-from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import AdminBroker
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.job_lists import JobLists
+from penstock.queue.broker.jobs import JobLists
 from penstock.queue.broker.node import NodeBroker
-from penstock.queue.broker.pool_names import MAX_POOLS, MAX_SCANNED
+from penstock.queue.broker.pools import MAX_POOLS, MAX_SCANNED
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.wire import PoolRecord
 

@@ -14,7 +14,7 @@ import pytest
 from hostile.costs import MemoryWatch
 from hostile.stack import POOL, Stack, running_stack
 
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(240)]
 

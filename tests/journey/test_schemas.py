@@ -22,7 +22,7 @@ from hostile.grammars import SCHEMAS_FOLDER, real_schemas
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl
 
 from penstock.cli.demo_model import demo_model
-from penstock.contract.structured import MAX_SCHEMA_CHARS
+from penstock.contract.sampling import MAX_SCHEMA_CHARS
 
 pytestmark = [pytest.mark.process, pytest.mark.torch, pytest.mark.timeout(300)]
 MAX_SHARE_REFUSED = 0.1

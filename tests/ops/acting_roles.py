@@ -10,12 +10,12 @@ import pytest
 import redis as sync_redis
 from redis.asyncio import Redis
 
-from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import AdminBroker
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.dead_letters import DeadLetters
-from penstock.queue.broker.job_lists import JobLists
+from penstock.queue.broker.jobs import JobLists
 from penstock.queue.broker.node import NodeBroker
-from penstock.queue.broker.pool_stats import StatsBroker
+from penstock.queue.broker.pools import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.broker.usage import UsageBroker
 

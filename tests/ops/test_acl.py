@@ -21,16 +21,15 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.terms import UNLIMITED
+from penstock.contract.tenant import UNLIMITED
 from penstock.contract.usage import UsageQuery
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
-from penstock.queue.audit import audit
-from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import AdminBroker, audit
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.job_lists import JobLists
+from penstock.queue.broker.jobs import JobLists
 from penstock.queue.broker.key_store import KeyStore
-from penstock.queue.broker.pool_stats import StatsBroker
+from penstock.queue.broker.pools import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.queue.broker.profiles import TRACE, ProfileBroker, ProfileSummary
 from penstock.queue.broker.usage import UsageBroker

@@ -10,6 +10,7 @@ import pytest
 from typer.main import get_command
 
 from penstock.cli.main import app
+from penstock.contract.pool import EVENTS
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.engine.records import EngineStats
@@ -21,7 +22,6 @@ from penstock.gpu_node.monitor.metrics import COUNTED
 from penstock.gpu_node.monitor.vllm_metrics import vllm_metrics
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import ClientStats
-from penstock.queue.pool_stats import EVENTS
 from penstock.runtime.histogram import Histogram
 from tests.source_tree import ROOT, modules
 

@@ -12,11 +12,9 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, NotFoundError
 from penstock.contract.job import Priority
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Chunk, Outcome, Usage
+from penstock.contract.output import Choice, Chunk, Outcome, TokenLogprobs, Usage
 from penstock.queue import keys, results, wire
-from penstock.queue.audit import Finding, audit, findings_of
-from penstock.queue.broker.admin import AdminBroker, JobHistory, Sum
+from penstock.queue.broker.audit import AdminBroker, Finding, JobHistory, Sum, audit, findings_of
 from penstock.queue.broker.node import Emission
 from penstock.queue.wire import NodePressure
 

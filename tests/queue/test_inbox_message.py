@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from penstock.contract.output import Chunk
-from penstock.contract.waiting import PrefillProgress
-from penstock.producer.client.cursor import ChunkVerdict, StreamCursor
-from penstock.queue.inbox_message import ProgressMessage, decode_message, encode_progress
+from penstock.contract.output import Chunk, PrefillProgress
+from penstock.producer.client.stream import ChunkVerdict, StreamCursor
+from penstock.queue.chunks import ProgressMessage, decode_message, encode_progress
 from penstock.queue.msgpack_codec import WireError
 from penstock.queue.wire import decode_chunks, encode_chunk
 

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Outcome, Usage
+from penstock.contract.output import Choice, Outcome, TokenLogprobs, Usage
 from penstock.queue.msgpack_codec import WireError
-from penstock.queue.packed_result import PackedResult
-from penstock.queue.results import decode_result, encode_result
+from penstock.queue.results import PackedResult, decode_result, encode_result
 
 DONE = Outcome("done")
 

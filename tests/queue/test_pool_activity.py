@@ -9,10 +9,10 @@ from fakes.queue.harness import LEASE_MS, POOL, P, Queue
 from redis.asyncio import Redis
 
 from penstock.contract.job import Priority
+from penstock.contract.pool import PoolActivity
 from penstock.queue import keys
-from penstock.queue.broker import pool_activity
-from penstock.queue.broker.pool_activity import ActivityBroker
-from penstock.queue.pool_activity import PoolActivity
+from penstock.queue.broker import pools
+from penstock.queue.broker.pools import ActivityBroker
 
 Event = tuple[str, str, str, str, str]
 
@@ -92,14 +92,14 @@ async def test_only_the_newest_events_are_kept(queue: Queue, broker: ActivityBro
         await node.broker.leave()
     assert await queue.redis.zcard(keys.events(POOL)) == 256
     found = await events(broker)
-    assert len(found) == pool_activity.MAX_EVENTS
+    assert len(found) == pools.MAX_EVENTS
     assert found[-1][:2] == ("node_left", "n299")
 
 
 async def test_queued_jobs_are_counted_by_tenant_the_largest_first(
     queue: Queue, broker: ActivityBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_activity, "MAX_TENANTS", 2)
+    monkeypatch.setattr(pools, "MAX_TENANTS", 2)
     node = await queue.node()
     await node.give_back(await queue.running(node, tenant="a"))
     for priority in (Priority.STANDARD, Priority.BATCH):

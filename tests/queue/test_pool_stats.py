@@ -9,11 +9,11 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority
-from penstock.contract.terms import UNLIMITED, Terms
+from penstock.contract.pool import EVENTS, PoolStats
+from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.queue import keys
-from penstock.queue.broker.pool_stats import StatsBroker
+from penstock.queue.broker.pools import StatsBroker
 from penstock.queue.broker.producer import Submission
-from penstock.queue.pool_stats import EVENTS, PoolStats
 
 
 @pytest.fixture

@@ -10,11 +10,10 @@ from fakes.older_pool import REFUSAL, join_as_version_1, make_older_pool
 from fakes.queue.harness import CONFIG, LEASE_MS, POOL, RECORD, P, Queue, new_job
 
 from penstock.contract.errors import ProtocolVersionError
-from penstock.queue.audit import audit
-from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import AdminBroker, audit
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import Submission
-from penstock.queue.protocol_version import PROTOCOL_VERSION
+from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.wire import NodePressure
 
 MODEL = "acme/older"

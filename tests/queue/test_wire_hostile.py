@@ -18,14 +18,12 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import UnsupportedKindError
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Chunk, Outcome, Usage
+from penstock.contract.output import Choice, Chunk, Outcome, PrefillProgress, TokenLogprobs, Usage
 from penstock.contract.tasks import Tokenize
-from penstock.contract.waiting import PrefillProgress
 from penstock.queue import results, wire
-from penstock.queue.inbox_message import decode_message, encode_progress
+from penstock.queue.chunks import decode_message, encode_progress
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError
-from penstock.queue.task_output import encode_tokenized
+from penstock.queue.results import encode_tokenized
 from penstock.queue.wire import NodePressure, PoolRecord
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"

@@ -9,7 +9,7 @@ import typer
 
 from penstock.cli.command_line.panels import queue_option, sampling_option
 from penstock.cli.options import REDIS_URL_HELP
-from penstock.contract.priority import ClassName
+from penstock.contract.tenant import ClassName
 from penstock.runtime.settings import redis_url_of
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.cli.ask.chat.terminal import BLOCK, Terminal
 from penstock.cli.ask.speed import SpeedMeter
 from penstock.contract.errors import PenstockError, PromptTooLongError
-from penstock.contract.priority import ClassName, Priority
+from penstock.contract.tenant import ClassName, Priority
 from penstock.producer.client import Client
 from penstock.producer.client.request import choose_pool
 

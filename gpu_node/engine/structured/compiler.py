@@ -18,7 +18,7 @@ from typing import NamedTuple
 from cachetools import LRUCache
 
 from penstock.contract.errors import PenstockError, RequestError, TooCostlyError
-from penstock.contract.structured import StructuredOutputs
+from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tools import WantedCalls
 from penstock.gpu_node.engine.structured.call_grammar import CallGrammar
 from penstock.gpu_node.engine.structured.grammar import Grammar, Kind, TrialResult

@@ -8,8 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.contract.errors import RequestError, TooCostlyError
-from penstock.contract.template_kwargs import THINKING_VARIABLES, thinking_setting
-from penstock.contract.tools import ReasoningParserName, ToolParserName
+from penstock.contract.tools import THINKING_VARIABLES, ReasoningParserName, ToolParserName, thinking_setting
 from penstock.gpu_node.engine.text.chat_template import NO_VARIABLES, ChatTemplate
 
 _MARKS: tuple[tuple[str, ToolParserName], ...] = (

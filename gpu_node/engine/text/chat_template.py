@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.contract.errors import ConfigError, RequestError, TooCostlyError, UnavailableError
-from penstock.contract.template_kwargs import CONTINUES, GENERATION_PROMPT
+from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
 from penstock.gpu_node.engine.text.template_frames import CHAT, COSTLY, RENDERED, WORKER, receive, send
 
 log = logging.getLogger(__name__)

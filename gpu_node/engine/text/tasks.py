@@ -7,9 +7,9 @@ from datetime import datetime
 
 from penstock.contract.errors import InvariantError, RequestError, TooLargeError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES, MAX_TASK_TOKENS, Detokenize, Tokenize
-from penstock.contract.template_kwargs import GENERATION_PROMPT
+from penstock.contract.tools import GENERATION_PROMPT
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.queue.task_output import encode_detokenized, encode_tokenized
+from penstock.queue.results import encode_detokenized, encode_tokenized
 from penstock.queue.wire import Request
 
 IDS_PER_PART = 4096

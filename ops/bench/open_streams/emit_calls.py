@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.queue.broker.scripts import packed
+from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.msgpack_codec import array_header, pack
-from penstock.queue.protocol_version import PROTOCOL_VERSION
 
 FIRST_TOKEN = 1000
 STAMP = "@@{at_ns}:{index};"

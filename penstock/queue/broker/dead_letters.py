@@ -16,7 +16,7 @@ from penstock.contract.job import Priority, pool_of
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
-from penstock.queue.broker.pool_names import LoggedOnce
+from penstock.queue.broker.pools import LoggedOnce
 from penstock.queue.wire import Request
 
 _FIELDS = ("tenant", "priority", "weight", "cost", "submitted", "finished", "chunks", "preemptions", "loss_nodes")

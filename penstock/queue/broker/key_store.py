@@ -10,12 +10,9 @@ from typing import Any, cast
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from penstock.contract import api_keys
-from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import ConflictError, NotFoundError, RequestError
-from penstock.contract.priority import ClassName
-from penstock.contract.problems import request_error
-from penstock.contract.terms import Terms
+from penstock.contract.named import request_error
+from penstock.contract.tenant import ApiKey, ClassName, Terms
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
 
@@ -58,9 +55,9 @@ class KeyStore:
 
         Raises RequestError that names the invalid field.
         """
-        if tenant == api_keys.ANONYMOUS:
+        if tenant == tenant.ANONYMOUS:
             raise RequestError(f"tenant {tenant!r} is that of callers without a key; choose another", param="tenant")
-        key, key_id, digest = api_keys.mint(pepper)
+        key, key_id, digest = tenant.mint(pepper)
         record = _checked(
             {
                 "key_id": key_id,

@@ -16,10 +16,9 @@ from penstock.contract.job import Priority
 from penstock.contract.output import Chunk, Outcome, Usage
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
-from penstock.queue.broker.connection import translated
-from penstock.queue.broker.decoding import decoded
-from penstock.queue.broker.pool_names import keep_listed
-from penstock.queue.broker.sweep import sweep
+from penstock.queue.broker.connection import sweep, translated
+from penstock.queue.broker.pools import keep_listed
+from penstock.queue.broker.producer import decoded
 from penstock.queue.policy import HOLD_MS
 from penstock.queue.wire import NodePressure, PoolRecord
 from penstock.runtime.cooperative import LoopYielder

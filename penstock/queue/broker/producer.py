@@ -5,35 +5,164 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from penstock.contract.errors import NotFoundError, TooLargeError
-from penstock.contract.job import Job, pool_of
+from penstock.contract.errors import (
+    BusyError,
+    ConflictError,
+    InvariantError,
+    NotFoundError,
+    RequestError,
+    TooLargeError,
+    UnavailableError,
+)
+from penstock.contract.job import Job, JobKey, pool_of
 from penstock.contract.output import Chunk, Outcome, Result
-from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
-from penstock.contract.terms import NO_LIMIT, UNLIMITED, Terms
-from penstock.queue import keys, wire
+from penstock.contract.tenant import NO_LIMIT, NUM_PRIORITIES, UNLIMITED, Terms
+from penstock.queue import keys, results, wire
 from penstock.queue.admission import RateTokens, estimate_output_bytes
 from penstock.queue.broker import scripts
-from penstock.queue.broker.connection import translated
-from penstock.queue.broker.decoding import decoded, packed_result_of, result_of
-from penstock.queue.broker.job_records import STATUS_FIELDS, large_result_bytes_of, outcome_of, status_of, times_ms_of
-from penstock.queue.broker.job_records import JobStatus as JobStatus
-from penstock.queue.broker.pool_names import ListedPool, LoggedOnce, PoolList, with_allowed_names
-from penstock.queue.broker.submit_errors import submit_error
-from penstock.queue.broker.sweep import sweep
+from penstock.queue.broker.connection import sweep, translated
+from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, outcome_of, status_of, times_ms_of
+from penstock.queue.broker.jobs import JobStatus as JobStatus
+from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
+from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError, pack, with_members
-from penstock.queue.packed_result import Fetches, PackedResult
-from penstock.queue.protocol_version import PROTOCOL_VERSION, other_version
+from penstock.queue.results import Fetches, PackedResult
 from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.tracing.context import Carried, carried_by, start_enqueue_span
+
+# Decoding of large logs and results in small steps, so that the event loop stays responsive.
+
+_BYTES_PER_STEP = 64 << 10
+"""Packed log-probabilities decoded in one step, which takes a few milliseconds; other chunks decode faster."""
+_LARGE_BYTES = 16 << 10
+MAX_PAGE_BYTES = 64 << 10
+"""Packed log-probabilities in one page of a log; decoded, they take seven times as much memory."""
+_MAX_BYTES_ON_LOOP = 256 << 10
+
+
+async def decoded(entries: Sequence[bytes], yielder: LoopYielder, *, max_bytes: float = MAX_PAGE_BYTES) -> list[Chunk]:
+    """Decode one page of a log. The result ends early once its log-probabilities exceed `max_bytes` packed bytes.
+
+    `yielder` runs each step in its own round of the event loop.
+    """
+    chunks: list[Chunk] = []
+    num_bytes = since_step = 0
+    for entry in entries:
+        if since_step > _BYTES_PER_STEP or len(entry) > _LARGE_BYTES:
+            await yielder.wait()
+            since_step = 0
+        chunks += wire.decode_chunks(entry)
+        if not has_logprobs(chunks):
+            continue
+        num_bytes += len(entry)
+        since_step += len(entry)
+        if num_bytes > max_bytes:
+            break
+    return chunks
+
+
+def has_logprobs(chunks: Sequence[Chunk]) -> bool:
+    """Return whether the last of these chunks has log-probabilities."""
+    return bool(chunks) and bool(chunks[-1].logprobs or chunks[-1].prompt_logprobs)
+
+
+async def packed_result_of(data: bytes | None, job_id: str, outcome: Outcome, yielder: LoopYielder) -> PackedResult:
+    """Index a result's parts without decoding them."""
+    if data is not None and len(data) > _LARGE_BYTES:
+        await yielder.wait()
+    return PackedResult(data, job_id, outcome)
+
+
+async def result_of(data: bytes | None, job_id: str, outcome: Outcome, times_ms: tuple[int, int, int, int]) -> Result:
+    """Decode a result. A large one is decoded on a thread, so that the event loop can run in between."""
+    if data is None:
+        return Result(job_id, outcome, (), None, *times_ms)
+    if len(data) <= _MAX_BYTES_ON_LOOP:
+        return results.decode_result(data, job_id, outcome, times_ms)
+    return await asyncio.to_thread(results.decode_result, data, job_id, outcome, times_ms)
+
+
+# Translation of refusals by the submit script into errors.
+
+
+def submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
+    """Return the error for a refused job; `kind` is the first element of the script's `answer`."""
+    match kind:
+        case "UNKNOWN_POOL":
+            # The client found the pool announced, so Redis lost it since. Its nodes announce it again within seconds.
+            return UnavailableError(f"no node serves the pool {job.pool} now", code="no_node")
+        case "ID_CONFLICT":
+            return ConflictError(f"job id {job.id} belongs to another request", param="job_id")
+        case "IDEMPOTENCY_CONFLICT":
+            message = "this idempotency key was used with another request"
+            return ConflictError(message, code="idempotency_conflict", param="idempotency_key")
+        case "BAD_ID_AGE":
+            message = f"job id {job.id} is older than {answer[1] // 60_000} min or from the future"
+            return RequestError(message, code="bad_id", param="job_id")
+        case "BUSY":
+            return _busy_error(answer[1].decode(), *answer[2:])
+    return InvariantError(f"submit answered {kind}")
+
+
+def _busy_error(limit_name: str, limit: int, retry_after_ms: int, num_ahead: int, wait_ms: int) -> BusyError:
+    busy = partial(
+        BusyError,
+        retry_after_ms=retry_after_ms,
+        num_waiting_ahead=num_ahead,
+        estimated_wait_ms=None if wait_ms < 0 else wait_ms,
+    )
+    if limit_name == "wait":
+        return busy(f"this job would wait about {wait_ms // 1000} s; the limit is {limit} s")
+    if limit_name == "memory":
+        message = f"the limit of {limit} % of Redis's memory is reached, including bytes that open jobs may still write"
+        return busy(message, code="redis_full")
+    if limit_name == "tenant's memory":
+        message = f"this tenant's limit of {limit} % of Redis's memory is reached by its jobs and results"
+        return busy(message, code="memory_share_exceeded")
+    tenant, _, rest = limit_name.rpartition("'s ")
+    if tenant:
+        message = f"this tenant's limit of {limit} {rest} is reached"
+        return busy(message, code="rate_limit_exceeded")
+    return busy(f"the pool's limit of {limit} {rest} is reached")
+
+
+# What the queue knows of earlier submissions, by job id or idempotency key.
+
+
+class KnownJobs:
+    """Looks for jobs that were submitted before. Raises UnavailableError when Redis is unreachable."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def has(self, job: Job) -> bool:
+        """Return whether a job of this id or with this idempotency key was submitted before to its pool."""
+        names = [keys.job(job.id)]
+        if job.idempotency_key:
+            names.append(keys.idempotency(job.pool, job.tenant, keys.key_hash(job.idempotency_key)))
+        with translated():
+            return bool(await self._redis.exists(*names))
+
+    async def pool_of(self, key: JobKey, pools: Sequence[str]) -> str:
+        """Return which of the pools has a job of this key; of several, the first one; of none, an empty text.
+
+        The reads are pipelined.
+        """
+        names = [keys.idempotency(pool, key.tenant, keys.key_hash(key.key)) for pool in pools]
+        with translated():
+            found = await asyncio.gather(*(self._redis.exists(name) for name in names))
+        return next((pool for pool, has_key in zip(pools, found, strict=True) if has_key), "")
+
 
 _LOG = logging.getLogger(__name__)
 LARGE_RESULT_BYTES = 65_536

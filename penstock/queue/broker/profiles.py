@@ -19,8 +19,8 @@ from redis.asyncio import Redis
 from penstock.contract.errors import ConflictError, UnavailableError
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import translated
+from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.msgpack_codec import WireError, pack
-from penstock.queue.protocol_version import PROTOCOL_VERSION
 
 MAX_PROFILE_S = 60.0
 MAX_FILE_BYTES = 64 << 20

@@ -13,7 +13,7 @@ from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.usage import MAX_PAGE_ROWS, Periods, PeriodUsage, UsagePage, UsageQuery, periods_of
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
-from penstock.queue.broker.pool_names import pool_names
+from penstock.queue.broker.pools import pool_names
 
 _COUNTERS = ("jobs", "prompt", "completion", "cached")
 _FIELDS_AT_ONCE = 400

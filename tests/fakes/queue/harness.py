@@ -13,7 +13,7 @@ from uuid_utils import uuid7
 from penstock.contract.job import Job, Priority
 from penstock.contract.output import Chunk, Outcome
 from penstock.contract.tasks import KINDS
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.node import Capacity, Emission, GivenBackJob, NodeBroker, TakeAnswer, Taken, Why

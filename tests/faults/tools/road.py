@@ -13,7 +13,7 @@ from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, ne
 from redis.asyncio import Redis
 
 from penstock.producer.client import AsyncClient, ClientSettings
-from penstock.queue.broker.retry import with_retries
+from penstock.queue.broker.connection import with_retries
 
 POOL = "road"
 SETTINGS: dict[str, Any] = {"reattach_grace_ms": 100, "drain_s": 0.0}

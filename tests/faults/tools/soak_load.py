@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.producer.client import AsyncClient
-from penstock.queue.broker.retry import with_retries
+from penstock.queue.broker.connection import with_retries
 
 PATIENCE_S = 300.0
 RETRY_S = 0.5

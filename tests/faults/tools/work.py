@@ -13,11 +13,9 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract.job import SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.output import Choice, Chunk, Outcome, Usage
+from penstock.contract.output import Choice, Chunk, Outcome, TokenLogprobs, Usage
 from penstock.queue import keys, results, wire
-from penstock.queue.audit import Finding, audit
-from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import AdminBroker, Finding, audit
 from penstock.queue.broker.producer import JobStatus, ProducerBroker
 
 PROMPT = "the gate opens by pressure"

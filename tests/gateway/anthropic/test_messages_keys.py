@@ -10,7 +10,7 @@ import httpx
 import pytest
 import redis as sync_redis
 
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore

@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.contract.api_keys import Scope
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Scope, Terms
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
 from tests.gateway.conftest import MODEL, EchoEngine, Stack, clients_with

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.contract.terms import UNLIMITED
+from penstock.contract.tenant import UNLIMITED
 from penstock.gateway.responses.compaction import sealed
 from penstock.queue.broker.connection import connect
+from penstock.queue.broker.jobs import ResponseBroker
 from penstock.queue.broker.key_store import KeyStore
-from penstock.queue.broker.responses import ResponseBroker
 
 MODEL = "acme/echo"
 

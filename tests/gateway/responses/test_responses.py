@@ -13,7 +13,7 @@ import redis
 from pydantic import BaseModel
 
 from penstock.contract.errors import UnavailableError
-from penstock.contract.structured import StructuredOutputs
+from penstock.contract.sampling import StructuredOutputs
 from penstock.gateway.responses.body import MAX_METADATA
 from penstock.gateway.responses.conversation import MAX_CHAIN
 from penstock.queue import keys

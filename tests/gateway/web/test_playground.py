@@ -12,7 +12,7 @@ import redis as sync_redis
 from faults.tools.processes import GatewayProcess
 from playwright.sync_api import Page, expect
 
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore

@@ -12,8 +12,8 @@ import pytest
 import redis as sync_redis
 from websockets.typing import Subprotocol
 
-from penstock.contract.terms import UNLIMITED, Terms
-from penstock.producer.client.cached_state import KEYS_TTL_S
+from penstock.contract.tenant import UNLIMITED, Terms
+from penstock.producer.client.pools import KEYS_TTL_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore

@@ -10,7 +10,7 @@ import pytest
 from fakes.engine_runs import check_idle
 
 from penstock.contract.job import SamplingParams
-from penstock.contract.waiting import PrefillProgress
+from penstock.contract.output import PrefillProgress
 from penstock.gpu_node.engine import Engine, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.contract.errors import UnavailableError
-from penstock.producer.client.cached_state import RENEWED_S, CachedState, PoolAdmission
+from penstock.producer.client.pools import RENEWED_S, CachedState, PoolAdmission
 from penstock.queue.wire import NodePressure, PoolPressure
 
 

@@ -25,7 +25,7 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.output import Usage
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.queue import keys
 from penstock.queue.wire import NodePressure, decode_chunks

@@ -23,8 +23,7 @@ from penstock.contract.errors import (
 )
 from penstock.contract.output import Result
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.calls.run import UNREAD_PER_OPEN
-from penstock.producer.client.calls.window import Window
+from penstock.producer.client.run import UNREAD_PER_OPEN, Window
 from penstock.queue import keys
 from penstock.queue.wire import NodePressure
 

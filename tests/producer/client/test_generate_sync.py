@@ -14,7 +14,7 @@ from fakes.processes.python_process import PythonProcess
 
 from penstock.contract.errors import RequestError, ResultTimeoutError
 from penstock.producer.client import AsyncClient, Client
-from penstock.producer.client.calls.run import Run
+from penstock.producer.client.run import Run
 from tests.producer.client.conftest import node_on_thread
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 import penstock
 from penstock.contract.job import SamplingParams
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import pack_prompt_of

@@ -13,13 +13,13 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import pool_of
-from penstock.contract.priority import Priority
-from penstock.contract.waiting import PrefillProgress, QueuePosition
+from penstock.contract.output import PrefillProgress, QueuePosition
+from penstock.contract.tenant import Priority
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.waiting import REPEAT_S, WaitWatcher
 from penstock.queue import keys
-from penstock.queue.broker.queue_positions import QueuePositions
-from penstock.queue.inbox_message import encode_progress
+from penstock.queue.broker.jobs import QueuePositions
+from penstock.queue.chunks import encode_progress
 from penstock.queue.wire import NodePressure
 
 PATIENCE_S = 10.0

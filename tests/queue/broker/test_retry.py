@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from penstock.contract.errors import UnavailableError
-from penstock.queue.broker.retry import MAX_CALLS, Retries
+from penstock.queue.broker.connection import MAX_CALLS, Retries
 
 
 def open_retries(outage_s: float) -> Retries:

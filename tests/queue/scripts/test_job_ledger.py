@@ -11,13 +11,11 @@ from fakes.queue.harness import POOL, P, Queue, chunks_of, new_id, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError, RequestError
-from penstock.contract.job_ledger import JobLedger
-from penstock.contract.output import Outcome, Usage
+from penstock.contract.output import JobLedger, Outcome, Usage
 from penstock.queue import keys
-from penstock.queue.audit import audit
-from penstock.queue.broker import job_lists
-from penstock.queue.broker.admin import AdminBroker
-from penstock.queue.broker.job_lists import MAX_EXAMINED, JobLists
+from penstock.queue.broker import jobs
+from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.jobs import MAX_EXAMINED, JobLists
 from penstock.queue.broker.node import Emission, GivenBackJob
 
 MAX_PAST_LEASES = 8
@@ -179,8 +177,8 @@ async def test_lists_of_tenants_are_read_in_pages_newest_first(queue: Queue) -> 
 
 async def test_page_of_a_rare_state_ends_early_and_goes_on(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = await announced(queue)
-    monkeypatch.setattr(job_lists, "_ROUND_IDS", 5)
-    monkeypatch.setattr(job_lists, "MAX_EXAMINED", 10)
+    monkeypatch.setattr(jobs, "_ROUND_IDS", 5)
+    monkeypatch.setattr(jobs, "MAX_EXAMINED", 10)
     node = await queue.node("n2")
     first = await queue.running(node)
     await node.finish(first, 0)
@@ -196,7 +194,7 @@ async def test_page_of_a_rare_state_ends_early_and_goes_on(queue: Queue, monkeyp
 
 async def test_too_many_lists_are_refused(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = await announced(queue)
-    monkeypatch.setattr(job_lists, "MAX_LISTS", 1)
+    monkeypatch.setattr(jobs, "MAX_LISTS", 1)
     for tenant in ("one", "two"):
         await queue.submit(tenant=tenant)
     with pytest.raises(RequestError, match="name a tenant or a pool"):

@@ -9,7 +9,7 @@ from fakes.queue.harness import POOL, P, Queue, new_job
 
 from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority, SamplingParams
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 from penstock.queue import keys
 from penstock.queue.admission import estimate_output_bytes
 from penstock.queue.broker.producer import Submission

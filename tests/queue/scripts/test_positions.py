@@ -6,7 +6,7 @@ import pytest
 from fakes.queue.harness import POOL, Queue, new_id
 
 from penstock.contract.job import Priority
-from penstock.queue.broker.queue_positions import JobWait, QueuePositions
+from penstock.queue.broker.jobs import JobWait, QueuePositions
 
 
 @pytest.fixture

@@ -14,11 +14,10 @@ from penstock.contract.job import Job
 from penstock.contract.output import Choice, Outcome, Usage
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.queue import keys
-from penstock.queue.audit import audit
-from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.jobs import ResponseBroker
 from penstock.queue.broker.node import Emission
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES, Submission
-from penstock.queue.broker.responses import ResponseBroker
 from penstock.queue.results import encode_result
 
 RECORD = ResponseRecord(b"r" * 5000, keep_ms=600_000)

@@ -12,12 +12,11 @@ from redis.asyncio import Redis
 from penstock.contract.errors import BusyError, NotFoundError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Outcome, Usage
-from penstock.contract.terms import UNLIMITED, Terms
+from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.queue import keys
 from penstock.queue.admission import estimate_output_bytes
-from penstock.queue.audit import audit
 from penstock.queue.broker import scripts
-from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import AdminBroker, audit
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.node import Emission, Taken
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES, Submission

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError
 from penstock.contract.output import Outcome, Usage
-from penstock.contract.terms import UNLIMITED, Terms
+from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.contract.usage import MAX_DAYS, MAX_HOURS, Period, UsagePage, UsageQuery
 from penstock.queue import keys
 from penstock.queue.broker.node import Emission, Taken

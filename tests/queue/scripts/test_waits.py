@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority
 from penstock.contract.tasks import Tokenize
-from penstock.contract.terms import Terms
+from penstock.contract.tenant import Terms
 from penstock.queue import keys
 from penstock.queue.broker.producer import Submission
 

@@ -15,7 +15,7 @@ from fixtures.tiny_model import write_tokenizer
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.contract.errors import RequestError
-from penstock.contract.structured import StructuredOutputs
+from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tools import MAX_CALLS, text_parameters
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide

@@ -16,7 +16,7 @@ from fakes.engine_runs import check_idle, drain, tokens_of
 
 from penstock.contract.errors import RequestError, TooCostlyError
 from penstock.contract.job import SamplingParams
-from penstock.contract.structured import MAX_SCHEMA_CHARS
+from penstock.contract.sampling import MAX_SCHEMA_CHARS
 from penstock.gpu_node.engine import Engine, EngineConfig, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.structured import host, lanes, limits

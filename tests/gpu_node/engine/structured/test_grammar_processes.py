@@ -23,7 +23,7 @@ from fakes.guided import mask_of
 
 from penstock.contract.errors import RequestError, TooCostlyError, UnavailableError
 from penstock.contract.job import SamplingParams
-from penstock.contract.structured import StructuredOutputs
+from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tools import WantedCalls, WantedFunction
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest

@@ -13,7 +13,7 @@ from hostile.grammars import real_schemas
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
-from penstock.contract.structured import MAX_SCHEMA_CHARS
+from penstock.contract.sampling import MAX_SCHEMA_CHARS
 from penstock.gpu_node.engine import Engine, EngineConfig
 
 NUM_ANSWERS = 12

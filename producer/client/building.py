@@ -8,12 +8,10 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from penstock.contract.closed_schemas import closed
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Job
-from penstock.contract.problems import problem_of
-from penstock.contract.structured import StructuredOutputs
-from penstock.contract.template_kwargs import reasoning_parser_for
+from penstock.contract.named import problem_of
+from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tools import (
     CallFormName,
     ReasoningParserName,
@@ -21,6 +19,8 @@ from penstock.contract.tools import (
     WantedCalls,
     WantedFunction,
     chosen_function,
+    closed,
+    reasoning_parser_for,
 )
 from penstock.queue.wire import PoolRecord
 

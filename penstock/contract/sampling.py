@@ -1,15 +1,17 @@
-"""Structured-output options of a request. Nodes compile them into masks of allowed tokens."""
+"""Sampling options: structured outputs, and the options as keyword arguments for type checkers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict
 
 from pydantic import AliasChoices, FailFast, Field, StringConstraints, field_validator, model_validator
 
 from penstock.contract.named import Named
 from penstock.contract.tools import WantedCalls, json_of
+
+# Structured-output options of a request. Nodes compile them into masks of allowed tokens.
 
 MAX_SCHEMA_CHARS = 1 << 18
 MAX_GRAMMAR_CHARS = 1 << 16
@@ -83,3 +85,34 @@ class StructuredOutputs(Named):
             names = ", ".join(type(self).model_fields)
             raise ValueError(f"exactly one of {names} must be given, not {given or 'none'}")
         return self
+
+
+# The sampling fields as keyword arguments: wider types than the checked record, whose fields they become.
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments of `SamplingParams`, and of the client's `submit`; `SamplingParams` says what each means."""
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    ignore_eos: bool
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    truncate_prompt_tokens: int | None
+    return_token_ids: bool
+    cache_salt: str | None

@@ -1,8 +1,4 @@
-"""API keys of a gateway: which tenant a caller belongs to, and what it may do.
-
-A key is `pk-<id>-<secret>`. `penstock:keys` stores a record under the id, with an HMAC of the secret. So an attacker
-who can read Redis can neither use nor guess a key. The HMAC's key is the installation's pepper, if any, plus the id.
-"""
+"""Tenants: their API keys, priority classes and terms."""
 
 from __future__ import annotations
 
@@ -11,14 +7,109 @@ import hmac
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from enum import IntEnum
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from penstock.contract.errors import ForbiddenError, NotFoundError, RequestError, UnauthorizedError
 from penstock.contract.job import NAME_PATTERN
-from penstock.contract.priority import ClassName
-from penstock.contract.terms import UNLIMITED, Terms
+
+# Priority classes of jobs, and the check of a requested class against the highest one that the caller may use.
+
+ClassName = Literal["interactive", "standard", "batch"]
+"""The name of a class in the API and in settings."""
+
+
+class Priority(IntEnum):
+    """Priority class of a job; a lower number is more urgent."""
+
+    INTERACTIVE = 0
+    STANDARD = 1
+    BATCH = 2
+
+    @classmethod
+    def of(cls, name: ClassName) -> Priority:
+        """Return the class named `name`."""
+        return cls[name.upper()]
+
+    @property
+    def label(self) -> ClassName:
+        """The class's name in the API."""
+        return _LABELS[self]
+
+
+NUM_PRIORITIES = len(Priority)
+_LABELS: tuple[ClassName, ...] = get_args(ClassName)
+
+
+def allowed_class(asked: ClassName | None, highest: ClassName, owner: str) -> Priority:
+    """Return the class of a request. A request without one gets `standard`, or `highest` if that is less urgent.
+
+    `owner` names the owner of the limit in the error message. Raises ForbiddenError for a class above `highest`.
+    """
+    limit = Priority.of(highest)
+    if asked is None:
+        return max(Priority.STANDARD, limit)
+    if Priority.of(asked) < limit:
+        raise class_not_allowed(Priority.of(asked), limit, owner)
+    return Priority.of(asked)
+
+
+def class_not_allowed(asked: Priority, highest: Priority, owner: str) -> ForbiddenError:
+    """Return the error for a request of a class above the owner's `highest`."""
+    message = f"priority {asked.label!r} is above the highest class of {owner}, which is {highest.label!r}"
+    return ForbiddenError(message, code="class_not_allowed", param="priority")
+
+
+# A tenant's limits and scheduling weight. A trusted submitter, a gateway or a client, states them at each submit.
+
+NO_LIMIT = 0
+MAX_LIMIT = 10**12
+"""The largest limit. Lua counts in floats, which are exact up to 2**53."""
+ACCOUNT_PATTERN = r"^[A-Za-z0-9_-]{0,64}$"
+
+
+class Terms(BaseModel):
+    """A tenant's limits and weight in one pool.
+
+    The submit script enforces them, so they hold across all processes that submit for the tenant. Rates allow a burst
+    of `burst_s` seconds' worth at once. Tokens are charged by predicted cost. When a job ends, the charge is corrected
+    to its actual prompt and output tokens. A job that might exceed the tokens of a minute waits, see PROTOCOL.md.
+    """
+
+    # The docstrings are the help texts of `penstock keys`.
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_open_jobs: int = Field(default=NO_LIMIT, ge=0, le=MAX_LIMIT)
+    """Most jobs that wait or run, per pool and over all of the tenant's keys. 0: no limit."""
+    max_queued_cost: int = Field(default=NO_LIMIT, ge=0, le=MAX_LIMIT)
+    """Most predicted KV tokens of waiting jobs, per pool and over all of the tenant's keys. 0: no limit."""
+    jobs_per_minute: int = Field(default=NO_LIMIT, ge=0, le=MAX_LIMIT)
+    """Most jobs submitted per minute, per pool and over all of the tenant's keys. 0: no limit."""
+    tokens_per_minute: int = Field(default=NO_LIMIT, ge=0, le=MAX_LIMIT)
+    """Most prompt and output tokens per minute, per pool and over all of the tenant's keys. 0: no limit."""
+    weight: float = Field(default=1.0, ge=0.001, le=1000)
+    """Share of a busy pool under the policy fair. A tenant of weight 2 gets twice as much as one of weight 1."""
+    burst_s: int = Field(default=10, ge=1, le=3600)
+    """Burst of a rate limit: this many seconds' worth may come at once."""
+    memory_percent: int = Field(default=NO_LIMIT, ge=0, le=90)
+    """Percent of Redis's memory that the tenant's jobs and results may take. 0: as set for the pool."""
+    account: str = Field(default="", pattern=ACCOUNT_PATTERN)
+    """Account within the tenant to which used tokens are counted: an API key's id, empty for direct Redis clients."""
+
+    def without_limits(self) -> Terms:
+        """Return terms for resubmitting a job that was accepted before and must not be refused now."""
+        return Terms(weight=self.weight, account=self.account)
+
+
+UNLIMITED = Terms()
+
+
+# API keys of a gateway: which tenant a caller belongs to, and what it may do.
+#
+# A key is `pk-<id>-<secret>`. `penstock:keys` stores a record under the id, with an HMAC of the secret. So an attacker
+# who can read Redis can neither use nor guess a key. The HMAC's key is the installation's pepper, if any, plus the id.
 
 Scope = Literal["infer", "metrics", "admin"]
 """`infer` allows generation, and reading of the tenant's own jobs and of the key's own usage. `metrics` allows scraping

@@ -1,0 +1,161 @@
+"""What a pool reports of itself: the load of its engines, its statistics and its latest events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.queue.wire import NodePressure
+
+# The part of an engine's statistics that its node reports with every heartbeat.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """KV blocks, sequences and steps of an engine. Counters grow from its start.
+
+    Times cover the last few hundred steps. A step's time runs from its submission until its tokens are committed.
+    """
+
+    block_size: int = 16
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0
+    """Device blocks that no sequence holds, cached prefixes included."""
+    kv_blocks_cached: int = 0
+    kv_tokens_used: int = 0
+    """Tokens stored in held blocks; shared blocks count once. The difference to those blocks' size is fragmentation."""
+    kv_evictions: int = 0
+    """Cached prefix blocks that the device evicted. The host keeps a copy of each while it has free blocks."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed, recomputed ones included."""
+    decode_tokens: int = 0
+    """Tokens that were sampled, without rejected drafts."""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    """Preemptions that swapped their blocks to host memory; after the others, the KV cache is recomputed."""
+    num_swapped: int = 0
+    """Preempted sequences with their blocks on the host."""
+    swap_blocks_total: int = 0
+    swap_blocks_free: int = 0
+    """Host blocks that no sequence holds, cached prefixes included."""
+    swap_blocks_cached: int = 0
+    swap_evictions: int = 0
+    """Cached prefix blocks that the host evicted."""
+    swapped_out_blocks: int = 0
+    """Blocks copied from the device to the host: of preempted sequences and of evicted prefixes."""
+    swapped_in_blocks: int = 0
+    prefix_lookup_tokens: int = 0
+    """Tokens of all sequences that were admitted without blocks of their own."""
+    prefix_hit_tokens: int = 0
+    """The tokens among `prefix_lookup_tokens` that were found in the prefix cache, on device and host."""
+    swap_hit_tokens: int = 0
+    """The tokens among `prefix_hit_tokens` that were found on the host."""
+    drafted_tokens: int = 0
+    """Drafted tokens that were computed."""
+    accepted_tokens: int = 0
+    """Drafted tokens that were accepted."""
+    step_ms_p50: float = 0.0
+    step_ms_p99: float = 0.0
+    num_failed_steps: int = 0
+    num_memory_failures: int = 0
+    """Failed steps that ran out of memory."""
+    max_step_tokens: int = 0
+    """Largest number of tokens in a step; below the configured limit after a step ran out of memory."""
+    process_bytes: int = 0
+    """Physical memory of the engine's process."""
+    arithmetic: str = ""
+    """The runner and the formats of weights and KV cache with which it computes."""
+
+
+# Statistics of a pool for operators: queue lengths and waits, event counts, and the nodes' pressure records.
+
+EVENTS = {
+    "submitted": "jobs that were accepted",
+    "refused_busy": "submissions that a limit of the pool refused",
+    "refused_memory": "submissions that the limit of Redis's memory refused",
+    "refused_tenant_limit": "submissions that a limit of their tenant refused",
+    "refused_tenant_memory": "submissions that the limit of their tenant's memory refused",
+    "ended_done": "jobs that completed",
+    "ended_failed": "jobs that failed",
+    "ended_cancelled": "jobs that were canceled, or had no reader left",
+    "ended_expired": "jobs that passed their deadline",
+    "dead_letters": "jobs that lost their nodes too often without progress",
+    "nodes_lost": "nodes without a heartbeat for a lease",
+    "losses": "running jobs whose node was lost",
+    "takeovers": "jobs that a node took after another node had started or lost them",
+    "fenced": "writes of a node for a job that another node holds",
+    "given_back_drain": "jobs that a node gave back because it was draining",
+    "given_back_pressure": "jobs that a node gave back because another node had capacity for them",
+    "given_back_lacking": "jobs that a node gave back because it lacks their adapter",
+    "given_back_unlisted": "jobs assigned to a node that did not know of them",
+    "sweep_resets": "sweeps after half a lease without one: Redis was unreachable, or no process was running",
+}
+"""Counters in P:counts, with their help texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """A pool at one moment. Tuples have one entry per class, most urgent first."""
+
+    pool: str
+    depth: tuple[int, ...]
+    """Number of queued jobs."""
+    oldest_ms: tuple[int, ...]
+    """Waiting time of the oldest queued job, in ms; 0 without queued jobs."""
+    cost: tuple[int, ...]
+    """Predicted KV tokens of the queued jobs."""
+    num_open: int
+    counts: Mapping[str, int]
+    """Number of occurrences of each of `EVENTS` since the pool was created."""
+    nodes: tuple[NodePressure, ...]
+    """Pressure records of the live nodes."""
+    kept: Mapping[str, int] = field(default_factory=dict)
+    """Tenant → bytes of Redis memory, of its jobs as stored, and what its running jobs may still write."""
+
+
+# The state of a pool at one moment, for the dashboard: its queue, its nodes and its newest events.
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEvent:
+    """An entry of P:events. Names that an event does not have are empty."""
+
+    at_ms: int
+    kind: str
+    """`node_joined`, `node_left`, `node_lost`, `takeover` or `dead_letter`."""
+    node_id: str
+    """The node that joined, left, was lost, or took over the job."""
+    job_id: str
+    source: str
+    """The node from which the job moved."""
+    reason: str
+    """Why the job moved; see `PastLease`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveNode:
+    """A node that sent a heartbeat within a lease."""
+
+    pressure: NodePressure
+    silent_ms: int
+    """Milliseconds since its last heartbeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolActivity:
+    """A pool at one moment. Tuples of numbers have one entry per class, most urgent first."""
+
+    pool: str
+    depth: tuple[int, ...]
+    """Number of queued jobs."""
+    oldest_ms: tuple[int, ...]
+    """Waiting time of the oldest queued job, in ms; 0 without queued jobs."""
+    queued_of_tenants: Mapping[str, int]
+    """Queued jobs of the tenants that wait for the most KV tokens."""
+    counts: Mapping[str, int]
+    """Number of occurrences of each of `EVENTS` since the pool was created."""
+    nodes: tuple[LiveNode, ...]
+    events: tuple[PoolEvent, ...]
+    """The newest events, oldest first."""

@@ -1,0 +1,364 @@
+"""Jobs as clients see them: their records, their lists, their places in the queue, and the records of responses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from typing import Any, NamedTuple, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
+from penstock.contract.job import Priority, pool_of
+from penstock.contract.output import TERMINAL_STATES, JobLedger, LeaseEnd, Outcome, PastLease, QueuePosition, Usage
+from penstock.queue import keys
+from penstock.queue.broker import scripts
+from penstock.queue.broker.connection import translated
+from penstock.queue.broker.pools import LoggedOnce, pool_names
+
+# Jobs' records as clients see them: the state of a job with its ledger.
+
+STATUS_FIELDS = (
+    *("state", "tenant", "priority", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
+    *("losses", "code", "message", "param", "stored", "used", "retaken", "past_leases", "num_past_leases"),
+    "engine_preemptions",
+)
+"""The fields of a job's hash that `status_of` needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """State of a job. Times are Redis ms, 0 for a stage not reached yet."""
+
+    job_id: str
+    state: str
+    priority: Priority
+    num_chunks: int
+    outcome: Outcome | None
+    submitted_ms: int
+    taken_ms: int
+    first_ms: int
+    finished_ms: int
+    preemptions: int
+    losses: int
+    num_waiting_ahead: int
+    """The queued jobs of more urgent classes and the older ones of its class, while it is queued."""
+    ledger: JobLedger
+    tenant: str = "default"
+    large_result_bytes: int = 0
+    """Size of the result if it is large, else 0."""
+    queue_position: QueuePosition | None = None
+    """The estimated position of a queued job, if a client's `status` has read it. None if the job is delayed."""
+
+
+def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, num_ahead: int = 0) -> JobStatus:
+    """Return a job's state from STATUS_FIELDS of its record.
+
+    `num_chunks`: the length of its log, while the record does not say it. `num_ahead`: the jobs queued before it.
+    """
+    ledger = ledger_of(fields)
+    return JobStatus(
+        *(job_id, fields["state"], Priority(int(fields["priority"])), int(fields["chunks"] or num_chunks)),
+        outcome_of(fields),
+        *times_ms_of(fields),
+        *(ledger.preemptions, ledger.losses, num_ahead),
+        ledger,
+        tenant=fields["tenant"],
+        large_result_bytes=large_result_bytes_of(fields),
+    )
+
+
+def large_result_bytes_of(fields: Mapping[str, str]) -> int:
+    """Return the size of a job's result if it is large, else 0."""
+    stored = fields["stored"].split()
+    return int(stored[1]) if len(stored) > 1 else 0
+
+
+def ledger_of(fields: Mapping[str, str]) -> JobLedger:
+    """Return a job's ledger from STATUS_FIELDS of its record."""
+    usage, kv_token_ms = _used(fields["used"])
+    return JobLedger(
+        fields["state"],
+        *times_ms_of(fields),
+        node_id=fields["node"],
+        retaken_ms=int(fields["retaken"] or 0),
+        past_leases=tuple(_past_leases(fields["past_leases"])),
+        num_past_leases=int(fields["num_past_leases"] or 0),
+        preemptions=int(fields["preemptions"] or 0),
+        engine_preemptions=int(fields["engine_preemptions"] or 0),
+        losses=int(fields["losses"] or 0),
+        usage=usage,
+        kv_token_ms=kv_token_ms,
+    )
+
+
+def outcome_of(fields: Mapping[str, str]) -> Outcome | None:
+    """Return how a job ended, or None for an open job."""
+    state = fields["state"]
+    if state not in TERMINAL_STATES:
+        return None
+    return Outcome(cast(Any, state), fields["code"], fields["message"], fields["param"])
+
+
+def times_ms_of(fields: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Return when a job was submitted, first taken, got its first token, and finished; 0 for a stage not reached."""
+    submitted, taken, first, finished = (int(fields[f] or 0) for f in ("submitted", "taken", "first", "finished"))
+    return submitted, taken, first, finished
+
+
+async def past_leases_of(redis: Redis, job_id: str) -> tuple[PastLease, ...]:
+    """Read which leases of a job have ended before the job did; the newest 8."""
+    with translated():
+        text = await cast(Any, redis).hget(keys.job(job_id), "past_leases")
+    return tuple(_past_leases((text or b"").decode()))
+
+
+def _past_leases(text: str) -> Iterator[PastLease]:
+    """Parse `<node>@<taken>-<ended>:<why>`, separated by spaces."""
+    for entry in text.split():
+        lease, _, why = entry.rpartition(":")
+        node_id, _, times = lease.rpartition("@")
+        taken_ms, _, ended_ms = times.partition("-")
+        yield PastLease(node_id, int(taken_ms), int(ended_ms), cast(LeaseEnd, why))
+
+
+def _used(text: str) -> tuple[Usage | None, int | None]:
+    """Parse `<prompt> <completion> <cached> <kv_token_ms>`, or nothing for an open job."""
+    prompt, _, rest = text.partition(" ")
+    if not prompt:
+        return None, None
+    completion, cached, kv_token_ms = rest.split(" ")
+    return Usage(int(prompt), int(completion), int(cached)), int(kv_token_ms) if kv_token_ms else None
+
+
+# Lists of tenants' jobs, newest first and in pages. A job is listed until its record expires.
+
+_LOG = logging.getLogger(__name__)
+JobState = str
+MAX_PAGE_JOBS = 100
+MAX_EXAMINED = 1000
+"""Records that one page reads. With a rare state a page may so be short, or empty, although more jobs follow."""
+MAX_LISTS = 1000
+"""Lists, one for each pool and tenant, that one page merges."""
+_ROUND_IDS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class JobPage:
+    """Jobs of one page. `next_after` is the cursor of the next page, None after the last page."""
+
+    jobs: tuple[JobStatus, ...]
+    next_after: str | None
+
+
+class JobLists:
+    """Reader of the lists. Raises UnavailableError when Redis is unreachable."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis, self._logged = cast(Any, redis), LoggedOnce(_LOG)
+
+    async def page(
+        self,
+        tenant: str | None,
+        *,
+        pool: str | None = None,
+        state: JobState | None = None,
+        after: str | None = None,
+        limit: int = 20,
+    ) -> JobPage:
+        """Return up to `limit` jobs that follow the cursor `after`, a job's id.
+
+        `tenant` None lists the jobs of all tenants. Raises RequestError for a wrong limit, and if that takes too many
+        lists.
+        """
+        if not 1 <= limit <= MAX_PAGE_JOBS:
+            raise RequestError(f"limit must be from 1 to {MAX_PAGE_JOBS}", param="limit")
+        lists = await self._lists(tenant, pool)
+        cursor, found, num_examined = _time_part(after or ""), list[JobStatus](), 0
+        while num_examined < MAX_EXAMINED:
+            job_ids = await self._newest(lists, cursor)
+            statuses = await self._statuses(job_ids)
+            for number, (job_id, status) in enumerate(zip(job_ids, statuses, strict=True), 1):
+                cursor = _time_part(job_id)
+                if status is not None and state in (None, status.state):
+                    found.append(status)
+                if len(found) == limit:
+                    has_more = number < len(job_ids) or len(job_ids) == _ROUND_IDS
+                    return JobPage(tuple(found), job_id if has_more else None)
+            if len(job_ids) < _ROUND_IDS:
+                return JobPage(tuple(found), None)
+            num_examined += len(job_ids)
+        return JobPage(tuple(found), job_ids[-1])
+
+    async def owner(self, job_id: str) -> str:
+        """Return the tenant that a job belongs to. Raises NotFoundError."""
+        with translated():
+            tenant = await self._redis.hget(keys.job(job_id), "tenant")
+        if tenant is None:
+            raise NotFoundError(f"no job {job_id[:100]}", code="job_not_found", param="job_id")
+        return str(tenant.decode())
+
+    async def _lists(self, tenant: str | None, pool: str | None) -> list[tuple[str, str]]:
+        """Return the pools and tenants whose lists to merge."""
+        with translated():
+            pools = [pool] if pool is not None else await pool_names(self._redis)
+            if tenant is not None:
+                return [(name, tenant) for name in pools]
+            # Each stored job counts there, so no tenant with a list is missing.
+            tenants = await asyncio.gather(*(self._redis.hkeys(keys.stored(name)) for name in pools))
+        lists = [(name, owner.decode()) for name, of_pool in zip(pools, tenants, strict=True) for owner in of_pool]
+        if len(lists) > MAX_LISTS:
+            message = f"tenant: {len(lists)} tenants of pools have jobs; name a tenant or a pool to list fewer than "
+            raise RequestError(f"{message}{MAX_LISTS}", param="tenant")
+        return lists
+
+    async def _newest(self, lists: Iterable[tuple[str, str]], cursor: str) -> list[str]:
+        """Return the newest _ROUND_IDS ids, over all lists, that are older than the cursor."""
+        with translated():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for pool, tenant in lists:
+                    start = f"({pool}.{cursor}" if cursor else "+"
+                    key = keys.jobs(pool, tenant)
+                    pipe.zrange(key, start, "-", desc=True, bylex=True, offset=0, num=_ROUND_IDS)
+                pages = await pipe.execute()
+        job_ids = (job_id.decode() for page in pages for job_id in page)
+        return nlargest(_ROUND_IDS, job_ids, key=_time_part)
+
+    async def _statuses(self, job_ids: Sequence[str]) -> list[JobStatus | None]:
+        """Return the states of these jobs, None for a record that has expired."""
+        with translated():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for job_id in job_ids:
+                    pipe.hmget(keys.job(job_id), STATUS_FIELDS)
+                    pipe.llen(keys.log(job_id))
+                values = await pipe.execute(raise_on_error=False)
+        return [self._status(job_id, *values[2 * at : 2 * at + 2]) for at, job_id in enumerate(job_ids)]
+
+    def _status(self, job_id: str, values: Any, num_chunks: Any) -> JobStatus | None:
+        """Return a job's state, None without a record. A damaged record is logged, and hides this job alone."""
+        try:
+            for answer in (values, num_chunks):
+                if isinstance(answer, Exception):
+                    raise answer
+            if not values[0]:
+                return None
+            fields = {name: (value or b"").decode() for name, value in zip(STATUS_FIELDS, values, strict=True)}
+            return status_of(job_id, fields, num_chunks)
+        except (ValueError, KeyError, ResponseError) as error:
+            self._logged.warn("unreadable job record", keys.job(job_id), error)
+            return None
+
+
+def _time_part(job_id: str) -> str:
+    """Return the UUID of a job's id. It begins with the time, so it orders the jobs of all pools."""
+    return job_id.rpartition(".")[2]
+
+
+# The positions of waiting jobs in their pool's queue, read for many jobs in one call.
+
+MAX_POSITIONS = 128
+"""Jobs whose positions one call reads."""
+_TAKEN, _DELAYED = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class JobWait:
+    """The jobs ahead of a job that has no token yet.
+
+    `num_ahead` are the queued jobs of more urgent classes and the older ones of its class; None if a node has the job,
+    or if the job is delayed. `cost_ahead` is their predicted cost, in KV tokens.
+    """
+
+    num_ahead: int | None
+    cost_ahead: float = 0.0
+    is_taken: bool = False
+
+
+class QueuePositions:
+    """The reader of queue positions."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def of(self, pool: str, job_ids: Sequence[str]) -> list[JobWait | None]:
+        """Return where up to MAX_POSITIONS jobs of a pool are; None for a job that has begun, has ended or is unknown.
+
+        The cost of the jobs of its own class that are ahead of a job is estimated from the mean of that class.
+        """
+        answer = await scripts.call(self._redis, "positions", pool, scripts.packed(list(job_ids)))
+        counts, costs, classes, ahead = answer
+        return [_wait_of(counts, costs, priority, older) for priority, older in zip(classes, ahead, strict=True)]
+
+
+def _wait_of(counts: Sequence[int], costs: Sequence[int], priority: int, older: int) -> JobWait | None:
+    if older < 0:
+        return JobWait(None, is_taken=older == _TAKEN) if older in (_TAKEN, _DELAYED) else None
+    own_class = costs[priority] * older / max(1, counts[priority])
+    return JobWait(sum(counts[:priority]) + older, sum(costs[:priority]) + own_class)
+
+
+# The records of stored responses. `submit` writes a record together with its job; this module reads and deletes it.
+
+SEAL_KEY_BYTES = 32
+
+
+class StoredBytes(NamedTuple):
+    """How many bytes are stored of a response."""
+
+    record: int
+    result: int
+    """The size of its job's result if it is large, else 0."""
+
+
+class ResponseBroker:
+    """The stored responses of all pools. Raises UnavailableError when Redis is unreachable."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def num_bytes(self, job_id: str, tenant: str) -> StoredBytes:
+        """Return how much `read` and the job's result would bring. Raises NotFoundError as `read` does."""
+        with translated():
+            values = await cast(Any, self._redis.hmget(keys.job(job_id), ["tenant", "response_bytes", "stored"]))
+        owner, record, stored = ((value or b"").decode() for value in values)
+        if owner != tenant or not record:
+            raise _no_response(job_id)
+        return StoredBytes(int(record), large_result_bytes_of({"stored": stored}))
+
+    async def read(self, job_id: str, tenant: str) -> bytes:
+        """Return the record of a stored response. Raises NotFoundError, also for the response of another tenant."""
+        with translated():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.hget(keys.job(job_id), "tenant")
+                pipe.get(keys.response(job_id))
+                owner, record = await pipe.execute()
+        if record is None or owner is None or owner.decode() != tenant:
+            raise _no_response(job_id)
+        return cast(bytes, record)
+
+    async def delete(self, job_id: str, tenant: str) -> None:
+        """Delete a stored response with its job's log and result. An open job is canceled. Raises NotFoundError."""
+        answer = await cast(Any, scripts.call(self._redis, "delete_response", pool_of(job_id), job_id, tenant))
+        if answer != b"OK":
+            raise _no_response(job_id)
+
+    async def seal_key(self) -> bytes:
+        """Return the secret of all gateways for the seals of summaries. The first call of all stores a random one."""
+        redis = cast(Any, self._redis)
+        with translated():
+            found = await redis.get(keys.SEAL_KEY)
+            if found is None:
+                await redis.set(keys.SEAL_KEY, secrets.token_bytes(SEAL_KEY_BYTES), nx=True)
+                found = await redis.get(keys.SEAL_KEY)
+        if found is None:
+            raise UnavailableError("the secret for the seals of summaries was deleted just now", code="no_seal_key")
+        return cast(bytes, found)
+
+
+def _no_response(job_id: str) -> NotFoundError:
+    return NotFoundError(f"no response is stored of job {job_id}", code="response_not_found")

@@ -1,0 +1,340 @@
+"""Pools: their names, their statistics and their latest events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from heapq import nlargest
+from itertools import islice
+from typing import Any, cast
+
+from redis import exceptions
+from redis.asyncio import Redis
+
+from penstock.contract.job import NAME_PATTERN
+from penstock.contract.pool import EVENTS, LiveNode, PoolActivity, PoolEvent, PoolStats
+from penstock.contract.tenant import NUM_PRIORITIES
+from penstock.queue import keys, wire
+from penstock.queue.broker.connection import translated
+from penstock.queue.keys import PROTOCOL_VERSION
+from penstock.queue.msgpack_codec import WireError
+from penstock.queue.wire import PoolEntry, PoolRecord
+
+# The list of pools in penstock:pools. It is a hint: a listed name is a pool only if it has a record.
+#
+# Only operators and nodes that may write every pool write the list. It also says which names a pool may serve beside
+# its own, so a node whose rules confine it to one pool cannot claim the names of another. Readers look at a bounded
+# number of fields in each read, and skip what they cannot read.
+
+_LOG = logging.getLogger(__name__)
+MAX_POOLS = 1000
+"""Pools that a process reads; further names are ignored."""
+MAX_SCANNED = 10_000
+"""Fields of the list that one read looks at. The next read of the same process continues there."""
+_SCAN_COUNT = 1000
+_MAX_LOGGED = 100
+_NAME = re.compile(NAME_PATTERN)
+_WRITE = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
+"""HSET behind a free write. A full Redis refuses a plain HSET, but a full Redis needs new nodes most."""
+
+
+class LoggedOnce:
+    """Logs each damaged key once per process, and at most 100 of them."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log, self._seen = log, set[object]()
+
+    def warn(self, message: str, key: object, error: object) -> None:
+        """Log `message` with the key and the error, unless the key was logged before."""
+        if key not in self._seen and len(self._seen) < _MAX_LOGGED:
+            self._seen.add(key)
+            self._log.warning(message, extra={"key": repr(key), "error": str(error)})
+
+
+@dataclass(frozen=True, slots=True)
+class ListedPool:
+    """A name of the list with its entry. A damaged entry allows the pool's own name alone."""
+
+    entry: PoolEntry
+    older: PoolRecord | None = None
+    """The record of a pool of another protocol version, which announces it here."""
+    protocol_version: int = PROTOCOL_VERSION
+    is_damaged: bool = False
+
+
+@dataclass
+class PoolList:
+    """The list as one process reads it. `known` has the pools with a record, which no flood of names can hide."""
+
+    redis: Redis
+    known: dict[str, ListedPool] = field(default_factory=dict)
+    _cursor: int = 0
+    _logged: LoggedOnce = field(default_factory=lambda: LoggedOnce(_LOG))
+
+    async def read(self) -> dict[str, ListedPool]:
+        """Return the listed pools, at most MAX_POOLS. Call it within `translated()`."""
+        begun, found, num_scanned = self._cursor, dict[str, ListedPool](), 0
+        while num_scanned < MAX_SCANNED:
+            self._cursor, fields = await self._scan(self._cursor)
+            num_scanned += len(fields)
+            for name, data in fields.items():
+                if (listed := self._listed(name, data)) is not None:
+                    found[listed.entry.pool] = listed
+            if self._cursor == 0:
+                break
+        if begun or self._cursor:
+            found = {name: listed for name, listed in self.known.items() if name not in found} | found
+        ranked = sorted(found.items(), key=lambda item: (item[0] not in self.known, item[1].is_damaged))
+        return dict(islice(ranked, MAX_POOLS))
+
+    async def _scan(self, cursor: int) -> tuple[int, dict[bytes, bytes]]:
+        try:
+            return cast(
+                "tuple[int, dict[bytes, bytes]]",
+                await cast(Any, self.redis.hscan(keys.POOLS, cursor, count=_SCAN_COUNT)),
+            )
+        except exceptions.ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            self._logged.warn("unreadable pool list", keys.POOLS, error)
+            return 0, {}
+
+    def _listed(self, name: bytes, data: bytes) -> ListedPool | None:
+        try:
+            listed = parsed(name, data)
+        except WireError as error:
+            self._logged.warn("unreadable pool entry", name[:64], error)
+            return None if (pool := name_of(name)) is None else ListedPool(PoolEntry(pool, ()), is_damaged=True)
+        return listed
+
+
+def name_of(name: bytes) -> str | None:
+    """Return a field's name if a pool may have it, else None."""
+    text = name.decode(errors="replace")
+    return text if _NAME.fullmatch(text) else None
+
+
+def parsed(name: bytes, data: bytes) -> ListedPool:
+    """Return a field of the list. Raises WireError."""
+    if (pool := name_of(name)) is None:
+        raise WireError(f"{name[:64]!r} is not a pool's name")
+    try:
+        return ListedPool(wire.decode_entry(pool, data))
+    except WireError:
+        record, version = wire.decode_pool_of_any_version(data)
+        if version == PROTOCOL_VERSION or record.pool != pool:
+            raise
+        return ListedPool(PoolEntry(pool), record, version)
+
+
+async def pool_names(redis: Redis) -> list[str]:
+    """Return the names of the listed pools, sorted. Call it within `translated()`."""
+    return sorted(await PoolList(redis).read())
+
+
+async def write_entry(redis: Redis, entry: PoolEntry) -> None:
+    """Write a pool's entry, also into a full Redis. Call it within `translated()`."""
+    await cast(Any, redis).eval(_WRITE, 1, keys.POOLS, entry.pool, wire.encode_entry(entry))
+
+
+async def keep_listed(redis: Redis, pool: str) -> None:
+    """List a pool, unless it is listed, and mend what is damaged. Raises redis-py's errors.
+
+    An operator's entry stays. While the list has more than MAX_POOLS fields, some that are not entries are removed.
+    """
+    client = cast(Any, redis)
+    try:
+        data, num_fields = await client.hget(keys.POOLS, pool), await client.hlen(keys.POOLS)
+    except exceptions.ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        await client.delete(keys.POOLS)
+        data, num_fields = None, 0
+    if not _is_entry(pool.encode(), data):
+        await write_entry(redis, PoolEntry(pool))
+    if num_fields > MAX_POOLS:
+        await remove_junk(redis)
+
+
+async def remove_junk(redis: Redis, num_fields: float = MAX_SCANNED) -> int:
+    """Remove fields of the list that are not entries, among at least `num_fields` fields. Return how many."""
+    client, cursor, num_scanned, num_removed = cast(Any, redis), 0, 0, 0
+    while num_scanned < num_fields:
+        cursor, fields = await client.hscan(keys.POOLS, cursor, count=_SCAN_COUNT)
+        num_scanned += len(fields)
+        if junk := [name for name, data in fields.items() if not _is_entry(name, data)]:
+            num_removed += await client.hdel(keys.POOLS, *junk)
+        if cursor == 0:
+            break
+    return num_removed
+
+
+def _is_entry(name: bytes, data: bytes | None) -> bool:
+    try:
+        return data is not None and bool(parsed(name, data))
+    except WireError:
+        return False
+
+
+def with_allowed_names(record: PoolRecord, entry: PoolEntry) -> PoolRecord:
+    """Return the record without the names that the pool may not serve."""
+    if entry.names is None:
+        return record
+    allowed = {record.pool, *entry.names}
+    return replace(
+        record,
+        model=record.model if record.model in allowed else record.pool,
+        aliases=tuple(alias for alias in record.aliases if alias in allowed),
+        adapters={name: digest for name, digest in record.adapters.items() if name in allowed},
+    )
+
+
+# Reader of pool statistics for operators.
+
+
+class StatsBroker:
+    """Reader of pool statistics. Raises UnavailableError when Redis is unreachable."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = cast(Any, redis)
+
+    async def all(self) -> list[PoolStats]:
+        """Return the statistics of every announced pool."""
+        with translated():
+            pools = await pool_names(self._redis)
+            return list(await asyncio.gather(*map(self._of, pools)))
+
+    async def memory(self) -> tuple[int, int]:
+        """Return the bytes that Redis uses and its `maxmemory` (0: no limit)."""
+        with translated():
+            info = await self._redis.info("memory")
+        return int(info["used_memory"]), int(info["maxmemory"])
+
+    async def _of(self, pool: str) -> PoolStats:
+        redis, classes = self._redis, range(NUM_PRIORITIES)
+        (
+            time,
+            lease_ms,
+            num_open,
+            counts,
+            heartbeats,
+            records,
+            stored,
+            reserved,
+            backlog,
+            *waiting,
+        ) = await asyncio.gather(
+            redis.time(),
+            redis.hget(keys.config(pool), "lease_ms"),
+            redis.scard(keys.open_jobs(pool)),
+            redis.hgetall(keys.counts(pool)),
+            redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
+            redis.hgetall(keys.pressure(pool)),
+            redis.hgetall(keys.stored(pool)),
+            redis.hgetall(keys.reserved(pool)),
+            redis.hmget(keys.backlog(pool), [str(p) for p in classes]),
+            *(redis.zcard(keys.waiting(pool, p)) for p in classes),
+            *(redis.zrange(keys.waiting(pool, p), 0, 0, withscores=True) for p in classes),
+        )
+        seconds, micros = time
+        now_ms = seconds * 1000 + micros // 1000
+        depth, heads = waiting[: len(classes)], waiting[len(classes) :]
+        nodes = []
+        for node, heartbeat_ms in heartbeats:
+            if heartbeat_ms >= now_ms - int(lease_ms or 0) and node in records:
+                # A node of another protocol version has a record that this one cannot read.
+                with suppress(WireError):
+                    nodes.append(wire.decode_pressure(records[node]))
+        return PoolStats(
+            pool,
+            tuple(depth),
+            tuple(max(0, now_ms - int(head[0][1])) if head else 0 for head in heads),
+            tuple(max(0, int(cost or 0)) for cost in backlog),
+            num_open,
+            {event: int(counts.get(event.encode(), 0)) for event in EVENTS},
+            tuple(nodes),
+            {tenant.decode(): int(size) + int(reserved.get(tenant, 0)) for tenant, size in stored.items()},
+        )
+
+
+# Reader of what happens in pools, for the dashboard. One read of a pool takes at most two round trips.
+
+MAX_TENANTS = 8
+"""Tenants of a pool whose queued jobs are counted, those that wait for the most KV tokens first."""
+MAX_TENANTS_READ = 1000
+"""Waiting tenants of which these are chosen. Redis may return a few more."""
+MAX_EVENTS = 50
+"""Newest events of a pool that are read."""
+_ABSENT = "-"
+_CLASSES = range(NUM_PRIORITIES)
+
+
+class ActivityBroker:
+    """Reader of pools' activity. Raises UnavailableError when Redis is unreachable."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = cast(Any, redis)
+
+    async def of(self, pools: Sequence[str]) -> list[PoolActivity]:
+        """Return the activity of each pool."""
+        with translated():
+            return list(await asyncio.gather(*map(self._of, pools)))
+
+    async def _of(self, pool: str) -> PoolActivity:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.time()
+            pipe.hget(keys.config(pool), "lease_ms")
+            pipe.hgetall(keys.counts(pool))
+            pipe.zrange(keys.nodes(pool), 0, -1, withscores=True)
+            pipe.hgetall(keys.pressure(pool))
+            pipe.zrevrange(keys.events(pool), 0, MAX_EVENTS - 1)
+            pipe.hscan(keys.queued(pool), 0, count=MAX_TENANTS_READ)
+            for priority in _CLASSES:
+                pipe.zcard(keys.waiting(pool, priority))
+                pipe.zrange(keys.waiting(pool, priority), 0, 0, withscores=True)
+            time, lease_ms, counts, heartbeats, records, events, (_, queued), *waiting = await pipe.execute()
+        now_ms = time[0] * 1000 + time[1] // 1000
+        return PoolActivity(
+            pool,
+            depth=tuple(waiting[::2]),
+            oldest_ms=tuple(max(0, now_ms - int(head[0][1])) if head else 0 for head in waiting[1::2]),
+            queued_of_tenants=await self._queued_of_tenants(pool, queued),
+            counts={event: int(counts.get(event.encode(), 0)) for event in EVENTS},
+            nodes=tuple(_live_nodes(heartbeats, records, now_ms, int(lease_ms or 0))),
+            events=tuple(_event_of(member.decode()) for member in reversed(events)),
+        )
+
+    async def _queued_of_tenants(self, pool: str, costs: Mapping[bytes, bytes]) -> dict[str, int]:
+        """Count the queued jobs of the tenants with the highest queued cost."""
+        largest = nlargest(MAX_TENANTS, costs, key=lambda tenant: int(costs[tenant]))
+        if not largest:
+            return {}
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for tenant in largest:
+                for priority in _CLASSES:
+                    pipe.xlen(keys.queue(pool, priority, tenant.decode()))
+                    pipe.zcard(keys.requeued(pool, priority, tenant.decode()))
+            lengths = await pipe.execute()
+        step = 2 * NUM_PRIORITIES
+        return {tenant.decode(): sum(lengths[i * step : (i + 1) * step]) for i, tenant in enumerate(largest)}
+
+
+def _live_nodes(
+    heartbeats: Sequence[tuple[bytes, float]], records: Mapping[bytes, bytes], now_ms: int, lease_ms: int
+) -> list[LiveNode]:
+    nodes = []
+    for node, heartbeat_ms in sorted(heartbeats):
+        if heartbeat_ms >= now_ms - lease_ms and node in records:
+            # A node of another protocol version has a record that this one cannot read.
+            with suppress(WireError):
+                nodes.append(LiveNode(wire.decode_pressure(records[node]), max(0, now_ms - int(heartbeat_ms))))
+    return nodes
+
+
+def _event_of(member: str) -> PoolEvent:
+    at_ms, *names = member.split(" ")
+    return PoolEvent(int(at_ms), *("" if name == _ABSENT else name for name in names))
