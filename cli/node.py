@@ -37,8 +37,7 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
         penstock node model.gguf --kv-cache-dtype int8 --alias small
     """
     try:
-        from penstock.gpu_node.process import run_node
-        from penstock.gpu_node.process_exit import exiting_despite_threads
+        from penstock.gpu_node.process import exiting_despite_threads, run_node
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock[node]'") from error
 

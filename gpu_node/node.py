@@ -15,26 +15,23 @@ from typing import Any
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.tasks import KINDS
-from penstock.gpu_node.doorbell import Bell, listen
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
-from penstock.gpu_node.engine_worker import EngineLike, EngineWorker
-from penstock.gpu_node.heartbeat import Heartbeat, heartbeat_interval_s
-from penstock.gpu_node.held_job import HeldJob
-from penstock.gpu_node.inbox import JobInbox
-from penstock.gpu_node.job_intake import JobIntake
-from penstock.gpu_node.ledger import Ledger
-from penstock.gpu_node.load_shedder import LoadShedder
-from penstock.gpu_node.monitor.engine_watch import EngineWatch
-from penstock.gpu_node.monitor.job_reports import reports_of
-from penstock.gpu_node.monitor.liveness import answering
-from penstock.gpu_node.monitor.node_profiler import NodeProfiler
-from penstock.gpu_node.monitor.snapshot import take_snapshot
-from penstock.gpu_node.monitor.watchdog import EngineStalledError
-from penstock.gpu_node.outbox import Outbox
+from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
+from penstock.gpu_node.jobs.held_job import HeldJob
+from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.monitor.profile import NodeProfiler
+from penstock.gpu_node.monitor.reports import reports_of
+from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.publishing.pace import new_pace
-from penstock.gpu_node.seats import NO_SEATS, Seats, declare_dead
+from penstock.gpu_node.service.health import EngineStalledError, EngineWatch
+from penstock.gpu_node.service.heartbeat import Heartbeat, heartbeat_interval_s, take_snapshot
+from penstock.gpu_node.service.liveness import answering
+from penstock.gpu_node.service.seats import NO_SEATS, Seats, declare_dead
+from penstock.gpu_node.service.threads import Threads
 from penstock.gpu_node.settings import NodeSettings
-from penstock.gpu_node.threads import Threads
+from penstock.gpu_node.taking.inbox import Bell, JobInbox, listen
+from penstock.gpu_node.taking.intake import JobIntake
+from penstock.gpu_node.taking.load_shedder import LoadShedder
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect, warn_of_eviction, with_retries
 from penstock.queue.broker.node import LeaseLostError, NodeBroker

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from penstock.gpu_node.monitor.liveness import states_of
+from penstock.gpu_node.service.liveness import states_of
 from penstock.gpu_node.settings import NodeSettings
 
 MAX_HEARTBEAT_AGE_S = 60.0

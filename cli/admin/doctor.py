@@ -41,7 +41,7 @@ NODE_ADVICE = {
     "loop": "find what pauses the machine: swap, no free core, a frozen virtual machine",
     "clock": "nothing: only Redis's clock counts",
 }
-"""Unhealthy part of a node (`gpu_node/monitor/health.py`) → what to do."""
+"""Unhealthy part of a node (`gpu_node/service/health.py`) → what to do."""
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 

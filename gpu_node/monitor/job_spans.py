@@ -19,9 +19,8 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind
 from penstock.contract.output import PastLease
 from penstock.contract.tasks import Embed
 from penstock.contract.tenant import Priority
-from penstock.gpu_node.held_job import HeldJob
-from penstock.gpu_node.monitor.job_times import EndedJob
-from penstock.gpu_node.monitor.job_trace import JobTrace
+from penstock.gpu_node.jobs.held_job import HeldJob
+from penstock.gpu_node.jobs.times import EndedJob, JobTrace
 from penstock.queue.wire import Request
 from penstock.runtime.tracing.context import context_carried
 from penstock.runtime.tracing.export import Tracing

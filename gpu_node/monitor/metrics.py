@@ -8,22 +8,104 @@ from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app, start_http_server
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.monitor.counters import NodeCounts, SendCounts
-from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram
-from penstock.gpu_node.monitor.gpu_metrics import GpuMetrics
-from penstock.gpu_node.monitor.job_metrics import job_metrics
-from penstock.gpu_node.monitor.vllm_metrics import vllm_metrics
+from penstock.contract.job import Priority
+from penstock.gpu_node.jobs.times import JobMetrics, NodeCounts, SendCounts
+from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram, vllm_metrics
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.publishing.pace import Pace
 from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.loop_metrics import loop_metrics
 from penstock.runtime.loop_watch import LoopWatch
 
+# Prometheus metrics of a node's jobs, by model and class.
+
+LABELS = ("model", "priority")
+_HISTOGRAMS = {
+    "queue_seconds": ("queue_s", "Seconds from a job's submission until a node took it."),
+    "prefill_seconds": ("prefill_s", "Seconds from the taking of a job until its first token."),
+    "time_to_first_token_seconds": ("first_token_s", "Seconds from a job's submission until its first token."),
+    "decode_seconds": ("decode_s", "Seconds from a job's first token until its end."),
+    "seconds": ("total_s", "Seconds from a job's submission until its end."),
+    "inter_token_seconds": ("inter_token_s", "Seconds between two outputs of a choice."),
+    "time_per_output_token_seconds": ("output_token_s", "Mean seconds of a job's output tokens after the first."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of a job."),
+    "output_tokens": ("output_tokens", "Output tokens of a job."),
+}
+"""Histograms: the name of the metric, the attribute of ClassMetrics, and the help text."""
+
+
+def job_metrics(jobs: JobMetrics, model: str) -> Iterator[Metric]:
+    """Yield the metrics of a node's jobs."""
+    for name, (attribute, text) in _HISTOGRAMS.items():
+        family = HistogramMetricFamily(f"penstock_job_{name}", text, labels=LABELS)
+        for priority, metrics in zip(Priority, jobs.classes, strict=True):
+            values = getattr(metrics, attribute)
+            family.add_metric((model, priority.label), values.buckets, values.total)
+        yield family
+    text = "Ended jobs, by finish reason, or by state if they are not done."
+    ends = CounterMetricFamily("penstock_job_ends", text, labels=(*LABELS, "reason"))
+    for priority, metrics in zip(Priority, jobs.classes, strict=True):
+        for reason, count in sorted(metrics.ends.items()):
+            ends.add_metric((model, priority.label, reason), count)
+    yield ends
+
+
+# Prometheus metrics of a node's GPU, as its driver reports them (NVML).
+#
+# They need the package nvidia-ml-py (extra `gpu`). It is imported only on a node with a GPU.
+
 log = logging.getLogger(__name__)
+
+_GAUGES = {
+    "penstock_gpu_utilization_ratio": "Share of the driver's last sample period in which a kernel ran on the GPU.",
+    "penstock_gpu_memory_used_bytes": "Memory of the GPU that is in use, by any process.",
+    "penstock_gpu_memory_total_bytes": "Memory of the GPU.",
+}
+
+
+class GpuMetrics:
+    """Reads the metrics of one GPU. The driver's library is loaded at the first scrape."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._gpu: Any = None
+        self._is_opened = False
+
+    def collect(self, uuid: str) -> Iterator[Metric]:
+        """Yield the metrics of the GPU with this UUID: none for an empty UUID, and none while the driver fails."""
+        if not uuid:
+            return
+        if not self._is_opened:
+            self._is_opened = True
+            self._open(uuid)
+        if self._gpu is None:
+            return
+        try:
+            rates = self._nvml.nvmlDeviceGetUtilizationRates(self._gpu)
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._gpu)
+        except self._nvml.NVMLError as error:
+            log.debug("the GPU's driver does not answer", extra={"reason": str(error)})
+            return
+        for (name, text), value in zip(_GAUGES.items(), (rates.gpu / 100, memory.used, memory.total), strict=True):
+            yield GaugeMetricFamily(name, text, value=value)
+
+    def _open(self, uuid: str) -> None:
+        try:
+            import pynvml
+        except ModuleNotFoundError:
+            log.info("no metrics of the GPU", extra={"reason": "pip install 'penstock[gpu]'"})
+            return
+        try:
+            pynvml.nvmlInit()
+            self._gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        except pynvml.NVMLError as error:
+            log.warning("no metrics of the GPU", extra={"gpu": uuid, "reason": str(error)})
+        self._nvml = pynvml
+
 
 COUNTED = {
     "taken": "Jobs taken.",

@@ -11,9 +11,62 @@ processes continuously.
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Callable
 
-from penstock.gpu_node.publishing.send_cost import SendCost
+# A timer that may be set to several times and rings at the earliest.
+
+
+class Alarm:
+    """A timer that rings at the earliest time set since its last ring. It belongs to the running event loop."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._on_ring = ring
+
+    def set(self, delay_s: float) -> None:
+        """Ring after at most `delay_s` seconds."""
+        # Rounded up to milliseconds, the resolution of uvloop's timers: a ring before the time would find nothing due.
+        at_s = math.ceil((self._loop.time() + delay_s) * 1000) / 1000
+        if self._timer is not None:
+            if self._timer.when() <= at_s:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(at_s, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._on_ring()
+
+
+# The CPU time that sending takes on the node's event loop, learned from each send.
+
+SEND_S = 200e-6
+CHUNK_S = 20e-6
+"""First estimate: CPU seconds of each send, and of each chunk in it. Measured on busy cores."""
+RATE = 0.05
+"""Weight of the newest send in the learned ratio."""
+MAX_RATIO = 8.0
+"""Bound of what one send teaches, since other work of the event loop may fall into its time."""
+
+
+class SendCost:
+    """Expected CPU seconds of a send: the first estimate times a ratio learned from measured sends."""
+
+    def __init__(self) -> None:
+        self._ratio = 1.0
+
+    def of(self, num_chunks: int) -> float:
+        """Return the expected CPU seconds of a send with this number of chunks."""
+        return self._ratio * (SEND_S + num_chunks * CHUNK_S)
+
+    def note(self, num_chunks: int, cpu_s: float) -> None:
+        """Learn from a send that took `cpu_s`."""
+        ratio = cpu_s / (SEND_S + num_chunks * CHUNK_S)
+        self._ratio += RATE * (min(ratio, MAX_RATIO) - self._ratio)
+
 
 BUSY_SHARE = 0.03
 """Share of a core that a node may spend on sending while its engine computes on all cores."""

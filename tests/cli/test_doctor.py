@@ -27,7 +27,7 @@ from penstock.cli.admin.doctor import (
 )
 from penstock.cli.admin.gpus import Gpu, GpuMachine, judge_gpus, this_machine
 from penstock.contract.pool import PoolStats
-from penstock.gpu_node.monitor import health
+from penstock.gpu_node.service import health
 from penstock.queue.wire import NodePressure
 
 GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}

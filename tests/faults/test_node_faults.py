@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.job import SamplingParams, seed_of
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.held_job import HeldJob
+from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.node import Capacity, GivenBackJob, NodeBroker

@@ -19,8 +19,8 @@ from fakes.processes.node_process import NodeProcess
 from faults.tools.work import PROMPT, Work, check_settled, holder, new_work
 from redis.asyncio import Redis
 
-from penstock.gpu_node import seats
-from penstock.gpu_node.seats import take_seats
+from penstock.gpu_node.service import seats
+from penstock.gpu_node.service.seats import take_seats
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
@@ -96,7 +96,7 @@ async def test_takeover_does_not_wait_until_a_restarted_node_has_loaded_its_mode
 LOADING = """
 import asyncio
 from penstock.runtime.settings import RedisSettings
-from penstock.gpu_node.seats import declare_dead_before_loading, take_seats
+from penstock.gpu_node.service.seats import declare_dead_before_loading, take_seats
 from penstock.gpu_node.settings import NodeSettings
 
 async def main():

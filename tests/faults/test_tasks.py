@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from penstock import AsyncClient
 from penstock.contract.tasks import Tokenize, Tokenized
-from penstock.gpu_node.job_intake import MAX_CHARS_ON_LOOP
+from penstock.gpu_node.taking.intake import MAX_CHARS_ON_LOOP
 from penstock.queue.broker.audit import AdminBroker, audit
 
 TEXT = "x" * (MAX_CHARS_ON_LOOP + 1)

@@ -10,13 +10,13 @@ from fakes.processes.reference_engine import ReferenceEngine
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
-from penstock.gpu_node.engine_worker import MAX_FAILED_STEPS, EngineWorker
+from penstock.gpu_node.engine.worker import MAX_FAILED_STEPS, EngineWorker
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that failed is tried again at once."""
-    monkeypatch.setattr("penstock.gpu_node.engine_worker.MAX_PAUSE_S", 0.001)
+    monkeypatch.setattr("penstock.gpu_node.engine.worker.MAX_PAUSE_S", 0.001)
 
 
 @pytest.fixture

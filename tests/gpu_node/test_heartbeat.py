@@ -10,7 +10,7 @@ from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import PATIENCE_S, running_node
 
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.heartbeat import RateEstimator
+from penstock.gpu_node.service.heartbeat import RateEstimator
 
 
 def test_a_rate_follows_the_counter_and_survives_idle_times() -> None:

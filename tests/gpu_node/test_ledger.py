@@ -10,8 +10,8 @@ from penstock.contract.errors import InvariantError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, Chunk, Outcome, TokenLogprobs, Usage
 from penstock.gpu_node.engine.records import StepOutput
-from penstock.gpu_node.held_job import HeldJob
-from penstock.gpu_node.ledger import MAX_REPORTED_TENANTS, Ledger
+from penstock.gpu_node.jobs.held_job import HeldJob
+from penstock.gpu_node.jobs.ledger import MAX_REPORTED_TENANTS, Ledger
 from penstock.queue import results, wire
 from penstock.queue.broker.node import Taken
 

@@ -30,14 +30,15 @@ from penstock.contract.output import Chunk, Result
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tools import ToolCall
 from penstock.contract.usage import UsageQuery
-from penstock.gpu_node import heartbeat, inbox
 from penstock.gpu_node.engine.prepared import Prepared
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.engine.text.bad_words import BadWords
 from penstock.gpu_node.engine.text.chat_template import ChatTemplate
-from penstock.gpu_node.engine_worker import EngineLike
-from penstock.gpu_node.job_intake import MAX_CHARS_ON_LOOP
+from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.node import Node
+from penstock.gpu_node.service import heartbeat
+from penstock.gpu_node.taking import inbox
+from penstock.gpu_node.taking.intake import MAX_CHARS_ON_LOOP
 from penstock.queue import keys
 from penstock.queue.broker.audit import AdminBroker, audit
 from penstock.queue.broker.node import NodeBroker

@@ -20,9 +20,9 @@ from penstock.contract.output import Chunk
 from penstock.contract.tenant import Terms
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
-from penstock.gpu_node.engine_worker import EngineLike
-from penstock.gpu_node.held_job import HeldJob
-from penstock.gpu_node.ledger import Ledger
+from penstock.gpu_node.engine.worker import EngineLike
+from penstock.gpu_node.jobs.held_job import HeldJob
+from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.node import Node
 from penstock.queue import keys
 from penstock.queue.broker.node import Taken

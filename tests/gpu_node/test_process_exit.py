@@ -16,7 +16,7 @@ from penstock.producer.client import Client
 LEAVING = """
 import ctypes, logging, sys, threading
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.process_exit import exiting_despite_threads
+from penstock.gpu_node.process import exiting_despite_threads
 
 logging.basicConfig(format="%(message)s")
 with exiting_despite_threads(lambda error: 3):

@@ -14,12 +14,10 @@ from penstock.contract.pool import EVENTS
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.ledger import Ledger
-from penstock.gpu_node.monitor.engine_metrics import engine_metrics
-from penstock.gpu_node.monitor.job_metrics import job_metrics
-from penstock.gpu_node.monitor.job_times import JobMetrics
-from penstock.gpu_node.monitor.metrics import COUNTED
-from penstock.gpu_node.monitor.vllm_metrics import vllm_metrics
+from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.times import JobMetrics
+from penstock.gpu_node.monitor.engine_metrics import engine_metrics, vllm_metrics
+from penstock.gpu_node.monitor.metrics import COUNTED, job_metrics
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import ClientStats
 from penstock.runtime.histogram import Histogram

@@ -16,7 +16,7 @@ from bench.engines.stepped import SteppedSession
 from bench.workload import BenchRequest
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine_worker import EngineLike
+from penstock.gpu_node.engine.worker import EngineLike
 
 EMPTY_CACHE = "BENCH_EMPTY_CACHE"
 """The variable that makes a run load as for the first time."""

@@ -15,11 +15,11 @@ from bench.queue_cost.waiting_gpu import make_engine
 from penstock.cli.demo_model import demo_model
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine_worker import EngineWorker
+from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.model.gpu.runner import GpuRunner
-from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.process import serve_engine
-from penstock.gpu_node.publishing.quick_emit import QuickEmit
+from penstock.gpu_node.publishing.outbox import Outbox
+from penstock.gpu_node.publishing.sending import QuickEmit
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue.broker.node import NodeBroker
 from penstock.runtime.gc_freeze import freeze_gc

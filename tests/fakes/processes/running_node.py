@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from penstock.gpu_node.engine_worker import EngineLike
+from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.settings import NodeSettings
 

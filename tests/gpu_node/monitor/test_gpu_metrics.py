@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gpu_node.monitor.gpu_metrics import GpuMetrics
+from penstock.gpu_node.monitor.metrics import GpuMetrics
 
 GPU = "GPU-6d1f5a2e-0000-4000-8000-000000000001"
 
@@ -86,7 +86,7 @@ def test_missing_package_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_node_without_a_gpu_does_not_import_the_library() -> None:
     code = (
-        "import sys; from penstock.gpu_node.monitor.gpu_metrics import GpuMetrics; "
+        "import sys; from penstock.gpu_node.monitor.metrics import GpuMetrics; "
         "print(list(GpuMetrics().collect('')), 'pynvml' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 
-from penstock.gpu_node.monitor.health import REMEMBERED_S, Health, HealthSample
+from penstock.gpu_node.service.health import REMEMBERED_S, Health, HealthSample
 
 WELL = HealthSample(
     now_s=1000.0,

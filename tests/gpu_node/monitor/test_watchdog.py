@@ -9,7 +9,7 @@ from fakes.processes.reference_engine import ReferenceEngine
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.monitor.watchdog import Watchdog
+from penstock.gpu_node.service.health import Watchdog
 
 IDLE = ReferenceEngine().stats()
 BUSY = replace(IDLE, num_running=1)

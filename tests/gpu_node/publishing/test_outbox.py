@@ -14,14 +14,14 @@ from fakes.processes.reference_engine import ReferenceEngine
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, Outcome, TokenLogprobs, Usage
-from penstock.gpu_node.doorbell import Bell
 from penstock.gpu_node.engine.records import StepOutput
-from penstock.gpu_node.engine_worker import EngineWorker
-from penstock.gpu_node.held_job import HeldJob
-from penstock.gpu_node.ledger import Ledger
-from penstock.gpu_node.outbox import Outbox
-from penstock.gpu_node.publishing import pace, send_cost
+from penstock.gpu_node.engine.worker import EngineWorker
+from penstock.gpu_node.jobs.held_job import HeldJob
+from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.publishing import pace
+from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.publishing.pace import BUSY_SHARE, Pace
+from penstock.gpu_node.taking.inbox import Bell
 from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, NodeBroker, Taken, UsedTokens
 from penstock.queue.wire import decode_chunks
 
@@ -103,7 +103,7 @@ class Rig:
 def slow_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two sends there is time for a test."""
     monkeypatch.setattr(pace, "FEW_INTERVAL_S", 0.5)
-    monkeypatch.setattr(send_cost, "SEND_S", 0.5)
+    monkeypatch.setattr(pace, "SEND_S", 0.5)
 
 
 @asynccontextmanager

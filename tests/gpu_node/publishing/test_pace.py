@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.publishing.pace import BUSY_SHARE, FREE_SHARE, MAX_AHEAD_S, MAX_SHARE_S, Pace, max_interval_s
-from penstock.gpu_node.publishing.send_cost import CHUNK_S, MAX_RATIO, SEND_S, SendCost
+from penstock.gpu_node.publishing.pace import (
+    BUSY_SHARE,
+    CHUNK_S,
+    FREE_SHARE,
+    MAX_AHEAD_S,
+    MAX_RATIO,
+    MAX_SHARE_S,
+    SEND_S,
+    Pace,
+    SendCost,
+    max_interval_s,
+)
 
 EPSILON_S = 1e-6
 RUN_S = 3.0

@@ -7,7 +7,7 @@ from fakes.queue.harness import LEASE_MS, POOL, FakeNode, P, Queue, chunks_of, n
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.output import Outcome, Usage
-from penstock.gpu_node.publishing.emit_batches import emit_batches
+from penstock.gpu_node.publishing.sending import emit_batches
 from penstock.queue import keys
 from penstock.queue.broker.node import MAX_EMIT_BYTES, MAX_EMIT_JOBS, Emission, GivenBackJob, Taken
 from penstock.queue.results import encode_result

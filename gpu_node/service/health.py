@@ -2,13 +2,100 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
+from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.engine.worker import EngineWorker
+
+# Reads an engine's statistics once for each heartbeat, and detects that the engine hangs.
 
 log = logging.getLogger(__name__)
+
+_INTERVALS_A_LOOK = 3
+"""Longest time between two looks at the engine: its answer, the heartbeat and the pause each take one interval."""
+
+
+class EngineWatch:
+    """Looks at an engine every `interval_s` seconds, and waits no longer than that for its answer."""
+
+    def __init__(self, worker: EngineWorker, *, interval_s: float, stall_after_s: float) -> None:
+        self._worker = worker
+        self._interval_s = interval_s
+        self._watchdog = Watchdog(
+            stall_after_s=stall_after_s, max_look_s=_INTERVALS_A_LOOK * interval_s, now_s=time.monotonic()
+        )
+        self.stats: EngineStats | None = None
+        """The engine's last statistics; None before the first."""
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds without progress, as known at the last look."""
+        return self._watchdog.stalled_s
+
+    async def look(self) -> EngineStats:
+        """Return the engine's statistics; the last known ones while a long step blocks it, so that heartbeats go on.
+
+        Raises UnavailableError before the first ones, EngineStalledError if the engine hangs.
+        """
+        answer: EngineStats | None = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._interval_s):
+                self.stats = answer = await asyncio.wrap_future(self._worker.stats())
+        self._watchdog.look(answer, may_step=not self._worker.is_paused, now_s=time.monotonic())
+        if self.stats is None:
+            # Logged here, because joining retries silently on UnavailableError, as while Redis is unavailable.
+            log.warning("the engine has not answered yet", extra={"waited_s": round(self.stalled_s, 1)})
+            raise UnavailableError("the engine has not answered yet")
+        return self.stats
+
+
+# Detects a hung engine: it does not answer, or it has work and its step counter does not move.
+
+
+class EngineStalledError(InvariantError):
+    """The engine hangs. Its node must end, so that other nodes take over its jobs."""
+
+    code = "engine_stalled"
+
+
+class Watchdog:
+    """The time that an engine has made no progress.
+
+    A look may be late because the whole process was paused. Such an interval counts for at most `max_look_s`.
+    """
+
+    def __init__(self, *, stall_after_s: float, max_look_s: float, now_s: float) -> None:
+        self._stall_after_s = stall_after_s
+        self._max_look_s = max_look_s
+        self._looked_s = now_s
+        self._num_steps = -1
+        self.stalled_s = 0.0
+        """Seconds without progress, as known at the last look."""
+
+    def look(self, stats: EngineStats | None, *, may_step: bool, now_s: float) -> None:
+        """Check the engine's statistics; None: it did not answer. Raises EngineStalledError when it hangs.
+
+        A node that only seemed to live would keep its jobs forever.
+        """
+        elapsed_s = min(now_s - self._looked_s, self._max_look_s)
+        self._looked_s = now_s
+        if stats is not None and (stats.steps != self._num_steps or not may_step or not _has_work(stats)):
+            self._num_steps, self.stalled_s = stats.steps, 0.0
+            return
+        self.stalled_s += elapsed_s
+        if self.stalled_s > self._stall_after_s:
+            raise EngineStalledError(f"the engine has work and has made no step for {self.stalled_s:.0f} s")
+
+
+def _has_work(stats: EngineStats) -> bool:
+    return stats.num_running + stats.num_waiting + stats.num_swapped > 0
+
 
 REMEMBERED_S = 30.0
 """How long a momentary problem stays reported, so that an operator can notice it."""

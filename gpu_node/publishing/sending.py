@@ -1,22 +1,25 @@
-"""Sends tokens, backlogs, long prompts and ends of jobs. Several calls may be in flight together."""
+"""Sending of chunks to Redis: in batches, or alone on a short way."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.output import Outcome
-from penstock.gpu_node.held_job import HeldJob
-from penstock.gpu_node.ledger import Ledger
-from penstock.gpu_node.publishing.emit_batches import emit_batches
-from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, NodeBroker
+from penstock.gpu_node.jobs.held_job import HeldJob
+from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.times import NodeCounts
+from penstock.gpu_node.publishing.pace import SendCost
+from penstock.queue.broker.node import MAX_EMIT_BYTES, MAX_EMIT_JOBS, Emission, NodeBroker
 from penstock.queue.msgpack_codec import new_pack
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gather import gather_all
+
+# Sends tokens, backlogs, long prompts and ends of jobs. Several calls may be in flight together.
 
 log = logging.getLogger(__name__)
 
@@ -101,3 +104,89 @@ class BatchSender:
             answer = "GONE"
         if not self._answers.handle_loss(job, answer):
             self._answers.ended(job, outcome)
+
+
+# The fast path of tokens to Redis: one emit call whose answers are handled without waking a task.
+
+OnAnswers = Callable[[Sequence[HeldJob], Sequence[Emission], Sequence[str] | None], None]
+"""Called with the answers to the emissions of these jobs; None: the call failed."""
+
+
+class QuickEmit:
+    """Emits what running jobs have, by one call at a time, and learns what that costs.
+
+    It leaves to the outbox what needs more: ended jobs, long prompts to pack, large backlogs, and failed calls.
+    """
+
+    def __init__(
+        self,
+        broker: NodeBroker,
+        counts: NodeCounts,
+        cost: SendCost,
+        *,
+        on_answers: OnAnswers,
+        on_idle: Callable[[], None],
+    ) -> None:
+        """`on_answers` handles the answers, `on_idle` may start the next call. Neither may raise."""
+        self._broker = broker
+        self._counts = counts
+        self._cost = cost
+        self._on_answers = on_answers
+        self._on_idle = on_idle
+        self._pack = new_pack()
+        self.is_in_flight = False
+        """Whether a call is unanswered, or its answers are being handled."""
+
+    def start(self, jobs: Sequence[HeldJob]) -> bool:
+        """Send what these jobs have. Return False if nothing was sent."""
+        if self.is_in_flight or not fits_one_call(len(jobs), 0):
+            return False
+        if any(job.outcome is not None or job.has_unsealed_prompt for job in jobs):
+            return False
+        began_s, cpu_s = time.monotonic(), time.thread_time()
+        emissions = [job.emission(self._pack) for job in jobs]
+        if not fits_one_call(len(emissions), sum(map(size_of, emissions))):
+            return False
+
+        def receive(answers: Sequence[str] | None) -> None:
+            self._counts.emits.note(time.monotonic() - began_s)
+            self._on_answers(jobs, emissions, answers)
+            if answers is not None:
+                # This includes other work of the event loop in that time, which is little compared with a send.
+                self._note(len(jobs), time.thread_time() - cpu_s)
+            self.is_in_flight = False
+            self._on_idle()
+
+        self.is_in_flight = self._broker.start_emit(emissions, receive)
+        return self.is_in_flight
+
+    def _note(self, num_chunks: int, cpu_s: float) -> None:
+        self._cost.note(num_chunks, cpu_s)
+        self._counts.sending.note(num_chunks, cpu_s)
+
+
+# How unsent chunks are divided into emit calls.
+
+
+def fits_one_call(num_jobs: int, num_bytes: int) -> bool:
+    """Return whether the emissions of so many jobs, with so many bytes of chunks, may share one emit call."""
+    return num_jobs <= MAX_EMIT_JOBS and num_bytes <= MAX_EMIT_BYTES
+
+
+def size_of(emission: Emission) -> int:
+    """Return the bytes of an emission's chunks."""
+    return sum(map(len, emission.chunks))
+
+
+def emit_batches(emissions: Iterable[Emission]) -> list[list[Emission]]:
+    """Split emissions into emit calls, by number of jobs and by bytes. A larger emission has a call of its own."""
+    batches: list[list[Emission]] = []
+    num_bytes = 0
+    for emission in emissions:
+        size = size_of(emission)
+        if not batches or not fits_one_call(len(batches[-1]) + 1, num_bytes + size):
+            batches.append([])
+            num_bytes = 0
+        batches[-1].append(emission)
+        num_bytes += size
+    return batches

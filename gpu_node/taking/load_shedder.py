@@ -11,10 +11,10 @@ import logging
 from collections.abc import Sequence
 
 from penstock.contract.errors import UnavailableError
-from penstock.gpu_node.engine_worker import EngineWorker
-from penstock.gpu_node.held_job import HeldJob
-from penstock.gpu_node.ledger import Ledger
-from penstock.gpu_node.outbox import Outbox
+from penstock.gpu_node.engine.worker import EngineWorker
+from penstock.gpu_node.jobs.held_job import HeldJob
+from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.queue.broker.node import GivenBackJob, NodeBroker, Why
 from penstock.queue.policy import preemption_order
 

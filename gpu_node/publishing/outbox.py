@@ -15,16 +15,13 @@ from collections.abc import Sequence
 
 from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.contract.output import Outcome
-from penstock.gpu_node.doorbell import Bell
 from penstock.gpu_node.engine.records import StepOutput
-from penstock.gpu_node.engine_worker import EngineWorker
-from penstock.gpu_node.held_job import HeldJob
-from penstock.gpu_node.ledger import Ledger
-from penstock.gpu_node.outcomes import BY_ANSWER, outcome_of
-from penstock.gpu_node.publishing.alarm import Alarm
-from penstock.gpu_node.publishing.batch_sender import BatchSender
-from penstock.gpu_node.publishing.pace import Pace
-from penstock.gpu_node.publishing.quick_emit import QuickEmit
+from penstock.gpu_node.engine.worker import EngineWorker
+from penstock.gpu_node.jobs.held_job import BY_ANSWER, HeldJob, outcome_of
+from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.publishing.pace import Alarm, Pace
+from penstock.gpu_node.publishing.sending import BatchSender, QuickEmit
+from penstock.gpu_node.taking.inbox import Bell
 from penstock.queue.broker.connection import pauses
 from penstock.queue.broker.node import Emission, HeartbeatAnswer, NodeBroker
 

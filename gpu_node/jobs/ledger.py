@@ -10,9 +10,9 @@ from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.contract.output import Outcome
 from penstock.contract.tenant import NUM_PRIORITIES
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
-from penstock.gpu_node.held_job import HeldJob
-from penstock.gpu_node.monitor.counters import NodeCounts
-from penstock.gpu_node.monitor.job_reports import NO_REPORTS, JobReports
+from penstock.gpu_node.jobs.held_job import HeldJob
+from penstock.gpu_node.jobs.times import NodeCounts
+from penstock.gpu_node.monitor.reports import NO_REPORTS, JobReports
 from penstock.queue.broker.node import MAX_PREEMPTIONS
 from penstock.queue.policy import HOLD_MS, learned_hold_ms
 

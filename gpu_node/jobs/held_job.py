@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
 
 from penstock.contract.errors import InvariantError, PenstockError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, SamplingParams
@@ -18,16 +19,142 @@ from penstock.contract.output import (
     TokenLogprobs,
     Usage,
 )
-from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.engine.records import StepOutput
-from penstock.gpu_node.monitor.job_times import EndedJob, JobTimes
-from penstock.gpu_node.monitor.job_trace import JobTrace
-from penstock.gpu_node.packed_chunks import PromptRows, SealedChunk, seal
-from penstock.queue import msgpack_codec, results
+from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobTrace
+from penstock.queue import msgpack_codec, results, wire
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
-from penstock.queue.chunks import encode_progress, joined
+from penstock.queue.chunks import NO_ROWS, Rows, encode_progress, joined, rows_of
 from penstock.queue.msgpack_codec import Pack
 from penstock.queue.results import encode_embedding
+
+# One choice of a held job: its output so far, and the part of it that is in no chunk yet.
+
+
+@dataclass(slots=True)
+class ChoiceText:
+    """A choice's output so far. The `fresh_` fields hold what goes into the next chunk.
+
+    `rows`: packed log-probabilities of the chunks so far, either one entry per token or none.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    fresh_ids: list[int] = field(default_factory=list)
+    fresh_texts: list[str] = field(default_factory=list)
+    fresh_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def extend(self, new: Chunk | StepOutput, *, is_fresh: bool = False) -> None:
+        """Append logged output of an earlier node or the output of a step. `is_fresh`: it is in no chunk yet."""
+        self.token_ids += new.token_ids
+        self.texts.append(new.text)
+        self.finish_reason = new.finish_reason
+        if is_fresh:
+            self.fresh_ids += new.token_ids
+            self.fresh_texts.append(new.text)
+            self.fresh_logprobs += new.logprobs
+
+    def take_fresh(self, job_id: str, index: int, choice: int, usage: Usage | None) -> Chunk:
+        """Return the next chunk, and clear the `fresh_` fields."""
+        num_fresh = len(self.fresh_ids)
+        chunk = Chunk(
+            job_id,
+            index,
+            choice,
+            len(self.token_ids) - num_fresh,
+            tuple(self.fresh_ids),
+            "".join(self.fresh_texts),
+            self.finish_reason,
+            usage,
+            logprobs=tuple(self.fresh_logprobs),
+        )
+        self.fresh_ids.clear()
+        self.fresh_texts.clear()
+        self.fresh_logprobs.clear()
+        return chunk
+
+
+# Chunks as bytes of a job's log. Log-probabilities are packed once; the log and the result share these bytes.
+#
+# A long prompt's log-probabilities are packed in parts, since all at once would block the event loop for tens of ms.
+
+
+class SealedChunk(NamedTuple):
+    """A packed chunk, and the packed log-probabilities in it."""
+
+    data: bytes
+    rows: Rows = NO_ROWS
+    prompt_rows: Rows = NO_ROWS
+
+
+def seal(chunk: Chunk, pack: Pack = msgpack_codec.pack) -> SealedChunk:
+    """Pack a chunk."""
+    if not (chunk.logprobs or chunk.prompt_logprobs):
+        return SealedChunk(wire.encode_chunk(chunk, pack))
+    rows, prompt_rows = rows_of(chunk.logprobs, pack), rows_of(chunk.prompt_logprobs, pack)
+    return SealedChunk(wire.encode_chunk(chunk, pack, rows, prompt_rows), rows, prompt_rows)
+
+
+class PromptRows:
+    """A prompt's log-probabilities: the packed ones in chunks, and the ones that no chunk has yet."""
+
+    def __init__(self) -> None:
+        self._packed: list[Rows] = []
+        self._num_packed = 0
+        self._pending: list[TokenLogprobs] = []
+
+    def take(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Add the whole prompt's entries. Those that an earlier node has logged are skipped."""
+        self._pending += entries[self._num_packed + len(self._pending) :]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether entries wait for a chunk."""
+        return bool(self._pending)
+
+    def next_chunk(self, job_id: str, index: int) -> Chunk:
+        """Return the next chunk of log-probabilities, at most `PROMPT_TOKENS_PER_CHUNK` of them."""
+        entries = tuple(self._pending[:PROMPT_TOKENS_PER_CHUNK])
+        del self._pending[: len(entries)]
+        return Chunk(job_id, index, position=self._num_packed, prompt_logprobs=entries)
+
+    def note(self, rows: Rows) -> None:
+        """Keep a chunk's packed prompt log-probabilities, if it has any."""
+        if rows.num_rows:
+            self._packed.append(rows)
+            self._num_packed += rows.num_rows
+
+    @property
+    def packed(self) -> Rows:
+        """The packed log-probabilities of all chunks."""
+        return joined(self._packed)
+
+
+# How jobs end: by the answer of a Redis script, or by how their choices ended.
+
+BY_ANSWER = {
+    "CANCEL": Outcome("cancelled", "cancelled", "the job was cancelled"),
+    "UNREAD": Outcome("cancelled", "unread", "the job has no reader any more"),
+    "EXPIRED": Outcome("expired", "deadline_exceeded", "the deadline passed before the job was done"),
+}
+"""Outcomes by the answer of a Redis script."""
+_NO_TOKEN_LEFT = "bad_words: no token was left; they exclude every token that structured_outputs allows next"
+_MODEL_ERROR = (
+    "the model produced NaN or infinity, no token fitted the requested output format, "
+    "or the engine's steps with this request failed or were too slow"
+)
+
+
+def outcome_of(job: HeldJob) -> Outcome:
+    """Return the outcome of a job that has no open choice."""
+    if not job.has_failed_choice:
+        return Outcome("done")
+    if (error := job.error) is not None:
+        return Outcome("failed", error.code, error.message, error.param or "")
+    if job.params.structured_outputs is not None and job.params.bad_words:
+        return Outcome("failed", "invalid_request", _NO_TOKEN_LEFT, "bad_words")
+    return Outcome("failed", "model_error", _MODEL_ERROR)
 
 
 class HeldJob:

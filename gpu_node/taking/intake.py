@@ -13,32 +13,87 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from penstock.contract.errors import PenstockError, RequestError
+from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
 from penstock.contract.job import Message, SamplingParams, created_at, lowered_max_tokens, seed_of
 from penstock.contract.output import Chunk, Outcome, TokenLogprobs
-from penstock.contract.tasks import Embed
-from penstock.contract.tools import CONTINUES
+from penstock.contract.tasks import MAX_OUTPUT_BYTES, MAX_TASK_TOKENS, Detokenize, Embed, Tokenize
+from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
 from penstock.gpu_node.engine.prepared import Prepared
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.request_limits import truncated
 from penstock.gpu_node.engine.text.chat_template import MAX_RENDERS_AT_ONCE
-from penstock.gpu_node.engine.text.tasks import run_task
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.gpu_node.engine_worker import EngineWorker
-from penstock.gpu_node.held_job import HeldJob
-from penstock.gpu_node.ledger import Ledger
-from penstock.gpu_node.load_shedder import LoadShedder
-from penstock.gpu_node.outbox import Outbox
-from penstock.gpu_node.outcomes import outcome_of
-from penstock.gpu_node.packed_chunks import SealedChunk, seal
-from penstock.gpu_node.threads import Threads
+from penstock.gpu_node.engine.worker import EngineWorker
+from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, outcome_of, seal
+from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.publishing.outbox import Outbox
+from penstock.gpu_node.service.threads import Threads
+from penstock.gpu_node.taking.load_shedder import LoadShedder
 from penstock.queue import wire
 from penstock.queue.broker.connection import with_retries
 from penstock.queue.broker.node import NodeBroker
+from penstock.queue.results import encode_detokenized, encode_tokenized
 from penstock.queue.wire import Request
 from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.cooperative import LoopYielder
+
+# Tasks that the tokenizer answers alone: tokenization, and the text of tokens.
+
+IDS_PER_PART = 4096
+"""Tokens whose spellings are in memory as texts at once."""
+
+
+def run_task(tokenizer: Tokenizer, request: Request, tenant: str, max_model_len: int, now: datetime) -> bytes:
+    """Return the packed output of a request's task. Raises RequestError if the request or its output is too large.
+
+    `now`: the time that a chat template may print.
+    """
+    task = request.task
+    if isinstance(task, Detokenize):
+        output = encode_detokenized(tokenizer.text_of(request.prompt_token_ids or ()))
+    elif isinstance(task, Tokenize):
+        output = _tokenized(tokenizer, request, task, tenant, max_model_len, now)
+    else:
+        raise InvariantError("the request has no task for a tokenizer")
+    if len(output) > MAX_OUTPUT_BYTES:
+        message = f"the output has {len(output)} bytes; the limit is {MAX_OUTPUT_BYTES}"
+        raise TooLargeError(message, code="output_too_large", param="prompt")
+    return output
+
+
+def _tokenized(
+    tokenizer: Tokenizer, request: Request, task: Tokenize, tenant: str, max_model_len: int, now: datetime
+) -> bytes:
+    if request.messages is not None:
+        token_ids = tokenizer.encode_chat(
+            [message.model_dump(exclude_defaults=True) for message in request.messages],
+            request.tools,
+            _template_kwargs_of(request, task),
+            framed=bool(task.add_special_tokens),
+            now=now,
+            owner=(tenant, None),
+        )
+    else:
+        token_ids = tokenizer.encode(request.prompt or "", framed=task.add_special_tokens is not False)
+    if len(token_ids) > MAX_TASK_TOKENS:
+        message = f"prompt has {len(token_ids)} tokens; the limit of this task is {MAX_TASK_TOKENS}"
+        raise RequestError(message, param="prompt")
+    starts = range(0, len(token_ids), IDS_PER_PART)
+    strs = (one for at in starts for one in tokenizer.names_of(token_ids[at : at + IDS_PER_PART]))
+    return encode_tokenized(
+        len(token_ids),
+        max_model_len,
+        token_ids if task.return_tokens else None,
+        strs if task.return_token_strs else None,
+    )
+
+
+def _template_kwargs_of(request: Request, task: Tokenize) -> str | None:
+    if task.add_generation_prompt:
+        return request.chat_template_kwargs
+    return json.dumps({**json.loads(request.chat_template_kwargs or "{}"), GENERATION_PROMPT: False})
+
 
 log = logging.getLogger(__name__)
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import logging
+import os
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from penstock.contract.errors import PenstockError
+from penstock.gpu_node.engine.in_flight import RecordedStep
 from penstock.gpu_node.engine.profiler import EngineProfile, EngineProfiler, ProfiledEngine
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.engine_worker import EngineLike, EngineWorker
-from penstock.gpu_node.monitor.chrome_trace import chrome_trace
-from penstock.gpu_node.monitor.stack_samples import StackSamples, record_stacks
-from penstock.gpu_node.threads import Threads
+from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
+from penstock.gpu_node.service.threads import Threads
 from penstock.queue.broker.profiles import (
     MAX_FILE_BYTES,
     MAX_PROFILE_S,
@@ -26,6 +33,122 @@ from penstock.queue.broker.profiles import (
     ProfileRequest,
     ProfileSummary,
 )
+
+# A Chrome trace of a profile: the engine's steps with their parts, and the call stacks of all threads.
+
+STEPS_TRACK = 1
+"""The id of the track of steps. Threads have addresses as ids, so no thread has this one."""
+_LEVEL = 6
+
+
+def chrome_trace(steps: Sequence[RecordedStep], samples: StackSamples) -> bytes:
+    """Return a compressed Chrome trace, for https://ui.perfetto.dev or chrome://tracing."""
+    process = os.getpid()
+    names = {STEPS_TRACK: "engine steps"} | {one.ident or 0: one.name for one in threading.enumerate()}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "tid": track, "args": {"name": name}} for track, name in names.items()
+    ]
+    for step in steps:
+        events += _events_of(step)
+    events += samples.events
+    for event in events:
+        event["pid"] = process
+    return gzip.compress(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode(), _LEVEL)
+
+
+def _events_of(step: RecordedStep) -> Iterator[dict[str, Any]]:
+    """Yield a step's event, and nested in it the events of the runner's parts in order."""
+    start_us = step.ended_s * 1e6 - step.step_ms * 1e3
+    facts = {
+        "sequences": step.num_sequences,
+        "prefill_tokens": step.num_prefill_tokens,
+        "tokens": step.num_tokens,
+        "schedule_ms": step.schedule_ms,
+        "prepare_ms": step.prepare_ms,
+        "output_ms": step.output_ms,
+    }
+    yield _event("step", start_us, step.step_ms) | {"args": facts}
+    for name, part_ms in (("copies", step.copies_ms), ("forward", step.forward_ms), ("sample", step.sample_ms)):
+        if part_ms:
+            yield _event(name, start_us, part_ms)
+            start_us += part_ms * 1e3
+
+
+def _event(name: str, start_us: float, duration_ms: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": "engine", "tid": STEPS_TRACK, "ts": start_us, "dur": duration_ms * 1e3}
+
+
+# Samples of what each thread of this process runs, as the events of a Chrome trace.
+
+INTERVAL_S = 0.005
+MAX_EVENTS = 200_000
+MAX_DEPTH = 48
+"""Frames of a thread that are kept, the innermost ones."""
+
+Frame = tuple[str, str, int]
+"""Function, file, and the line where the function begins."""
+
+
+@dataclass(slots=True)
+class _Open:
+    frame: Frame
+    started_s: float
+
+
+@dataclass(slots=True)
+class StackSamples:
+    """The samples of a profile. Consecutive samples of a call are one event. Times are of `time.perf_counter`."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    _open: dict[int, list[_Open]] = field(default_factory=dict)
+
+    def take(self, now_s: float, *, without: int) -> None:
+        """Take one sample of all threads but one."""
+        frames = sys._current_frames()
+        for thread_id in self._open.keys() | frames.keys():
+            if thread_id != without:
+                self._note(thread_id, _stack(frames.get(thread_id)), now_s)
+
+    def close(self, now_s: float) -> None:
+        """End all calls that are open."""
+        for thread_id in list(self._open):
+            self._note(thread_id, [], now_s)
+
+    def _note(self, thread_id: int, stack: list[Frame], now_s: float) -> None:
+        was = self._open.setdefault(thread_id, [])
+        num_same = 0
+        while num_same < min(len(was), len(stack)) and was[num_same].frame == stack[num_same]:
+            num_same += 1
+        for one in reversed(was[num_same:]):
+            if len(self.events) < MAX_EVENTS:
+                self.events.append(_sample_event(one, thread_id, now_s))
+        was[num_same:] = [_Open(frame, now_s) for frame in stack[num_same:]]
+
+
+def record_stacks(stopped: threading.Event) -> StackSamples:
+    """Sample all other threads until the event. Run it on a thread of its own."""
+    samples, own = StackSamples(), threading.get_ident()
+    while not stopped.wait(INTERVAL_S):
+        samples.take(time.perf_counter(), without=own)
+    samples.close(time.perf_counter())
+    return samples
+
+
+def _stack(frame: FrameType | None) -> list[Frame]:
+    """Return the frames of a thread, the outermost of those that are kept first."""
+    stack: list[Frame] = []
+    while frame is not None and len(stack) < MAX_DEPTH:
+        code = frame.f_code
+        stack.append((code.co_qualname, code.co_filename, code.co_firstlineno))
+        frame = frame.f_back
+    return stack[::-1]
+
+
+def _sample_event(call: _Open, thread_id: int, now_s: float) -> dict[str, Any]:
+    name, file, line = call.frame
+    times = {"ts": call.started_s * 1e6, "dur": (now_s - call.started_s) * 1e6}
+    return {"ph": "X", "name": name, "cat": "python", "tid": thread_id, **times, "args": {"at": f"{file}:{line}"}}
+
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 from redis.asyncio import Redis
 
 from penstock.contract.tenant import Priority
-from penstock.gpu_node.held_job import HeldJob
-from penstock.gpu_node.monitor.job_times import EndedJob
+from penstock.gpu_node.jobs.held_job import HeldJob
+from penstock.gpu_node.jobs.times import EndedJob
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue.broker.jobs import past_leases_of
 from penstock.queue.wire import Request
 
 if TYPE_CHECKING:
     from penstock.runtime.tracing.export import Tracing
+
 
 log = logging.getLogger(__name__)
 
