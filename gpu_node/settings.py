@@ -14,8 +14,7 @@ from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.job import NAME_PATTERN
 from penstock.contract.named import config_error
 from penstock.contract.tools import ReasoningParserName, ToolParserName
-from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig
-from penstock.gpu_node.engine.options import EngineOptions, for_device
+from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME, EngineConfig, EngineOptions, for_device
 from penstock.queue.policy import PolicyName
 from penstock.queue.policy_state import SHARE_WINDOW_MS
 from penstock.runtime.settings import Settings

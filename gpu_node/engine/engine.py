@@ -3,39 +3,88 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
 
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError
-from penstock.contract.output import TokenLogprobs, Usage
+from penstock.contract.output import PrefillProgress, TokenLogprobs, Usage
 from penstock.gpu_node.engine.config import EngineConfig, ModelOrConfig
-from penstock.gpu_node.engine.in_flight import InFlightSteps, StepTimings
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
-from penstock.gpu_node.engine.logprobs import logprobs_of, make_records, note_scores, scored_tokens
 from penstock.gpu_node.engine.offline import OfflineCalls
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots
-from penstock.gpu_node.engine.policy.by_policy import new_scheduling_policy, note_held
-from penstock.gpu_node.engine.pooling import note_hidden, pooled_tokens
-from penstock.gpu_node.engine.prefill_reports import PrefillReports
-from penstock.gpu_node.engine.profiler import EngineProfiler
+from penstock.gpu_node.engine.policy.policy import new_scheduling_policy, note_held
+from penstock.gpu_node.engine.prompt_tokens import (
+    logprobs_of,
+    make_records,
+    note_hidden,
+    note_scores,
+    pooled_tokens,
+    scored_tokens,
+)
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest
-from penstock.gpu_node.engine.request_limits import check_request
-from penstock.gpu_node.engine.scheduler.fault_isolation import is_slow
+from penstock.gpu_node.engine.scheduler.budget import StepLimits
+from penstock.gpu_node.engine.scheduler.faults import is_slow
 from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
-from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrace
-from penstock.gpu_node.engine.scheduler.progress import StepOutcome
+from penstock.gpu_node.engine.scheduler.running import StepOutcome
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.sequence import Sequence as Choice
-from penstock.gpu_node.engine.served_model import ServedModel
-from penstock.gpu_node.engine.speculative.budget import speculation_of
-from penstock.gpu_node.engine.stats import engine_stats
+from penstock.gpu_node.engine.served_model import ServedModel, check_request
+from penstock.gpu_node.engine.speculative.cost import speculation_of
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.structured.guide import late_rows
+from penstock.gpu_node.engine.timings import EngineProfiler, InFlightStep, InFlightSteps, StepTimings, engine_stats
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, StepResult
+
+# Progress reports of prompts, for the requests that ask for them.
+
+
+class PrefillReports:
+    """Makes an output without tokens for each part of a watched prompt that a step has computed.
+
+    A watched sequence is forgotten once its prompt is computed. Without watched sequences, a step costs nothing here.
+    """
+
+    def __init__(self, live: Container[Sequence]) -> None:
+        """`live` are the sequences that have not ended."""
+        self._live = live
+        self._begun_s: dict[Sequence, float] = {}
+        """Watched sequence → when its first step began; 0 before that."""
+        self._outputs: list[StepOutput] = []
+
+    def watch(self, seq: Sequence) -> None:
+        """Report the prompt of a sequence that is being queued."""
+        self._begun_s[seq] = 0.0
+
+    def note_completed(self, completed: InFlightStep) -> None:
+        """Report the watched prompts of a completed step."""
+        if not self._begun_s:
+            return
+        for seq in [seq for seq in self._begun_s if seq not in self._live]:
+            del self._begun_s[seq]
+        for seq, end in zip(completed.step.seqs, completed.step.ends.tolist(), strict=True):
+            if seq in self._begun_s:
+                self._outputs.append(self._report(seq, end, completed.started_s))
+
+    def take(self) -> list[StepOutput]:
+        """Return the reports since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _report(self, seq: Sequence, end: int, started_s: float) -> StepOutput:
+        begun_s = self._begun_s[seq] = self._begun_s[seq] or started_s
+        total = seq.num_prompt_tokens
+        time_ms = round(1000 * (time.perf_counter() - begun_s))
+        progress = PrefillProgress(total, seq.cached_tokens or 0, min(end, total), time_ms)
+        if end >= total:
+            del self._begun_s[seq]
+        return StepOutput(seq.request_id, seq.choice, 0, (), "", None, prefill=progress)
+
 
 _log = logging.getLogger(__name__)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -15,10 +19,44 @@ from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.output import Choice, TokenLogprobs, Usage
 from penstock.contract.prompts import prompts_of
 from penstock.contract.tasks import Embed, Embedding, Pooling
-from penstock.gpu_node.engine.interrupts import held_interrupts
 from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutput
-from penstock.gpu_node.engine.request_limits import truncated
+from penstock.gpu_node.engine.served_model import truncated
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+
+# Delay Ctrl-C to the end of a step, because an interrupted step would leave queues and blocks half changed.
+
+
+@contextmanager
+def held_interrupts() -> Iterator[Callable[[], None]]:
+    """Hold SIGINT back. Yield a function that delivers an interrupt that arrived; leaving the context does so too.
+
+    A second interrupt is delivered at once, for a step that never ends. Python handles signals on the main thread only:
+    on other threads, or without a handler in this process, nothing is held.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    act, came = handler, list[tuple[int, FrameType | None]]()
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        came.append((number, frame))
+        if len(came) > 1:
+            let_through()
+
+    def let_through() -> None:
+        if came:
+            last = came[-1]
+            came.clear()
+            act(*last)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield let_through
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        let_through()
+
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None

@@ -12,11 +12,11 @@ from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.output import Choice, FirstChoice, PrefillProgress, TokenLogprobs, Usage
 from penstock.contract.pool import EngineLoad
 from penstock.contract.tasks import Embed
-from penstock.gpu_node.engine.text.end_rule import EndReason
+from penstock.gpu_node.engine.sequence import EndReason
 from penstock.runtime.histogram import Histogram
 
 if TYPE_CHECKING:
-    from penstock.gpu_node.engine.prepared import Prepared
+    from penstock.gpu_node.engine.served_model import Prepared
 
 
 @dataclass(frozen=True, slots=True)

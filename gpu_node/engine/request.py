@@ -9,17 +9,13 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import RequestError
 from penstock.contract.output import TokenLogprobs, Usage
-from penstock.gpu_node.engine.logprobs import prompt_records
-from penstock.gpu_node.engine.pooled_prompt import PooledPrompt
-from penstock.gpu_node.engine.prepared import Prepared
-from penstock.gpu_node.engine.prompt_scores import PromptScores
+from penstock.gpu_node.engine.prompt_tokens import PooledPrompt, PromptScores, prompt_records
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.request_limits import RequestLimits, max_tokens_with_logprobs
-from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.sequence import EndRule, Sequence
+from penstock.gpu_node.engine.served_model import Prepared, RequestLimits, max_tokens_with_logprobs
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
-from penstock.gpu_node.engine.text.choice_output import ChoiceOutput
-from penstock.gpu_node.engine.text.end_rule import EndRule
+from penstock.gpu_node.engine.text.output import ChoiceOutput
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 

@@ -2,17 +2,219 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
+from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.job import SamplingParams
+from penstock.contract.errors import PromptTooLongError, RequestError
+from penstock.contract.job import MAX_TOKENS_LIMIT, Priority, SamplingParams
+from penstock.contract.output import MAX_LOGPROBS_OF_JOB
+from penstock.contract.tasks import Embed, Pooling
 from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.engine.loading import load
-from penstock.gpu_node.engine.prepared import Prepared
-from penstock.gpu_node.engine.request_limits import request_limits
-from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
-from penstock.gpu_node.engine.text.bad_words import BadWords
+from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
+from penstock.gpu_node.engine.structured.compiler import Grammar, GrammarCompiler
+from penstock.gpu_node.engine.text.output import BadWords
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+from penstock.gpu_node.model.protocol import Adapter, LoadedModel
+from penstock.runtime.gc_freeze import no_collection
+
+# Load a model, its runner and its tokenizer from an engine's settings.
+
+Defaults = dict[str, int | float]
+_HEAD_START_S = 0.05
+"""Head start of the load thread. Reading a tokenizer holds the GIL for tenths of a second; after its start, the load
+thread mostly works without the GIL."""
+
+
+def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[LoadedModel, Tokenizer, Defaults]:
+    """Load the model that `config` names, its tokenizer and its default sampling. Raises ConfigError."""
+    # A thread that spins at an OpenMP barrier takes the core from the thread it waits for: beside other processes,
+    # steps took 6 times as long. Threads that sleep at once cost 40 % of an idle machine's speed. A short spin (about
+    # 20 µs) avoids both. The OpenMP runtime reads these variables when torch is imported for the first time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    # One prompt gains nothing from the tokenizer's own thread pool, and a process that has one cannot fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Torch is imported only here: modules that import the engine for its records do not pay for it.
+    from penstock.gpu_node.model.checkpoint.generation_config import sampling_defaults
+    from penstock.gpu_node.model.load import find_model, load_found
+
+    # Load on a thread that ends. Torch keeps an OpenMP team for every living thread; with more team threads than
+    # cores, they stop spinning at barriers, which costs a step 40 % of its speed.
+    with ThreadPoolExecutor(1, "penstock-load") as loader:
+        # A collection would scan the many objects of a vocabulary, again and again, and free none.
+        with no_collection():
+            found = loader.submit(find_model, config.model, config, progress, revision=config.revision).result()
+        loading = loader.submit(load_found, found, config, progress)
+        wait([loading], _HEAD_START_S)
+        try:
+            defaults = sampling_defaults(config.generation_config, found.source.folder)
+            vocab_size = found.described.spec.vocab_size
+            tokenizer = Tokenizer(found.source.folder, vocab_size=vocab_size, written=found.tokenizer)
+        finally:
+            # If both fail, the error of the runner is raised.
+            model = loading.result()
+    return model, tokenizer, defaults
+
+
+# The limits of a model, and the check of requests against them.
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The limits that requests are checked against."""
+
+    vocab_size: int
+    max_model_len: int
+    bound_by: str
+    """Explanation of `max_model_len` for error messages."""
+    eos_token_ids: frozenset[int]
+    hidden_size: int
+    default_pooling: Pooling
+
+
+def request_limits(model: LoadedModel, eos_token_ids: frozenset[int], block_size: int) -> RequestLimits:
+    """Return the limits of a loaded model; `eos_token_ids` are the tokenizer's."""
+    sizes = model.runner.cache_sizes
+    num_kv_tokens, num_swap_tokens = sizes.num_device_blocks * block_size, sizes.num_host_blocks * block_size
+    bound_by = "the model's context"
+    # A sequence that both pools together cannot hold alone could never finish.
+    if num_kv_tokens + num_swap_tokens < model.max_model_len:
+        bound_by = f"the KV cache holds {num_kv_tokens} tokens, the swap space {num_swap_tokens}"
+    return RequestLimits(
+        vocab_size=model.vocab_size,
+        max_model_len=min(model.max_model_len, num_kv_tokens + num_swap_tokens),
+        bound_by=bound_by,
+        # Model files may list end tokens for which the model has no logit.
+        eos_token_ids=frozenset(one for one in model.eos_token_ids | eos_token_ids if 0 <= one < model.vocab_size),
+        hidden_size=model.hidden_size,
+        default_pooling=model.pooling,
+    )
+
+
+def check_request(request: EngineRequest, limits: RequestLimits) -> None:
+    """Refuse a request that the engine cannot run; the error names field and limit.
+
+    Raises PromptTooLongError if the prompt, or prompt and `max_tokens`, exceed the context; RequestError for the rest.
+    """
+    if request.embed is None:
+        _check_prompt(request.prompt_token_ids, request.params, limits)
+    else:
+        _check_embedded(request.prompt_token_ids, request.embed, limits)
+    _check_logprobs(request.prompt_token_ids, request.params)
+    _check_tokens(request.prompt_token_ids, request.params, limits)
+    _check_resume(request.resume, request.params, limits)
+    if request.priority not in set(Priority):
+        raise RequestError(f"priority is {request.priority}, but must be 0, 1 or 2", param="priority")
+    if not 0 < request.weight < math.inf:
+        raise RequestError(f"weight is {request.weight}, but must be finite and above 0", param="weight")
+
+
+def truncated(token_ids: list[int], params: SamplingParams) -> list[int]:
+    """Return the tokens of a prompt that the request keeps: the last `truncate_prompt_tokens`, or all."""
+    limit = params.truncate_prompt_tokens
+    return token_ids if limit is None else token_ids[-limit:]
+
+
+def _check_prompt(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
+    """Refuse a request longer than the context."""
+    _require_tokens(prompt)
+    if len(prompt) + 1 > limits.max_model_len:
+        raise PromptTooLongError(
+            f"This model's maximum context length is {limits.max_model_len} tokens, with at least one to generate; "
+            f"the prompt has {len(prompt)} tokens. Limit: {limits.bound_by}",
+            param="prompt",
+        )
+    if params.max_tokens is not None and len(prompt) + params.max_tokens > limits.max_model_len:
+        raise PromptTooLongError(
+            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt ({len(prompt)} tokens) "
+            f"and max_tokens ({params.max_tokens}) exceed it together. Limit: {limits.bound_by}",
+            param="max_tokens",
+        )
+    if len(prompt) + params.min_tokens > limits.max_model_len:
+        raise PromptTooLongError(
+            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt ({len(prompt)} tokens) "
+            f"and min_tokens ({params.min_tokens}) exceed it together. Limit: {limits.bound_by}",
+            param="min_tokens",
+        )
+
+
+def _check_embedded(prompt: Items[int], wanted: Embed, limits: RequestLimits) -> None:
+    """Refuse a prompt longer than the context, and an embedding with more dimensions than the model has."""
+    _require_tokens(prompt)
+    if len(prompt) > limits.max_model_len:
+        raise PromptTooLongError(
+            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt has {len(prompt)} "
+            f"tokens. Limit: {limits.bound_by}",
+            param="prompt",
+        )
+    if (wanted.dimensions or 0) > limits.hidden_size:
+        message = f"dimensions is {wanted.dimensions}, but this model's embeddings have {limits.hidden_size}"
+        raise RequestError(message, param="dimensions")
+
+
+def _require_tokens(prompt: Items[int]) -> None:
+    if not prompt:
+        raise RequestError("prompt must have at least one token", param="prompt")
+
+
+def _check_tokens(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
+    """Refuse token ids outside the vocabulary."""
+    fields = (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias))
+    for name, token_ids in fields:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
+            raise RequestError(f"{name} has a token id outside the vocabulary of {limits.vocab_size}", param=name)
+
+
+def _check_logprobs(prompt: Items[int], params: SamplingParams) -> None:
+    """Refuse more log-probabilities than a result can hold."""
+    limit = max_tokens_with_logprobs(prompt, params)
+    name = "prompt_logprobs" if params.logprobs is None else "logprobs"
+    if limit < (params.max_tokens or max(1, params.min_tokens)):
+        raise RequestError(
+            f"{name}: at most {MAX_LOGPROBS_OF_JOB} values in all, those of the prompt and of the tokens themselves "
+            f"included, allow {max(0, limit)} tokens for each choice",
+            param=name,
+        )
+
+
+def max_tokens_with_logprobs(prompt: Items[int], params: SamplingParams) -> int:
+    """Return how many tokens each choice may have before the log-probabilities exceed the size of a result."""
+    of_prompt = 0 if params.prompt_logprobs is None else len(prompt) * (1 + params.prompt_logprobs)
+    left = MAX_LOGPROBS_OF_JOB - of_prompt
+    if params.logprobs is None:
+        return MAX_TOKENS_LIMIT if left >= 0 else 0
+    return left // (params.n * (1 + params.logprobs))
+
+
+def _check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: RequestLimits) -> None:
+    """Refuse a log that this model cannot have written for this request."""
+    if len(resume) > params.n:
+        raise RequestError(f"resume has {len(resume)} choices, but n is {params.n}", param="resume")
+    for choice in resume:
+        if any(not 0 <= token_id < limits.vocab_size for token_id in choice.token_ids):
+            raise RequestError("a logged token id is outside the vocabulary", param="resume")
+
+
+# The parts of a request that take long to make. Any thread makes them, so that the engine's thread need not.
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request's grammar, adapter and bad words. The grammar and the adapter stay loaded while this object lives."""
+
+    grammar: Grammar | None
+    adapter: Adapter | None
+    bad_words: BadWords
+
+    @property
+    def adapter_digest(self) -> str | None:
+        """The digest of the adapter's content, if there is one."""
+        return None if self.adapter is None else self.adapter.digest
 
 
 class ServedModel:

@@ -19,9 +19,8 @@ from types import FrameType
 from typing import Any
 
 from penstock.contract.errors import PenstockError
-from penstock.gpu_node.engine.in_flight import RecordedStep
-from penstock.gpu_node.engine.profiler import EngineProfile, EngineProfiler, ProfiledEngine
 from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.engine.timings import EngineProfile, EngineProfiler, ProfiledEngine, RecordedStep
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
 from penstock.gpu_node.service.threads import Threads
 from penstock.queue.broker.profiles import (

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.engine.speculative.budget import DraftBudget
+from penstock.gpu_node.engine.speculative.cost import DraftBudget, StepCost
 from penstock.gpu_node.engine.speculative.drafter import Drafter, common_odds
-from penstock.gpu_node.engine.speculative.step_cost import StepCost
 
 
 class Foresight(Drafter):

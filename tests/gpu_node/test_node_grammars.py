@@ -15,7 +15,7 @@ from fakes.processes.running_node import running_node
 from penstock.contract.errors import PenstockError, RequestError, TooCostlyError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
-from penstock.gpu_node.engine.structured import limits
+from penstock.gpu_node.engine.structured import protocol
 from penstock.producer.client import AsyncClient
 
 POOL = "tiny"
@@ -63,8 +63,8 @@ async def test_many_hostile_grammars_are_refused_beside_a_stream(redis_url: str,
 async def test_choice_whose_grammar_becomes_too_costly_ends_the_job_with_a_named_error(
     redis_url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "GUIDE_CPU_S", -1.0)
-    monkeypatch.setattr(limits, "GUIDE_CPU_PER_TOKEN_S", 0.0)
+    monkeypatch.setattr(protocol, "GUIDE_CPU_S", -1.0)
+    monkeypatch.setattr(protocol, "GUIDE_CPU_PER_TOKEN_S", 0.0)
     async with running_node(redis_url, engine, pool=POOL), AsyncClient(redis_url) as client:
         free = await client.submit(PROMPT, params=SamplingParams(max_tokens=50, ignore_eos=True))
         job = await client.submit(PROMPT, params=GUIDED)

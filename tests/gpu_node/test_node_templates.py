@@ -14,7 +14,7 @@ from fakes.processes.running_node import running_node
 from penstock.contract.errors import TooCostlyError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
-from penstock.gpu_node.engine.text import chat_template
+from penstock.gpu_node.engine.text import chat
 from penstock.producer.client import AsyncClient
 
 LOOP = "{% for a in range(99999) %}"
@@ -38,7 +38,7 @@ async def longest_hold_s(ended: asyncio.Event) -> float:
 async def test_an_endless_template_fails_its_chats_and_holds_no_loop(
     redis_url: str, model_copy: Path, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_template, "MAX_RENDER_CPU_S", 0.5)
+    monkeypatch.setattr(chat, "MAX_RENDER_CPU_S", 0.5)
     config = model_copy / "tokenizer_config.json"
     endless = "{% if messages[0].content == 'x' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": endless}))

@@ -22,11 +22,10 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.sampling import StructuredOutputs
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.structured import compiler, limits
-from penstock.gpu_node.engine.structured.grammar import Grammar
-from penstock.gpu_node.engine.structured.lanes import Lanes
-from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
-from penstock.gpu_node.engine.structured.process import Worker
+from penstock.gpu_node.engine.structured import compiler, protocol
+from penstock.gpu_node.engine.structured.compiler import Grammar
+from penstock.gpu_node.engine.structured.lanes import GrammarCounts, Lanes
+from penstock.gpu_node.engine.structured.processes import Worker
 
 MIB = 1 << 20
 PROMPT = [3, 4, 5]
@@ -67,7 +66,7 @@ def test_a_refusal_ends_no_choice_of_another_tenant(engine: Engine, text: str, m
 def test_a_refused_trial_is_no_refusal_for_another_tenant(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     guides, wanted = engine._guides, StructuredOutputs(json_schema=json.dumps({**SCHEMA, "title": "refused"}))
     with monkeypatch.context() as patch:
-        patch.setattr(limits, "TRIAL_CPU_S", 0.01)  # It may take longer at one time than at another.
+        patch.setattr(protocol, "TRIAL_CPU_S", 0.01)  # It may take longer at one time than at another.
         with pytest.raises(TooCostlyError):
             guides.prepare(wanted, "attacker")
     assert guides.prepare(wanted, "neighbor").refusal is None
@@ -185,7 +184,7 @@ def test_an_account_of_memory_begins_anew(lane: _Lane, monkeypatch: pytest.Monke
     lane.reply(grammar, 0.002, 160 * MIB)
     grammar.num_kills = 2
     assert grammar.memory == 60 * MIB
-    grammar.account_s -= limits.ACCOUNT_S + 1
+    grammar.account_s -= protocol.ACCOUNT_S + 1
     lane.reply(grammar, 0.002, 170 * MIB)
     assert (grammar.memory, grammar.num_kills, grammar.refusal) == (0, 0, None)
     lane.reply(grammar, 0.002, 230 * MIB)
@@ -198,7 +197,7 @@ def test_an_account_of_memory_begins_anew(lane: _Lane, monkeypatch: pytest.Monke
 def test_memory_that_ran_out_is_blamed_on_the_grammar_that_holds_it(
     lane: _Lane, held_mib: int, blamed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_GRAMMAR_MIB", 1000)
+    monkeypatch.setattr(protocol, "MAX_GRAMMAR_MIB", 1000)
     attacker, neighbor = grammars()
     lane.reply(neighbor, 0.002, 100 * MIB)
     lane.reply(attacker, 0.002, (100 + held_mib) * MIB)
@@ -210,7 +209,7 @@ def test_memory_that_ran_out_is_blamed_on_the_grammar_that_holds_it(
 
 
 def test_time_that_ran_out_is_blamed_on_the_task_in_any_worker(lane: _Lane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_GRAMMAR_MIB", 1000)
+    monkeypatch.setattr(protocol, "MAX_GRAMMAR_MIB", 1000)
     attacker, neighbor = grammars()
     lane.reply(neighbor, 0.002, 100 * MIB)
     lane.reply(neighbor, 0.002, 400 * MIB)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.policy.base import NumTokens, SchedulingPolicy
+from penstock.gpu_node.engine.policy.policy import NumTokens, SchedulingPolicy
 from penstock.gpu_node.engine.policy.shares import Device
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.model.protocol import Adapter, ModelRunner

@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Items
 
 import numpy as np
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
-from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, SchedulingPolicy
-from penstock.gpu_node.engine.scheduler.admission import Admission, Grants, PrefixHits
-from penstock.gpu_node.engine.scheduler.delayed_rows import DelayedRows
+from penstock.gpu_node.engine.policy.policy import FirstComeFirstServed, SchedulingPolicy
+from penstock.gpu_node.engine.scheduler.budget import (
+    PrefillBudget,
+    SmallSteps,
+    StepLimits,
+    StepSize,
+    ends_within_budget,
+)
 from penstock.gpu_node.engine.scheduler.drafts import Drafts
-from penstock.gpu_node.engine.scheduler.fault_isolation import FaultIsolator
+from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
 from penstock.gpu_node.engine.scheduler.input_batch import NO_GUIDES, InputBatch
 from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
-from penstock.gpu_node.engine.scheduler.limits import StepLimits, StepSize, ends_within_budget
 from penstock.gpu_node.engine.scheduler.preemption import Preemptor
-from penstock.gpu_node.engine.scheduler.prefill_budget import PrefillBudget
-from penstock.gpu_node.engine.scheduler.progress import StepOutcome, StepProgress
-from penstock.gpu_node.engine.scheduler.running import RunningBatch
-from penstock.gpu_node.engine.scheduler.small_steps import SmallSteps
-from penstock.gpu_node.engine.scheduler.waiting import WaitingQueues, leave_group
+from penstock.gpu_node.engine.scheduler.queues import Admission, Grants, PrefixHits, WaitingQueues, leave_group
+from penstock.gpu_node.engine.scheduler.running import RunningBatch, StepOutcome, StepProgress
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.speculative.budget import DraftBudget
+from penstock.gpu_node.engine.speculative.cost import DraftBudget
 from penstock.gpu_node.engine.steps import Ints, Step, step_of
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
+
+# Running sequences that skip steps until their token mask is ready, because a step without it samples nothing.
+
+
+class DelayedRows:
+    """Sequences with a late mask. They keep rows and blocks, and compute nothing meanwhile."""
+
+    def __init__(self, guides: Mapping[Sequence, Guide]) -> None:
+        self._guides = guides
+        self._seqs: set[Sequence] = set()
+
+    def add(self, seqs: Iterable[Sequence]) -> None:
+        """Delay sequences until their mask is ready."""
+        self._seqs.update(seqs)
+
+    def cut(self, seqs: Items[Sequence], starts: Ints, ends: Ints) -> Ints:
+        """Return the end positions of sequences in a step that skips the delayed ones.
+
+        If no other sequence would compute anything, they take part, and the step waits for their masks.
+        """
+        if not self._seqs:
+            return ends
+        self._seqs &= {seq for seq, guide in self._guides.items() if seq.row >= 0 and guide.is_waiting}
+        held = [i for i in range(len(ends)) if seqs[i] in self._seqs]
+        without = ends.copy()
+        without[held] = starts[held]
+        return without if (without > starts).any() else ends
 
 
 class Scheduler:

@@ -16,14 +16,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from penstock.contract.errors import UnavailableError
-from penstock.gpu_node.engine.structured import limits
-from penstock.gpu_node.engine.structured.grammar import Grammar, Kind, TrialResult
+from penstock.gpu_node.engine.structured import protocol
+from penstock.gpu_node.engine.structured.compiler import Grammar, Kind, TrialResult
 from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
-from penstock.gpu_node.engine.structured.lanes import Lanes
-from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
-from penstock.gpu_node.engine.structured.process import Worker
-from penstock.gpu_node.engine.structured.processes import GrammarProcesses
-from penstock.gpu_node.engine.structured.trials import Trial
+from penstock.gpu_node.engine.structured.lanes import GrammarCounts, Lanes, Trial
+from penstock.gpu_node.engine.structured.processes import GrammarProcesses, Worker
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +74,7 @@ class MaskHost:
         """
         self._start_thread()
         try:
-            return self._processes.special_tokens.result(limits.TEMPLATE_WALL_S)
+            return self._processes.special_tokens.result(protocol.TEMPLATE_WALL_S)
         except TimeoutError:
             raise UnavailableError("the grammar processes did not start", code="internal_error") from None
 

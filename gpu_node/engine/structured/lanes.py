@@ -6,31 +6,173 @@ Not thread-safe; the host's lock protects it.
 from __future__ import annotations
 
 import logging
+import signal
 import time
+from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from penstock.contract.errors import PenstockError
-from penstock.gpu_node.engine.structured import limits
-from penstock.gpu_node.engine.structured.grammar import Grammar
+from penstock.contract.errors import PenstockError, RequestError, TooCostlyError
+from penstock.gpu_node.engine.structured import protocol
+from penstock.gpu_node.engine.structured.compiler import Grammar, Kind, TrialResult, reason_of
 from penstock.gpu_node.engine.structured.guide import Guide
-from penstock.gpu_node.engine.structured.mask_status import PAST_LIMITS, WRITTEN
-from penstock.gpu_node.engine.structured.outcomes import (
-    GrammarCounts,
-    blames_task,
-    failure_of,
-    is_memory_death,
-    refusal_of,
-    why_killed,
-)
-from penstock.gpu_node.engine.structured.process import Worker
+from penstock.gpu_node.engine.structured.processes import Worker
+from penstock.gpu_node.engine.structured.protocol import EMPTY, MISFIT, PAST_LIMITS, WRITTEN
+
+# What failed tasks and dead workers mean for their grammars and choices, and the counters of both.
+
+MAX_KILLS_FROM_OUTSIDE = 3
+"""The system may kill any process if memory runs out. A grammar is refused after this many such kills in its tasks."""
+
+
+@dataclass(slots=True)
+class GrammarCounts:
+    """Counters of one host; they only grow."""
+
+    grammar_trials: int = 0
+    grammar_refusals: int = 0
+    """New grammars that were refused."""
+    grammar_costly_refusals: int = 0
+    """Refused grammars that exceeded a limit of time, memory or work."""
+    grammar_kills: int = 0
+    """Workers that a limit killed, without trials."""
+    grammar_restarts: int = 0
+    """Workers started to replace one that had ended."""
+    late_masks: int = 0
+    """Rows that sampled nothing in a step because their mask was not ready."""
+    failed_guides: int = 0
+    """Choices that ended because of their grammar."""
+    grammar_host_failures: int = 0
+    """Times that the node's side of the grammar processes ended with an error. Structured output fails from then on."""
+
+
+def refusal_of(grammar: Grammar, reason: str) -> TooCostlyError:
+    """Return the error of a choice with a grammar that exceeded a limit."""
+    return TooCostlyError(
+        f"{grammar.field_name}: cannot be enforced: it is too costly: {reason}", param=grammar.field_name
+    )
+
+
+def failure_of(grammar: Grammar, status: int, reason: bytes) -> PenstockError:
+    """Return the error of a choice without a mask, from its worker's answer."""
+    detail = reason.decode(errors="replace")
+    if status == PAST_LIMITS:
+        return refusal_of(grammar, f"a token exceeded the limits of work ({reason_of(grammar.kind, detail)})")
+    if status == MISFIT:
+        return RequestError("the logged tokens do not match the requested structured output", param="resume")
+    if status == EMPTY:
+        field_name = grammar.field_name
+        return RequestError(f"{field_name}: no token of this model can continue the text", param=field_name)
+    return refusal_of(grammar, "it could not be compiled again")
+
+
+def blames_task(exit_status: int | None, grammar: Grammar | None) -> bool:
+    """Whether a dying worker's current task is at fault. It is not if the worker was killed from outside."""
+    if exit_status is None:
+        return False
+    if exit_status != -signal.SIGKILL:
+        return True
+    if grammar is not None:
+        grammar.num_kills += 1
+    return grammar is not None and grammar.num_kills >= MAX_KILLS_FROM_OUTSIDE
+
+
+def is_memory_death(exit_status: int | None) -> bool:
+    """Whether a worker ended itself, as one without memory does. Limits of time and kills from outside have signals."""
+    return exit_status not in (None, 0, -signal.SIGPROF, -signal.SIGKILL)
+
+
+def why_killed(exit_status: int | None, cpu_s: float) -> str:
+    """Return the limit that killed a worker."""
+    if exit_status == -signal.SIGPROF:
+        return f"a task took more than {cpu_s:g} s of processor time"
+    return f"a task took more than {limits.WORKER_MEMORY_MIB} MiB of memory, or broke the compiler"
+
+
+# The order in which new grammars are tried out: tenants in turn, and each tenant's grammars in order of arrival.
+
+MAX_AT_ONCE = 2
+MAX_LOSSES = 3
+"""A grammar is refused after its trial's process was lost more often than this."""
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """A grammar to try out, or the parts of one: the trial ends at the first text that fails."""
+
+    kind: Kind
+    texts: list[str]
+    num_losses: int = 0
+    result: Future[TrialResult] = field(default_factory=Future)
+
+
+class TrialQueue:
+    """Waiting trials. A tenant runs at most one trial at a time."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[Trial]] = OrderedDict()
+        self._running: dict[Trial, str] = {}
+
+    def add(self, tenant: str, trial: Trial) -> None:
+        """Queue a trial."""
+        self._waiting.setdefault(tenant, deque()).append(trial)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a trial is waiting or running."""
+        return bool(self._waiting or self._running)
+
+    def start(self) -> Trial | None:
+        """Return the next trial, if one may run now."""
+        if len(self._running) >= MAX_AT_ONCE or not self._waiting:
+            return None
+        busy = set(self._running.values())
+        # A tenant's second trial waits, so that a slot stays free for the next tenant.
+        tenant = next((one for one in self._waiting if one not in busy), None)
+        if tenant is None:
+            return None
+        waiting = self._waiting.pop(tenant)
+        trial = waiting.popleft()
+        if waiting:
+            self._waiting[tenant] = waiting
+        self._running[trial] = tenant
+        return trial
+
+    def end(self, trial: Trial, result: TrialResult) -> None:
+        """Set the result of a running trial."""
+        self._running.pop(trial, None)
+        trial.result.set_result(result)
+
+    def retry(self, trial: Trial) -> None:
+        """Queue a trial again after its process was killed from outside; refuse it after too many such losses."""
+        tenant = self._running.pop(trial)
+        trial.num_losses += 1
+        if trial.num_losses > MAX_LOSSES:
+            trial.result.set_result(TrialResult(is_too_costly=True, is_killed=True))
+        else:
+            self.add(tenant, trial)
+
+    def put_back(self, trial: Trial) -> None:
+        """Queue a trial again, before all others, because it could not be started."""
+        tenant = self._running.pop(trial)
+        self._waiting.setdefault(tenant, deque()).appendleft(trial)
+        self._waiting.move_to_end(tenant, last=False)
+
+    def clear(self) -> list[Trial]:
+        """Remove and return all trials, because none can run any more."""
+        trials = [trial for waiting in self._waiting.values() for trial in waiting] + list(self._running)
+        self._waiting.clear()
+        self._running.clear()
+        return trials
+
 
 log = logging.getLogger(__name__)
 
 LaneName = Literal["cheap", "costly"]
-_CPU_S: dict[LaneName, float] = {"cheap": limits.FAST_TASK_CPU_S, "costly": limits.SLOW_TASK_CPU_S}
-_NICENESS: dict[LaneName, int] = {"cheap": 0, "costly": limits.SLOW_NICENESS}
+_CPU_S: dict[LaneName, float] = {"cheap": protocol.FAST_TASK_CPU_S, "costly": protocol.SLOW_TASK_CPU_S}
+_NICENESS: dict[LaneName, int] = {"cheap": 0, "costly": protocol.SLOW_NICENESS}
 _SLOW_MASK_S = 0.01
 _MIB = 1 << 20
 _MASKS_OF_LONG_USE = 2_000
@@ -125,7 +267,7 @@ class Lanes:
 
     def too_large(self) -> list[Worker]:
         """Return idle workers that take too much memory and should be replaced."""
-        limit = limits.MAX_WORKER_MIB * _MIB
+        limit = protocol.MAX_WORKER_MIB * _MIB
         return [one for one in self.workers.values() if not one.tasks and one.memory - one.base_memory > limit]
 
     def fail(self, guide: Guide, error: PenstockError) -> None:
@@ -183,7 +325,7 @@ class Lanes:
             self.fail(guide, guide.grammar.refusal or failure_of(guide.grammar, status, data))
         if guide.grammar.refusal is not None:
             self.fail(guide, guide.grammar.refusal)
-        if guide.cpu_s > limits.GUIDE_CPU_S + limits.GUIDE_CPU_PER_TOKEN_S * num_tokens:
+        if guide.cpu_s > protocol.GUIDE_CPU_S + protocol.GUIDE_CPU_PER_TOKEN_S * num_tokens:
             self.fail(guide, refusal_of(guide.grammar, f"its masks took {guide.cpu_s:.1f} s for {num_tokens} tokens"))
 
     def _move_if_slow(self, worker: Worker, grammar: Grammar, cpu_s: float) -> None:
@@ -191,7 +333,7 @@ class Lanes:
 
         Its choices move with their next masks. Masks that are already requested still come from the old worker.
         """
-        if cpu_s <= limits.CHEAP_MASK_CPU_S or grammar.is_costly or self._lane_of.get(worker) != "cheap":
+        if cpu_s <= protocol.CHEAP_MASK_CPU_S or grammar.is_costly or self._lane_of.get(worker) != "cheap":
             return
         grammar.num_slow_masks += 1
         if grammar.num_slow_masks > _MAX_SLOW_MASKS:
@@ -227,8 +369,8 @@ class Lanes:
     def _charge(self, worker: Worker, grammar: Grammar, num_bytes: int) -> None:
         grammar.memory += num_bytes
         worker.memory_of[grammar] = worker.memory_of.get(grammar, 0) + num_bytes
-        is_old = worker.progress_s - grammar.account_s > limits.ACCOUNT_S
-        if not is_old and grammar.memory <= limits.MAX_GRAMMAR_MIB * _MIB:
+        is_old = worker.progress_s - grammar.account_s > protocol.ACCOUNT_S
+        if not is_old and grammar.memory <= protocol.MAX_GRAMMAR_MIB * _MIB:
             return
         if is_old or grammar.num_masks > _MASKS_OF_LONG_USE:
             # Long use fills the caches. Compiling the grammar again empties them.
@@ -255,7 +397,7 @@ def _culprit_of(worker: Worker, current: Grammar, exit_status: int | None) -> Gr
 
     That is the one of its current task, unless memory ran out in a worker that others had already filled.
     """
-    was_full = worker.memory - worker.base_memory > limits.MAX_WORKER_MIB * _MIB
+    was_full = worker.memory - worker.base_memory > protocol.MAX_WORKER_MIB * _MIB
     if not is_memory_death(exit_status) or not was_full:
         return current
     return max(worker.memory_of, key=worker.memory_of.__getitem__, default=current)

@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 from llguidance import LLTokenizer
 
-from penstock.gpu_node.engine.structured.frames import frame
+from penstock.gpu_node.engine.structured.protocol import frame
 from penstock.gpu_node.engine.structured.worker import WorkerLimits, serve
 
 _PR_SET_PDEATHSIG = 1

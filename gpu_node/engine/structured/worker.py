@@ -6,22 +6,240 @@ Replies leave in batches, at the end of a message or after a millisecond.
 
 from __future__ import annotations
 
+import ctypes
+import json
 import mmap
 import os
+import re
 import resource
 import signal
 import socket
 import time
+from array import array
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.gpu_node.engine.structured.compiling import Compiler, Trial
-from penstock.gpu_node.engine.structured.frames import FrameReader, frame
-from penstock.gpu_node.engine.structured.matching import Matching
+from llguidance import LLMatcher, LLParserLimits
+
+from penstock.gpu_node.engine.structured import protocol
+from penstock.gpu_node.engine.structured.protocol import (
+    EMPTY,
+    MISFIT,
+    PAST_LIMITS,
+    UNKNOWN,
+    WRITTEN,
+    FrameReader,
+    frame,
+)
+from penstock.gpu_node.engine.structured.schema.rewriting import OPTIONS_KEYWORD, rewritten
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+
+# Masks of the tokens that a choice may continue with, inside a grammar worker.
+
+_WORD_BYTES = 4
+
+
+class Matching:
+    """The matchers of one worker's choices, by the choice's number."""
+
+    def __init__(self, tokenizer: LLTokenizer, compiler: Compiler) -> None:
+        self._tokenizer = tokenizer
+        self._compiler = compiler
+        self._matchers: dict[int, LLMatcher] = {}
+        self._num_words = -(-tokenizer.vocab_size // (8 * _WORD_BYTES))
+        self._words = (ctypes.c_uint32 * self._num_words)()
+
+    def mask(self, guide_id: int, grammar_id: int, is_new: bool, token_ids: bytes) -> tuple[int, bytes]:
+        """Advance a choice by some tokens (int32); return a mask status, and the next mask or the reason for none.
+
+        `is_new`: the choice has no matcher here yet, so it starts at the beginning of its text.
+        """
+        matcher = self._compiler.copy(grammar_id) if is_new else self._matchers.get(guide_id)
+        if matcher is None:
+            return UNKNOWN, b""
+        self._matchers[guide_id] = matcher
+        if token_ids and not matcher.consume_tokens(array("i", token_ids).tolist()):
+            return (PAST_LIMITS if is_past_limits(matcher) else MISFIT), _reason(matcher)
+        matcher.unsafe_compute_mask_ptr(ctypes.addressof(self._words), ctypes.sizeof(self._words))
+        if matcher.is_error():
+            return PAST_LIMITS, _reason(matcher)
+        mask = bytes(self._words)
+        if not mask.strip(b"\0"):
+            return EMPTY, b""
+        only = _only_bit(mask)
+        return WRITTEN, self._spelled(matcher) if only is not None and self._is_mistaken(matcher, only) else mask
+
+    def close(self, guide_id: int) -> None:
+        """Drop a choice's matcher."""
+        self._matchers.pop(guide_id, None)
+
+    def _is_mistaken(self, matcher: LLMatcher, token_id: int) -> bool:
+        """Whether the only token that the mask allows does not fit."""
+        return (
+            self._tokenizer.is_special_token(token_id)
+            # Where a text may end, allowing the end token is right, though validation does not accept it.
+            and not matcher.is_accepting()
+            and not matcher.validate_tokens([token_id])
+        )
+
+    def _spelled(self, matcher: LLMatcher) -> bytes:
+        """Return a mask of the ordinary token that continues the forced text.
+
+        llguidance tokenizes forced text like a prompt, so the name of a special token becomes that token. A special
+        token adds no text, and may end the text early.
+        """
+        forced = matcher.compute_ff_bytes().decode(errors="ignore")
+        mask = bytearray(self._num_words * _WORD_BYTES)
+        for token_id in self._tokenizer.greedy_tokenize(forced)[:1]:
+            mask[token_id // 8] |= 1 << token_id % 8
+        return bytes(mask)
+
+
+def _reason(matcher: LLMatcher) -> bytes:
+    return (matcher.get_error() or "unknown").splitlines()[0].encode()[:500]
+
+
+def _only_bit(mask: bytes) -> int | None:
+    """Return the position of the only set bit; None if there is not exactly one."""
+    whole = int.from_bytes(mask, "little")
+    return None if not whole or whole & (whole - 1) else whole.bit_length() - 1
+
+
+# From the text of a grammar to an llguidance matcher, inside a grammar worker.
+
+COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as most models write it. If any whitespace is allowed, some models write nothing else until the limit."""
+
+_SCHEMA_RULE = re.compile(r"(\w+: %json )(.*)")
+_LIMIT_REASONS = ("ParserTooComplex", "LexerTooComplex")
+_LIMIT_WORDS = ("too many", "too large", "too complex", "max is", "fuel exhausted")
+_TRIAL_MASKS = 4
+
+
+class LimitError(ValueError):
+    """A grammar exceeded a limit of work."""
+
+
+class Compiler:
+    """The compiled grammars of one worker, by the grammar's number."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._compiled: dict[int, LLMatcher] = {}
+        self._limits = LLParserLimits(
+            step_lexer_fuel=protocol.STEP_LEXER_FUEL,
+            initial_lexer_fuel=protocol.INITIAL_LEXER_FUEL,
+            max_lexer_states=protocol.MAX_LEXER_STATES,
+            step_max_items=protocol.STEP_MAX_ITEMS,
+            max_items_in_row=protocol.MAX_ITEMS_IN_ROW,
+            verbose_errors=False,
+        )
+
+    def compile(self, grammar_id: int, kind: str, text: str) -> str:
+        """Compile and keep a grammar; return the error, or an empty string."""
+        try:
+            self._compiled[grammar_id] = self.matcher(kind, text)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def copy(self, grammar_id: int) -> LLMatcher | None:
+        """Return a new matcher at the start of a text; None for an unknown grammar."""
+        matcher = self._compiled.get(grammar_id)
+        return None if matcher is None else matcher.deep_copy()
+
+    def forget(self, grammar_id: int) -> None:
+        """Drop a grammar."""
+        self._compiled.pop(grammar_id, None)
+
+    def matcher(self, kind: str, text: str) -> LLMatcher:
+        """Return a matcher at the start of a text.
+
+        Raises ValueError for a grammar that cannot be enforced, LimitError for one that takes too much work.
+        """
+        matcher = LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0, protocol=self._limits)
+        if matcher.is_error():
+            raise problem_of(matcher)
+        return matcher
+
+
+class Trial:
+    """A trial of a new grammar: whether it compiles, and what its first masks cost."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._worst_s = 0.0
+
+    def run(self, kind: str, texts: list[str]) -> tuple[str, int, bool, float]:
+        """Try texts until one fails.
+
+        Return (error, index of the faulty text, whether a limit caused it, costliest mask's processor time).
+        """
+        for i, text in enumerate(texts):
+            try:
+                self._try(kind, text)
+            except ValueError as error:
+                return str(error), i, isinstance(error, LimitError), self._worst_s
+        return "", 0, False, self._worst_s
+
+    def _try(self, kind: str, text: str) -> None:
+        matcher = self._compiler.matcher(kind, text)
+        matcher.try_consume_tokens(matcher.compute_ff_tokens())
+        for i in range(_TRIAL_MASKS):
+            began_s = time.process_time()
+            mask = matcher.compute_bitmask()
+            self._worst_s = max(self._worst_s, time.process_time() - began_s)
+            if matcher.is_error() and not i:
+                # No text matches the grammar, or its beginning exceeds the limits.
+                raise problem_of(matcher, "no text can match its beginning: ")
+            if matcher.is_error() or matcher.is_stopped() or not matcher.try_consume_tokens([_some_bit(mask, i)]):
+                return
+
+
+def problem_of(matcher: LLMatcher, prefix: str = "") -> ValueError:
+    """Return the error of a failed matcher; with a prefix, only its first line."""
+    message = matcher.get_error().strip()
+    kind = LimitError if is_past_limits(matcher) else ValueError
+    return kind(prefix + (message.splitlines()[0] if prefix else message))
+
+
+def is_past_limits(matcher: LLMatcher) -> bool:
+    """Whether a matcher failed because of a limit. Not every failure has a stop reason, so messages count too."""
+    message = matcher.get_error()
+    return matcher.stop_reason() in _LIMIT_REASONS or any(words in message for words in _LIMIT_WORDS)
+
+
+def _some_bit(mask: bytes, i: int) -> int:
+    """Return a token that the mask allows; the same one every time."""
+    set_bytes = [at for at, byte in enumerate(mask) if byte]
+    at = set_bytes[len(set_bytes) * (i + 1) // (_TRIAL_MASKS + 2)] if set_bytes else 0
+    return at * 8 + mask[at].bit_length() - 1 if set_bytes else 0
+
+
+def _grammar(kind: str, text: str) -> Any:
+    """Return a grammar in llguidance's notation. Raises ValueError for a schema that cannot be enforced."""
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "lark":
+        return LLMatcher.grammar_from_lark(text)
+    if kind == "calls":
+        return LLMatcher.grammar_from_lark("\n".join(map(_with_options, text.split("\n"))))
+    return LLMatcher.grammar_from_json_schema(rewritten(text), overrides=COMPACT)
+
+
+def _with_options(rule: str) -> str:
+    """Return a rule of a call grammar. Rewrite its JSON schema, if it has one."""
+    found = _SCHEMA_RULE.fullmatch(rule)
+    if found is None:
+        return rule
+    head, schema = found.groups()
+    return head + json.dumps(json.loads(rewritten(schema)) | {OPTIONS_KEYWORD: COMPACT})
+
 
 _MIB = 1 << 20
 _REPLY_WITHIN_S = 0.001
@@ -98,16 +316,16 @@ class Worker:
             self._replies.clear()
 
 
-def serve(tokenizer: LLTokenizer, node_fd: int, page_fd: int, limits: WorkerLimits) -> None:
+def serve(tokenizer: LLTokenizer, node_fd: int, page_fd: int, protocol: WorkerLimits) -> None:
     """Run as a worker, in a process that was just forked."""
-    os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + limits.niceness))
-    limit = _virtual_bytes() + limits.memory_mib * _MIB
+    os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + protocol.niceness))
+    limit = _virtual_bytes() + protocol.memory_mib * _MIB
     with suppress(ValueError):  # The process was started with a lower limit.
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=node_fd) as node, mmap.mmap(page_fd, mmap.PAGESIZE) as page:
         os.close(page_fd)
-        Worker(tokenizer, node, page, limits.task_cpu_s).run()
+        Worker(tokenizer, node, page, protocol.task_cpu_s).run()
 
 
 def _virtual_bytes() -> int:

@@ -7,21 +7,25 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError
 from penstock.contract.tasks import MAX_OUTPUT_BYTES
 from penstock.contract.tools import ReasoningParserName, ToolParserName
-from penstock.gpu_node.engine.text.chat_format import (
+from penstock.gpu_node.engine.text.chat import (
+    NO_VARIABLES,
     TELLING_MARKS,
+    ChatTemplate,
     reasoning_parser_of,
     template_messages,
     thinking_switches_of,
     tool_parser_of,
 )
-from penstock.gpu_node.engine.text.chat_template import NO_VARIABLES, ChatTemplate
-from penstock.gpu_node.engine.text.detokenizer import Detokenizer
 from penstock.gpu_node.engine.text.encoder import (
     NO_OWNER,
     ChatEncoder,
@@ -30,9 +34,64 @@ from penstock.gpu_node.engine.text.encoder import (
     batch_token_ids_of,
     separator_of,
 )
-from penstock.gpu_node.engine.text.token_bytes import byte_fallback, byte_level, tokens_by_id
+from penstock.gpu_node.engine.text.output import Detokenizer
 from penstock.gpu_node.engine.text.tokenizer_files import read_tokenizer_files
 from penstock.gpu_node.model.protocol import WrittenTokenizer
+
+# The bytes of each token of a vocabulary.
+
+_METASPACE = "\u2581"
+
+
+def tokens_by_id(backend: Any) -> list[str]:
+    """Return the tokens of a tokenizer, without added ones. Ids without a token have an empty text."""
+    model, size = backend.model, backend.get_vocab_size(with_added_tokens=False)
+    tokens: list[str | None] = [model.id_to_token(token_id) for token_id in range(size)]
+    if None not in tokens:
+        return [token or "" for token in tokens]
+    # Some ids have no token, so others are above the number of tokens.
+    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+    sparse = [""] * (max(vocab.values()) + 1)
+    for token, token_id in vocab.items():
+        sparse[token_id] = token
+    return sparse
+
+
+def byte_level(tokens: Sequence[str]) -> list[bytes]:
+    """Return the bytes of tokens in GPT-2's byte alphabet; UTF-8 for a token outside it."""
+    # All tokens are converted at once: one by one, a vocabulary of 128,000 takes a tenth of a second.
+    letters = np.frombuffer("".join(tokens).encode("utf-32-le"), "<u4")
+    numbers = _ALPHABET[np.minimum(letters, len(_ALPHABET) - 1)]
+    content, ends = numbers.astype(np.uint8).tobytes(), list(accumulate(map(len, tokens), initial=0))
+    table = [content[start:end] for start, end in pairwise(ends)]
+    foreign = np.flatnonzero(numbers < 0)
+    for token_id in np.unique(np.searchsorted(ends, foreign, side="right") - 1).tolist():
+        table[token_id] = tokens[token_id].encode()
+    return table
+
+
+def byte_fallback(tokens: Sequence[str]) -> list[bytes]:
+    """Return the bytes of SentencePiece tokens: `<0x0A>` is a byte, the metaspace is a space."""
+    return [_of_sentencepiece(token) for token in tokens]
+
+
+def _of_sentencepiece(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes((int(token[3:5], 16),))
+    return token.replace(_METASPACE, " ").encode()
+
+
+def _byte_alphabet() -> NDArray[np.int16]:
+    """Return the byte of each letter of GPT-2's byte alphabet, by code point; -1 for others. The last one is -1.
+
+    In the alphabet printable Latin-1 stands for itself. Other bytes are shifted past U+00FF in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    shifted = [byte for byte in range(256) if byte not in printable]
+    return np.array([*(byte if byte in printable else -1 for byte in range(256)), *shifted, -1], np.int16)
+
+
+_ALPHABET = _byte_alphabet()
 
 
 class Tokenizer:

@@ -11,11 +11,11 @@ import numpy as np
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.scheduler.budget import StepLimits
 from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
-from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.sequence import EndRule
 from penstock.gpu_node.engine.sequence import Sequence as Choice
-from penstock.gpu_node.engine.text.end_rule import EndRule
 
 KV_TOKENS = 48_000
 MAX_MODEL_LEN = 4096

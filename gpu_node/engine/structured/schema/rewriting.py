@@ -6,17 +6,106 @@ only, because a rewritten part may allow less than the given one.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from penstock.gpu_node.engine.structured.schema.arrays import distinct_items
 from penstock.gpu_node.engine.structured.schema.document import MAX_DEPTH, SchemaDocument, UnenforceableError
-from penstock.gpu_node.engine.structured.schema.exclusive import exclusive_branches
-from penstock.gpu_node.engine.structured.schema.facts import FactReader, declared_types
-from penstock.gpu_node.engine.structured.schema.negation import Negation
-from penstock.gpu_node.engine.structured.schema.objects import with_names, without_size
-from penstock.gpu_node.engine.structured.schema.patterns import rust_pattern, rust_patterns
+from penstock.gpu_node.engine.structured.schema.facts import (
+    ALL_TYPES,
+    FactReader,
+    Facts,
+    Negation,
+    declared_types,
+    listed_values,
+)
+from penstock.gpu_node.engine.structured.schema.objects import rust_pattern, rust_patterns, with_names, without_size
+
+# Arrays whose items must differ.
+
+MAX_DISTINCT_VALUES = 4
+"""Most values that the items of an array with `uniqueItems` may have. Every order of every choice is an alternative."""
+
+
+def distinct_items(reader: FactReader, given: dict[str, Any], path: str) -> list[Any]:
+    """Return what must hold for `uniqueItems: true` besides the other keywords of an array's schema.
+
+    Raises UnenforceableError for items of many possible values, because a grammar does not remember earlier items.
+    """
+    low, high = given.get("minItems", 0), given.get("maxItems")
+    if isinstance(high, int) and high <= 1:
+        return []
+    values = None if "prefixItems" in given else listed_values(reader.of(given.get("items")))
+    if values is None or len(values) > MAX_DISTINCT_VALUES or not isinstance(low, int):
+        reason = f"items can be kept distinct only if a schema lists at most {MAX_DISTINCT_VALUES} values for them"
+        raise UnenforceableError("uniqueItems", path, reason)
+    top = min(len(values), high) if isinstance(high, int) else len(values)
+    arrays = [order for size in range(max(0, low), top + 1) for order in itertools.permutations(values.values(), size)]
+    others = sorted(declared_types(given) & (ALL_TYPES - {"array"}))
+    return [{"anyOf": [*map(_exactly, arrays), *([{"type": others}] if others else [])]}]
+
+
+def _exactly(items: tuple[Any, ...]) -> dict[str, Any]:
+    size = {"type": "array", "minItems": len(items), "maxItems": len(items)}
+    # llguidance takes this form in all drafts, and `const` in later ones only.
+    return {**size, "items": [{"enum": [value]} for value in items], "additionalItems": False} if items else size
+
+
+# Alternatives that exclude each other: `oneOf` as an `anyOf` of which no value satisfies two branches.
+
+MAX_ALTERNATIVES = 256
+"""Most combinations of alternatives that one branch may become."""
+_SINGLE_VALUED = frozenset(("null", "boolean"))
+"""Types that may be left out of a branch as a whole, because the other branch has all of their values."""
+
+
+def exclusive_branches(reader: FactReader, base: dict[str, Any], path: str) -> list[list[list[dict[str, Any]]]]:
+    """Return for each branch of `base`'s `oneOf` what must hold besides, so that no other branch is satisfied.
+
+    That is a list of lists of alternatives. Raises UnenforceableError for two branches that cannot be told apart.
+    """
+    others = {keyword: value for keyword, value in base.items() if keyword != "oneOf"}
+    facts = [reader.of(others, branch) for branch in base["oneOf"]]
+    found: list[list[list[dict[str, Any]]]] = [[] for _ in facts]
+    for i, one in enumerate(facts):
+        for j, other in enumerate(facts):
+            if i == j or reader.are_disjoint(one, other):
+                continue
+            alternatives = _exclusions(reader, one, other)
+            if not alternatives:
+                low, high = sorted((i, j))
+                reason = f"its branches {low} and {high} may match the same value, so they need anyOf"
+                raise UnenforceableError("oneOf", path, reason)
+            if alternatives not in found[i]:
+                found[i].append(alternatives)
+        if math.prod(map(len, found[i])) > MAX_ALTERNATIVES:
+            raise UnenforceableError("oneOf", path, "its branches differ in too many ways to tell them apart")
+    return found
+
+
+def _exclusions(reader: FactReader, one: Facts, other: Facts) -> list[dict[str, Any]]:
+    """Return alternatives that restrict `one` to values which do not satisfy `other`; none if that is impossible."""
+    if one.values is not None:
+        kept = [value for value in one.values.values() if reader.is_refused(value, other)]
+        return [{"enum": kept}] if kept else []
+    shared = {kind for kind in one.types & other.types if not reader.are_disjoint_as(kind, one, other)}
+    scalars = shared - {"object"}
+    if not scalars <= _SINGLE_VALUED or (other.values is not None and scalars):
+        return []
+    rest = sorted(one.types - scalars)
+    limit: dict[str, Any] = {"type": rest} if scalars else {}
+    if "object" not in shared:
+        return [limit] if rest else []
+    ways: list[dict[str, Any]] = [{"properties": {name: False}} for name in sorted(other.required - one.required)]
+    ways += [
+        {"required": [name]}
+        for name in one.properties
+        if name not in one.required and reader.has_no_value(name, one, other)
+    ]
+    return [limit | way for way in ways]
+
 
 OPTIONS_KEYWORD = "x-guidance"
 """llguidance's own options inside a schema. They could switch the enforcement off."""

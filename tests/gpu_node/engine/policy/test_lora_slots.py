@@ -24,7 +24,7 @@ from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots, ByAdapter
-from penstock.gpu_node.engine.policy.base import FirstComeFirstServed
+from penstock.gpu_node.engine.policy.policy import FirstComeFirstServed
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.lora import library
 from penstock.gpu_node.model.lora.adapter import WEIGHTS_FILE

@@ -9,11 +9,10 @@ import numpy as np
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.scheduler.budget import StepLimits
 from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
-from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.text.end_rule import EndRule
+from penstock.gpu_node.engine.sequence import EndRule, Sequence
 from penstock.gpu_node.model.protocol import StepPlan
 
 END_IDS = frozenset((7, 3))

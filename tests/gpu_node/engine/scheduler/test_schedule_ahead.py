@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, NumTokens
+from penstock.gpu_node.engine.policy.policy import FirstComeFirstServed, NumTokens
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.scheduler import small_steps
+from penstock.gpu_node.engine.scheduler import budget
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
@@ -178,8 +178,8 @@ def alone(make_engine: MakeEngine) -> Engine:
 @pytest.fixture
 def many_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give tenants steps of their own wherever these would be shorter."""
-    monkeypatch.setattr(small_steps, "MAX_SLOWDOWN", 0.0)
-    monkeypatch.setattr(small_steps, "MIN_REMAINDER", 1.05)
+    monkeypatch.setattr(budget, "MAX_SLOWDOWN", 0.0)
+    monkeypatch.setattr(budget, "MIN_REMAINDER", 1.05)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
+from penstock.gpu_node.engine.scheduler.preemption import SwapCost
 
 MIB = 1 << 20
 

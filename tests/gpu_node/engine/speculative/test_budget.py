@@ -22,10 +22,8 @@ from penstock.contract.output import TokenLogprobs
 from penstock.contract.sampling import StructuredOutputs
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.speculative.budget import DraftBudget
-from penstock.gpu_node.engine.speculative.drafter import Drafter
-from penstock.gpu_node.engine.speculative.ngram import NgramDrafter
-from penstock.gpu_node.engine.speculative.step_cost import StepCost
+from penstock.gpu_node.engine.speculative.cost import DraftBudget, StepCost
+from penstock.gpu_node.engine.speculative.drafter import Drafter, NgramDrafter
 from penstock.gpu_node.model.protocol import StepHandle, StepPlan, StepResult
 
 MakeEngine = Callable[..., Engine]

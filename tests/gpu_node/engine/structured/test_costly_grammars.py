@@ -19,11 +19,11 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.sampling import MAX_SCHEMA_CHARS
 from penstock.gpu_node.engine import Engine, EngineConfig, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.structured import host, lanes, limits
-from penstock.gpu_node.engine.structured.grammar import Grammar
+from penstock.gpu_node.engine.structured import host, lanes, protocol
+from penstock.gpu_node.engine.structured.compiler import Grammar
 from penstock.gpu_node.engine.structured.guide import GuidedMasks
-from penstock.gpu_node.engine.structured.process import Template, Worker
-from penstock.gpu_node.engine.structured.schema.patterns import rust_pattern
+from penstock.gpu_node.engine.structured.processes import Template, Worker
+from penstock.gpu_node.engine.structured.schema.objects import rust_pattern
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HOSTILE = "start: " + " | ".join(
@@ -99,7 +99,7 @@ def test_unclosed_braces_in_a_pattern_take_linear_time() -> None:
 def test_a_trial_that_takes_too_much_time_or_memory_is_killed(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "TRIAL_CPU_S", 0.0001)
+    monkeypatch.setattr(protocol, "TRIAL_CPU_S", 0.0001)
     engine = Engine(
         EngineConfig(model=str(tiny_model), runner="native", dtype="bfloat16", num_kv_blocks=40, weight_cache=False)
     )
@@ -161,8 +161,8 @@ def test_only_the_choice_whose_masks_take_too_long_ends_with_a_named_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = tokens_of(_run(engine), "free")
-    monkeypatch.setattr(limits, "GUIDE_CPU_S", -1.0)
-    monkeypatch.setattr(limits, "GUIDE_CPU_PER_TOKEN_S", 0.0)
+    monkeypatch.setattr(protocol, "GUIDE_CPU_S", -1.0)
+    monkeypatch.setattr(protocol, "GUIDE_CPU_PER_TOKEN_S", 0.0)
     outputs = _run(engine)
     (last,) = (output for output in outputs if output.request_id == "guided" and output.finish_reason)
     assert last.finish_reason == "error" and isinstance(last.error, TooCostlyError)
@@ -220,7 +220,7 @@ def test_refused_start_of_one_worker_does_not_delay_masks_of_the_other(
     cheap, costly = _params(REGEX, seed=5), _params({"regex": "[a-d]{40,60}"}, seed=5)
     engine.prepare(cheap)
     with monkeypatch.context() as patch:
-        patch.setattr(limits, "CHEAP_TRIAL_CPU_S", -1.0)
+        patch.setattr(protocol, "CHEAP_TRIAL_CPU_S", -1.0)
         grammar = engine.prepare(costly).grammar
     assert grammar is not None and grammar.is_costly
     whole = [engine.generate([PROMPT], one)[0].choices[0].token_ids for one in (cheap, costly)]

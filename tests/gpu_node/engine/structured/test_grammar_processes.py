@@ -27,10 +27,9 @@ from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tools import WantedCalls, WantedFunction
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.structured import compiler, limits, processes
-from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
-from penstock.gpu_node.engine.structured.grammar import Grammar, TrialResult
-from penstock.gpu_node.engine.structured.process import Template, Worker
+from penstock.gpu_node.engine.structured import compiler, processes, protocol
+from penstock.gpu_node.engine.structured.compiler import Grammar, GrammarCompiler, TrialResult
+from penstock.gpu_node.engine.structured.processes import Template, Worker
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 PROMPT = [3, 4, 5]
@@ -142,7 +141,7 @@ def test_a_grammar_whose_masks_become_slow_moves_between_two_tokens(
     grammar = engine.prepare(params).grammar
     assert isinstance(grammar, Grammar)
     was_costly = grammar.is_costly
-    monkeypatch.setattr(limits, "CHEAP_MASK_CPU_S", -1.0)
+    monkeypatch.setattr(protocol, "CHEAP_MASK_CPU_S", -1.0)
     (answer,) = engine.generate([PROMPT], params)
     assert (was_costly, grammar.is_costly, engine.stats().grammar_kills) == (False, True, 0)
     assert [choice.token_ids for choice in answer.choices] == [choice.token_ids for choice in whole.choices]
@@ -206,7 +205,7 @@ def test_trial_ends_although_its_template_hangs(tiny_model: Path, monkeypatch: p
     stopped: list[int] = []
 
     def kill(template: Template) -> None:
-        monkeypatch.setattr(limits, "TASK_WALL_S", 15.0)  # The next one has time, on a busy machine, too.
+        monkeypatch.setattr(protocol, "TASK_WALL_S", 15.0)  # The next one has time, on a busy machine, too.
         kill_all(template)
 
     def stop_and_fork(template: Template, *wanted: Any) -> Worker:
@@ -217,7 +216,7 @@ def test_trial_ends_although_its_template_hangs(tiny_model: Path, monkeypatch: p
 
     monkeypatch.setattr(Template, "fork", stop_and_fork)
     monkeypatch.setattr(Template, "kill_all", kill)
-    monkeypatch.setattr(limits, "TASK_WALL_S", 0.1)
+    monkeypatch.setattr(protocol, "TASK_WALL_S", 0.1)
     with ThreadPoolExecutor(1) as pool:
         assert isinstance(pool.submit(engine.prepare, _params({"regex": "ab"})).result(20).grammar, Grammar)
     assert len(stopped) == 1

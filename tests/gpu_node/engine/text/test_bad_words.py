@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.engine.text.bad_words import BadWords
+from penstock.gpu_node.engine.text.output import BadWords
 
 TOKENS = st.lists(st.integers(250, 260), min_size=1, max_size=6)
 

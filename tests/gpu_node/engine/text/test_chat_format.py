@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 
 from penstock.contract.errors import RequestError
 from penstock.contract.tools import reasoning_parser_for
-from penstock.gpu_node.engine.text.chat_format import reasoning_parser_of, thinking_switches_of, tool_parser_of
-from penstock.gpu_node.engine.text.chat_template import ChatTemplate
+from penstock.gpu_node.engine.text.chat import ChatTemplate, reasoning_parser_of, thinking_switches_of, tool_parser_of
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.producer.openai.tool_calls import CALL_FORMS
 

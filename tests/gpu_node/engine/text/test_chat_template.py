@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.contract.errors import RequestError
-from penstock.gpu_node.engine.text.chat_template import ChatTemplate
+from penstock.gpu_node.engine.text.chat import ChatTemplate
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 TEMPLATE = (

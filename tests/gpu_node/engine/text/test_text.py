@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.engine.text.choice_output import ChoiceOutput
-from penstock.gpu_node.engine.text.detokenizer import Detokenizer
-from penstock.gpu_node.engine.text.end_rule import EndRule
-from penstock.gpu_node.engine.text.stop_strings import StopStrings
+from penstock.gpu_node.engine.sequence import EndRule
+from penstock.gpu_node.engine.text.output import ChoiceOutput, Detokenizer, StopStrings
 
 BYTES = [bytes((i,)) for i in range(256)] + [b""]
 EOS = 256

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, normalizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.contract.errors import ConfigError, PromptTooLongError, RequestError, TooCostlyError
-from penstock.gpu_node.engine.text.chat_template import ChatTemplate
+from penstock.gpu_node.engine.text.chat import ChatTemplate
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "🌊"}, {"role": "user", "content": "?"}]
@@ -333,6 +333,6 @@ def test_chat_that_renders_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) 
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{{ tools }}{% endfor %}", {})
     turns = [{"role": "user", "content": "x" * 100}] * 50
     assert len(template.render(turns, [])) == 50 * 102
-    monkeypatch.setattr("penstock.gpu_node.engine.text.chat_template.MAX_RENDERED_CHARS", 5_000)
+    monkeypatch.setattr("penstock.gpu_node.engine.text.chat.MAX_RENDERED_CHARS", 5_000)
     with pytest.raises(TooCostlyError, match="messages: the rendered chat takes more than 5000 characters"):
         template.render(turns, [])

@@ -1,6 +1,20 @@
-"""Limits of what a grammar may cost. Limits of work apply first and are equal on every node; time and memory kill."""
+"""What the node and its grammar processes share: messages, limits, and the status of a mask."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+
+# The status of a mask, as workers report it to the node.
+
+WRITTEN, MISFIT, PAST_LIMITS, UNKNOWN, EMPTY = range(5)
+"""The mask is there; the tokens do not fit the grammar; the matcher hit a limit; the worker does not have the grammar;
+no token can follow."""
+
+
+# Limits of what a grammar may cost. Limits of work apply first and are equal on every node; time and memory kill.
 
 STEP_LEXER_FUEL = 20_000
 """Regular expressions that one mask may build. Ordinary schemas need fewer than 5,000 at any token."""
@@ -42,3 +56,35 @@ TEMPLATE_WALL_S = 120.0
 """Longest time that loading the tokenizer may take."""
 SLOW_NICENESS = 10
 """Niceness of trials and of the worker for costly grammars, so that they do not slow down steps and cheap masks."""
+
+
+# Messages between the node and its grammar processes: msgpack after a four-byte length.
+
+_LENGTH_BYTES = 4
+MAX_FRAME_BYTES = 1 << 28
+
+
+def frame(message: Any) -> bytes:
+    """Encode a message."""
+    body: bytes = msgpack.packb(message)
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+class FrameReader:
+    """Splits a byte stream into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Yield the messages that these bytes complete. Raises ValueError for an impossible length."""
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + int.from_bytes(self._buffer[:_LENGTH_BYTES], "little")
+            if end > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {end} bytes")
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_LENGTH_BYTES:end])
+            del self._buffer[:end]
+            yield msgpack.unpackb(body, strict_map_key=False)

@@ -1,4 +1,4 @@
-"""The steps that the runner has, and the times of their parts."""
+"""Steps that are in flight, the times of their parts, the stats of an engine, and profiles."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TypedDict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol, TypedDict, runtime_checkable
 
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.steps import Step
-from penstock.gpu_node.model.protocol import ModelRunner, StepPlan, StepResult
+from penstock.gpu_node.engine.structured.lanes import GrammarCounts
+from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, ProfiledRunner, StepPlan, StepResult
 from penstock.runtime.histogram import Histogram
+from penstock.runtime.process_memory import resident_bytes
+
+# The steps that the runner has, and the times of their parts.
 
 _WINDOW = 256
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0)
@@ -259,3 +267,108 @@ class StepTimings:
             batch_sequences=self.batch_sequences.copy(),
             batch_tokens=self.batch_tokens.copy(),
         )
+
+
+# Collect the stats of an engine from its parts.
+
+
+def engine_stats(
+    memory: KvCacheManager,
+    scheduler: Scheduler,
+    timings: StepTimings,
+    grammars: GrammarCounts,
+    model: LoadedModel,
+    block_size: int,
+) -> EngineStats:
+    """Return a snapshot of memory, queues and counters."""
+    device, host, hits = memory.device, memory.host, scheduler.prefix_hits
+    return EngineStats(
+        kv_blocks_total=device.num_total,
+        kv_blocks_free=device.num_free,
+        kv_blocks_cached=device.num_cached,
+        kv_evictions=device.num_evictions,
+        block_size=block_size,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.queues.num_waiting,
+        num_preemptions=scheduler.num_preemptions,
+        prefix_lookup_tokens=hits.lookup_tokens,
+        prefix_hit_tokens=hits.hit_tokens,
+        swap_hit_tokens=hits.host_tokens,
+        kv_tokens_used=memory.num_held * block_size - scheduler.num_tokens_unused,
+        swap_blocks_total=host.num_total,
+        swap_blocks_free=host.num_free,
+        swap_blocks_cached=host.num_cached,
+        swap_evictions=host.num_evictions,
+        swapped_out_blocks=memory.num_out,
+        swapped_in_blocks=memory.num_in,
+        num_swapped=len(scheduler.queues.swapped),
+        num_swaps=scheduler.num_swaps,
+        drafted_tokens=scheduler.drafts.num_drafted,
+        accepted_tokens=scheduler.drafts.num_accepted,
+        max_step_tokens=scheduler.max_step_tokens,
+        process_bytes=resident_bytes(),
+        arithmetic=model.arithmetic,
+        block_bytes=model.runner.cache_sizes.block_bytes,
+        weight_bytes=model.runner.placement.weight_bytes,
+        gpu_uuid=model.runner.placement.gpu_uuid,
+        **timings.stats(),
+        **asdict(grammars),
+    )
+
+
+# Records the steps of an engine during a profile. At other times a step only checks whether there is one.
+
+MAX_STEPS = 20_000
+"""Steps that a profile keeps."""
+MAX_STEPS_OF_RUNNER = 50
+"""The same where the runner records its operations: thousands for each step, which take half a second to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """The steps and requests that an engine recorded."""
+
+    steps: tuple[RecordedStep, ...]
+    has_operations: bool
+    """Whether the runner recorded its operations."""
+
+
+@runtime_checkable
+class ProfiledEngine(Protocol):
+    """An engine that can record its steps."""
+
+    @property
+    def profiler(self) -> EngineProfiler:
+        """The recorder of its steps."""
+
+
+class EngineProfiler:
+    """Records an engine's steps, and the runner's operations in them if the runner supports that."""
+
+    def __init__(self, timings: StepTimings, runner: ModelRunner) -> None:
+        self._timings = timings
+        self._runner = runner if isinstance(runner, ProfiledRunner) else None
+        self._recorded: list[RecordedStep] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has recorded as many steps as it keeps. Safe on any thread."""
+        return len(self._recorded) >= (MAX_STEPS if self._runner is None else MAX_STEPS_OF_RUNNER)
+
+    def start(self) -> None:
+        """Start recording, on the engine's thread."""
+        if self._runner is not None:
+            self._runner.start_profile()
+        self._timings.recorded = self._recorded = []
+
+    def stop(self) -> EngineProfile:
+        """Stop recording, on the engine's thread."""
+        self._timings.recorded = None
+        if self._runner is not None:
+            self._runner.stop_profile()
+        return EngineProfile(tuple(self._recorded), has_operations=self._runner is not None)
+
+    def write_operations(self, path: Path) -> None:
+        """Write the runner's operations as a Chrome trace. It may take seconds: call it on a thread of its own."""
+        if self._runner is not None:
+            self._runner.write_profile(path)
