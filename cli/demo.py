@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.admin.audit import audit_lines, audit_pools
-from penstock.cli.ask.speed import Speed
+from penstock.cli.audit import audit_lines, audit_pools
+from penstock.cli.chat import Speed
 from penstock.cli.demo_model import default_model
 from penstock.cli.processes import Supervisor, run_until_stopped
 from penstock.cli.serve import start_all

@@ -3,27 +3,71 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
 from typer.core import CompletionItem  # type: ignore[attr-defined]
+from typer.main import get_command
 
 from penstock import __version__
 from penstock.cli.command_line.commands import App, Group
 from penstock.cli.command_line.error_lines import usage_line
 from penstock.cli.command_line.help_page import write_section
-from penstock.cli.command_line.lazy_commands import Entry, LazyCommands
-from penstock.cli.exit_codes import exit_code_of as exit_code_of
+from penstock.cli.output import exit_code_of as exit_code_of
 from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError
+
+# The commands of `penstock`, each imported when it is first used.
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One command as the help of `penstock` shows it."""
+
+    name: str
+    home: str
+    """Module and attribute: a function, or the `App` of a group."""
+    summary: str
+
+
+class LazyCommands(Mapping[str, Any]):
+    """The commands by name. Looking one up imports its module."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            self._loaded[name] = _load(self._entries[name])
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _load(entry: Entry) -> Any:
+    module, _, attribute = entry.home.partition(":")
+    target = getattr(import_module(module), attribute)
+    if isinstance(target, typer.Typer):
+        return get_command(target)
+    app = App()
+    app.command(entry.name)(target)
+    return get_command(app)
+
 
 _ADMIN, _ASK = "penstock.cli.admin", "penstock.cli.ask"
 PANELS: Mapping[str, tuple[Entry, ...]] = {
     "Run": (
         Entry("serve", "penstock.cli.serve:serve", "Serve a model on this machine: Redis, a node and a gateway"),
-        Entry("node", "penstock.cli.node:node", "Run a node with one model"),
-        Entry("gateway", "penstock.cli.gateway:gateway", "Run an HTTP gateway"),
+        Entry("node", "penstock.cli.services:node", "Run a node with one model"),
+        Entry("gateway", "penstock.cli.services:gateway", "Run an HTTP gateway"),
         Entry("demo", "penstock.cli.demo:demo", "Start everything, stream one answer, and stop everything"),
     ),
     "Ask": (
@@ -40,10 +84,10 @@ PANELS: Mapping[str, tuple[Entry, ...]] = {
     ),
     "Measure": (
         Entry("bench", "penstock.cli.bench.commands:app", "Put load on a server and measure it"),
-        Entry("profile", "penstock.cli.profile.command:profile", "Record where the time of a running node goes"),
+        Entry("profile", "penstock.cli.profile:profile", "Record where the time of a running node goes"),
     ),
     "Administer": (
-        Entry("keys", "penstock.cli.keys.commands:app", "Manage the API keys of the gateways"),
+        Entry("keys", "penstock.cli.keys:app", "Manage the API keys of the gateways"),
         Entry("audit", f"{_ADMIN}.audit:audit", "Check that all data in Redis agrees with the jobs"),
     ),
 }

@@ -12,6 +12,31 @@ from typing import Annotated, Any, Self, TextIO
 
 import typer
 
+from penstock.contract.errors import (
+    EXIT_WRONG_USE,
+    BusyError,
+    ConfigError,
+    PenstockError,
+    RequestError,
+    UnavailableError,
+)
+
+# Exit codes of commands that end with an error.
+
+EXIT_FAILED = 1
+EXIT_TRY_AGAIN = 75
+"""EX_TEMPFAIL of sysexits.h."""
+
+
+def exit_code_of(error: PenstockError) -> int:
+    """Return 2 for a usage error, 75 if the same command may succeed later, and 1 for other errors."""
+    if isinstance(error, RequestError | ConfigError):
+        return EXIT_WRONG_USE
+    if isinstance(error, BusyError | UnavailableError):
+        return EXIT_TRY_AGAIN
+    return EXIT_FAILED
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
 _FIRST_YEAR_MS = 10**12
 """A value in milliseconds from here on is a time since 1970, not a duration."""

@@ -8,38 +8,217 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, Self
 from urllib.parse import urlsplit
 
 import typer
 
-from penstock.cli.admin.doctor import check_extras
 from penstock.cli.demo_model import ON_HUB, PACKAGE, REMEDY, SAMPLING, SIZE_MB, default_model
-from penstock.cli.node import NODE_FLAGS
+from penstock.cli.doctor import check_extras
 from penstock.cli.options import options_of, taken_for, takes, words_of
 from penstock.cli.processes import (
+    Child,
+    Command,
     Event,
     LogSink,
     ProcessDiedError,
     Supervisor,
+    end_in_words,
     gateway_command,
     node_command,
     run_until_stopped,
 )
-from penstock.cli.progress import LoadingProgress
-from penstock.cli.restarting import keep_child, keep_redis, watch_joined_redis
+from penstock.cli.services import NODE_FLAGS
 from penstock.contract.errors import ConfigError
 from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings, engine_config, pool_of_model
 from penstock.runtime.cache_folders import state_folder
+from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.embedded_redis import DEFAULT_MAXMEMORY_MIB, EmbeddedRedis, find_or_start_redis
 from penstock.runtime.local_redis import RunningRedis
 from penstock.runtime.logging import LogSettings, configure_logging, has_color
+from penstock.runtime.progress_log import STAGES, ProgressLog
 from penstock.runtime.settings import without_password
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+# The progress of a loading model: a bar on a terminal, log lines elsewhere.
+
+_ALMOST = 0.999
+"""Shown instead of 1. After 1, rich counts the bar as finished and stops its clock, but another stage may follow."""
+
+
+class _Shown(Protocol):
+    def update(self, stage: str, fraction: float) -> None: ...
+
+
+class LoadingProgress:
+    """Shows a node's progress events on stderr while the model loads."""
+
+    def __init__(self, log: logging.Logger, model: str) -> None:
+        self._log = log
+        self._model = model
+        self._shown: _Shown | None = None
+
+    def update(self, event: Event) -> None:
+        """Show one progress event: the name of its `stage`, and the `fraction` of the stage that is done (0 to 1)."""
+        fraction, stage = event.get("fraction"), event.get("stage")
+        if self._shown is not None and isinstance(fraction, int | float) and isinstance(stage, str):
+            self._shown.update(stage, min(1.0, float(fraction)))
+
+    @asynccontextmanager
+    async def shown(self) -> AsyncIterator[None]:
+        """Show the progress until the end of the block."""
+        if sys.stderr.isatty():
+            with LoadingBar(self._model) as bar:
+                self._shown = bar
+                yield
+            return
+        lines = ProgressLog(self._log, self._model)
+        self._shown = lines
+        task = asyncio.create_task(lines.run())
+        try:
+            yield
+        finally:
+            await cancel_until_done([task])
+
+
+class LoadingBar:
+    """A progress bar on stderr."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._progress: Progress | None = None
+
+    def update(self, stage: str, fraction: float) -> None:
+        """Show a stage and the fraction of it that is done."""
+        if self._progress is not None:
+            self._progress.update(
+                self._progress.task_ids[0], completed=min(fraction, _ALMOST), stage=STAGES.get(stage, stage)
+            )
+
+    def __enter__(self) -> Self:
+        # Imported late, so that the processes already start while rich is imported.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("Loading {task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[stage]}", markup=False),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._progress.add_task(self._model, total=1.0, stage="starting")
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+# Restarts of the parts of `penstock serve`: each restart waits for a growing pause and logs why the part ended.
+
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""Seconds that a part must run for its pause to be reset to FIRST_PAUSE_S."""
+_POLL_INTERVAL_S = 0.1
+_JOINED_POLL_INTERVAL_S = 1.0
+
+Say = Callable[[str], None]
+
+
+class BackOff:
+    """Exponential backoff for the restarts of one part. A steady run resets the pause."""
+
+    def __init__(self) -> None:
+        self._pause_s = FIRST_PAUSE_S
+
+    def pause_s(self, ran_s: float) -> float:
+        """Return the seconds to wait before the next start. `ran_s`: seconds that the part ran before it ended."""
+        if ran_s >= STEADY_S:
+            self._pause_s = FIRST_PAUSE_S
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
+        return pause_s
+
+
+async def keep_child(supervisor: Supervisor, child: Child, command: Command, say: Say) -> NoReturn:
+    """Restart a child process whenever it ends."""
+    back_off, started_s = BackOff(), time.monotonic()
+    while True:
+        await child.ended()
+        pause_s = back_off.pause_s(time.monotonic() - started_s)
+        say(f"{child.why_it_ended()}; it starts again in {pause_s:g} s")
+        await asyncio.sleep(pause_s)
+        started_s = time.monotonic()
+        try:
+            child = await supervisor.replace(child, command)
+            await child.ready()
+        except ProcessDiedError:
+            continue
+        except OSError as error:
+            # The machine may have no memory for another process now.
+            say(f"{command.name} does not start: {error}")
+            continue
+        say(f"{command.name} serves again")
+
+
+async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
+    """Restart the embedded Redis at the same address whenever it ends or its socket is deleted."""
+    back_off, started_s = BackOff(), time.monotonic()
+    while True:
+        while server.is_running:
+            if not server.has_socket:
+                say("redis ends, because its socket was deleted and no client reaches it")
+                await asyncio.to_thread(server.end)
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        pause_s = back_off.pause_s(time.monotonic() - started_s)
+        words = end_in_words(server.status, [server.last_log_line()])
+        say(f"redis ended with {words}; it starts again in {pause_s:g} s")
+        if not server.keeps_jobs:
+            say("redis kept its jobs only in memory: jobs without a waiting caller are lost (--data-dir keeps them)")
+        await asyncio.sleep(pause_s)
+        started_s = time.monotonic()
+        try:
+            await asyncio.to_thread(server.start_again)
+        except (ConfigError, OSError) as error:
+            say(f"redis does not start: {error}")
+        else:
+            say("redis serves again")
+
+
+async def watch_joined_redis(joined: RunningRedis, say: Say) -> NoReturn:
+    """Report when the Redis of another `penstock serve` ends, and when a later `penstock serve` runs one there again.
+
+    It starts no Redis itself: the other command may come back, and its jobs may be in a folder that only it knows.
+    """
+    while True:
+        await _until(joined, accepts=False)
+        say(
+            f"the Redis of {joined.owner} has ended, which this `penstock serve` joined; to go on, start another "
+            "`penstock serve`, or stop this one and start it again"
+        )
+        await _until(joined, accepts=True)
+        say("redis serves again")
+
+
+async def _until(joined: RunningRedis, *, accepts: bool) -> None:
+    while joined.accepts() != accepts:  # noqa: ASYNC110  polled: another command's process raises no event here
+        await asyncio.sleep(_JOINED_POLL_INTERVAL_S)
+
 
 log = logging.getLogger(__name__)
 

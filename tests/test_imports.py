@@ -183,7 +183,7 @@ def test_client_starts_without_torch_or_web_framework() -> None:
     ("names", "absent"),
     [
         ("penstock.cli.main", EXTRAS_ONLY),
-        ("penstock.cli.gateway, penstock.gateway.app", NODES_ONLY),
+        ("penstock.cli.services, penstock.gateway.app", NODES_ONLY),
         ("penstock.producer.batch.celery_app, penstock.producer.batch.tasks", NODES_ONLY | WEB),
     ],
 )

@@ -3,18 +3,331 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
+import resource
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from inspect import Parameter
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from penstock.cli.bench.options import LimitOptions, OutputOptions, ServerOptions, WorkloadOptions
+from penstock import __version__
+from penstock.cli.bench.connection import Address, Connections
+from penstock.cli.bench.load import Load, Measured, PlannedRequest, Workload
+from penstock.cli.bench.plot import check_matplotlib, write_plot
+from penstock.cli.bench.summary import (
+    Target,
+    arrays_of,
+    first_model,
+    notes_of,
+    path_of,
+    print_result,
+    probed,
+    summary_of,
+)
 from penstock.cli.command_line.commands import App
 from penstock.cli.options import options_of, takes
-from penstock.contract.errors import ConfigError
+from penstock.cli.output import EXIT_FAILED
+from penstock.contract.errors import EXIT_INTERRUPTED, ConfigError, RequestError
 from penstock.contract.named import request_error
+
+# The options of `penstock bench serve`. Their docstrings are its help texts; names are vLLM's where it has them.
+
+SLO_METRICS = ("ttft", "tpot", "e2el")
+PLOT_SUFFIXES = (".svg", ".png", ".pdf")
+MAX_NUM_PROMPTS = 1_000_000
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServerOptions(_Options):
+    """The server that gets the requests, and what all requests have in common."""
+
+    base_url: str = "http://127.0.0.1:8000"
+    """URL of the server, with or without /v1."""
+    model: str | None = None
+    """Model to request. Default: the first of /v1/models."""
+    endpoint: str = "chat"
+    """chat, completions, or a path such as /v1/chat/completions."""
+    api_key: str | None = None
+    """API key of the server. Default: $OPENAI_API_KEY."""
+    header: tuple[str, ...] = ()
+    """Header of every request, as NAME=VALUE. Repeat it for several."""
+    extra_body: str = "{}"
+    """JSON object with more fields of every body."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature. Default: the server's."""
+    ignore_eos: bool = False
+    """Ask for answers of exactly the wanted length."""
+
+    @field_validator("header")
+    @classmethod
+    def _has_names(cls, headers: tuple[str, ...]) -> tuple[str, ...]:
+        for header in headers:
+            if not header.partition("=")[1] or not header.partition("=")[0].strip():
+                raise ValueError(f"{header!r} is not NAME=VALUE")
+        return headers
+
+    @field_validator("extra_body")
+    @classmethod
+    def _is_object(cls, text: str) -> str:
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise ValueError("must be a JSON object")
+        return text
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Fields of every body beside model, prompt and length."""
+        fields: dict[str, Any] = {"ignore_eos": True} if self.ignore_eos else {}
+        fields |= {"temperature": self.temperature} if self.temperature is not None else {}
+        return fields | dict(json.loads(self.extra_body))
+
+
+class WorkloadOptions(_Options):
+    """The requests of the load, and the times at which they arrive."""
+
+    num_prompts: int | None = Field(default=None, ge=1, le=MAX_NUM_PROMPTS)
+    """Number of requests. Default: 100, or all of a trace."""
+    request_rate: float = Field(default=math.inf, gt=0)
+    """Arrivals per second; inf: all at once."""
+    burstiness: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Shape of the gamma distribution of the times between arrivals. 1: a Poisson process; below 1: bursts."""
+    trace: Path | None = None
+    """Arrivals and lengths from a file: JSON lines (also Mooncake's) or CSV (Azure's, BurstGPT's)."""
+    trace_speed: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Replay a trace this many times faster."""
+    random_input_len: int = Field(default=256, ge=1)
+    """Mean tokens of a prompt."""
+    random_output_len: int = Field(default=128, ge=1)
+    """Mean tokens of an answer."""
+    random_range_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Lengths vary evenly by this share of the mean."""
+    random_prefix_len: int = Field(default=0, ge=0)
+    """Tokens before each prompt that all prompts share."""
+    dataset_path: Path | None = None
+    """Prompts from ShareGPT's JSON, or from JSON lines with prompt or messages."""
+    dataset_output_len: int | None = Field(default=None, ge=1)
+    """Tokens of a dataset's answers. Default: as in the file, else 128."""
+    seed: int = 0
+    """Equal seeds give equal requests."""
+
+
+class LimitOptions(_Options):
+    """Limits of the load."""
+
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """Most open requests; further ones wait. Default: no limit."""
+    duration: float | None = Field(default=None, gt=0)
+    """Seconds after which no request starts. Default: no limit."""
+    request_timeout: float = Field(default=600.0, gt=0)
+    """Seconds after which a request fails."""
+    num_warmups: int = Field(default=0, ge=0, le=MAX_NUM_PROMPTS)
+    """Requests before the load that are not measured."""
+
+
+class OutputOptions(_Options):
+    """The statistics to compute and the files to write."""
+
+    goodput: tuple[str, ...] = ()
+    """Count requests within limits in ms, such as ttft:200 tpot:50; also e2el."""
+    metric_percentiles: str = "50,90,99"
+    """Percentiles to compute."""
+    output_json: str | None = None
+    """Write the result and each request's measurements to this file; -: print them instead of the table."""
+    plot: Path | None = None
+    """Draw distributions and a timeline to this .svg or .png file; needs matplotlib (the extra `bench`)."""
+
+    @field_validator("goodput")
+    @classmethod
+    def _has_limits(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        for word in _split(words):
+            metric, _, limit = word.partition(":")
+            if metric not in SLO_METRICS or not _number(limit) > 0:
+                raise ValueError(f"{word!r} is not METRIC:MS with a METRIC of {', '.join(SLO_METRICS)}")
+        return words
+
+    @field_validator("metric_percentiles")
+    @classmethod
+    def _has_percentiles(cls, text: str) -> str:
+        if not all(0 <= _number(word) <= 100 for word in text.split(",")):
+            raise ValueError("must be numbers from 0 to 100 with commas between them")
+        return text
+
+    @field_validator("plot")
+    @classmethod
+    def _has_suffix(cls, path: Path | None) -> Path | None:
+        if path is not None and path.suffix.lower() not in PLOT_SUFFIXES:
+            raise ValueError(f"the name must end in {', '.join(PLOT_SUFFIXES)}")
+        return path
+
+    @property
+    def limits_ms(self) -> dict[str, float]:
+        """Metric → limit of the goodput."""
+        return {metric: float(limit) for metric, _, limit in (word.partition(":") for word in _split(self.goodput))}
+
+    @property
+    def percentiles(self) -> tuple[float, ...]:
+        """The percentiles as numbers."""
+        return tuple(map(float, self.metric_percentiles.split(",")))
+
+
+def _split(words: tuple[str, ...]) -> list[str]:
+    return " ".join(words).replace(",", " ").split()
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan
+
+
+# One run of `penstock bench serve`, from the first probe to the last file.
+
+WARMUP_CONCURRENCY = 16
+TO_STDOUT = "-"
+EXIT_DONE = 0
+
+
+@dataclass(frozen=True)
+class Session:
+    """One run of the load generator, with its options."""
+
+    server: ServerOptions
+    workload: WorkloadOptions
+    limits: LimitOptions
+    output: OutputOptions
+
+    async def run(self) -> int:
+        """Probe the server, send the load, show the result, and return the exit status."""
+        self._check_files()
+        _raise_file_limit()
+        connections = Connections(Address.of(self.server.base_url))
+        try:
+            target = await self._target(connections)
+            target, ratio, notes = await probed(target, connections)
+            workload = Workload(self.workload, ratio)
+            # Made before the load: neither reading files nor random numbers may delay a request.
+            plan, warmups = workload.plan(), workload.warmups(self.limits.num_warmups)
+            load = Load(target, connections, self.limits)
+            await self._warm_up(load, warmups)
+            with self._progress(len(plan)) as progress:
+                measured = await load.run(plan, lambda _: progress.advance(progress.task_ids[0]))
+        finally:
+            connections.close()
+        self._show(target, measured, notes)
+        if measured.num_unfinished:
+            return EXIT_INTERRUPTED
+        return EXIT_DONE if any(not record.error for record in measured.records) else EXIT_FAILED
+
+    def _check_files(self) -> None:
+        """Raise RequestError if a file cannot be written, before the load runs."""
+        for name, path in (("output_json", self.output.output_json), ("plot", self.output.plot)):
+            if path not in (None, TO_STDOUT) and not os.access(Path(str(path)).absolute().parent, os.W_OK):
+                raise RequestError(f"{name}: cannot write to the folder of {path}", param=name)
+        if self.output.plot is not None:
+            check_matplotlib()
+
+    async def _target(self, connections: Connections) -> Target:
+        path = path_of(self.server.endpoint)
+        names_and_values = (header.partition("=") for header in self.server.header)
+        headers = {name.strip(): value.strip() for name, _, value in names_and_values}
+        if self.server.api_key:
+            headers = {"Authorization": f"Bearer {self.server.api_key}", **headers}
+        model = self.server.model or await first_model(connections, headers)
+        return Target(connections.address, path, model, headers, self.server.body)
+
+    async def _warm_up(self, load: Load, warmups: list[PlannedRequest]) -> None:
+        if warmups:
+            most = min(WARMUP_CONCURRENCY, self.limits.max_concurrency or WARMUP_CONCURRENCY)
+            bounded = replace(
+                load, limits=LimitOptions(max_concurrency=most, request_timeout=load.limits.request_timeout)
+            )
+            if (await bounded.run(warmups, lambda _: None)).num_unfinished:
+                raise asyncio.CancelledError
+
+    def _progress(self, num_requests: int) -> Progress:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        # Two updates a second: drawing takes time that the load generator needs.
+        progress = Progress(
+            *columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
+        )
+        progress.add_task("Requests answered", total=num_requests)
+        return progress
+
+    def _show(self, target: Target, measured: Measured, notes: list[str]) -> None:
+        records, output = measured.records, self.output
+        summary = summary_of(measured, output.limits_ms, output.percentiles)
+        notes = [*notes, *notes_of(measured, summary)]
+        load = f"{self.server.base_url} · {len(records)} requests, {_arrivals_text(self.workload)}"
+        load += f", at most {limit} open" if (limit := self.limits.max_concurrency) else ""
+        if output.output_json != TO_STDOUT:
+            print_result(Console(), target.model, load, summary, output.percentiles, notes, output.limits_ms)
+        if output.output_json is not None:
+            text = json.dumps(self._document(target, measured, summary, notes), indent=1, allow_nan=False)
+            _write(output.output_json, text)
+        if output.plot is not None:
+            write_plot(output.plot, f"{target.model} at {load}", records)
+
+    def _document(
+        self, target: Target, measured: Measured, summary: dict[str, Any], notes: list[str]
+    ) -> dict[str, Any]:
+        rate, limits = self.workload.request_rate, self.limits
+        return {
+            "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+            "penstock_version": __version__,
+            "backend": "openai-chat" if target.is_chat else "openai",
+            "base_url": self.server.base_url,
+            "endpoint": target.path,
+            "model_id": target.model,
+            "num_prompts": len(measured.records),
+            # JSON has no infinity; vLLM writes the same word.
+            "request_rate": rate if math.isfinite(rate) else "inf",
+            "burstiness": self.workload.burstiness,
+            "max_concurrency": limits.max_concurrency,
+            "seed": self.workload.seed,
+            "goodput": self.output.limits_ms,
+            "notes": notes,
+            **summary,
+            **arrays_of(measured.records),
+        }
+
+
+def _arrivals_text(workload: WorkloadOptions) -> str:
+    if workload.trace is not None:
+        return f"trace {workload.trace.name}"
+    return f"{workload.request_rate:g} a second" if math.isfinite(workload.request_rate) else "all at once"
+
+
+def _write(name: str, text: str) -> None:
+    if name == TO_STDOUT:
+        print(text)
+        return
+    try:
+        Path(name).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"output_json: cannot write {name}: {error.strerror}", param="output_json") from error
+
+
+def _raise_file_limit() -> None:
+    """Permit as many open connections as the system allows: every open request has one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
 
 Options = TypeVar("Options", bound=BaseModel)
 _PANELS: dict[type[BaseModel], str] = {
@@ -71,7 +384,7 @@ def serve(
         import uvloop
     except ImportError as error:
         raise ConfigError("bench serve needs the gateway's packages: pip install 'penstock[gateway]'") from error
-    from penstock.cli.bench.session import Session
+    from penstock.cli.bench.commands import Session
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(Session(server, workload, bounds, output).run())

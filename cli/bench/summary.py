@@ -2,15 +2,239 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from http import HTTPStatus
 from itertools import accumulate
+from random import Random
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from penstock.cli.bench.load import Measured
-from penstock.cli.bench.records import RequestRecord
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.bench.connection import MAX_WHOLE_BYTES, Address, AnswerReader, Connections, request_bytes
+from penstock.cli.bench.load import Measured, Prompt, RequestRecord
+from penstock.cli.bench.prompts import TokenRatio, words
+from penstock.contract.errors import RequestError, UnavailableError
+
+# The result of a load on the terminal.
+
+_LATENCIES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "between events (ITL)",
+    "e2el": "end to end",
+    "lateness": "sent late by",
+    "slot_wait": "waited for a slot",
+}
+
+
+def print_result(
+    console: Console,
+    model: str,
+    load: str,
+    summary: Mapping[str, Any],
+    percentiles: Sequence[float],
+    notes: Sequence[str],
+    limits: Mapping[str, float],
+) -> None:
+    """Print counts, rates, latencies, failures and notes."""
+    parts: list[Any] = [Text(load, "dim"), _rates(summary, limits), _latencies(summary, percentiles)]
+    if summary["failures"]:
+        parts.append(_failure_lines(summary["failures"]))
+    parts += [Text(note, "yellow") for note in notes]
+    console.print(Panel(Group(*parts), title=Text(model), title_align="left", expand=False, padding=(0, 1)))
+
+
+def _rates(summary: Mapping[str, Any], limits: Mapping[str, float]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(justify="right", style="bold")
+    table.add_column(style="dim")
+    table.add_column(justify="right", style="bold")
+    failed = Text(f"{summary['failed']:,}", "red bold" if summary["failed"] else "")
+    table.add_row("completed", f"{summary['completed']:,}", "failed", failed)
+    table.add_row("duration", f"{summary['duration']:.2f} s", "requests/s", f"{summary['request_throughput']:.2f}")
+    table.add_row(
+        "input tokens", f"{summary['total_input_tokens']:,}", "input tokens/s", f"{summary['input_throughput']:,.1f}"
+    )
+    table.add_row(
+        "output tokens",
+        f"{summary['total_output_tokens']:,}",
+        "output tokens/s",
+        f"{summary['output_throughput']:,.1f}",
+    )
+    peak = f"{summary['max_output_tokens_per_s']:,.0f}"
+    table.add_row("most open at once", f"{summary['max_concurrent_requests']:,}", "peak output tokens/s", peak)
+    if limits:
+        kept = f"{summary['goodput_share']:.1%}"
+        table.add_row("goodput/s", f"{summary['request_goodput']:.2f}", f"share within {_limits_text(limits)}", kept)
+    return table
+
+
+def _limits_text(limits: Mapping[str, float]) -> str:
+    return ", ".join(f"{metric} {limit:g} ms" for metric, limit in limits.items())
+
+
+def _latencies(summary: Mapping[str, Any], percentiles: Sequence[float]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, header_style="dim")
+    table.add_column("ms")
+    for name in ("mean", "std", *map(percentile_name, percentiles)):
+        table.add_column(name, justify="right")
+    names = ["mean", "std", *map(percentile_name, percentiles)]
+    for metric, label in _LATENCIES.items():
+        values = [summary.get(f"{name}_{metric}_ms") for name in names]
+        # Without a limit on open requests, no request waits for a slot.
+        if values[0] is not None and (metric != "slot_wait" or any(values)):
+            table.add_row(label, *map(_number, values))
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _failure_lines(failures: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, header_style="dim")
+    table.add_column("failures", justify="right", style="red", no_wrap=True)
+    table.add_column("reason", no_wrap=True)
+    table.add_column("first message")
+    for error, failure in failures.items():
+        table.add_row(str(failure["count"]), Text(error), Text(" ".join(str(failure["example"]).split())))
+    return table
+
+
+# The server under load: its model, the bodies of its requests, and the probes before the load.
+
+PROBE_TIMEOUT_S = 120.0
+"""Seconds for the answer to the first request. A server may load its model for that request."""
+_FEW_WORDS, _MANY_WORDS = 16, 144
+_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+
+
+class _WholeAnswer(AnswerReader):
+    """Collects the body of an answer that is not a stream."""
+
+    def __init__(self) -> None:
+        super().__init__(RequestRecord(0.0))
+        self.status = 0
+        self.body = b""
+
+    def begin(self, status: int, content_type: str) -> None:
+        self.status = status
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        if len(self.body) < MAX_WHOLE_BYTES:
+            self.body += data
+
+    def end(self, now_s: float) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Target:
+    """The server's address, and what every request of the load has in common."""
+
+    address: Address
+    path: str
+    model: str
+    headers: Mapping[str, str]
+    extra_body: Mapping[str, Any]
+    asks_for_usage: bool = True
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts are sent as messages."""
+        return self.path.endswith("/chat/completions")
+
+    def request(self, prompt: Prompt, max_tokens: int) -> bytes:
+        """Return the HTTP request for a prompt. Raises RequestError for messages to a completions endpoint."""
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "stream": True}
+        if self.asks_for_usage:
+            body["stream_options"] = {"include_usage": True}
+        if self.is_chat:
+            body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        elif isinstance(prompt, str):
+            body["prompt"] = prompt
+        else:
+            raise RequestError("endpoint: prompts that are messages need --endpoint chat", param="endpoint")
+        return request_bytes(self.address, "POST", self.path, self.headers, _json(body | dict(self.extra_body)))
+
+
+def path_of(endpoint: str) -> str:
+    """Return the path of `chat`, `completions`, or a path that ends like theirs. Raises RequestError."""
+    path = _PATHS.get(endpoint, endpoint)
+    if not path.startswith("/") or not path.endswith("/completions"):
+        raise RequestError("endpoint: must be chat, completions, or a path that ends in /completions", param="endpoint")
+    return path
+
+
+async def first_model(connections: Connections, headers: Mapping[str, str]) -> str:
+    """Return the first model of /v1/models. Raises UnavailableError or RequestError."""
+    answer = _WholeAnswer()
+    request = request_bytes(connections.address, "GET", "/v1/models", headers)
+    await connections.exchange(request, answer, time.perf_counter(), PROBE_TIMEOUT_S)
+    if answer.record.error:
+        raise _unreachable(connections.address, answer.record)
+    if answer.status == HTTPStatus.UNAUTHORIZED:
+        problem = "the server refuses the API key" if "Authorization" in headers else "the server requires an API key"
+        raise RequestError(f"api_key: {problem}; give --api-key or OPENAI_API_KEY", param="api_key")
+    try:
+        if answer.status != HTTPStatus.OK:
+            raise ValueError(f"HTTP {answer.status}")
+        return str(json.loads(answer.body)["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise RequestError(f"model: /v1/models names none ({error}); give --model", param="model") from error
+
+
+async def probed(target: Target, connections: Connections) -> tuple[Target, TokenRatio, list[str]]:
+    """Send two short requests. Return the target with options that the server accepts, its tokens per word, and notes.
+
+    A server that refuses `stream_options` is asked without it. Raises UnavailableError or RequestError.
+    """
+    notes = []
+    few = await _probe(target, connections, _FEW_WORDS)
+    if few.error in ("HTTP 400", "HTTP 422") and target.asks_for_usage:
+        without = replace(target, asks_for_usage=False)
+        if not (again := await _probe(without, connections, _FEW_WORDS)).error:
+            target, few = without, again
+            notes.append("The server refuses stream_options.include_usage.")
+    if few.error in ("cannot connect", "timeout"):
+        raise _unreachable(target.address, few)
+    if few.error:
+        raise RequestError(f"the server refuses a short request: {few.error}: {few.detail}")
+    many = await _probe(target, connections, _MANY_WORDS)
+    if few.prompt_tokens is None or many.prompt_tokens is None:
+        notes.append("The server reports no usage: one word of a prompt counts as one token.")
+        return target, TokenRatio(), notes
+    return target, TokenRatio.measured((_FEW_WORDS, few.prompt_tokens), (_MANY_WORDS, many.prompt_tokens)), notes
+
+
+async def _probe(target: Target, connections: Connections, num_words: int) -> RequestRecord:
+    record = RequestRecord(0.0)
+    request = target.request(words(Random(), num_words), 1)
+    await connections.exchange(request, AnswerReader(record), time.perf_counter(), PROBE_TIMEOUT_S)
+    return record
+
+
+def _unreachable(address: Address, record: RequestRecord) -> UnavailableError:
+    message = f"no answer from {address.host_header}: {record.error}: {record.detail}; --base-url names another server"
+    return UnavailableError(message)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace")
+
 
 _MANY_TOKENS_PER_EVENT = 1.05
 _MAX_LATENESS_MS = 10.0

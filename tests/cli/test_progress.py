@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from penstock.cli.progress import LoadingProgress
+from penstock.cli.serve import LoadingProgress
 from penstock.runtime import progress_log
 
 LOG = logging.getLogger("penstock.test")

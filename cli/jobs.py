@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.producer.client import AsyncClient
     from penstock.queue.broker.jobs import JobLists, JobStatus
 
+
 T = TypeVar("T")
 JobId = Annotated[str, typer.Argument(help="Job id as printed by `list`, with or without its pool.")]
 StateName = Literal["queued", "running", "done", "failed", "cancelled", "expired"]

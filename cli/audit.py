@@ -16,6 +16,7 @@ from penstock.runtime.settings import redis_url_of
 if TYPE_CHECKING:
     from penstock.queue.broker.audit import Finding
 
+
 EXIT_FOUND = 1
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.queue.broker.dead_letters import DeadLetter
     from penstock.queue.wire import Request
 
+
 T = TypeVar("T")
 JobIds = Annotated[list[str], typer.Argument(help="Job ids as printed by `list`.")]
 

@@ -20,6 +20,7 @@ from penstock.runtime.settings import redis_url_of
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
+
 EXIT_ROWS_FAILED = 1
 _STDIN = "/dev/stdin"
 

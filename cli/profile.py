@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.contract.pool import PoolStats
     from penstock.queue.broker.profiles import ProfileSummary
 
+
 MAX_SECONDS = 60.0
 VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
 
