@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
-from penstock.cli.command_line.commands import App
+from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
 from penstock.cli.output import write_text
 from penstock.contract.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from penstock.cli.command_line.panels import queue_option, sampling_option
+from penstock.cli.command_line import queue_option, sampling_option
 from penstock.cli.options import REDIS_URL_HELP
 from penstock.cli.output import write_text
 from penstock.contract.errors import PenstockError, PromptTooLongError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from penstock.cli.command_line.commands import App
+from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray, duration_in_words, print_object, say_empty, write_text
 from penstock.contract.errors import NotFoundError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args
 import typer
 from pydantic import ValidationError
 
-from penstock.cli.command_line.commands import App
+from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl, options_of, takes
 from penstock.cli.output import AsJson, JsonArray, print_object, say_empty
 from penstock.contract.errors import RequestError

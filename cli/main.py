@@ -14,9 +14,7 @@ from typer.core import CompletionItem  # type: ignore[attr-defined]
 from typer.main import get_command
 
 from penstock import __version__
-from penstock.cli.command_line.commands import App, Group
-from penstock.cli.command_line.error_lines import usage_line
-from penstock.cli.command_line.help_page import write_section
+from penstock.cli.command_line import App, Group, usage_line, write_section
 from penstock.cli.output import exit_code_of as exit_code_of
 from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError
 
@@ -62,7 +60,6 @@ def _load(entry: Entry) -> Any:
     return get_command(app)
 
 
-_ADMIN, _ASK = "penstock.cli.admin", "penstock.cli.ask"
 PANELS: Mapping[str, tuple[Entry, ...]] = {
     "Run": (
         Entry("serve", "penstock.cli.serve:serve", "Serve a model on this machine: Redis, a node and a gateway"),
@@ -71,16 +68,16 @@ PANELS: Mapping[str, tuple[Entry, ...]] = {
         Entry("demo", "penstock.cli.demo:demo", "Start everything, stream one answer, and stop everything"),
     ),
     "Ask": (
-        Entry("chat", f"{_ASK}.chat.command:chat", "Chat with a served model in the terminal"),
-        Entry("submit", f"{_ASK}.submit:submit", "Submit one prompt and print its answer"),
-        Entry("batch", f"{_ASK}.batch:app", "Answer a file of requests"),
+        Entry("chat", "penstock.cli.chat:chat", "Chat with a served model in the terminal"),
+        Entry("submit", "penstock.cli.submit:submit", "Submit one prompt and print its answer"),
+        Entry("batch", "penstock.cli.batch:app", "Answer a file of requests"),
     ),
     "Look": (
-        Entry("jobs", f"{_ADMIN}.jobs:app", "List, show, cancel or follow jobs"),
-        Entry("pools", f"{_ADMIN}.pools:app", "List the served models with their load; remove a pool"),
-        Entry("dead", f"{_ADMIN}.dead:app", "Show, retry or delete jobs that lost too many nodes"),
+        Entry("jobs", "penstock.cli.jobs:app", "List, show, cancel or follow jobs"),
+        Entry("pools", "penstock.cli.pools:app", "List the served models with their load; remove a pool"),
+        Entry("dead", "penstock.cli.dead:app", "Show, retry or delete jobs that lost too many nodes"),
         Entry("top", "penstock.cli.top.commands:top", "Show nodes, queues and tenants live"),
-        Entry("doctor", f"{_ADMIN}.doctor:doctor", "Check this machine, its Redis and its nodes, with advice"),
+        Entry("doctor", "penstock.cli.doctor:doctor", "Check this machine, its Redis and its nodes, with advice"),
     ),
     "Measure": (
         Entry("bench", "penstock.cli.bench.commands:app", "Put load on a server and measure it"),
@@ -88,7 +85,7 @@ PANELS: Mapping[str, tuple[Entry, ...]] = {
     ),
     "Administer": (
         Entry("keys", "penstock.cli.keys:app", "Manage the API keys of the gateways"),
-        Entry("audit", f"{_ADMIN}.audit:audit", "Check that all data in Redis agrees with the jobs"),
+        Entry("audit", "penstock.cli.audit:audit", "Check that all data in Redis agrees with the jobs"),
     ),
 }
 """The subcommands under the headings of the help."""

@@ -15,8 +15,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from penstock.cli.command_line.help_page import default_in_words
-from penstock.cli.command_line.panels import panel_by_setting
+from penstock.cli.command_line import default_in_words, panel_by_setting
 
 # The help texts of settings: the docstrings of their fields, and their defaults.
 #

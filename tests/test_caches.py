@@ -92,7 +92,7 @@ OF_ONE_REQUEST = {
 
 OF_ONE_USER = {
     "cli.bench.connection:_headers",
-    "cli.command_line.lazy_commands:_loaded",
+    "cli.main:_loaded",
     "cli.help_texts:_docstrings_in",
     "cli.top.reader:_seen",
     "gateway.api_docs.openapi:_body_schemas",

@@ -32,7 +32,7 @@ from penstock.cli.bench.summary import (
     probed,
     summary_of,
 )
-from penstock.cli.command_line.commands import App
+from penstock.cli.command_line import App
 from penstock.cli.options import options_of, takes
 from penstock.cli.output import EXIT_FAILED
 from penstock.contract.errors import EXIT_INTERRUPTED, ConfigError, RequestError

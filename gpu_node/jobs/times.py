@@ -39,40 +39,6 @@ class SendCounts:
         self.cpu_s += cpu_s
 
 
-@dataclass(slots=True)
-class NodeCounts:
-    """A node's counters since its process started."""
-
-    taken: int = 0
-    """Jobs taken."""
-    taken_over: int = 0
-    """Jobs taken that had run on another node, or were lost with it."""
-    finished: int = 0
-    """Jobs ended, as acknowledged by Redis."""
-    finished_cost: int = 0
-    """Total cost of those jobs, in KV tokens like the queue's backlog."""
-    dropped: int = 0
-    """Jobs dropped because they belonged to another node by then."""
-    given_back_drain: int = 0
-    given_back_pressure: int = 0
-    given_back_lacking: int = 0
-    rewinds: int = 0
-    """Times that Redis had lost chunks and asked for them again."""
-    outages: int = 0
-    """Times that publishing failed because Redis was unavailable."""
-    emits: Histogram = field(default_factory=lambda: Histogram(EMIT_SECONDS))
-    """Seconds that emit calls took."""
-    sending: SendCounts = field(default_factory=SendCounts)
-    jobs: JobMetrics = field(default_factory=JobMetrics)
-    queue_share: float = 0.0
-    """The jobs that waited in the queue at the last take, divided by the number of live nodes."""
-
-    def gave_back(self, why: str, num_jobs: int) -> None:
-        """Count jobs that were given back. `why`: drain, pressure or lacking."""
-        name = f"given_back_{why}"
-        setattr(self, name, getattr(self, name) + num_jobs)
-
-
 # The part of a job's trace that a node keeps while it holds the job. Pure data.
 
 
@@ -222,3 +188,37 @@ class JobMetrics:
         if num_later > 0:
             last_s = max(times.last_token_s.values())
             metrics.output_token_s.note((last_s - times.first_token_s) / num_later)
+
+
+@dataclass(slots=True)
+class NodeCounts:
+    """A node's counters since its process started."""
+
+    taken: int = 0
+    """Jobs taken."""
+    taken_over: int = 0
+    """Jobs taken that had run on another node, or were lost with it."""
+    finished: int = 0
+    """Jobs ended, as acknowledged by Redis."""
+    finished_cost: int = 0
+    """Total cost of those jobs, in KV tokens like the queue's backlog."""
+    dropped: int = 0
+    """Jobs dropped because they belonged to another node by then."""
+    given_back_drain: int = 0
+    given_back_pressure: int = 0
+    given_back_lacking: int = 0
+    rewinds: int = 0
+    """Times that Redis had lost chunks and asked for them again."""
+    outages: int = 0
+    """Times that publishing failed because Redis was unavailable."""
+    emits: Histogram = field(default_factory=lambda: Histogram(EMIT_SECONDS))
+    """Seconds that emit calls took."""
+    sending: SendCounts = field(default_factory=SendCounts)
+    jobs: JobMetrics = field(default_factory=JobMetrics)
+    queue_share: float = 0.0
+    """The jobs that waited in the queue at the last take, divided by the number of live nodes."""
+
+    def gave_back(self, why: str, num_jobs: int) -> None:
+        """Count jobs that were given back. `why`: drain, pressure or lacking."""
+        name = f"given_back_{why}"
+        setattr(self, name, getattr(self, name) + num_jobs)

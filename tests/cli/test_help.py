@@ -9,8 +9,7 @@ import pytest
 from fakes.command import run_command
 from typer.main import get_command
 
-from penstock.cli.command_line.commands import Command, Group
-from penstock.cli.command_line.panels import panel_by_setting
+from penstock.cli.command_line import Command, Group, panel_by_setting
 from penstock.cli.main import ENTRIES, PANELS, app
 from penstock.contract.tenant import Terms
 from penstock.gateway.settings import GatewaySettings
@@ -60,7 +59,7 @@ def test_commands_are_grouped_by_purpose() -> None:
 @pytest.mark.parametrize("settings", [NodeSettings, GatewaySettings, Terms])
 def test_every_setting_has_a_heading(settings: Any) -> None:
     options = set(settings.model_fields) - {"model", "account"}
-    assert options == set(panel_by_setting(settings)), "give each setting a heading in cli/command_line/panels.py"
+    assert options == set(panel_by_setting(settings)), "give each setting a heading in cli/command_line.py"
 
 
 def test_settings_that_nodes_of_a_pool_share_are_under_headings_that_say_so() -> None:
@@ -92,7 +91,7 @@ def test_examples_can_be_copied_from_the_help() -> None:
 
 @pytest.mark.parametrize(("path", "command"), COMMANDS.items(), ids=NAMES)
 def test_examples_call_the_command_with_known_options(path: tuple[str, ...], command: Any) -> None:
-    from penstock.cli.command_line.help_page import examples_in
+    from penstock.cli.command_line import examples_in
 
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     for example in examples_in(command.help):

@@ -56,8 +56,8 @@ async def test_an_endless_template_fails_its_chats_and_holds_no_loop(
         holds = asyncio.create_task(longest_hold_s(ended))
         attack = [asyncio.create_task(refused(client)) for _ in range(NUM_CHATS)]
         beside = await (await client.submit(PROMPT, params=PARAMS, tenant="good")).result()
-        chat = await client.submit([{"role": "user", "content": "hello"}], tenant="good", max_tokens=4)
-        assert (await chat.result()).choices[0].token_ids
+        hello = await client.submit([{"role": "user", "content": "hello"}], tenant="good", max_tokens=4)
+        assert (await hello.result()).choices[0].token_ids
         assert not all(task.done() for task in attack), "the good tenant's chat waits for none of these"
         errors = await asyncio.gather(*attack)
         ended.set()

@@ -1,4 +1,4 @@
-"""The size of a step: its predicted time, its limits, and the share of prompts, of sequences and of small steps in it."""
+"""The size of a step: its predicted time, its limits, and the shares of prompts, sequences and small steps in it."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def why_killed(exit_status: int | None, cpu_s: float) -> str:
     """Return the limit that killed a worker."""
     if exit_status == -signal.SIGPROF:
         return f"a task took more than {cpu_s:g} s of processor time"
-    return f"a task took more than {limits.WORKER_MEMORY_MIB} MiB of memory, or broke the compiler"
+    return f"a task took more than {protocol.WORKER_MEMORY_MIB} MiB of memory, or broke the compiler"
 
 
 # The order in which new grammars are tried out: tenants in turn, and each tenant's grammars in order of arrival.
@@ -377,7 +377,7 @@ class Lanes:
             worker.grammars.discard(grammar.number)
             grammar.begin_account(worker.progress_s)
         elif grammar.refusal is None:
-            reason = f"its masks took more than {limits.MAX_GRAMMAR_MIB} MiB of memory"
+            reason = f"its masks took more than {protocol.MAX_GRAMMAR_MIB} MiB of memory"
             grammar.refuse(refusal_of(grammar, reason))
             log.warning("a grammar was too costly", extra={"field": grammar.field_name, "reason": reason})
             worker.send([[0, "forget", grammar.number]])

@@ -1,5 +1,5 @@
-"""A model's chat template: the Jinja program that turns messages into the text format that the model was trained on, and
-what it shows of its model.
+"""A model's chat template: the Jinja program that turns messages into the text format that the model was trained
+on, and what it shows of its model.
 """
 
 from __future__ import annotations

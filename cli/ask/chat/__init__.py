@@ -1,1 +1,0 @@
-"""`penstock chat`: a conversation in the terminal, through the queue."""

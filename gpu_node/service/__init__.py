@@ -1,0 +1,1 @@
+"""A node among others: its heartbeat, its health, its seat and its threads."""

@@ -1,0 +1,1 @@
+"""Taking jobs from the queue into the engine."""

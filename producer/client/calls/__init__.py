@@ -1,1 +1,0 @@
-"""The client's calls beside single jobs: runs of many jobs, and reports for gateways and commands."""
