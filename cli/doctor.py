@@ -389,10 +389,3 @@ def _packages_of(extra: str) -> list[str]:
     required = importlib.metadata.requires("penstock") or []
     marker = re.compile(rf"extra\s*==\s*['\"]{extra}['\"]")
     return [re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] for line in required if marker.search(line)]
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.contract.pool import LiveNode, PoolActivity
 from penstock.contract.tenant import NUM_PRIORITIES, Priority
-from penstock.gateway.metrics import WINDOW_S, GatewayMetrics, RecentTimes
+from penstock.gateway.metrics import TIMES_WINDOW_S, GatewayMetrics, RecentTimes
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.pools import CachedState
 from penstock.queue.broker.producer import ServedPool
@@ -45,7 +45,7 @@ def gateway_of(metrics: GatewayMetrics) -> dict[str, Any]:
     """Return the name of this gateway, and the times that it measured in the last minutes."""
     return {
         "name": _GATEWAY_NAME,
-        "window_s": WINDOW_S,
+        "window_s": TIMES_WINDOW_S,
         "first_token": _times(metrics.recent_first_token),
         "per_token": _times(metrics.recent_token),
     }

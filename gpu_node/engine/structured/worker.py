@@ -162,7 +162,7 @@ class Compiler:
 
         Raises ValueError for a grammar that cannot be enforced, LimitError for one that takes too much work.
         """
-        matcher = LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0, protocol=self._limits)
+        matcher = LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0, limits=self._limits)
         if matcher.is_error():
             raise problem_of(matcher)
         return matcher
@@ -316,16 +316,16 @@ class Worker:
             self._replies.clear()
 
 
-def serve(tokenizer: LLTokenizer, node_fd: int, page_fd: int, protocol: WorkerLimits) -> None:
+def serve(tokenizer: LLTokenizer, node_fd: int, page_fd: int, limits: WorkerLimits) -> None:
     """Run as a worker, in a process that was just forked."""
-    os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + protocol.niceness))
-    limit = _virtual_bytes() + protocol.memory_mib * _MIB
+    os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + limits.niceness))
+    limit = _virtual_bytes() + limits.memory_mib * _MIB
     with suppress(ValueError):  # The process was started with a lower limit.
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=node_fd) as node, mmap.mmap(page_fd, mmap.PAGESIZE) as page:
         os.close(page_fd)
-        Worker(tokenizer, node, page, protocol.task_cpu_s).run()
+        Worker(tokenizer, node, page, limits.task_cpu_s).run()
 
 
 def _virtual_bytes() -> int:

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import ConflictError, NotFoundError, RequestError
 from penstock.contract.named import request_error
-from penstock.contract.tenant import ApiKey, ClassName, Terms
+from penstock.contract.tenant import ANONYMOUS, ApiKey, ClassName, Terms, mint
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
 
@@ -55,9 +55,9 @@ class KeyStore:
 
         Raises RequestError that names the invalid field.
         """
-        if tenant == tenant.ANONYMOUS:
+        if tenant == ANONYMOUS:
             raise RequestError(f"tenant {tenant!r} is that of callers without a key; choose another", param="tenant")
-        key, key_id, digest = tenant.mint(pepper)
+        key, key_id, digest = mint(pepper)
         record = _checked(
             {
                 "key_id": key_id,
