@@ -302,7 +302,7 @@ def _value_problem(error: typer.BadParameter) -> str:
     """Return what is wrong with a value, in our own words where the library has checked it."""
     from pydantic import ValidationError
 
-    from penstock.contract.named import problem_of
+    from penstock.contract.problems import problem_of
 
     cause = error.__cause__
     return problem_of(cause).message if isinstance(cause, ValidationError) else error.message.rstrip(".")

@@ -19,10 +19,9 @@ import typer
 from penstock.cli.demo_model import REMEDY, SIZE_MB, demo_model
 from penstock.cli.output import AsJson, JsonArray
 from penstock.contract.errors import ConfigError, PenstockError
-from penstock.contract.pool import PoolStats
+from penstock.contract.pool import NodePressure, PoolStats
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, origin_of
 from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cpu_flags, usable_cores
-from penstock.queue.wire import NodePressure
 from penstock.runtime.local_redis import running_url
 from penstock.runtime.settings import RedisSettings, without_password
 

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from penstock.contract.errors import PenstockError, UnavailableError
-from penstock.contract.named import MAX_NAME_CHARS
+from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.gateway.anthropic import errors as anthropic
 from penstock.gateway.openai import errors as openai
 from penstock.gateway.openai.errors import ID_HEADER

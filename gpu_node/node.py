@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from penstock.contract.errors import UnavailableError
+from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import KINDS
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
@@ -36,7 +37,6 @@ from penstock.queue import keys
 from penstock.queue.broker.connection import connect, warn_of_eviction, with_retries
 from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
-from penstock.queue.wire import NodePressure, PoolRecord
 from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.tracing.setup import tracing_of
@@ -69,7 +69,9 @@ class Node:
         self._worker = EngineWorker(engine, self._deliver)
         self.pace = new_pace(settings.stream_interval_ms / 1000, leaves_core_free=engine.leaves_core_free)
         limit, pace = settings.max_unsent_bytes, self.pace
-        self._outbox = Outbox(self._broker, self.ledger, self._worker, self._bell, max_unsent_bytes=limit, pace=pace)
+        self._outbox = Outbox(
+            self._broker, self.ledger, self._worker, self._bell.capacity_freed, max_unsent_bytes=limit, pace=pace
+        )
         sizes = {"kv_tokens": engine.num_kv_tokens, "max_num_seqs": settings.max_num_seqs}
         self._load_shedder = LoadShedder(self._broker, self.ledger, self._worker, self._outbox, **sizes)
         self._threads = Threads()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.cli.bench.load import RequestRecord
+from penstock.cli.bench.prompts import RequestRecord
 from penstock.contract.errors import RequestError
 
 # Reads the answer to one request while it arrives: status, server-sent events, tokens and their times.

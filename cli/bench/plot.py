@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.bench.load import RequestRecord
+from penstock.cli.bench.prompts import RequestRecord
 from penstock.cli.bench.summary import open_requests, tokens_by_second, values_ms
 from penstock.contract.errors import RequestError
 

@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from penstock.contract.pool import LiveNode, PoolActivity
+from penstock.contract.pool import LiveNode, NodePressure, PoolActivity
 from penstock.contract.tenant import Priority
 from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.keys import PROTOCOL_VERSION
-from penstock.queue.wire import NodePressure
 
 if TYPE_CHECKING:
     from penstock.contract.pool import PoolEvent

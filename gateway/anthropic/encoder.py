@@ -10,7 +10,7 @@ from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.output import Chunk, FinishReason, Usage
-from penstock.gateway.anthropic.errors import error_event
+from penstock.gateway.anthropic.errors import error_event, event
 from penstock.gateway.anthropic.schemas import SHOWS_THINKING
 from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder
 from penstock.producer.openai.json_parts import Text, json_parts
@@ -123,11 +123,6 @@ _STARTS: dict[_BlockType, dict[str, Any]] = {
     "text": {"type": "text", "text": ""},
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
 }
-
-
-def event(payload: Mapping[str, Any]) -> bytes:
-    """Encode one event; its name is the payload's `type`. It is ASCII, because some readers split at U+2028."""
-    return b"event: %b\ndata: %b\n\n" % (str(payload["type"]).encode(), to_json(payload, ensure_ascii=True))
 
 
 PING = event({"type": "ping"})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from pydantic_core import to_json
 
 from penstock.contract.errors import BusyError, PenstockError, PromptTooLongError
-from penstock.gateway.anthropic.encoder import event
 from penstock.gateway.openai.errors import retry_headers
 
 ID_HEADER = "request-id"
@@ -69,3 +70,8 @@ def message_of(error: PenstockError) -> str:
     if isinstance(error, PromptTooLongError) and error.param != "max_tokens":
         return f"prompt is too long: {error.message}"
     return error.message
+
+
+def event(payload: Mapping[str, Any]) -> bytes:
+    """Encode one event; its name is the payload's `type`. It is ASCII, because some readers split at U+2028."""
+    return b"event: %b\ndata: %b\n\n" % (str(payload["type"]).encode(), to_json(payload, ensure_ascii=True))

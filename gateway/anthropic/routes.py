@@ -18,7 +18,8 @@ from penstock.gateway.prompt_counter import count_prompt_tokens
 from penstock.gateway.request.reading import generation_request_of, read_body
 from penstock.gateway.route_doc import RouteDoc
 from penstock.gateway.stream.answer import Generate
-from penstock.gateway.stream.flow import CallerGoneError, until_disconnected, while_connected
+from penstock.gateway.stream.flow import until_disconnected, while_connected
+from penstock.gateway.stream.writer import CallerGoneError
 
 # The ASGI app of `POST /v1/messages/count_tokens`.
 

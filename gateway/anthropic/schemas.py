@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, SamplingParams
-from penstock.contract.named import MAX_NAME_CHARS
+from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.contract.tenant import ClassName
 from penstock.contract.tools import MAX_TOOLS, CallId, FunctionName, ToolChoice, closed
 from penstock.producer.openai.fields import NO_EFFECT, Hint, Wire, only

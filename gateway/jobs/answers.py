@@ -17,8 +17,8 @@ from penstock.gateway.http.entry import caller_of
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.stream.answer import JOB_HEADER, EventStream, JobResponse
 from penstock.gateway.stream.dialect import ChunkEncoder
-from penstock.gateway.stream.flow import CallerGoneError, Waiting, batches_of, until_disconnected, while_connected
-from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, EventSink, EventWriter, event
+from penstock.gateway.stream.flow import EventSink, Waiting, batches_of, until_disconnected, while_connected
+from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, CallerGoneError, EventWriter, event
 from penstock.producer.client.job_objects import job_object, outcome_object, queue_members, usage_object
 from penstock.producer.openai.json_parts import Items, Rows, Text, json_parts
 from penstock.producer.openai.logprobs import chat_logprobs, prompt_logprobs, whole_chat_logprobs

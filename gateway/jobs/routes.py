@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import is_job_id
-from penstock.contract.named import rename
 from penstock.contract.output import TERMINAL_STATES
+from penstock.contract.problems import rename
 from penstock.gateway.errors import soon
 from penstock.gateway.http.entry import caller_of
 from penstock.gateway.jobs.answers import JobAnswer, JobStream, links_of, stream_start_of

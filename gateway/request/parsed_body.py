@@ -11,8 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
 from penstock.contract.job import SamplingParams
-from penstock.contract.named import MAX_NAME_CHARS, UNKNOWN_FIELD, IgnoredFields, rename, request_error
+from penstock.contract.named import UNKNOWN_FIELD, IgnoredFields
 from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.tasks import Task
 from penstock.contract.tenant import ClassName
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError, from_json, to_json
 
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import is_job_id
-from penstock.contract.named import request_error
+from penstock.contract.problems import request_error
 from penstock.gateway.request.parsed_body import (
     BODIES,
     ParsedBody,

@@ -24,9 +24,9 @@ from penstock.contract.errors import (
     UnavailableError,
     error_of,
 )
-from penstock.contract.named import rename
 from penstock.contract.output import Usage
 from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.http.entry import caller_of
@@ -53,19 +53,10 @@ from penstock.gateway.route_doc import NUMBER, RouteDoc, object_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import Answer, StreamAnswer, WholeAnswer, answer_format
 from penstock.gateway.stream.dialect import AnswerHead, StreamEncoder
-from penstock.gateway.stream.flow import (
-    Batch,
-    CallerGoneError,
-    Ended,
-    Waiting,
-    batches_of,
-    ends_of,
-    until_disconnected,
-    while_connected,
-)
+from penstock.gateway.stream.flow import Batch, Ended, Waiting, batches_of, ends_of, until_disconnected, while_connected
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, hiding_models, open_jobs
 from penstock.gateway.stream.limits import check_logprobs
-from penstock.gateway.stream.writer import PIECE_BYTES, EventWriter
+from penstock.gateway.stream.writer import PIECE_BYTES, CallerGoneError, EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import names_of, with_defaults
 from penstock.queue.broker.producer import JobStatus, ServedPool

@@ -30,9 +30,8 @@ from penstock.gateway.responses.record import (
     record_of,
     stored_record,
 )
-from penstock.gateway.stream.flow import CallerGoneError
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, StreamPosition
-from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter
+from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, CallerGoneError
 from penstock.producer.client import AsyncClient
 from penstock.runtime.cooperative import LoopYielder
 

@@ -34,8 +34,8 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.flow import (
     Batch,
-    CallerGoneError,
     Ended,
+    EventSink,
     Waiting,
     batches_of,
     ends_of,
@@ -52,7 +52,7 @@ from penstock.gateway.stream.writer import (
     KEEP_ALIVE_BETWEEN_IDS,
     PIECE_BYTES,
     BodyWriter,
-    EventSink,
+    CallerGoneError,
     EventWriter,
     direct_body_of,
 )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from starlette.types import Receive
 
 from penstock.contract.output import Chunk, QueuePosition, WaitUpdate
+from penstock.gateway.stream.dialect import StreamEncoder
+from penstock.gateway.stream.writer import CallerGoneError, EventWriter
 from penstock.producer.client import AsyncJob
 from penstock.producer.client.stream import ChunkSink
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES
@@ -17,10 +19,6 @@ from penstock.queue.results import PackedResult
 from penstock.runtime.gather import CALLS_AT_ONCE
 
 # Detection of callers that disconnect.
-
-
-class CallerGoneError(Exception):
-    """The caller disconnected, or stopped reading its answer."""
 
 
 async def while_connected(work: Coroutine[None, None, None], *watches: Coroutine[None, None, None]) -> None:
@@ -200,3 +198,26 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]] | Sequence[asyncio.Task[En
     finally:
         for task in tasks:
             task.cancel()
+
+
+class EventSink:
+    """Sends the plain chunks of one job as events at once, while the task of the stream waits for chunks.
+
+    A wake-up of the task would take longer than encoding and writing the event. See `ChunkSink`.
+    """
+
+    __slots__ = ("_encoder", "_writer")
+
+    def __init__(self, encoder: StreamEncoder, writer: EventWriter) -> None:
+        self._encoder = encoder
+        self._writer = writer
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the response has begun, and its reader keeps up."""
+        return self._writer.is_ready
+
+    def take(self, chunk: Chunk) -> None:
+        """Send the events of the next chunk."""
+        for events in self._encoder.parts_of((chunk,)):
+            self._writer.write_now(events)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import JobKey, Priority, SamplingParams
-from penstock.contract.named import rename
+from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
 from penstock.contract.tasks import Task
 from penstock.contract.tenant import UNLIMITED, Terms

@@ -6,14 +6,14 @@ import math
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import MAX_TOKENS_LIMIT
-from penstock.contract.named import rename
 from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.pool import PoolRecord
+from penstock.contract.problems import rename
 from penstock.contract.tenant import NO_LIMIT, Terms
 from penstock.gateway.stream.generation_request import RequestContent
 from penstock.producer.client.request import Prompt
 from penstock.queue.admission import REQUEST_BYTES_PER_TOKEN
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.wire import PoolRecord
 
 
 def check_num_jobs(content: RequestContent, terms: Terms, record: ServedPool) -> None:

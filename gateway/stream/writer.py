@@ -15,12 +15,14 @@ from starlette.types import Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.contract.errors import InvariantError, PenstockError
-from penstock.contract.output import Chunk
-from penstock.gateway.stream.dialect import StreamEncoder
-from penstock.gateway.stream.flow import CallerGoneError
 from penstock.gateway.stream.framing import END_OF_EVENT, SSE, Framing
 from penstock.runtime import crash_points
 from penstock.runtime.cooperative import LoopYielder
+
+
+class CallerGoneError(Exception):
+    """The caller disconnected, or stopped reading its answer."""
+
 
 # Server-sent events, and a writer of streams that keeps silent ones alive.
 
@@ -201,29 +203,6 @@ class BodyWriter:
 
 
 # Delivery of tokens without waking their stream's task.
-
-
-class EventSink:
-    """Sends the plain chunks of one job as events at once, while the task of the stream waits for chunks.
-
-    A wake-up of the task would take longer than encoding and writing the event. See `ChunkSink`.
-    """
-
-    __slots__ = ("_encoder", "_writer")
-
-    def __init__(self, encoder: StreamEncoder, writer: EventWriter) -> None:
-        self._encoder = encoder
-        self._writer = writer
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the response has begun, and its reader keeps up."""
-        return self._writer.is_ready
-
-    def take(self, chunk: Chunk) -> None:
-        """Send the events of the next chunk."""
-        for events in self._encoder.parts_of((chunk,)):
-            self._writer.write_now(events)
 
 
 # The short way from a streamed answer to its connection, offered as an extension of the ASGI scope.

@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.health import PROBE_METHODS
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.flow import CallerGoneError, until_disconnected, while_connected
+from penstock.gateway.stream.flow import until_disconnected, while_connected
 from penstock.gateway.stream.framing import EVENT_STREAM
-from penstock.gateway.stream.writer import EventWriter
+from penstock.gateway.stream.writer import CallerGoneError, EventWriter
 from penstock.gateway.web.dashboard import Dashboard
 
 # The files of the web page, read once.

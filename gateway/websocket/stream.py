@@ -15,18 +15,114 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from pydantic_core import to_json
 from starlette.datastructures import Headers
-from starlette.types import Message, Scope
+from starlette.types import Message, Scope, Send
 
 from penstock.contract.errors import InvariantError, JobCancelledError, NotFoundError, PenstockError, RequestError
-from penstock.gateway.openai.errors import ID_HEADER
+from penstock.gateway.openai.errors import ID_HEADER, error_body
 from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.request.reading import AFTER, EVENT_IDS_HEADER, KEY_HEADER, PARSED_BODY
 from penstock.gateway.request.socket_message import JOBS_PATH, Attach, Submit
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER
-from penstock.gateway.stream.framing import framing_extension
-from penstock.gateway.websocket.session import SocketChannel, SocketFraming, error_message, message
+from penstock.gateway.stream.framing import LineFraming, framing_extension
 from penstock.producer.client import AsyncClient
+
+CLOSE_TIMEOUT_S = 1.0
+"""Seconds for sending the close frame."""
+BROKEN_MESSAGE = 1011
+"""Close code (RFC 6455, 7.4.1)."""
+
+
+def message(kind: str, tag: str | None, members: Mapping[str, Any]) -> bytes:
+    """Encode a message of the type `kind` about the stream that the client calls `tag`."""
+    named = {"type": kind, **({} if tag is None else {"id": tag})}
+    return to_json({**named, **members}, ensure_ascii=True)
+
+
+def error_message(kind: str, tag: str | None, error: PenstockError) -> bytes:
+    """Encode an error, or with the kind `refused` the refusal of a message."""
+    return message(kind, tag, {"status": error.status, **error_body(error)})
+
+
+class SocketFraming(LineFraming):
+    """The events of one stream as messages, one per line."""
+
+    _line_end = b"}\n"
+
+    def __init__(self, tag: str) -> None:
+        super().__init__()
+        self._tag = tag
+        self._message_head = message("event", tag, {})[:-1]
+
+    def _begin(self, event_id: bytes, data: bytes) -> bytes:
+        if event_id:
+            return b'%b,"event_id":"%b","data":%b' % (self._message_head, event_id, data)
+        return b'%b,"data":%b' % (self._message_head, data)
+
+    def keep_alive(self, comment: bytes) -> bytes:
+        """Return nothing: the pings of the WebSocket keep it alive."""
+        return b""
+
+    def error(self, error: PenstockError, event: bytes) -> bytes:
+        """Return the message that ends a failed stream. It has the same shape in every API."""
+        return error_message("error", self._tag, error) + b"\n"
+
+    def end(self) -> bytes:
+        """Return the message that ends a complete stream."""
+        return message("end", self._tag, {}) + b"\n"
+
+    def is_last(self, line: bytes) -> bool:
+        """Return whether no message about the stream follows this one."""
+        return not line.startswith(self._message_head)
+
+
+class SocketChannel:
+    """Sends messages, one after another. A message waits until the client has read enough of those before it.
+
+    A large message is sent in parts, as several frames, so that memory never holds the whole message.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        # The buffer of the connection can then exceed its limit only by one message or part.
+        self._turn = asyncio.Lock()
+        self._is_open = True
+
+    async def write(self, message: bytes) -> None:
+        """Send a whole message in ASCII. After the end of the connection it does nothing."""
+        async with self._turn:
+            await self._pass_on({"type": "websocket.send", "text": message.decode()})
+
+    async def begin_message(self) -> None:
+        """Wait until all other messages are sent. The parts of one message may follow."""
+        await self._turn.acquire()
+
+    async def write_part(self, part: bytes, *, is_last: bool) -> None:
+        """Send the next part, in ASCII, of a message that has begun."""
+        await self._pass_on({"type": "websocket.send", "part": part, "is_last": is_last})
+        if is_last:
+            self._turn.release()
+
+    async def break_off(self) -> None:
+        """Close the WebSocket because a message that has begun cannot be completed."""
+        await self.close(BROKEN_MESSAGE, "a message could not be completed")
+        self._turn.release()
+
+    async def close(self, code: int, reason: str) -> None:
+        """Close the WebSocket. A client that reads nothing gets no reason."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._pass_on({"type": "websocket.close", "code": code, "reason": reason})
+        self._is_open = False
+
+    async def _pass_on(self, event: dict[str, object]) -> None:
+        if self._is_open:
+            try:
+                await self._send(event)
+            except OSError:
+                self._is_open = False
+
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,14 @@ from typing import Any, Literal, Self, TypeAlias
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.named import config_error
+from penstock.contract.problems import config_error
 from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
-from penstock.gpu_node.engine.scheduler.preemption import PreemptionName
 from penstock.gpu_node.model.options import RunnerOptions, RunnerSettings
 from penstock.gpu_node.model.options import for_device as for_device
 from penstock.queue.policy import PolicyName
+
+PreemptionName = Literal["auto", "recompute", "swap"]
+
 
 # The settings that engines and nodes have in common, stated once.
 

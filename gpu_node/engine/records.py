@@ -12,11 +12,13 @@ from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.output import Choice, FirstChoice, PrefillProgress, TokenLogprobs, Usage
 from penstock.contract.pool import EngineLoad
 from penstock.contract.tasks import Embed
-from penstock.gpu_node.engine.sequence import EndReason
+from penstock.gpu_node.engine.text.output import EndReason
 from penstock.runtime.histogram import Histogram
 
 if TYPE_CHECKING:
-    from penstock.gpu_node.engine.served_model import Prepared
+    from penstock.gpu_node.engine.structured.grammar import Grammar
+    from penstock.gpu_node.engine.text.output import BadWords
+    from penstock.gpu_node.model.protocol import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +161,17 @@ class EngineStats(EngineLoad):
     """Sequences of each step."""
     batch_tokens: Histogram | None = None
     """Tokens of each step: prompt tokens computed and tokens sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request's grammar, adapter and bad words. The grammar and the adapter stay loaded while this object lives."""
+
+    grammar: Grammar | None
+    adapter: Adapter | None
+    bad_words: BadWords
+
+    @property
+    def adapter_digest(self) -> str | None:
+        """The digest of the adapter's content, if there is one."""
+        return None if self.adapter is None else self.adapter.digest

@@ -9,13 +9,14 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import RequestError
 from penstock.contract.output import TokenLogprobs, Usage
-from penstock.gpu_node.engine.prompt_tokens import PooledPrompt, PromptScores, prompt_records
-from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.sequence import EndRule, Sequence
-from penstock.gpu_node.engine.served_model import Prepared, RequestLimits, max_tokens_with_logprobs
+from penstock.gpu_node.engine.prompt_state import PooledPrompt, PromptScores
+from penstock.gpu_node.engine.prompt_tokens import prompt_records
+from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice, StepOutput
+from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.served_model import RequestLimits, max_tokens_with_logprobs
 from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
-from penstock.gpu_node.engine.text.output import ChoiceOutput
+from penstock.gpu_node.engine.text.output import ChoiceOutput, EndRule
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 

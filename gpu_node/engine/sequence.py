@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.tenant import Priority
 from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
-from penstock.gpu_node.engine.prompt_tokens import PooledPrompt, PromptScores
-from penstock.gpu_node.engine.text.output import NO_BAD_WORDS, BadWords
+from penstock.gpu_node.engine.prompt_state import PooledPrompt, PromptScores
+from penstock.gpu_node.engine.text.output import NO_BAD_WORDS, BadWords, EndRule
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter
 
 if TYPE_CHECKING:
@@ -19,23 +19,6 @@ if TYPE_CHECKING:
 
 
 # The rule by which tokens alone end a choice.
-
-EndReason = Literal["stop", "length", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class EndRule:
-    """Ends a choice at a token of `end_ids` after at least `min_tokens` other tokens, or at `max_tokens` tokens."""
-
-    end_ids: frozenset[int]
-    min_tokens: int
-    max_tokens: int
-
-    def reason(self, token_id: int, num_tokens: int) -> EndReason | None:
-        """Return why the choice ends with `token_id` as its `num_tokens`-th token; None if it continues."""
-        if token_id in self.end_ids and num_tokens > self.min_tokens:
-            return "stop"
-        return "length" if num_tokens >= self.max_tokens else None
 
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)

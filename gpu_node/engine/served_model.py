@@ -15,11 +15,11 @@ from penstock.contract.job import MAX_TOKENS_LIMIT, Priority, SamplingParams
 from penstock.contract.output import MAX_LOGPROBS_OF_JOB
 from penstock.contract.tasks import Embed, Pooling
 from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
-from penstock.gpu_node.engine.structured.compiler import Grammar, GrammarCompiler
+from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
+from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.output import BadWords
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.gpu_node.model.protocol import Adapter, LoadedModel
+from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.runtime.gc_freeze import no_collection
 
 # Load a model, its runner and its tokenizer from an engine's settings.
@@ -201,20 +201,6 @@ def _check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: 
 
 
 # The parts of a request that take long to make. Any thread makes them, so that the engine's thread need not.
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request's grammar, adapter and bad words. The grammar and the adapter stay loaded while this object lives."""
-
-    grammar: Grammar | None
-    adapter: Adapter | None
-    bad_words: BadWords
-
-    @property
-    def adapter_digest(self) -> str | None:
-        """The digest of the adapter's content, if there is one."""
-        return None if self.adapter is None else self.adapter.digest
 
 
 class ServedModel:

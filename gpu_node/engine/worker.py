@@ -12,8 +12,7 @@ from typing import Protocol, TypeVar
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
-from penstock.gpu_node.engine.served_model import Prepared
+from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Prepared, StepOutput
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

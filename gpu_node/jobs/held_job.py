@@ -21,9 +21,9 @@ from penstock.contract.output import (
 )
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobTrace
-from penstock.queue import msgpack_codec, results, wire
+from penstock.queue import msgpack_codec, results
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
-from penstock.queue.chunks import NO_ROWS, Rows, encode_progress, joined, rows_of
+from penstock.queue.chunks import NO_ROWS, Rows, encode_chunk, encode_progress, joined, rows_of
 from penstock.queue.msgpack_codec import Pack
 from penstock.queue.results import encode_embedding
 
@@ -91,9 +91,9 @@ class SealedChunk(NamedTuple):
 def seal(chunk: Chunk, pack: Pack = msgpack_codec.pack) -> SealedChunk:
     """Pack a chunk."""
     if not (chunk.logprobs or chunk.prompt_logprobs):
-        return SealedChunk(wire.encode_chunk(chunk, pack))
+        return SealedChunk(encode_chunk(chunk, pack))
     rows, prompt_rows = rows_of(chunk.logprobs, pack), rows_of(chunk.prompt_logprobs, pack)
-    return SealedChunk(wire.encode_chunk(chunk, pack, rows, prompt_rows), rows, prompt_rows)
+    return SealedChunk(encode_chunk(chunk, pack, rows, prompt_rows), rows, prompt_rows)
 
 
 class PromptRows:

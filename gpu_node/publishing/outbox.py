@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.contract.output import Outcome
@@ -21,7 +21,6 @@ from penstock.gpu_node.jobs.held_job import BY_ANSWER, HeldJob, outcome_of
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.publishing.pace import Alarm, Pace
 from penstock.gpu_node.publishing.sending import BatchSender, QuickEmit
-from penstock.gpu_node.taking.inbox import Bell
 from penstock.queue.broker.connection import pauses
 from penstock.queue.broker.node import Emission, HeartbeatAnswer, NodeBroker
 
@@ -29,16 +28,23 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """The publisher of a node's tokens and job ends. It rings the inbox's bell when a job has freed capacity."""
+    """The publisher of a node's tokens and job ends. It calls `capacity_freed` when a job has freed capacity."""
 
     def __init__(
-        self, broker: NodeBroker, ledger: Ledger, worker: EngineWorker, bell: Bell, *, max_unsent_bytes: int, pace: Pace
+        self,
+        broker: NodeBroker,
+        ledger: Ledger,
+        worker: EngineWorker,
+        capacity_freed: Callable[[], None],
+        *,
+        max_unsent_bytes: int,
+        pace: Pace,
     ) -> None:
         self._ledger = ledger
         self._worker = worker
         self.max_unsent_bytes = max_unsent_bytes
         self._pace = pace
-        self._bell = bell
+        self._capacity_freed = capacity_freed
         self._loop = asyncio.get_running_loop()
         self._delivered: deque[tuple[float, Sequence[StepOutput]]] = deque()
         """Outputs that the event loop has not handled, each with the time of its step."""
@@ -167,7 +173,7 @@ class Outbox:
         if job.is_complete:
             job.outcome = outcome_of(job)
             self._ledger.learn(job)
-            self._bell.capacity_freed()
+            self._capacity_freed()
 
     def end(self, job: HeldJob, outcome: Outcome) -> None:
         """End a job early, with the output so far; no effect if it is no longer held."""
@@ -178,7 +184,7 @@ class Outbox:
             if not job.is_task:
                 job.num_preemptions += self._worker.num_preemptions(job.taken.lease)
                 self._worker.abort(job.taken.lease)
-            self._bell.capacity_freed()
+            self._capacity_freed()
         self._schedule(job)
 
     def end_as(self, job_id: str, answer: str) -> None:
@@ -190,7 +196,7 @@ class Outbox:
         """Stop holding a job, and abort it in the engine."""
         self._remove(job)
         self._worker.abort(job.taken.lease)
-        self._bell.capacity_freed()
+        self._capacity_freed()
 
     def drop(self, job: HeldJob) -> None:
         """Stop holding a job that belongs to another node now."""
@@ -292,7 +298,7 @@ class Outbox:
         self._dirty.pop(job.taken.lease, None)
         if not len(self._ledger):
             self._emptied.set()
-            self._bell.capacity_freed()  # An isolated job may wait for a node that holds no other job.
+            self._capacity_freed()  # An isolated job may wait for a node that holds no other job.
 
     def _pause_engine_if_full(self) -> None:
         self._worker.set_paused(self._ledger.unsent_bytes > self.max_unsent_bytes)

@@ -9,14 +9,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
 
 from penstock.contract.errors import UnavailableError
-from penstock.contract.pool import EngineLoad
+from penstock.contract.pool import EngineLoad, NodePressure
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.service.health import EngineWatch, Health, HealthSample
 from penstock.gpu_node.taking.inbox import JobInbox
 from penstock.queue.broker.node import NodeBroker
-from penstock.queue.wire import NodePressure
 
 # The state of a node that its heartbeats report, collected from the node's parts at one moment.
 

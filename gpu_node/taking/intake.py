@@ -18,8 +18,8 @@ from penstock.contract.job import Message, SamplingParams, created_at, lowered_m
 from penstock.contract.output import Chunk, Outcome, TokenLogprobs
 from penstock.contract.tasks import MAX_OUTPUT_BYTES, MAX_TASK_TOKENS, Detokenize, Embed, Tokenize
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
-from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
-from penstock.gpu_node.engine.served_model import Prepared, truncated
+from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
+from penstock.gpu_node.engine.served_model import truncated
 from penstock.gpu_node.engine.text.chat import MAX_RENDERS_AT_ONCE
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.worker import EngineWorker

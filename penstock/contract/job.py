@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.named import CheckedInput
+from penstock.contract.named import NAME_PATTERN, CheckedInput
 from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.sampling import StructuredOutputs
@@ -39,8 +39,6 @@ MAX_MESSAGES = 4096
 MAX_PARTICIPANT_NAME_CHARS = 256
 """Characters of the `name` of a message."""
 MAX_DEADLINE_S = 7 * 24 * 3600
-NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
-"""A pool's or tenant's name. A shard of a pool is written `<pool>~<n>`, so `~` is not allowed here."""
 _UUID7_PATTERN = r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 JOB_ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,64}}(~[0-9]{{1,4}})?\.{_UUID7_PATTERN}$"
 

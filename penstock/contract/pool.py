@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from penstock.queue.wire import NodePressure
+from penstock.contract.tasks import GENERATE
 
 # The part of an engine's statistics that its node reports with every heartbeat.
 
@@ -159,3 +159,74 @@ class PoolActivity:
     nodes: tuple[LiveNode, ...]
     events: tuple[PoolEvent, ...]
     """The newest events, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRecord:
+    """A served model as clients see it; stored in P:record.
+
+    `max_token_bytes` is the length of the longest token's text, 0 if unknown. The parsers, and `thinking_switches`, say
+    how to read the model's texts (`reasoning_parser_for`). `adapters` maps names to digests: those of the announcing
+    node, or of all nodes in `ProducerBroker.pools`. `kinds` are the kinds of jobs that the announcing node knows.
+    """
+
+    pool: str
+    model: str
+    aliases: tuple[str, ...] = ()
+    max_model_len: int = 0
+    created_s: int = 0
+    revision: str = ""
+    max_token_bytes: int = 0
+    tool_parser: str = "none"
+    reasoning_parser: str = "none"
+    adapters: dict[str, str] = field(default_factory=dict)
+    kinds: tuple[str, ...] = (GENERATE,)
+    thinking_switches: tuple[str, ...] = ()
+    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
+    """The sampling of requests that do not set it, by the names of `SamplingParams`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEntry:
+    """A pool's entry in penstock:pools: the names, beside its own, that its record may claim; None: all of them."""
+
+    pool: str
+    names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodePressure(EngineLoad):
+    """A node's pressure record: the load of its engine, its jobs and its speed. Admission and metrics read it."""
+
+    node_id: str
+    num_jobs: int = 0
+    jobs_by_class: tuple[int, ...] = ()
+    jobs_by_tenant: dict[str, int] = field(default_factory=dict)
+    """Number of held jobs of the tenants with the most. `jobs_by_class` counts all jobs, most urgent class first."""
+    max_num_seqs: int = 0
+    kv_tokens_available: int = 0
+    """KV tokens that taken jobs neither use now nor are expected to need later."""
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    drain_cost_per_s: float = 0.0
+    """Cost, in KV tokens, of the jobs that end per second; a moving average."""
+    preemptions_per_s: float = 0.0
+    num_steps: int = 0
+    mean_batch: float = 0.0
+    """Sequences per step, over the steps since the last record."""
+    max_model_len: int = 0
+    revision: str = ""
+    draining: bool = False
+    predicted_outputs: tuple[tuple[int, int, int], ...] = ()
+    """(bit length of prompt tokens, bit length of max_tokens, output tokens that 9 of 10 such choices stay within)."""
+    troubles: dict[str, str] = field(default_factory=dict)
+    """Parts of the node that are unhealthy, or were so recently → the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPressure:
+    """Input of admission: live nodes' pressure records, and per class the queued jobs and their cost in KV tokens."""
+
+    nodes: tuple[NodePressure, ...] = ()
+    backlog_cost: tuple[int, int, int] = field(default=(0, 0, 0))
+    num_queued: tuple[int, int, int] = field(default=(0, 0, 0))

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from penstock.contract.errors import ForbiddenError, NotFoundError, RequestError, UnauthorizedError
-from penstock.contract.job import NAME_PATTERN
+from penstock.contract.named import NAME_PATTERN
 
 # Priority classes of jobs, and the check of a requested class against the highest one that the caller may use.
 

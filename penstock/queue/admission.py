@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from penstock.contract.errors import PromptTooLongError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Job
-from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord
+from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
 
 OUTPUT_BYTES_PER_TOKEN = 110
 """The most bytes of log and result per token, without log-probabilities. A chunk of one token takes 96."""

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.contract.output import Chunk, PrefillProgress, TokenLogprobs
+from penstock.contract.errors import InvariantError
+from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, PrefillProgress, TokenLogprobs, Usage
 from penstock.queue import msgpack_codec
 from penstock.queue.keys import PROTOCOL_VERSION
-from penstock.queue.msgpack_codec import Pack, WireError, array_header, checked_map, pack, unpack_all
-from penstock.queue.wire import chunk_of
+from penstock.queue.msgpack_codec import Pack, WireError, array_header, checked_map, pack, unpack_all, with_members
 
 # msgpack encoding and decoding of log-probabilities. It is compact, because a token may have 20 alternatives.
 
@@ -71,6 +71,86 @@ def _entry_of(entry: Any) -> TokenLogprobs:
     if {*map(type, ids)} != {int} or not {*map(type, texts)} <= {bytes, str}:
         raise WireError("ids of log-probabilities must be integers, and texts bytes or strings")
     return TokenLogprobs(tuple(ids), struct.unpack(f"<{len(packed) // 4}f", packed), tuple(texts))
+
+
+# Chunks have one-letter keys, because millions of them are written. The order of keys is fixed, and a golden test pins
+# the bytes.
+
+
+def encode_chunk(chunk: Chunk, pack: Pack = pack, rows: Rows | None = None, prompt_rows: Rows | None = None) -> bytes:
+    """Encode a chunk for the log and the channels. Terminal chunks are built by the scripts instead.
+
+    `rows` and `prompt_rows` are the chunk's log-probabilities, if they are packed already.
+    """
+    if chunk.outcome is not None:
+        raise InvariantError("terminal chunks are written by the scripts only")
+    head = {"v": PROTOCOL_VERSION, "j": chunk.job_id, "i": chunk.index, "c": chunk.choice}
+    fields: dict[str, Any] = {**head, "p": chunk.position, "t": chunk.token_ids, "s": chunk.text}
+    if chunk.finish_reason is not None:
+        fields["f"] = chunk.finish_reason
+    if chunk.usage is not None:
+        usage = chunk.usage
+        fields["u"] = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+    if chunk.num_prompt_tokens is not None:
+        fields["n"] = chunk.num_prompt_tokens
+    data = pack(fields)
+    if chunk.logprobs:
+        data = with_members(data, [("l", (rows or rows_of(chunk.logprobs, pack)).array_parts)])
+    if chunk.prompt_logprobs:
+        data = with_members(data, [("q", (prompt_rows or rows_of(chunk.prompt_logprobs, pack)).array_parts)])
+    return data
+
+
+_PLAIN = {"v": int, "j": str, "i": int, "c": int, "p": int, "t": list, "s": str}
+_PLAIN_KEYS, _PLAIN_TYPES = list(_PLAIN), list(_PLAIN.values())
+_CHUNK_TYPES = {key: kind for key, kind in _PLAIN.items() if key != "v"}
+_CHUNK_TYPES |= {"f": str, "u": list, "e": dict, "l": list, "q": list, "n": int}
+
+
+def _outcome_of(fields: dict[str, Any]) -> Outcome:
+    if fields["state"] not in TERMINAL_STATES:
+        raise WireError(f"{fields['state']!r} is not a terminal state")
+    return Outcome(fields["state"], fields.get("code", ""), fields.get("message", ""), fields.get("param", ""))
+
+
+def chunk_of(value: Any) -> Chunk:
+    """Decode one unpacked chunk. Raises WireError, KeyError or TypeError."""
+    # Nearly all chunks have exactly these fields; checking for that first takes a third of the time.
+    if type(value) is dict and [*value] == _PLAIN_KEYS and [*map(type, value.values())] == _PLAIN_TYPES:
+        version, job_id, index, choice, position, token_ids, text = value.values()
+        if version == PROTOCOL_VERSION and all(type(token) is int for token in token_ids):
+            return Chunk(job_id, index, choice, position, tuple(token_ids), text)
+    # Log-probabilities skip the depth check, because decoding them checks each of their values.
+    rows = {key: value[key] for key in ("l", "q") if key in value} if type(value) is dict else {}
+    m = checked_map({key: member for key, member in value.items() if key not in rows} if rows else value) | rows
+    if m.get("v") != PROTOCOL_VERSION:
+        raise WireError(f"protocol version {m.get('v')!r} is not {PROTOCOL_VERSION}")
+    for key, value in m.items():
+        if type(value) is not _CHUNK_TYPES.get(key, type(value)):
+            raise WireError(f"chunk field {key!r} is a {type(value).__name__}")
+    usage, end = m.get("u"), m.get("e")
+    return Chunk(
+        m["j"],
+        m["i"],
+        m.get("c", 0),
+        m.get("p", 0),
+        tuple(m.get("t", ())),
+        m.get("s", ""),
+        m.get("f"),
+        Usage(*usage) if usage else None,
+        _outcome_of(end) if end else None,
+        from_wire(m.get("l", []), m.get("t", ())),
+        from_wire(m.get("q", [])),
+        m.get("n"),
+    )
+
+
+def decode_chunks(data: bytes) -> list[Chunk]:
+    """Decode the chunks of one channel message or log entry. Raises WireError."""
+    try:
+        return [chunk_of(value) for value in unpack_all(data)]
+    except (KeyError, TypeError) as error:
+        raise WireError(f"not a chunk: {error!r}") from error
 
 
 # Messages on the inbox of a reading process: chunks, and the progress of prompts that nodes compute.

@@ -1,28 +1,24 @@
-"""msgpack encoding and decoding of requests, chunks, pool records and node records.
+"""msgpack encoding and decoding of requests, pool records and node records.
 
-Chunks have one-letter keys, because millions of them are written. The order of keys is fixed, and a golden test pins
-the bytes. Decoders ignore unknown keys; `msgpack_codec.py` defines the limits that they enforce.
+Decoders ignore unknown keys; `msgpack_codec.py` defines the limits that they enforce.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.errors import InvariantError, UnsupportedKindError
+from penstock.contract.errors import UnsupportedKindError
 from penstock.contract.job import Job, Message, SamplingParams, TokenId
-from penstock.contract.named import problem_of
-from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, Usage
-from penstock.contract.pool import EngineLoad
+from penstock.contract.pool import NodePressure, PoolEntry, PoolRecord
+from penstock.contract.problems import problem_of
 from penstock.contract.tasks import GENERATE, KINDS, Task
 from penstock.contract.tools import TemplateKwargs, Tools, few_calls
-from penstock.queue import chunks
-from penstock.queue.chunks import Rows, rows_of
 from penstock.queue.keys import PROTOCOL_VERSION
-from penstock.queue.msgpack_codec import Pack, WireError, checked_map, pack, unpack_all, with_members
+from penstock.queue.msgpack_codec import WireError, checked_map, pack, unpack_all
 
 R = TypeVar("R")
 
@@ -46,77 +42,6 @@ class Request:
     trace: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PoolRecord:
-    """A served model as clients see it; stored in P:record.
-
-    `max_token_bytes` is the length of the longest token's text, 0 if unknown. The parsers, and `thinking_switches`, say
-    how to read the model's texts (`reasoning_parser_for`). `adapters` maps names to digests: those of the announcing
-    node, or of all nodes in `ProducerBroker.pools`. `kinds` are the kinds of jobs that the announcing node knows.
-    """
-
-    pool: str
-    model: str
-    aliases: tuple[str, ...] = ()
-    max_model_len: int = 0
-    created_s: int = 0
-    revision: str = ""
-    max_token_bytes: int = 0
-    tool_parser: str = "none"
-    reasoning_parser: str = "none"
-    adapters: dict[str, str] = field(default_factory=dict)
-    kinds: tuple[str, ...] = (GENERATE,)
-    thinking_switches: tuple[str, ...] = ()
-    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
-    """The sampling of requests that do not set it, by the names of `SamplingParams`."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolEntry:
-    """A pool's entry in penstock:pools: the names, beside its own, that its record may claim; None: all of them."""
-
-    pool: str
-    names: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NodePressure(EngineLoad):
-    """A node's pressure record: the load of its engine, its jobs and its speed. Admission and metrics read it."""
-
-    node_id: str
-    num_jobs: int = 0
-    jobs_by_class: tuple[int, ...] = ()
-    jobs_by_tenant: dict[str, int] = field(default_factory=dict)
-    """Number of held jobs of the tenants with the most. `jobs_by_class` counts all jobs, most urgent class first."""
-    max_num_seqs: int = 0
-    kv_tokens_available: int = 0
-    """KV tokens that taken jobs neither use now nor are expected to need later."""
-    prefill_tokens_per_s: float = 0.0
-    decode_tokens_per_s: float = 0.0
-    drain_cost_per_s: float = 0.0
-    """Cost, in KV tokens, of the jobs that end per second; a moving average."""
-    preemptions_per_s: float = 0.0
-    num_steps: int = 0
-    mean_batch: float = 0.0
-    """Sequences per step, over the steps since the last record."""
-    max_model_len: int = 0
-    revision: str = ""
-    draining: bool = False
-    predicted_outputs: tuple[tuple[int, int, int], ...] = ()
-    """(bit length of prompt tokens, bit length of max_tokens, output tokens that 9 of 10 such choices stay within)."""
-    troubles: dict[str, str] = field(default_factory=dict)
-    """Parts of the node that are unhealthy, or were so recently → the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPressure:
-    """Input of admission: live nodes' pressure records, and per class the queued jobs and their cost in KV tokens."""
-
-    nodes: tuple[NodePressure, ...] = ()
-    backlog_cost: tuple[int, int, int] = field(default=(0, 0, 0))
-    num_queued: tuple[int, int, int] = field(default=(0, 0, 0))
-
-
 def unpack_map(data: bytes, *, of_any_version: bool = False) -> dict[str, Any]:
     """Decode the single map of a request, a result or a record. Raises WireError, also for another protocol version."""
     maps = [checked_map(value) for value in unpack_all(data)]
@@ -125,85 +50,6 @@ def unpack_map(data: bytes, *, of_any_version: bool = False) -> dict[str, Any]:
     if (v := maps[0].get("v")) != PROTOCOL_VERSION and not (of_any_version and type(v) is int):
         raise WireError(f"protocol version {v!r} is not {PROTOCOL_VERSION}")
     return maps[0]
-
-
-# Chunks -----------------------------------------------------------------------------------------
-
-
-def encode_chunk(chunk: Chunk, pack: Pack = pack, rows: Rows | None = None, prompt_rows: Rows | None = None) -> bytes:
-    """Encode a chunk for the log and the channels. Terminal chunks are built by the scripts instead.
-
-    `rows` and `prompt_rows` are the chunk's log-probabilities, if they are packed already.
-    """
-    if chunk.outcome is not None:
-        raise InvariantError("terminal chunks are written by the scripts only")
-    head = {"v": PROTOCOL_VERSION, "j": chunk.job_id, "i": chunk.index, "c": chunk.choice}
-    fields: dict[str, Any] = {**head, "p": chunk.position, "t": chunk.token_ids, "s": chunk.text}
-    if chunk.finish_reason is not None:
-        fields["f"] = chunk.finish_reason
-    if chunk.usage is not None:
-        usage = chunk.usage
-        fields["u"] = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
-    if chunk.num_prompt_tokens is not None:
-        fields["n"] = chunk.num_prompt_tokens
-    data = pack(fields)
-    if chunk.logprobs:
-        data = with_members(data, [("l", (rows or rows_of(chunk.logprobs, pack)).array_parts)])
-    if chunk.prompt_logprobs:
-        data = with_members(data, [("q", (prompt_rows or rows_of(chunk.prompt_logprobs, pack)).array_parts)])
-    return data
-
-
-_PLAIN = {"v": int, "j": str, "i": int, "c": int, "p": int, "t": list, "s": str}
-_PLAIN_KEYS, _PLAIN_TYPES = list(_PLAIN), list(_PLAIN.values())
-_CHUNK_TYPES = {key: kind for key, kind in _PLAIN.items() if key != "v"}
-_CHUNK_TYPES |= {"f": str, "u": list, "e": dict, "l": list, "q": list, "n": int}
-
-
-def _outcome_of(fields: dict[str, Any]) -> Outcome:
-    if fields["state"] not in TERMINAL_STATES:
-        raise WireError(f"{fields['state']!r} is not a terminal state")
-    return Outcome(fields["state"], fields.get("code", ""), fields.get("message", ""), fields.get("param", ""))
-
-
-def chunk_of(value: Any) -> Chunk:
-    """Decode one unpacked chunk. Raises WireError, KeyError or TypeError."""
-    # Nearly all chunks have exactly these fields; checking for that first takes a third of the time.
-    if type(value) is dict and [*value] == _PLAIN_KEYS and [*map(type, value.values())] == _PLAIN_TYPES:
-        version, job_id, index, choice, position, token_ids, text = value.values()
-        if version == PROTOCOL_VERSION and all(type(token) is int for token in token_ids):
-            return Chunk(job_id, index, choice, position, tuple(token_ids), text)
-    # Log-probabilities skip the depth check, because decoding them checks each of their values.
-    rows = {key: value[key] for key in ("l", "q") if key in value} if type(value) is dict else {}
-    m = checked_map({key: member for key, member in value.items() if key not in rows} if rows else value) | rows
-    if m.get("v") != PROTOCOL_VERSION:
-        raise WireError(f"protocol version {m.get('v')!r} is not {PROTOCOL_VERSION}")
-    for key, value in m.items():
-        if type(value) is not _CHUNK_TYPES.get(key, type(value)):
-            raise WireError(f"chunk field {key!r} is a {type(value).__name__}")
-    usage, end = m.get("u"), m.get("e")
-    return Chunk(
-        m["j"],
-        m["i"],
-        m.get("c", 0),
-        m.get("p", 0),
-        tuple(m.get("t", ())),
-        m.get("s", ""),
-        m.get("f"),
-        Usage(*usage) if usage else None,
-        _outcome_of(end) if end else None,
-        chunks.from_wire(m.get("l", []), m.get("t", ())),
-        chunks.from_wire(m.get("q", [])),
-        m.get("n"),
-    )
-
-
-def decode_chunks(data: bytes) -> list[Chunk]:
-    """Decode the chunks of one channel message or log entry. Raises WireError."""
-    try:
-        return [chunk_of(value) for value in unpack_all(data)]
-    except (KeyError, TypeError) as error:
-        raise WireError(f"not a chunk: {error!r}") from error
 
 
 # Requests ---------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from pydantic_core import to_json
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
-from penstock.contract.named import MAX_NAME_CHARS, UNKNOWN_FIELD, request_error
+from penstock.contract.named import UNKNOWN_FIELD
+from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import only
 from penstock.producer.openai.generation_body import GenerationBody

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Job
-from penstock.contract.named import problem_of
+from penstock.contract.pool import PoolRecord
+from penstock.contract.problems import problem_of
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tools import (
     CallFormName,
@@ -22,7 +23,6 @@ from penstock.contract.tools import (
     closed,
     reasoning_parser_for,
 )
-from penstock.queue.wire import PoolRecord
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_OBJECT = {"type": "object"}

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from redis.asyncio import Redis
 
 from penstock.contract.errors import PenstockError, UnavailableError
-from penstock.contract.pool import PoolActivity, PoolStats
+from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats
 from penstock.contract.tenant import ApiKey
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client.settings import ADMITTED, decision_of
@@ -23,7 +23,6 @@ from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import ActivityBroker, StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, ServedPool
 from penstock.queue.broker.usage import UsageBroker
-from penstock.queue.wire import PoolPressure
 from penstock.runtime.cancellation import cancel_until_done
 
 # Cached copies of slowly changing shared state. One caller at a time fetches a copy, which is valid for a while.

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
 from penstock.contract.job import MAX_DEADLINE_S, Job, JobKey, Message, Priority, SamplingParams, pool_of
-from penstock.contract.named import request_error
 from penstock.contract.packed_prompt import PackedPrompt, PromptField
+from penstock.contract.pool import PoolRecord
+from penstock.contract.problems import request_error
 from penstock.contract.response_record import ResponseRecord
 from penstock.contract.sampling import SamplingOptions
 from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed, Task
@@ -25,7 +26,7 @@ from penstock.queue.admission import call_bytes, num_prompt_ids, prompt_bytes, t
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.msgpack_codec import pack
-from penstock.queue.wire import PoolRecord, add_prompt
+from penstock.queue.wire import add_prompt
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPrompt
 """Text, token ids, the messages of a chat, or any of these packed by `pack_prompt_of`."""

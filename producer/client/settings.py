@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.errors import ForbiddenError, PenstockError, PromptTooLongError, RequestError, UnavailableError
-from penstock.contract.job import NAME_PATTERN
+from penstock.contract.named import NAME_PATTERN
 from penstock.contract.tenant import ClassName
 from penstock.runtime.settings import Settings
 

@@ -9,8 +9,8 @@ from typing import Any, TypedDict, TypeVar, Unpack, cast
 from pydantic import ValidationError
 
 from penstock.contract.errors import InvariantError, RequestError
-from penstock.contract.named import request_error
 from penstock.contract.output import Result
+from penstock.contract.problems import request_error
 from penstock.contract.tasks import (
     Detokenize,
     Detokenized,

@@ -14,11 +14,11 @@ from itertools import islice
 
 from penstock.contract.job import pool_of
 from penstock.contract.output import PrefillProgress, QueuePosition, WaitUpdate
+from penstock.contract.pool import NodePressure
 from penstock.producer.client.pools import Admissions
 from penstock.queue.admission import expected_wait_ms, mean_held_cost
 from penstock.queue.broker.connection import Retries, ignoring_retried_errors
 from penstock.queue.broker.jobs import MAX_POSITIONS, JobWait, QueuePositions
-from penstock.queue.wire import NodePressure
 from penstock.runtime.cancellation import cancel_until_done
 
 _LOG = logging.getLogger(__name__)

@@ -29,9 +29,8 @@ from penstock.cli.doctor import (
     judge_redis,
     this_machine,
 )
-from penstock.contract.pool import PoolStats
+from penstock.contract.pool import NodePressure, PoolStats
 from penstock.gpu_node.service import health
-from penstock.queue.wire import NodePressure
 
 GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
 

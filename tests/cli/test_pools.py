@@ -9,8 +9,8 @@ import subprocess
 from fakes.command import run_command
 from fakes.queue.harness import LEASE_MS, Queue
 
+from penstock.contract.pool import NodePressure
 from penstock.queue.broker.connection import connect
-from penstock.queue.wire import NodePressure
 
 
 def pools(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.contract.pool import PoolEntry, PoolRecord
 from penstock.queue import keys, wire
-from penstock.queue.wire import PoolEntry, PoolRecord
 
 
 def announcing(record: PoolRecord) -> list[tuple[Any, ...]]:

@@ -19,11 +19,12 @@ from typing import Any, Self, cast
 from redis.asyncio import Redis
 
 from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, TerminalState, Usage
+from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue import keys, results, wire
+from penstock.queue.chunks import encode_chunk
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Capacity, Emission, LeaseLostError, NodeBroker, Taken
-from penstock.queue.wire import NodePressure, PoolRecord
 
 POOL = "fake"
 MODEL = "acme/fake"
@@ -106,7 +107,7 @@ class FakeJob:
     def emission(self, chunks: Sequence[Chunk]) -> Emission:
         """Return the chunks as the broker takes them."""
         first = chunks[0].index if chunks else len(self.chunks)
-        return Emission(self.id, self.taken.lease, first, tuple(map(wire.encode_chunk, chunks)))
+        return Emission(self.id, self.taken.lease, first, tuple(map(encode_chunk, chunks)))
 
     async def say(self, num_steps: int = 1, how: Say = Say.PUBLISHED) -> None:
         """Emit that many more tokens of each choice."""

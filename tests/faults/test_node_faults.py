@@ -18,13 +18,14 @@ from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, ho
 from redis.asyncio import Redis
 
 from penstock.contract.job import SamplingParams, seed_of
+from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.node import Capacity, GivenBackJob, NodeBroker
 from penstock.queue.broker.producer import ProducerBroker
-from penstock.queue.wire import NodePressure, PoolRecord, decode_request
+from penstock.queue.wire import decode_request
 
 pytestmark = pytest.mark.timeout(300)
 

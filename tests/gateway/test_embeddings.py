@@ -17,6 +17,7 @@ from fakes.processes.reference_engine import FAKE_DIMENSIONS, fake_embedding
 
 from penstock import AsyncClient, Client, RequestError, UnsupportedKindError
 from penstock.contract.job import SamplingParams
+from penstock.contract.pool import PoolRecord
 from penstock.contract.tasks import Embed, Embedding
 from penstock.contract.tenant import Terms
 from penstock.gateway.embeddings.schemas import MAX_INPUTS
@@ -25,7 +26,6 @@ from penstock.gateway.stream.generation_request import RequestContent
 from penstock.gateway.stream.limits import check_num_jobs
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.wire import PoolRecord
 from tests.gateway.conftest import MAX_MODEL_LEN, MODEL, EchoEngine, Stack
 
 

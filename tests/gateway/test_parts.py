@@ -22,9 +22,9 @@ from penstock.gateway.openai.encoder import SseEncoder
 from penstock.gateway.openai.errors import error_response
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import AnswerHead
-from penstock.gateway.stream.flow import CallerGoneError, batches_of, until_disconnected, while_connected
+from penstock.gateway.stream.flow import batches_of, until_disconnected, while_connected
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
-from penstock.gateway.stream.writer import KEEP_ALIVE, EventWriter, event
+from penstock.gateway.stream.writer import KEEP_ALIVE, CallerGoneError, EventWriter, event
 from penstock.producer.openai.parsed_text import PLAIN, ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 

@@ -11,10 +11,10 @@ import redis.asyncio
 from fakes.announced_pools import announcing, withdrawing
 from fakes.older_pool import REFUSAL, make_older_pool
 
+from penstock.contract.pool import PoolRecord
 from penstock.gateway.app import create_app
 from penstock.gateway.settings import GatewaySettings
 from penstock.queue import keys
-from penstock.queue.wire import PoolRecord
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 from fakes.announced_pools import announcing, withdrawing
 
 from penstock import AsyncClient, Client, RequestError, UnsupportedKindError
+from penstock.contract.pool import PoolRecord
 from penstock.contract.tasks import MAX_TASK_TOKENS, Tokenize
 from penstock.queue.broker.connection import connect
-from penstock.queue.wire import PoolRecord
 from tests.gateway.conftest import MAX_MODEL_LEN, MODEL, EchoEngine, Stack
 
 HI = [72, 105]

@@ -12,8 +12,9 @@ from penstock.contract.output import PROMPT_TOKENS_PER_CHUNK, Chunk, Outcome, To
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import MAX_REPORTED_TENANTS, Ledger
-from penstock.queue import results, wire
+from penstock.queue import results
 from penstock.queue.broker.node import Taken
+from penstock.queue.chunks import decode_chunks
 
 JOB_ID = "ref.01a1f828-c1b5-77c1-a5ef-a4b69d8f094c"
 
@@ -26,7 +27,7 @@ def held(*, n: int = 1, lease: str = "1:x:1", job_id: str = JOB_ID, cost: int = 
 
 
 def decoded(chunks: tuple[bytes, ...]) -> list[Chunk]:
-    return [chunk for data in chunks for chunk in wire.decode_chunks(data)]
+    return [chunk for data in chunks for chunk in decode_chunks(data)]
 
 
 def test_steps_that_piled_up_leave_as_one_chunk_per_choice() -> None:

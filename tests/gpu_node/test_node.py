@@ -30,8 +30,7 @@ from penstock.contract.output import Chunk, Result
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tools import ToolCall
 from penstock.contract.usage import UsageQuery
-from penstock.gpu_node.engine.records import EngineRequest, StepOutput
-from penstock.gpu_node.engine.served_model import Prepared
+from penstock.gpu_node.engine.records import EngineRequest, Prepared, StepOutput
 from penstock.gpu_node.engine.text.chat import ChatTemplate
 from penstock.gpu_node.engine.text.output import BadWords
 from penstock.gpu_node.engine.worker import EngineLike

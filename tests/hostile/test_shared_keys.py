@@ -16,16 +16,17 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from penstock.contract.errors import NotFoundError
 from penstock.contract.output import Chunk
+from penstock.contract.pool import PoolRecord
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import choose_pool
-from penstock.queue import keys, wire
+from penstock.queue import keys
 from penstock.queue.broker.audit import AdminBroker
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.jobs import JobLists
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.pools import MAX_POOLS, MAX_SCANNED
 from penstock.queue.broker.producer import ProducerBroker
-from penstock.queue.wire import PoolRecord
+from penstock.queue.chunks import encode_chunk
 
 VICTIM = PoolRecord("b", "acme/b", aliases=("fast",), max_model_len=2048)
 CLAIM = PoolRecord("a", "acme/b", aliases=("b", "fast", "own"), max_model_len=2048, adapters={"sql": "0" * 32})
@@ -109,7 +110,7 @@ async def test_a_confined_node_neither_hears_nor_speaks_on_inboxes_of_another_po
         process = client._inbox.name
         listed = await users["admin"].pubsub_channels("penstock:{*}:inbox:*")
         assert sorted(listed) == [keys.inbox_channel(pool, process).encode() for pool in ("a", "b")]
-        forged = wire.encode_chunk(Chunk(job.id, 0, 0, 0, (1,), "forged"))
+        forged = encode_chunk(Chunk(job.id, 0, 0, 0, (1,), "forged"))
         for channel in (keys.inbox_channel("b", process), keys.echo_channel(process)):
             for command in (("PUBLISH", channel, forged), ("SUBSCRIBE", channel)):
                 with pytest.raises(NoPermissionError):
@@ -120,7 +121,7 @@ async def test_a_confined_node_neither_hears_nor_speaks_on_inboxes_of_another_po
         assert await users["node-a"].publish(keys.inbox_channel("a", process), forged) == 1
         await client._inbox.receive_published()
         assert (client.stats.bad_messages, client.stats.chunks) == (1, 0)
-        allowed = wire.encode_chunk(Chunk(own.id, 0, 0, 0, (1,), "ours"))
+        allowed = encode_chunk(Chunk(own.id, 0, 0, 0, (1,), "ours"))
         assert await users["node-a"].publish(keys.inbox_channel("a", process), allowed) == 1
         await client._inbox.receive_published()
         assert (client.stats.bad_messages, client.stats.chunks) == (1, 1)

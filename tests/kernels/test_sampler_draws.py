@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine.sequence import EndRule, Sequence
-from penstock.gpu_node.engine.text.output import BadWords
+from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.text.output import BadWords, EndRule
 from penstock.gpu_node.model.torch_common.sampler import sample
 from penstock.kernels.reference.sampler import SamplingRow
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from penstock.contract.errors import PromptTooLongError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Message, SamplingParams
 from penstock.contract.output import Chunk, TokenLogprobs
+from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
 from penstock.contract.tasks import Embed
 from penstock.contract.tools import ToolCall
 from penstock.queue.admission import (
@@ -24,7 +25,7 @@ from penstock.queue.admission import (
     rate_tokens,
     require_node,
 )
-from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord, encode_chunk
+from penstock.queue.chunks import encode_chunk
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000)
 UNLIMITED = PoolRecord("m", "acme/model")

@@ -13,10 +13,11 @@ from redis.asyncio import Redis
 from penstock.contract.errors import BusyError, NotFoundError
 from penstock.contract.job import Priority
 from penstock.contract.output import Choice, Chunk, Outcome, TokenLogprobs, Usage
+from penstock.contract.pool import NodePressure
 from penstock.queue import keys, results, wire
 from penstock.queue.broker.audit import AdminBroker, Finding, JobHistory, Sum, audit, findings_of
 from penstock.queue.broker.node import Emission
-from penstock.queue.wire import NodePressure
+from penstock.queue.chunks import encode_chunk
 
 DONE = Outcome("done")
 Damage = Callable[["Scene"], Awaitable[object]]
@@ -274,9 +275,9 @@ def test_log_of_two_choices_is_in_order_each_by_itself() -> None:
         Chunk(job.id, 1, 1, 0, (3,), "b", "stop"),
         Chunk(job.id, 2, 0, 2, (4,), "", "length", Usage(1, 4)),
     ]
-    log = [wire.encode_chunk(chunk) for chunk in said]
+    log = [encode_chunk(chunk) for chunk in said]
     assert findings_of(JobHistory(job.id, None, tuple(log), None)) == []
-    late = wire.encode_chunk(Chunk(job.id, 3, 1, 1, (5,)))
+    late = encode_chunk(Chunk(job.id, 3, 1, 1, (5,)))
     assert [f.name for f in findings_of(JobHistory(job.id, None, (*log, late), None))] == ["behind_the_end"]
 
 
@@ -284,8 +285,8 @@ def test_logprobs_of_a_result_agree_with_the_log() -> None:
     job, prompt, said = new_job(), TokenLogprobs((5, 6), (-0.5, -1.0), (b"p", b"q")), (-0.25, -2.0)
     likely = TokenLogprobs((1, 2), said, (b"a", b"b"))
     log = [
-        wire.encode_chunk(Chunk(job.id, 0, prompt_logprobs=(prompt,))),
-        wire.encode_chunk(Chunk(job.id, 1, 0, 0, (1,), "a", "stop", Usage(1, 1), logprobs=(likely,))),
+        encode_chunk(Chunk(job.id, 0, prompt_logprobs=(prompt,))),
+        encode_chunk(Chunk(job.id, 1, 0, 0, (1,), "a", "stop", Usage(1, 1), logprobs=(likely,))),
     ]
 
     def found(told: TokenLogprobs, of_prompt: tuple[TokenLogprobs, ...]) -> list[str]:

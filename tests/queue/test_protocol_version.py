@@ -10,11 +10,11 @@ from fakes.older_pool import REFUSAL, join_as_version_1, make_older_pool
 from fakes.queue.harness import CONFIG, LEASE_MS, POOL, RECORD, P, Queue, new_job
 
 from penstock.contract.errors import ProtocolVersionError
+from penstock.contract.pool import NodePressure
 from penstock.queue.broker.audit import AdminBroker, audit
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import Submission
 from penstock.queue.keys import PROTOCOL_VERSION
-from penstock.queue.wire import NodePressure
 
 MODEL = "acme/older"
 refused = pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool=POOL))

@@ -32,13 +32,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.contract.errors import ConflictError, InvariantError
 from penstock.contract.job import MAX_DEADLINE_S, Job, Priority, SamplingParams
 from penstock.contract.output import Chunk, Outcome, Usage
+from penstock.contract.pool import NodePressure
 from penstock.contract.tenant import Terms
 from penstock.queue.broker.audit import AdminBroker, audit
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Emission, LeaseLostError, Taken
 from penstock.queue.broker.producer import Submission
+from penstock.queue.chunks import encode_chunk
 from penstock.queue.policy import PolicyConfig, PolicyName
-from penstock.queue.wire import NodePressure, encode_chunk, encode_record
+from penstock.queue.wire import encode_record
 
 T = TypeVar("T")
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"

@@ -19,13 +19,15 @@ from penstock.contract.errors import InvariantError
 from penstock.contract.job import Message, SamplingParams
 from penstock.contract.output import Choice, Chunk, Outcome, Result, TokenLogprobs, Usage
 from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tasks import Detokenize, Detokenized, Embed, Embedding, Task, Tokenize, Tokenized
 from penstock.contract.tools import CallFormName, ReasoningParserName, ToolCall, WantedCalls, WantedFunction
 from penstock.queue import results, wire
+from penstock.queue.chunks import decode_chunks, encode_chunk
 from penstock.queue.msgpack_codec import WireError
 from penstock.queue.results import PackedResult, encode_detokenized, encode_embedding, encode_tokenized
-from penstock.queue.wire import NodePressure, PoolRecord, Request
+from penstock.queue.wire import Request
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
 HEAD = b"\x87\xa1v\x03\xa1j\xd9&" + JOB_ID.encode()
@@ -38,7 +40,7 @@ CUTS = [(0, 1, 2), (1, 0, 300)]
 
 def test_chunk_bytes() -> None:
     chunk = Chunk(JOB_ID, 7, 1, 300, (5, 70_000), "hé")
-    assert wire.encode_chunk(chunk) == (
+    assert encode_chunk(chunk) == (
         HEAD
         + b"\xa1i\x07"
         + b"\xa1c\x01"
@@ -50,7 +52,7 @@ def test_chunk_bytes() -> None:
 
 def test_chunk_bytes_with_every_optional_field() -> None:
     chunk = Chunk(JOB_ID, 0, finish_reason="stop", usage=Usage(3, 2, 1))
-    assert wire.encode_chunk(chunk) == (
+    assert encode_chunk(chunk) == (
         b"\x89"
         + HEAD[1:]
         + b"\xa1i\x00\xa1c\x00\xa1p\x00\xa1t\x90\xa1s\xa0"
@@ -62,7 +64,7 @@ def test_chunk_bytes_with_every_optional_field() -> None:
 def test_terminal_chunk_is_never_encoded_here() -> None:
     # test_scripts_end pins the bytes that the scripts make.
     with pytest.raises(InvariantError, match="by the scripts"):
-        wire.encode_chunk(Chunk(JOB_ID, 0, outcome=Outcome("done")))
+        encode_chunk(Chunk(JOB_ID, 0, outcome=Outcome("done")))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_options_stand_in_a_request_in_their_order_and_only_where_they_ask_for_s
 
 def test_bytes_of_log_probabilities() -> None:
     entry = TokenLogprobs((5, 300), (-0.5, -2.0), (b"a", "<s>"))
-    data = wire.encode_chunk(Chunk(JOB_ID, 0, 0, 3, (5,), "a", logprobs=(entry,), prompt_logprobs=(entry,)))
+    data = encode_chunk(Chunk(JOB_ID, 0, 0, 3, (5,), "a", logprobs=(entry,), prompt_logprobs=(entry,)))
     golden = b"\x91\x93\x92\x05\xcd\x01\x2c\xc4\x08\x00\x00\x00\xbf\x00\x00\x00\xc0\x92\xc4\x01a\xa3<s>"
     assert data.endswith(b"\xa1s\xa1a\xa1l" + golden + b"\xa1q" + golden)
 
@@ -301,7 +303,7 @@ prompts = st.one_of(
 
 @given(st.lists(chunks, max_size=5))
 def test_chunks_round_trip_back_to_back(sent: list[Chunk]) -> None:
-    assert wire.decode_chunks(b"".join(map(wire.encode_chunk, sent))) == sent
+    assert decode_chunks(b"".join(map(encode_chunk, sent))) == sent
 
 
 @given(prompts, sampling | formed)
@@ -353,7 +355,7 @@ def test_records_round_trip(pressure: NodePressure, record: PoolRecord) -> None:
 
 def test_keys_of_a_later_version_are_ignored() -> None:
     chunk = {"v": 3, "j": JOB_ID, "i": 0, "x": {"new": [1]}, "lp": [0.5], "zz": None}
-    assert wire.decode_chunks(msgpack.packb(chunk)) == [Chunk(JOB_ID, 0)]
+    assert decode_chunks(msgpack.packb(chunk)) == [Chunk(JOB_ID, 0)]
     request = msgpack.unpackb(wire.encode_request(new_job())) | {"new": 1}
     assert wire.decode_request(msgpack.packb(request)).prompt == "hello"
     record = msgpack.unpackb(wire.encode_record(PoolRecord("m", "x"))) | {"new": 1}

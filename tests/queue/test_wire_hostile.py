@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from penstock.contract.errors import UnsupportedKindError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Chunk, Outcome, PrefillProgress, TokenLogprobs, Usage
+from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import Tokenize
 from penstock.queue import results, wire
-from penstock.queue.chunks import decode_message, encode_progress
+from penstock.queue.chunks import decode_chunks, decode_message, encode_chunk, encode_progress
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError
 from penstock.queue.results import encode_tokenized
-from penstock.queue.wire import NodePressure, PoolRecord
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
 DECODERS = {
-    "chunks": wire.decode_chunks,
+    "chunks": decode_chunks,
     "message": decode_message,
     "request": wire.decode_request,
     "result": lambda data: results.decode_result(data, JOB_ID, Outcome("done"), (0, 0, 0, 0)),
@@ -39,7 +39,7 @@ DECODERS = {
 }
 LIKELY = (TokenLogprobs((9, 8), (-0.5, -1.0), (b"a", "<s>")),)
 WHOLE = {
-    "chunks": wire.encode_chunk(
+    "chunks": encode_chunk(
         Chunk(JOB_ID, 3, 0, 3, (9,), "word", "stop", Usage(1, 2), logprobs=LIKELY, prompt_logprobs=LIKELY)
     ),
     "message": encode_progress(JOB_ID, PrefillProgress(9, 0, 3, 1)),
@@ -86,7 +86,7 @@ def test_truncated_data_is_refused_at_every_byte(kind: str) -> None:
 
 
 def test_empty_data_is_no_chunks_and_is_refused_as_a_record() -> None:
-    assert wire.decode_chunks(b"") == []
+    assert decode_chunks(b"") == []
     with pytest.raises(WireError, match="one msgpack map, found 0"):
         wire.decode_request(b"")
 
@@ -140,16 +140,16 @@ def test_refusal_does_not_repeat_the_prompt() -> None:
 def test_end_without_a_terminal_state_is_refused_or_no_end(end: dict[str, Any]) -> None:
     data = msgpack.packb({"v": 3, "j": JOB_ID, "i": 0, "e": end})
     if not end:
-        assert wire.decode_chunks(data)[0].outcome is None
+        assert decode_chunks(data)[0].outcome is None
         return
     with pytest.raises(WireError):
-        wire.decode_chunks(data)
+        decode_chunks(data)
 
 
 @pytest.mark.parametrize("ext", [msgpack.ExtType(5, b"x"), msgpack.ExtType(5, b""), msgpack.Timestamp(1, 2)])
 def test_extension_types_are_refused(ext: object) -> None:
     with pytest.raises(WireError):
-        wire.decode_chunks(msgpack.packb({"v": 3, "j": JOB_ID, "i": 0, "x": ext}))
+        decode_chunks(msgpack.packb({"v": 3, "j": JOB_ID, "i": 0, "x": ext}))
 
 
 @pytest.mark.parametrize(("levels", "fine"), [(7, True), (8, False), (400, False), (5000, False)])
@@ -157,15 +157,15 @@ def test_extension_types_are_refused(ext: object) -> None:
 def test_depth_is_bounded(opening: bytes, levels: int, fine: bool) -> None:
     data = b"\x84\xa1v\x03\xa1j\xa1j\xa1i\x00\xa1x" + opening * levels + b"\x00"
     if fine:
-        assert wire.decode_chunks(data) == [Chunk("j", 0)]
+        assert decode_chunks(data) == [Chunk("j", 0)]
         return
     with pytest.raises(WireError, match=r"nested deeper than 8|StackError"):
-        wire.decode_chunks(data)
+        decode_chunks(data)
 
 
 def test_oversized_message_is_refused_unread() -> None:
     with pytest.raises(WireError, match="exceeds"):
-        wire.decode_chunks(b"\xc1" * (MAX_BYTES + 1))
+        decode_chunks(b"\xc1" * (MAX_BYTES + 1))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_declared_lengths_reserve_no_memory(bomb: bytes) -> None:
     data = (b"\x84\xa1v\x03\xa1j\xa1j\xa1i\x00\xa1x" + bomb).ljust(64 * 1024, b"\x00")
     with traced() as peak:
         with pytest.raises(WireError):
-            wire.decode_chunks(data)
+            decode_chunks(data)
         assert peak() < 1 << 20
 
 
@@ -261,9 +261,9 @@ def test_no_input_crashes_a_decoder_or_makes_it_reserve_memory() -> None:
 
 def test_map_keys_are_strings() -> None:
     with pytest.raises(WireError):
-        wire.decode_chunks(msgpack.packb({"v": 3, "j": "j", "i": 0, 5: 6}))
+        decode_chunks(msgpack.packb({"v": 3, "j": "j", "i": 0, 5: 6}))
     with pytest.raises(WireError, match="expected a msgpack map"):
-        wire.decode_chunks(b"\x01")
+        decode_chunks(b"\x01")
 
 
 @pytest.mark.parametrize(
@@ -286,10 +286,10 @@ def test_map_keys_are_strings() -> None:
 def test_log_probabilities_of_another_form_are_refused(key: str, entry: Any) -> None:
     fields = msgpack.unpackb(WHOLE["chunks"]) | {key: [entry]}
     with pytest.raises(WireError, match="log-probabilities"):
-        wire.decode_chunks(msgpack.packb(fields))
+        decode_chunks(msgpack.packb(fields))
 
 
 def test_log_probabilities_of_other_tokens_are_refused() -> None:
     fields = msgpack.unpackb(WHOLE["chunks"]) | {"t": [9, 9]}
     with pytest.raises(WireError, match="of 1 tokens come with 2 tokens"):
-        wire.decode_chunks(msgpack.packb(fields))
+        decode_chunks(msgpack.packb(fields))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.contract.errors import InvariantError
 from penstock.contract.job import PREDICTED_OUTPUT_TOKENS
 from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots, ByAdapter
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.policy.shares import Device, share_request
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.model.protocol import Adapter, ModelRunner
 from penstock.queue.policy import HOLD_MS, PolicyConfig, choose, foremost, learned_hold_ms, preemption_order, victims_of
 from penstock.queue.policy_state import PolicyState
 
@@ -242,3 +244,132 @@ def note_held(running: Iterable[Sequence], held_ms: float, block_size: int) -> N
     """Add the time that sequences held their blocks to `kv_token_ms`. A shared block counts for each holder."""
     for seq in running:
         seq.kv_token_ms += len(seq.blocks) * block_size * held_ms
+
+
+# The runner's adapter slots: which sequences use each, and which adapter is loaded next when all are taken.
+
+
+class AdapterSlots:
+    """The adapter in each slot, and the running sequences that use it.
+
+    A slot without users keeps its adapter until another adapter needs the slot; the least recently used one is replaced
+    first.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._users: list[set[Sequence]] = [set() for _ in range(count)]
+        self._adapters: OrderedDict[int, Adapter | None] = OrderedDict.fromkeys(range(count))
+        self._slots: dict[str, int] = {}
+        """Slot by adapter digest."""
+        self._pending: set[int] = set()
+
+    def release_stopped(self) -> None:
+        """Remove sequences that no longer run from the users of their slots."""
+        for slot, users in enumerate(self._users):
+            gone = [seq for seq in users if seq.row < 0]
+            if gone:
+                users.difference_update(gone)
+                self._adapters.move_to_end(slot)
+
+    def slot_for(self, adapter: Adapter) -> int | None:
+        """Return the slot that has an adapter or could load it; None while other adapters are in use in all slots."""
+        known = self._slots.get(adapter.digest)
+        return known if known is not None else next((at for at in self._adapters if not self._users[at]), None)
+
+    def use(self, slot: int, adapter: Adapter, seqs: Iterable[Sequence]) -> None:
+        """Assign a slot, as returned by `slot_for`, to an adapter and the sequences that just started with it."""
+        before = self._adapters[slot]
+        if before is None or before.digest != adapter.digest:
+            if self._users[slot]:
+                raise InvariantError(f"slot {slot} cannot change its adapter while sequences use it")
+            if before is not None:
+                del self._slots[before.digest]
+            self._adapters[slot], self._slots[adapter.digest] = adapter, slot
+            self._pending.add(slot)
+        self._adapters.move_to_end(slot)
+        self._users[slot].update(seqs)
+
+    def closed_slot(self, waiting: Iterable[Sequence]) -> int | None:
+        """Return the slot that stops accepting sequences so that a waiting adapter gets it; None if no adapter waits.
+
+        It is the slot with the fewest users.
+        """
+        if all(seq.adapter is None or self.slot_for(seq.adapter) is not None for seq in waiting):
+            return None
+        return min(range(len(self._users)), key=lambda slot: len(self._users[slot]))
+
+    def load_pending(self, runner: ModelRunner) -> None:
+        """Load newly assigned adapters into the runner, before a step that uses them.
+
+        An adapter that cannot be loaded fails only steps with its own sequences.
+        """
+        for slot in sorted(self._pending):
+            adapter = self._adapters[slot]
+            if adapter is not None and any(seq.row >= 0 for seq in self._users[slot]):
+                runner.set_adapter(slot, adapter)
+                self._pending.discard(slot)
+
+
+class ByAdapter:
+    """Wraps a policy so that a sequence starts only with a slot for its adapter; others may overtake it meanwhile."""
+
+    def __init__(self, inner: SchedulingPolicy, slots: AdapterSlots) -> None:
+        self._inner = inner
+        self._slots = slots
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether tenants have shares under the inner policy."""
+        return self._inner.has_shares
+
+    def added(self, seq: Sequence) -> None:
+        """Note that a sequence is about to be queued."""
+        self._inner.added(seq)
+
+    def ended(self, seq: Sequence, num_output_tokens: int) -> None:
+        """Note that a sequence ended by itself."""
+        self._inner.ended(seq, num_output_tokens)
+
+    def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
+        """Offer, in the inner policy's order, the sequences that have a slot."""
+
+        def start_in_slot(seq: Sequence) -> bool:
+            if seq.adapter is None:
+                return start(seq)
+            slot = self._slots.slot_for(seq.adapter)
+            if slot is None:
+                return False
+            starting = [seq, *seq.forks]
+            for one in starting:
+                one.adapter_slot = slot
+            if not start(seq):
+                return False
+            self._slots.use(slot, seq.adapter, starting)
+            return True
+
+        self._inner.offer(self._with_slot(waiting), start_in_slot)
+
+    def preemption_request(
+        self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens
+    ) -> tuple[Sequence, list[Sequence]] | None:
+        """Return the inner policy's request among sequences that have a slot. None is preempted to free a slot."""
+        return self._inner.preemption_request(self._with_slot(waiting), running, num_tokens)
+
+    def share_request(
+        self, waiting: Iterable[Sequence], running: list[Sequence], device: Device
+    ) -> tuple[Sequence, list[Sequence]] | None:
+        """Return the inner policy's request among sequences that have a slot."""
+        return self._inner.share_request(self._with_slot(waiting), running, device)
+
+    def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
+        """Return the inner policy's victim."""
+        return self._inner.victim(running, num_tokens)
+
+    def _with_slot(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
+        self._slots.release_stopped()
+        queued = list(waiting)
+        closed = self._slots.closed_slot(queued)
+        for seq in queued:
+            slot = None if seq.adapter is None else self._slots.slot_for(seq.adapter)
+            if seq.adapter is None or (slot is not None and slot != closed):
+                yield seq

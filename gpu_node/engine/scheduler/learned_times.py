@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from penstock.gpu_node.engine.config import PreemptionName
 from penstock.gpu_node.engine.scheduler.budget import StepTime, StepWork
-from penstock.gpu_node.engine.scheduler.preemption import PreemptionName, SwapCost
+from penstock.gpu_node.engine.scheduler.preemption import SwapCost
 from penstock.gpu_node.engine.speculative.cost import StepCost
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import StepResult

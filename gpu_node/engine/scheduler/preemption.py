@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
+from penstock.gpu_node.engine.config import PreemptionName
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.policy import SchedulingPolicy
 from penstock.gpu_node.engine.policy.shares import Device
@@ -14,7 +13,6 @@ from penstock.gpu_node.engine.sequence import Sequence
 
 # Decide whether a preempted sequence's blocks are swapped to the host or recomputed later.
 
-PreemptionName = Literal["auto", "recompute", "swap"]
 
 _BYTES_PER_S = float(4 << 30)
 """Assumed copy rate until copies are measured."""

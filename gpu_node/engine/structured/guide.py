@@ -14,8 +14,8 @@ from penstock.contract.errors import PenstockError
 from penstock.gpu_node.model.token_masks import TokenMasks
 
 if TYPE_CHECKING:
-    from penstock.gpu_node.engine.structured.compiler import Grammar
-    from penstock.gpu_node.engine.structured.processes import Worker
+    from penstock.gpu_node.engine.structured.grammar import Grammar
+    from penstock.gpu_node.engine.structured.process import Worker
 
 _numbers = itertools.count(1)
 

@@ -17,10 +17,11 @@ from contextlib import suppress
 
 from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.engine.structured import protocol
-from penstock.gpu_node.engine.structured.compiler import Grammar, Kind, TrialResult
+from penstock.gpu_node.engine.structured.grammar import Grammar, Kind, TrialResult
 from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.structured.lanes import GrammarCounts, Lanes, Trial
-from penstock.gpu_node.engine.structured.processes import GrammarProcesses, Worker
+from penstock.gpu_node.engine.structured.process import Worker
+from penstock.gpu_node.engine.structured.processes import GrammarProcesses
 
 log = logging.getLogger(__name__)
 

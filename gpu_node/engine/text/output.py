@@ -5,11 +5,29 @@ from __future__ import annotations
 import codecs
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.engine.sequence import EndReason, EndRule
+EndReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class EndRule:
+    """Ends a choice at a token of `end_ids` after at least `min_tokens` other tokens, or at `max_tokens` tokens."""
+
+    end_ids: frozenset[int]
+    min_tokens: int
+    max_tokens: int
+
+    def reason(self, token_id: int, num_tokens: int) -> EndReason | None:
+        """Return why the choice ends with `token_id` as its `num_tokens`-th token; None if it continues."""
+        if token_id in self.end_ids and num_tokens > self.min_tokens:
+            return "stop"
+        return "length" if num_tokens >= self.max_tokens else None
+
 
 # Incremental detokenization, at a constant cost per token, without splitting characters.
 

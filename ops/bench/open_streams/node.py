@@ -19,12 +19,13 @@ from redis.asyncio import Redis
 from bench.open_streams.emit_calls import FIRST_TOKEN, EmitCall, text_of
 from bench.stopwatch import percentile
 from penstock.contract.output import Chunk
+from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Capacity, Emission, NodeBroker, Taken
-from penstock.queue.wire import NodePressure, PoolRecord, encode_chunk
+from penstock.queue.chunks import encode_chunk
 
 POOL = MODEL = "stub"
 NODE = "stub-node"

@@ -13,7 +13,8 @@ from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.budget import StepLimits
 from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.sequence import EndRule, Sequence
+from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.text.output import EndRule
 
 BLOCK_SIZE = 16
 NUM_STEPS = 400

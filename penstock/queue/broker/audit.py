@@ -32,13 +32,14 @@ from redis.exceptions import ResponseError
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
 from penstock.contract.output import TERMINAL_STATES, Choice, Chunk, Outcome, Result
+from penstock.contract.pool import NodePressure, PoolEntry
 from penstock.contract.tenant import NUM_PRIORITIES
 from penstock.queue import keys, results, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.pools import PoolList, name_of, pool_names, remove_junk, write_entry
+from penstock.queue.chunks import decode_chunks
 from penstock.queue.msgpack_codec import WireError
-from penstock.queue.wire import NodePressure, PoolEntry
 
 T = TypeVar("T")
 _HISTORIES_AT_ONCE = 32
@@ -139,7 +140,7 @@ def findings_of(history: JobHistory) -> list[Finding]:
         return Finding(name, f"{key}:{history.job_id}", history.job_id, detail)
 
     try:
-        chunks = [chunk for entry in history.log for chunk in wire.decode_chunks(entry)]
+        chunks = [chunk for entry in history.log for chunk in decode_chunks(entry)]
     except WireError as error:
         return [found("unreadable", error.message)]
     findings = [found(*problem) for problem in _problems_of(history.job_id, chunks)]

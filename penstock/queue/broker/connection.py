@@ -17,7 +17,6 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, PenstockError, UnavailableError
-from penstock.queue.broker import scripts
 from penstock.queue.broker.shared_connection import REPLY_TIMEOUT_S, SharedRedis
 from penstock.queue.keys import other_version
 from penstock.runtime.cancellation import preserve_cancellation
@@ -144,18 +143,6 @@ async def warn_of_eviction(redis: Redis) -> None:
 
 
 # The sweep of a pool, which every node, gateway and client runs.
-
-
-async def sweep(redis: Redis, pool: str) -> None:
-    """Find dead nodes and due jobs, and log the dead nodes. The script limits how often it runs."""
-    kind, *found = await scripts.call(redis, "sweep", pool)
-    if kind == b"OK":
-        lost, num_requeued, num_ended = found
-        if lost:
-            # Only the process that found them logs them, because Redis keeps no trace of these nodes.
-            node_ids = [node_id.decode() for node_id in lost]
-            facts = {"pool": pool, "node_ids": node_ids, "num_requeued": num_requeued, "num_ended": num_ended}
-            _LOG.warning("nodes are lost", extra=facts)
 
 
 # Connections to Redis, and the translation of Redis errors into penstock errors.

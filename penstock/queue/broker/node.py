@@ -14,13 +14,14 @@ from redis.exceptions import NoPermissionError, ResponseError
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Priority
 from penstock.contract.output import Chunk, Outcome, Usage
+from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
-from penstock.queue.broker.connection import sweep, translated
+from penstock.queue.broker.connection import translated
 from penstock.queue.broker.pools import keep_listed
 from penstock.queue.broker.producer import decoded
+from penstock.queue.broker.scripts import sweep
 from penstock.queue.policy import HOLD_MS
-from penstock.queue.wire import NodePressure, PoolRecord
 from penstock.runtime.cooperative import LoopYielder
 
 MAX_EMIT_JOBS = 512

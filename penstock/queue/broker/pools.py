@@ -15,14 +15,13 @@ from typing import Any, cast
 from redis import exceptions
 from redis.asyncio import Redis
 
-from penstock.contract.job import NAME_PATTERN
-from penstock.contract.pool import EVENTS, LiveNode, PoolActivity, PoolEvent, PoolStats
+from penstock.contract.named import NAME_PATTERN
+from penstock.contract.pool import EVENTS, LiveNode, PoolActivity, PoolEntry, PoolEvent, PoolRecord, PoolStats
 from penstock.contract.tenant import NUM_PRIORITIES
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import translated
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.msgpack_codec import WireError
-from penstock.queue.wire import PoolEntry, PoolRecord
 
 # The list of pools in penstock:pools. It is a hint: a listed name is a pool only if it has a record.
 #

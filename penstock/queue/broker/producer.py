@@ -24,19 +24,21 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import Job, JobKey, pool_of
 from penstock.contract.output import Chunk, Outcome, Result
+from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.contract.tenant import NO_LIMIT, NUM_PRIORITIES, UNLIMITED, Terms
 from penstock.queue import keys, results, wire
 from penstock.queue.admission import RateTokens, estimate_output_bytes
 from penstock.queue.broker import scripts
-from penstock.queue.broker.connection import sweep, translated
+from penstock.queue.broker.connection import translated
 from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, outcome_of, status_of, times_ms_of
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
+from penstock.queue.broker.scripts import sweep
+from penstock.queue.chunks import decode_chunks
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError, pack, with_members
 from penstock.queue.results import Fetches, PackedResult
-from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.tracing.context import Carried, carried_by, start_enqueue_span
 
@@ -61,7 +63,7 @@ async def decoded(entries: Sequence[bytes], yielder: LoopYielder, *, max_bytes: 
         if since_step > _BYTES_PER_STEP or len(entry) > _LARGE_BYTES:
             await yielder.wait()
             since_step = 0
-        chunks += wire.decode_chunks(entry)
+        chunks += decode_chunks(entry)
         if not has_logprobs(chunks):
             continue
         num_bytes += len(entry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from functools import cache
 from importlib import resources
@@ -17,8 +18,8 @@ from penstock.queue.broker.connection import translated
 from penstock.queue.broker.shared_connection import SharedRedis
 from penstock.runtime import crash_points
 
+_LOG = logging.getLogger(__name__)
 Argument = bytes | str | int | float
-
 
 _WITHOUT_QUEUE = frozenset(("attach", "detach", "emit", "join", "leave", "positions", "reader_heartbeat"))
 """Scripts that neither queue nor end a job. They are called most often, so they omit queue.lua."""
@@ -76,3 +77,15 @@ def start(redis: Redis, name: str, pool: str, *arguments: Argument, on_reply: Ca
         on_reply(reply)
 
     return redis.send_now(receive, "EVALSHA", _digest(name), 1, keys.config(pool), *arguments)
+
+
+async def sweep(redis: Redis, pool: str) -> None:
+    """Find dead nodes and due jobs, and log the dead nodes. The script limits how often it runs."""
+    kind, *found = await call(redis, "sweep", pool)
+    if kind == b"OK":
+        lost, num_requeued, num_ended = found
+        if lost:
+            # Only the process that found them logs them, because Redis keeps no trace of these nodes.
+            node_ids = [node_id.decode() for node_id in lost]
+            facts = {"pool": pool, "node_ids": node_ids, "num_requeued": num_requeued, "num_ended": num_ended}
+            _LOG.warning("nodes are lost", extra=facts)

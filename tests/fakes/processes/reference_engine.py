@@ -22,7 +22,7 @@ from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.output import Choice, TokenLogprobs, Usage
 from penstock.contract.tasks import Embed
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.sequence import EndReason
+from penstock.gpu_node.engine.text.output import EndReason
 from penstock.runtime.process_memory import resident_bytes
 
 VOCAB = 26

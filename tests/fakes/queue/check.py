@@ -8,7 +8,7 @@ import redis
 from fakes.queue.harness import P
 from fakes.queue.model import MAX_PAST_LEASES, TERMINAL, ModelJob, QueueModel
 
-from penstock.queue.wire import decode_chunks
+from penstock.queue.chunks import decode_chunks
 
 OF_THE_POOL = {
     "record",

@@ -12,13 +12,14 @@ from uuid_utils import uuid7
 
 from penstock.contract.job import Job, Priority
 from penstock.contract.output import Chunk, Outcome
+from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import KINDS
 from penstock.contract.tenant import Terms
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.node import Capacity, Emission, GivenBackJob, NodeBroker, TakeAnswer, Taken, Why
 from penstock.queue.broker.producer import ProducerBroker, Submission
-from penstock.queue.wire import NodePressure, PoolRecord, encode_chunk
+from penstock.queue.chunks import encode_chunk
 
 POOL = "m"
 P = keys.prefix(POOL)

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from penstock.contract.output import Usage
+from penstock.queue.chunks import decode_chunks
 from penstock.queue.policy import PolicyConfig, choose
 from penstock.queue.policy_state import PolicyState
-from penstock.queue.wire import decode_chunks
 
 PROGRESS_CHUNKS = 4
 MAX_LOSSES = 3

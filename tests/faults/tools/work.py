@@ -14,9 +14,10 @@ from uuid_utils import uuid7
 
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Chunk, Outcome, TokenLogprobs, Usage
-from penstock.queue import keys, results, wire
+from penstock.queue import keys, results
 from penstock.queue.broker.audit import AdminBroker, Finding, audit
 from penstock.queue.broker.producer import JobStatus, ProducerBroker
+from penstock.queue.chunks import decode_chunks
 
 PROMPT = "the gate opens by pressure"
 MAX_COUNTED = 500
@@ -169,7 +170,7 @@ async def check_usage(redis: Redis, pool: str) -> None:
     expected = Counter(jobs=len(job_ids))
     for job_id in job_ids:
         data = await redis.get(keys.result(job_id))
-        log = wire.decode_chunks(b"".join(await cast(Any, redis.lrange(keys.log(job_id), 0, -1))))
+        log = decode_chunks(b"".join(await cast(Any, redis.lrange(keys.log(job_id), 0, -1))))
         usage = Usage(0, sum(len(chunk.token_ids) for chunk in log))
         if data is not None:
             usage = results.decode_result(data, job_id, Outcome("done"), (0, 0, 0, 0)).usage or usage

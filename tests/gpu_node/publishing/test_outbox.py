@@ -23,7 +23,7 @@ from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.publishing.pace import BUSY_SHARE, Pace
 from penstock.gpu_node.taking.inbox import Bell
 from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, NodeBroker, Taken, UsedTokens
-from penstock.queue.wire import decode_chunks
+from penstock.queue.chunks import decode_chunks
 
 LEASE = "1:x:1"
 MAX_UNSENT_BYTES = 1 << 10
@@ -92,7 +92,7 @@ class Rig:
         self.broker, self.pace = ScriptedBroker(), CountingPace(1.0, max_cpu_share=BUSY_SHARE)
         self.worker, ledger = EngineWorker(ReferenceEngine(), lambda outputs: None), Ledger()
         self.outbox = Outbox(
-            self.broker, ledger, self.worker, Bell(), max_unsent_bytes=MAX_UNSENT_BYTES, pace=self.pace
+            self.broker, ledger, self.worker, Bell().capacity_freed, max_unsent_bytes=MAX_UNSENT_BYTES, pace=self.pace
         )
         self.job = HeldJob(Taken("p.1", LEASE, losses=0, num_chunks=0, cost=9, deadline_in_ms=0))
         self.job.open(SamplingParams(max_tokens=100))

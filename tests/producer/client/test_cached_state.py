@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from penstock.contract.errors import UnavailableError
+from penstock.contract.pool import NodePressure, PoolPressure
 from penstock.producer.client.pools import RENEWED_S, CachedState, PoolAdmission
-from penstock.queue.wire import NodePressure, PoolPressure
 
 
 class Fetch:

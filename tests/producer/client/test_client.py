@@ -25,10 +25,11 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.output import Usage
+from penstock.contract.pool import NodePressure
 from penstock.contract.tenant import Terms
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.queue import keys
-from penstock.queue.wire import NodePressure, decode_chunks
+from penstock.queue.chunks import decode_chunks
 from tests.producer.client.reading import check_whole, read_all, read_some
 
 

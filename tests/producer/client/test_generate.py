@@ -22,10 +22,10 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.contract.output import Result
+from penstock.contract.pool import NodePressure
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.run import UNREAD_PER_OPEN, Window
 from penstock.queue import keys
-from penstock.queue.wire import NodePressure
 
 MAX_OPEN = 8
 TOO_LONG: Any = list(range(5000))

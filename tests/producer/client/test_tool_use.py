@@ -9,8 +9,8 @@ import pytest
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Job
+from penstock.contract.pool import PoolRecord
 from penstock.producer.client.request import build_job
-from penstock.queue.wire import PoolRecord
 
 HERMES = PoolRecord("m", "m", tool_parser="hermes", reasoning_parser="think_open")
 LLAMA = PoolRecord("m", "m", tool_parser="llama3_json")

@@ -21,8 +21,8 @@ from penstock.contract.errors import (
     ResultTimeoutError,
     UnavailableError,
 )
+from penstock.contract.pool import NodePressure
 from penstock.producer.client import AsyncClient, Client, ClientSettings
-from penstock.queue.wire import NodePressure
 from tests.producer.client.conftest import node_on_thread
 
 MAX_FRAMES = 5

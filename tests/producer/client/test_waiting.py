@@ -14,13 +14,13 @@ from redis.asyncio import Redis
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import pool_of
 from penstock.contract.output import PrefillProgress, QueuePosition
+from penstock.contract.pool import NodePressure
 from penstock.contract.tenant import Priority
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.waiting import REPEAT_S, WaitWatcher
 from penstock.queue import keys
 from penstock.queue.broker.jobs import QueuePositions
 from penstock.queue.chunks import encode_progress
-from penstock.queue.wire import NodePressure
 
 PATIENCE_S = 10.0
 

@@ -6,8 +6,8 @@ import pytest
 from fakes.fake_node import FakeNode, fake_tokens
 
 from penstock.contract.errors import BusyError, ConflictError, JobExpiredError, UnavailableError
+from penstock.contract.pool import NodePressure
 from penstock.producer.client import AsyncClient, ClientSettings
-from penstock.queue.wire import NodePressure
 
 
 async def test_a_job_may_wait_for_the_first_node(client: AsyncClient, told_node: FakeNode, redis_url: str) -> None:

@@ -8,9 +8,9 @@ import pytest
 from fakes.queue.harness import CONFIG, POOL, RECORD, Queue
 
 from penstock.contract.output import Outcome
+from penstock.contract.pool import PoolRecord
 from penstock.queue import keys
 from penstock.queue.broker.node import NodeBroker
-from penstock.queue.wire import PoolRecord
 
 NOT_FOUND = Outcome("failed", "adapter_not_found", "it is not here", "adapter")
 

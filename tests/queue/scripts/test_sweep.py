@@ -10,8 +10,8 @@ from fakes.queue.harness import CONFIG, LEASE_MS, POOL, RECORD, FakeNode, P, Que
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.output import Outcome
+from penstock.contract.pool import NodePressure
 from penstock.queue.broker.node import HeartbeatAnswer, LeaseLostError, NodeBroker
-from penstock.queue.wire import NodePressure
 
 # The guard
 

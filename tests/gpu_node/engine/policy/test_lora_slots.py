@@ -23,8 +23,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
-from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots, ByAdapter
-from penstock.gpu_node.engine.policy.policy import FirstComeFirstServed
+from penstock.gpu_node.engine.policy.policy import AdapterSlots, ByAdapter, FirstComeFirstServed
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.lora import library
 from penstock.gpu_node.model.lora.adapter import WEIGHTS_FILE

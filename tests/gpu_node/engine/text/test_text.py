@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.engine.sequence import EndRule
-from penstock.gpu_node.engine.text.output import ChoiceOutput, Detokenizer, StopStrings
+from penstock.gpu_node.engine.text.output import ChoiceOutput, Detokenizer, EndRule, StopStrings
 
 BYTES = [bytes((i,)) for i in range(256)] + [b""]
 EOS = 256
