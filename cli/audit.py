@@ -53,7 +53,8 @@ def audit(
 
 async def audit_pools(redis_url: str, pools: list[str] | None, *, repair: bool = False) -> AsyncIterator[PoolAudit]:
     """Yield the findings of each of these pools (None: of all pools)."""
-    from penstock.queue.broker.audit import AdminBroker, audit
+    from penstock.queue.broker.admin import AdminBroker
+    from penstock.queue.broker.audit import audit
     from penstock.queue.broker.connection import connect
 
     async with connect(redis_url) as redis:

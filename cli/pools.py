@@ -127,7 +127,7 @@ async def _stats(redis_url: str) -> list[PoolStats]:
 
 
 async def _allow(redis_url: str, pool: str, names: list[str] | None) -> None:
-    from penstock.queue.broker.audit import AdminBroker
+    from penstock.queue.broker.admin import AdminBroker
     from penstock.queue.broker.connection import connect
 
     async with connect(redis_url) as redis:
@@ -135,7 +135,7 @@ async def _allow(redis_url: str, pool: str, names: list[str] | None) -> None:
 
 
 async def _repair(redis_url: str) -> list[str]:
-    from penstock.queue.broker.audit import AdminBroker
+    from penstock.queue.broker.admin import AdminBroker
     from penstock.queue.broker.connection import connect
 
     async with connect(redis_url) as redis:
@@ -143,7 +143,7 @@ async def _repair(redis_url: str) -> list[str]:
 
 
 async def _forget(redis_url: str, pool: str) -> None:
-    from penstock.queue.broker.audit import AdminBroker
+    from penstock.queue.broker.admin import AdminBroker
     from penstock.queue.broker.connection import connect
 
     async with connect(redis_url) as redis:

@@ -33,13 +33,13 @@ BY_TENANT = {
     "gpu_node.engine.structured.compiler:_num_ended": "_Key",
     "gpu_node.engine.structured.compiler:_pending": "_Key; the single flight of trials",
     "gpu_node.engine.structured.compiler:_used": "_Key",
-    "gpu_node.engine.structured.trials:_waiting": "tenant; trials in order of arrival",
+    "gpu_node.engine.structured.lanes:_waiting": "tenant; trials in order of arrival",
     "gpu_node.engine.text.encoder:_known": "(Owner, piece of a chat); an Owner is (tenant, cache_salt)",
-    "gpu_node.job_intake:_trials_of": "tenant",
-    "gpu_node.job_intake:_chats_of": "tenant; no text of a request",
-    "gpu_node.job_intake:_tasks_of": "tenant; no text of a request",
-    "gateway.shared_budget:_claims": "tenant; no text of a request",
-    "gateway.shared_budget:_waiting": "tenant; no text of a request",
+    "gpu_node.taking.intake:_trials_of": "tenant",
+    "gpu_node.taking.intake:_chats_of": "tenant; no text of a request",
+    "gpu_node.taking.intake:_tasks_of": "tenant; no text of a request",
+    "gateway.budget:_claims": "tenant; no text of a request",
+    "gateway.budget:_waiting": "tenant; no text of a request",
     "queue.policy:_queues": "tenant; no text of a request",
     "queue.policy_state:debts": "tenant; no text of a request",
     "queue.policy_state:last": "tenant; no text of a request",
@@ -51,49 +51,49 @@ BY_TENANT = {
 BY_ID = {
     "gpu_node.engine.engine:_finished_usage": "id of a request",
     "gpu_node.engine.engine:_requests": "id of a request",
-    "gpu_node.engine.policy.adapter_slots:_slots": "digest of an adapter, which the operator chose",
-    "gpu_node.ledger:_by_lease": "lease",
-    "gpu_node.ledger:_jobs": "job id",
-    "gpu_node.ledger:_waiters": "lease",
+    "gpu_node.engine.policy.policy:_slots": "digest of an adapter, which the operator chose",
+    "gpu_node.jobs.ledger:_by_lease": "lease",
+    "gpu_node.jobs.ledger:_jobs": "job id",
+    "gpu_node.jobs.ledger:_waiters": "lease",
     "gpu_node.model.lora.library:_read": "digest of an adapter, which the operator chose",
     "gpu_node.model.torch_cpu.weights:_read": "tensor of a checkpoint",
-    "gpu_node.monitor.health:_troubles": "part of the node",
-    "gpu_node.outbox:_dirty": "job id",
+    "gpu_node.service.health:_troubles": "part of the node",
+    "gpu_node.publishing.outbox:_dirty": "job id",
     "producer.batch.task_leases:_seen": "Celery's id of a delivery",
     "producer.batch.worker_metrics:_started_s": "Celery's id of a task",
-    "producer.client.cached_state:_of": "pool",
+    "producer.client.pools:_of": "pool",
     "producer.client.inbox:_detaching": "job id",
     "producer.client.inbox:_pools": "pool",
-    "queue.broker.pool_names:known": "pool",
+    "queue.broker.pools:known": "pool",
     "producer.client.inbox:_feeds": "job id",
     "producer.client.inbox:_last_heartbeat_s": "job id",
-    "gateway.http.allowed_hosts:_is_allowed": "Host header, of a gateway without keys: it has one tenant",
+    "gateway.http.entry:_is_allowed": "Host header, of a gateway without keys: it has one tenant",
 }
 """Tables of all tenants, keyed by names that penstock or the operator makes, or that say nothing of a tenant."""
 
 OF_ONE_REQUEST = {
-    "gateway.openai.sse_encoder:_frames",
-    "gateway.openai.sse_encoder:_num_prompt_tokens",
-    "gateway.openai.sse_encoder:_prompt_ids",
-    "gateway.openai.sse_encoder:_readers",
-    "gateway.responses.dialect:_members",
+    "gateway.openai.encoder:_frames",
+    "gateway.openai.encoder:_num_prompt_tokens",
+    "gateway.openai.encoder:_prompt_ids",
+    "gateway.openai.encoder:_readers",
+    "gateway.responses.encoder:_members",
     "gateway.responses.items:arguments",
     "gateway.websocket.session:_streams",
     "gpu_node.engine.structured.quoted_grammar:_definitions",
     "gpu_node.engine.structured.schema.facts:properties",
     "gpu_node.engine.structured.schema.facts:ranges",
-    "queue.broker.admin:jobs",
-    "queue.wire:adapters",
-    "queue.wire:jobs_by_tenant",
-    "queue.wire:sampling_defaults",
-    "queue.wire:troubles",
+    "queue.broker.audit:jobs",
+    "contract.pool:adapters",
+    "contract.pool:jobs_by_tenant",
+    "contract.pool:sampling_defaults",
+    "contract.pool:troubles",
 }
 """Tables that one request, connection or record has."""
 
 OF_ONE_USER = {
     "cli.bench.connection:_headers",
     "cli.main:_loaded",
-    "cli.help_texts:_docstrings_in",
+    "cli.options:_docstrings_in",
     "cli.top.reader:_seen",
     "gateway.api_docs.openapi:_body_schemas",
     "gpu_node.model.architecture.families:families",
@@ -230,7 +230,9 @@ def test_a_redis_key_with_a_callers_text_has_the_tenant() -> None:
     given_by_callers = {
         name
         for name, function in inspect.getmembers(keys, inspect.isfunction)
-        if function.__module__ == keys.__name__ and not inspect.signature(function).parameters.keys() <= made
+        if function.__module__ == keys.__name__
+        and inspect.signature(function).return_annotation in ("str", "bytes")
+        and not inspect.signature(function).parameters.keys() <= made
     }
     assert given_by_callers == {"idempotency", "key_hash"}
     assert keys.idempotency("p", "a", keys.key_hash("x")) != keys.idempotency("p", "b", keys.key_hash("x"))

@@ -6,166 +6,26 @@ An unknown field is refused by name. Unknown members inside a field are ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, SamplingParams
 from penstock.contract.problems import MAX_NAME_CHARS
 from penstock.contract.tenant import ClassName
-from penstock.contract.tools import MAX_TOOLS, CallId, FunctionName, ToolChoice, closed
+from penstock.contract.tools import MAX_TOOLS, FunctionName, ToolChoice, closed
+from penstock.gateway.anthropic.conversation import (
+    _MAX_SHOWN_CHARS,
+    ConversationMessage,
+    Nested,
+    messages_of,
+    system_text,
+    tool_changes,
+)
 from penstock.producer.openai.fields import NO_EFFECT, Hint, Wire, only
-from penstock.producer.openai.messages import ToolUse, placeholder_of
-
-# Content blocks of a conversation in Anthropic's form. Block types that penstock cannot serve are refused by name.
-
-_MAX_SHOWN_CHARS = 64
-_BILLING = "x-anthropic-billing-header:"
-_NEEDED = {
-    "text": ("text",),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id",),
-    "thinking": (),
-    "redacted_thinking": (),
-    "tool_addition": ("tool",),
-    "tool_removal": ("tool",),
-}
-"""The members that a block of each type must have."""
-_OF_SERVER = frozenset(("server_tool_use", "mcp_tool_use", "mcp_tool_result"))
-_RESULT_OF_SERVER = "_tool_result"
-"""The end of the types of other results that a server's tool gave, as in `web_search_tool_result`."""
-
-
-class Nested(BaseModel):
-    """Base of the records inside a body. Unknown members are ignored, because clients add new ones often."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
-
-
-def system_text(content: object) -> object:
-    """Return the text of a system prompt without the block that Claude Code sends for Anthropic's billing.
-
-    That block differs from session to session and comes first, so with it no two sessions would share a cached prefix.
-    """
-    if not isinstance(content, list):
-        return content
-    return "\n".join(_text_of(block) for block in content if not _is_for_billing(block))
-
-
-def _is_for_billing(block: object) -> bool:
-    return isinstance(block, dict) and str(block.get("text")).startswith(_BILLING)
-
-
-def result_text(content: object) -> object:
-    """Return the text of a tool's result. Parts that are no text become a marked text.
-
-    An agent sends a tool's result again in every later turn, so one screenshot would otherwise end its session.
-    """
-    return "\n".join(map(_text_of_part, content)) if isinstance(content, list) else content
-
-
-def referenced_tools(content: object) -> tuple[str, ...]:
-    """Return the names of the tools that a tool's result refers to."""
-    parts = content if isinstance(content, list) else ()
-    references = [part for part in parts if isinstance(part, dict) and part.get("type") == "tool_reference"]
-    return tuple(name for part in references if isinstance(name := part.get("tool_name"), str))
-
-
-def as_blocks(content: object) -> object:
-    """Return the content of a message as a list of blocks. A string is one text block."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _text_of(block: object) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if kind != "text":
-        raise _unsupported(kind, "only text blocks are supported here")
-    text = block.get("text") if isinstance(block, dict) else None
-    if not isinstance(text, str):
-        raise PydanticCustomError("block_text", "the text of a text block must be a string")
-    return text
-
-
-def _text_of_part(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(kind, str) or kind == "text":
-        return _text_of(part)
-    if kind == "tool_reference" and isinstance(name := part.get("tool_name"), str):
-        return name
-    if kind == "search_result" and isinstance(content := part.get("content"), list):
-        about = [text for name in ("title", "source") if isinstance(text := part.get(name), str)]
-        return "\n".join((*about, *map(_text_of_part, content)))
-    return placeholder_of(kind)
-
-
-def is_of_server(kind: str) -> bool:
-    """Return whether blocks of this type are calls of tools that a server ran, or their results."""
-    return kind in _OF_SERVER or (kind.endswith(_RESULT_OF_SERVER) and kind != "tool_result")
-
-
-def _known_type(kind: str) -> str:
-    if kind not in _NEEDED and not is_of_server(kind):
-        raise _unsupported(kind, "supported: text, tool_use, tool_result and thinking")
-    return kind
-
-
-def _unsupported(kind: object, instead: str) -> PydanticCustomError:
-    shown = json.dumps(kind[:_MAX_SHOWN_CHARS]) if isinstance(kind, str) else "no name"
-    message = "blocks of type {shown} are not supported; {instead}"
-    return PydanticCustomError("unsupported_value", message, {"shown": shown, "instead": instead})
-
-
-class _ChangedTool(Nested):
-    type: Literal["tool_reference"]
-    name: FunctionName
-
-
-class ContentBlock(Nested):
-    """One block of a message: a text, a tool call, its result, earlier reasoning, or a change of the tools.
-
-    A block about a tool that a server ran is accepted and not passed to the model, as the tool itself is not offered.
-    """
-
-    type: Annotated[str, AfterValidator(_known_type)]
-    text: str | None = None
-    id: CallId | None = None
-    name: FunctionName | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: CallId | None = None
-    content: Annotated[str | None, BeforeValidator(result_text)] = None
-    references: Annotated[tuple[str, ...], BeforeValidator(referenced_tools), Field(validation_alias="content")] = ()
-    tool: _ChangedTool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_type_of_server(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        return {"type": kind} if isinstance(kind, str) and is_of_server(kind) else data
-
-    @model_validator(mode="after")
-    def _is_complete(self) -> Self:
-        for name in _NEEDED.get(self.type, ()):
-            if getattr(self, name) is None:
-                message = "{name} is required in a block of type {type}"
-                raise PydanticCustomError("block_incomplete", message, {"name": name, "type": self.type})
-        return self
-
-    def call(self) -> dict[str, Any]:
-        """Return a `tool_use` block as the fields of a penstock `ToolCall`."""
-        return {"id": self.id, "name": self.name, "arguments": json.dumps(self.input)}
-
+from penstock.producer.openai.messages import ToolUse
 
 # The tools of a request in Anthropic's form, and their translation to OpenAI's form, which penstock uses.
 
@@ -257,108 +117,7 @@ def dropped_tools(tools: Sequence[OfferedTool]) -> list[str]:
     return [f"tools.{tool.type}" for tool in tools if not tool.is_custom]
 
 
-# The messages of a conversation in Anthropic's form, and their translation to penstock's messages.
-#
-# Anthropic's user message may hold tool results beside text. penstock has one message with role `tool` for each result.
-# Earlier reasoning is not passed to the model. System messages at the start belong to the system prompt. Coding agents
-# also send later ones, which many chat templates refuse, so these become marked texts of the user.
-
-MAX_BLOCKS = 4096
-"""Most blocks of one message."""
-_TYPES_OF_ROLE = {
-    "user": frozenset(("text", "tool_result")),
-    "assistant": frozenset(("text", "tool_use", "thinking", "redacted_thinking")),
-    "system": frozenset(("text", "tool_addition", "tool_removal")),
-}
-
-
-class ConversationMessage(Nested):
-    """One message of a conversation."""
-
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[list[ContentBlock], FailFast(), Field(max_length=MAX_BLOCKS), BeforeValidator(as_blocks)]
-
-    @model_validator(mode="after")
-    def _types_fit_role(self) -> Self:
-        for block in self.content:
-            is_known = block.type in _TYPES_OF_ROLE[self.role]
-            if not is_known and not (self.role == "assistant" and is_of_server(block.type)):
-                message = "a message with role {role} must not have blocks of type {type}"
-                raise PydanticCustomError("unsupported_value", message, {"role": self.role, "type": block.type})
-        return self
-
-    @property
-    def ignored(self) -> list[str]:
-        """The names under which the answer lists the blocks about tools that a server ran."""
-        return [f"messages.{block.type}" for block in self.content if is_of_server(block.type)]
-
-    @property
-    def text(self) -> str:
-        """The text of all its text blocks."""
-        # The text blocks of an answer are pieces of one text, so no separator is added.
-        between = "" if self.role == "assistant" else "\n"
-        return between.join(block.text or "" for block in self.content if block.type == "text")
-
-    def parts(self) -> Iterator[dict[str, Any]]:
-        """Yield the message as penstock's messages, except that a user's `content` is a list of texts."""
-        if self.role == "assistant":
-            yield self._of_assistant()
-            return
-        if self.role == "system":
-            if self.text:
-                yield {"role": "user", "content": [f"<system>\n{self.text}\n</system>"]}
-            return
-        texts: list[str] = []
-        for block in self.content:
-            if block.type == "text":
-                texts.append(block.text or "")
-                continue
-            if texts:
-                yield {"role": "user", "content": texts}
-                texts = []
-            yield {"role": "tool", "content": block.content or "", "tool_call_id": block.tool_use_id}
-        if texts:
-            yield {"role": "user", "content": texts}
-
-    def _of_assistant(self) -> dict[str, Any]:
-        calls = [block.call() for block in self.content if block.type == "tool_use"]
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
-        return {**message, "tool_calls": calls} if calls else message
-
-
-def tool_changes(conversation: Sequence[ConversationMessage]) -> dict[str, bool]:
-    """Return the tools that the conversation adds or removes, and whether each is there at its end."""
-    changes: dict[str, bool] = {}
-    for block in (block for message in conversation for block in message.content):
-        changes |= dict.fromkeys(block.references, True)
-        if block.tool is not None:
-            changes[block.tool.name] = block.type == "tool_addition"
-    return changes
-
-
-def messages_of(system: str | None, conversation: Sequence[ConversationMessage]) -> list[dict[str, Any]]:
-    """Return penstock's messages. Consecutive texts of the user become one message, as in Anthropic's API.
-
-    Some chat templates refuse two messages of the user in a row.
-    """
-    messages: list[dict[str, Any]] = []
-    leading = [*takewhile(lambda message: message.role == "system", conversation)]
-    for message in conversation[len(leading) :]:
-        for part in message.parts():
-            if messages and part["role"] == messages[-1]["role"] == "user":
-                messages[-1]["content"] += part["content"]
-            else:
-                messages.append(part)
-    for one in messages:
-        if one["role"] == "user":
-            one["content"] = "\n".join(one["content"])
-    instructions = "\n".join(text for text in (system, *(message.text for message in leading)) if text)
-    return [{"role": "system", "content": instructions}, *messages] if instructions else messages
-
-
-# Schemas of the bodies of `/v1/messages` and `/v1/messages/count_tokens`.
-#
-# An unknown field is refused by name. Unknown members inside a field are ignored.
+# The bodies.
 
 MAX_EDITS = 64
 """Most context edits of one request."""

@@ -13,7 +13,8 @@ from redis.asyncio import Redis
 from penstock import AsyncClient
 from penstock.contract.tasks import Embed, Embedding
 from penstock.producer.client import AsyncJob
-from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
 
 
 async def until_taken(job: AsyncJob) -> None:

@@ -16,7 +16,7 @@ from uuid_utils import uuid7
 
 from penstock.kernels.cpu.probe import best_isa, cpu_flags
 from penstock.producer.client import AsyncClient
-from penstock.queue.broker.audit import AdminBroker
+from penstock.queue.broker.admin import AdminBroker
 
 pytestmark = pytest.mark.timeout(300)
 

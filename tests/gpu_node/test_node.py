@@ -39,7 +39,8 @@ from penstock.gpu_node.service import heartbeat
 from penstock.gpu_node.taking import inbox
 from penstock.gpu_node.taking.intake import MAX_CHARS_ON_LOOP
 from penstock.queue import keys
-from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, Submission
 from penstock.queue.broker.usage import UsageBroker

@@ -17,7 +17,8 @@ from penstock.contract.output import Chunk, PrefillProgress
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.node import Node
 from penstock.queue import keys
-from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
 from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.queue.chunks import decode_message
 

@@ -20,7 +20,8 @@ from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess
 
 from penstock.contract.tenant import Terms
-from penstock.queue.broker.audit import AdminBroker, Finding, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import Finding, audit
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
 

@@ -20,7 +20,7 @@ from penstock.contract.pool import PoolRecord
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import choose_pool
 from penstock.queue import keys
-from penstock.queue.broker.audit import AdminBroker
+from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.jobs import JobLists
 from penstock.queue.broker.node import NodeBroker

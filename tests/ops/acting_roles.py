@@ -10,7 +10,7 @@ import pytest
 import redis as sync_redis
 from redis.asyncio import Redis
 
-from penstock.queue.broker.audit import AdminBroker
+from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.jobs import JobLists

@@ -25,7 +25,8 @@ from penstock.contract.tenant import UNLIMITED
 from penstock.contract.usage import UsageQuery
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
-from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.jobs import JobLists
 from penstock.queue.broker.key_store import KeyStore

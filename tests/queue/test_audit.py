@@ -15,7 +15,8 @@ from penstock.contract.job import Priority
 from penstock.contract.output import Choice, Chunk, Outcome, TokenLogprobs, Usage
 from penstock.contract.pool import NodePressure
 from penstock.queue import keys, results, wire
-from penstock.queue.broker.audit import AdminBroker, Finding, JobHistory, Sum, audit, findings_of
+from penstock.queue.broker.admin import AdminBroker, JobHistory, Sum
+from penstock.queue.broker.audit import Finding, audit, findings_of
 from penstock.queue.broker.node import Emission
 from penstock.queue.chunks import encode_chunk
 

@@ -17,7 +17,8 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.output import Chunk, Outcome, Usage
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.queue import keys
-from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.node import Emission, Taken

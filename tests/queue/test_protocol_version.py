@@ -11,7 +11,8 @@ from fakes.queue.harness import CONFIG, LEASE_MS, POOL, RECORD, P, Queue, new_jo
 
 from penstock.contract.errors import ProtocolVersionError
 from penstock.contract.pool import NodePressure
-from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import Submission
 from penstock.queue.keys import PROTOCOL_VERSION

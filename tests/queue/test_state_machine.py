@@ -34,7 +34,8 @@ from penstock.contract.job import MAX_DEADLINE_S, Job, Priority, SamplingParams
 from penstock.contract.output import Chunk, Outcome, Usage
 from penstock.contract.pool import NodePressure
 from penstock.contract.tenant import Terms
-from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Emission, LeaseLostError, Taken
 from penstock.queue.broker.producer import Submission

@@ -15,7 +15,8 @@ from uuid_utils import uuid7
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Chunk, Outcome, TokenLogprobs, Usage
 from penstock.queue import keys, results
-from penstock.queue.broker.audit import AdminBroker, Finding, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import Finding, audit
 from penstock.queue.broker.producer import JobStatus, ProducerBroker
 from penstock.queue.chunks import decode_chunks
 

@@ -8,7 +8,8 @@ from fakes.queue.harness import LEASE_MS, P, Queue, new_job
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import Job, Priority, SamplingParams
 from penstock.queue import keys
-from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.wire import decode_request, encode_request
 

@@ -13,7 +13,7 @@ from penstock.contract.errors import ConflictError, NotFoundError
 from penstock.contract.job import Priority
 from penstock.queue import keys
 from penstock.queue.broker import audit, scripts
-from penstock.queue.broker.audit import AdminBroker
+from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.dead_letters import DeadLetters
 
 

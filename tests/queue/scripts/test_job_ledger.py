@@ -14,7 +14,8 @@ from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.output import JobLedger, Outcome, Usage
 from penstock.queue import keys
 from penstock.queue.broker import jobs
-from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
 from penstock.queue.broker.jobs import MAX_EXAMINED, JobLists
 from penstock.queue.broker.node import Emission, GivenBackJob
 

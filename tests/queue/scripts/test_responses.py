@@ -14,7 +14,8 @@ from penstock.contract.job import Job
 from penstock.contract.output import Choice, Outcome, Usage
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.queue import keys
-from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
 from penstock.queue.broker.jobs import ResponseBroker
 from penstock.queue.broker.node import Emission
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES, Submission

@@ -16,7 +16,8 @@ from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.queue import keys
 from penstock.queue.admission import estimate_output_bytes
 from penstock.queue.broker import scripts
-from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.node import Emission, Taken
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES, Submission

@@ -12,7 +12,8 @@ from penstock.contract.job import Priority
 from penstock.contract.tasks import Tokenize
 from penstock.contract.tenant import Terms
 from penstock.queue import keys
-from penstock.queue.broker.audit import AdminBroker, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.audit import audit
 from penstock.queue.broker.producer import Submission
 
 FULL: dict[str, Any] = {"tokens": 0, "slots": 0, "tasks": 8}
