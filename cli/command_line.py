@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
-from pydantic import BaseModel
 from typer import _completion_classes
 from typer.core import TyperCommand, TyperGroup
 
 from penstock.contract.errors import EXIT_WRONG_USE, ConfigError, PenstockError, RequestError, UnavailableError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 # The headings under which help pages show options.
 

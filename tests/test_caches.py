@@ -82,7 +82,7 @@ OF_ONE_REQUEST = {
     "gpu_node.engine.structured.quoted_grammar:_definitions",
     "gpu_node.engine.structured.schema.facts:properties",
     "gpu_node.engine.structured.schema.facts:ranges",
-    "queue.broker.audit:jobs",
+    "queue.broker.admin:jobs",
     "contract.pool:adapters",
     "contract.pool:jobs_by_tenant",
     "contract.pool:sampling_defaults",

@@ -14,7 +14,8 @@ from penstock.gpu_node.engine.config import EngineConfig, ModelOrConfig
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.offline import OfflineCalls
-from penstock.gpu_node.engine.policy.policy import AdapterSlots, new_scheduling_policy, note_held
+from penstock.gpu_node.engine.policy.by_policy import new_scheduling_policy, note_held
+from penstock.gpu_node.engine.policy.policy import AdapterSlots
 from penstock.gpu_node.engine.prompt_tokens import (
     logprobs_of,
     make_records,

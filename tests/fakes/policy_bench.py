@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from fakes.schedules import BLOCK_SIZE, new_scheduler, new_sequence
 
-from penstock.gpu_node.engine.policy.policy import ByPolicy, note_held
+from penstock.gpu_node.engine.policy.by_policy import ByPolicy, note_held
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.queue.policy import PolicyConfig, PolicyName

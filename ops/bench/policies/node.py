@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from penstock.gpu_node.engine.policy.by_policy import ORDERING_QUANTILE
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
-from penstock.gpu_node.engine.policy.policy import ORDERING_QUANTILE
 from penstock.queue.policy import (
     HOLD_MS,
     PolicyConfig,

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from penstock.contract.errors import ConflictError, NotFoundError
 from penstock.contract.job import Priority
 from penstock.queue import keys
-from penstock.queue.broker import audit, scripts
+from penstock.queue.broker import admin, scripts
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.dead_letters import DeadLetters
 
@@ -63,7 +63,7 @@ async def test_node_that_joins_during_forget_keeps_the_pool(queue: Queue, monkey
         await queue.node("n2")
         return answer
 
-    monkeypatch.setattr(audit, "scripts", SimpleNamespace(call=call))
+    monkeypatch.setattr(admin, "scripts", SimpleNamespace(call=call))
     await AdminBroker(queue.redis).forget(POOL)
     assert [pool.is_alive for pool in (await queue.producer.pools()).values()] == [True]
 
