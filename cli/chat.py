@@ -16,7 +16,7 @@ from penstock.cli.command_line import queue_option, sampling_option
 from penstock.cli.options import REDIS_URL_HELP
 from penstock.cli.output import write_text
 from penstock.contract.errors import PenstockError, PromptTooLongError
-from penstock.contract.tenant import ClassName, Priority
+from penstock.contract.priority import ClassName, Priority
 from penstock.producer.client import Client
 from penstock.producer.client.request import choose_pool
 from penstock.runtime.settings import redis_url_of

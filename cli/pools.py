@@ -11,7 +11,7 @@ import typer
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray, say_empty
-from penstock.contract.tenant import Priority
+from penstock.contract.priority import Priority
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:

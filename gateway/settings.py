@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from penstock.contract.tenant import ClassName
+from penstock.contract.priority import ClassName
 from penstock.runtime.settings import Settings
 
 UnknownFields = Literal["refuse", "ignore"]

@@ -33,17 +33,8 @@ if TYPE_CHECKING:
         UnsupportedKindError,
     )
     from penstock.contract.job import Message, Priority, SamplingParams
-    from penstock.contract.output import (
-        Choice,
-        Chunk,
-        Logprob,
-        Outcome,
-        PrefillProgress,
-        QueuePosition,
-        Result,
-        TokenLogprobs,
-        Usage,
-    )
+    from penstock.contract.logprobs import Logprob, TokenLogprobs
+    from penstock.contract.output import Choice, Chunk, Outcome, PrefillProgress, QueuePosition, Result, Usage
     from penstock.contract.sampling import SamplingOptions, StructuredOutputs
     from penstock.contract.tasks import Detokenize, Detokenized, Embed, Embedding, Tokenize, Tokenized
     from penstock.contract.tenant import Terms

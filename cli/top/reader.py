@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from penstock.contract.pool import LiveNode, NodePressure, PoolActivity
-from penstock.contract.tenant import Priority
+from penstock.contract.priority import Priority
 from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.keys import PROTOCOL_VERSION

@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, FailFast, Field, field_validator, model_va
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, SamplingParams
+from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS
-from penstock.contract.tenant import ClassName
 from penstock.contract.tools import MAX_TOOLS, FunctionName, ToolChoice, closed
 from penstock.gateway.anthropic.conversation import (
     _MAX_SHOWN_CHARS,

@@ -16,8 +16,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.priority import ClassName
 from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Pooling, Task, TruncatedTokens
-from penstock.contract.tenant import ClassName
 from penstock.gateway.openai.schemas import class_of
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.gateway.stream.generation_request import FIRST_PROMPT, PAIRED_PROMPT

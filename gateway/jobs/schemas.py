@@ -18,7 +18,7 @@ from penstock.contract.job import (
     TokenId,
 )
 from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER
-from penstock.contract.tenant import ClassName
+from penstock.contract.priority import ClassName
 from penstock.contract.tools import MAX_TOOLS
 from penstock.producer.openai.fields import Wire
 from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_v
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.tenant import ClassName
+from penstock.contract.priority import ClassName
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import NO_EFFECT, Wire

@@ -13,9 +13,9 @@ from penstock.contract.errors import InvariantError, PenstockError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.contract.named import UNKNOWN_FIELD, IgnoredFields
 from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.tasks import Task
-from penstock.contract.tenant import ClassName
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.jobs.schemas import JobRequest

@@ -17,7 +17,8 @@ from starlette.requests import ClientDisconnect
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError, UnavailableError
 from penstock.contract.job import is_job_id
-from penstock.contract.tenant import ApiKey, allowed_class
+from penstock.contract.priority import allowed_class
+from penstock.contract.tenant import ApiKey
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.http.entry import caller_of
 from penstock.gateway.request import socket_message

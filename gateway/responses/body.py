@@ -22,8 +22,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import SamplingParams
-from penstock.contract.output import MAX_LOGPROBS
-from penstock.contract.tenant import ClassName
+from penstock.contract.logprobs import MAX_LOGPROBS
+from penstock.contract.priority import ClassName
 from penstock.contract.tools import MAX_TOOLS, closed
 from penstock.gateway.responses.compaction import MAX_SUMMARY_TOKENS, asking
 from penstock.gateway.responses.items import AnyItem, Messages, items_of, items_or_none, messages_of, tools_in

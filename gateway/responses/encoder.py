@@ -11,7 +11,8 @@ from pydantic_core import to_json
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import lowered_max_tokens
-from penstock.contract.output import Chunk, Outcome, TokenLogprobs, Usage, WaitUpdate, members_of
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Chunk, Outcome, Usage, WaitUpdate, members_of
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.responses.output import (
     Closed,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
-from penstock.contract.output import Chunk, FinishReason, TokenLogprobs
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Chunk, FinishReason
 from penstock.gateway.responses.record import call_id_of, output_item_id
 from penstock.gateway.responses.text_input import TextInputReader, arguments_of
 from penstock.gateway.responses.tools import CalledTool, CallKind, offered_name

@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field, ValidationInf
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES, SamplingParams, TokenId
+from penstock.contract.priority import ClassName
 from penstock.contract.tasks import MAX_TASK_TOKENS, Detokenize, Task, Tokenize
-from penstock.contract.tenant import ClassName
 from penstock.contract.tools import MAX_TOOLS
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.client.request import Prompt

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.contract.pool import LiveNode, PoolActivity
-from penstock.contract.tenant import NUM_PRIORITIES, Priority
+from penstock.contract.priority import NUM_PRIORITIES, Priority
 from penstock.gateway.metrics import TIMES_WINDOW_S, GatewayMetrics, RecentTimes
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.pools import CachedState

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Container
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError
-from penstock.contract.output import PrefillProgress, TokenLogprobs, Usage
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import PrefillProgress, Usage
 from penstock.gpu_node.engine.config import EngineConfig, ModelOrConfig
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
@@ -38,8 +39,10 @@ from penstock.gpu_node.engine.served_model import ServedModel, check_request
 from penstock.gpu_node.engine.speculative.cost import speculation_of
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.structured.guide import late_rows
-from penstock.gpu_node.engine.timings import EngineProfiler, InFlightStep, InFlightSteps, StepTimings, engine_stats
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, StepResult
+from penstock.gpu_node.engine.structured.lanes import GrammarCounts
+from penstock.gpu_node.engine.timings import EngineProfiler, InFlightStep, InFlightSteps, StepTimings
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, LoadedModel, Logprobs, StepPlan, StepResult
+from penstock.runtime.process_memory import resident_bytes
 
 # Progress reports of prompts, for the requests that ask for them.
 
@@ -353,3 +356,47 @@ class Engine(ServedModel, OfflineCalls):
         del self._requests[request_id]
         usage = self._finished_usage[request_id] = request.usage()
         return usage
+
+
+def engine_stats(
+    memory: KvCacheManager,
+    scheduler: Scheduler,
+    timings: StepTimings,
+    grammars: GrammarCounts,
+    model: LoadedModel,
+    block_size: int,
+) -> EngineStats:
+    """Return a snapshot of memory, queues and counters."""
+    device, host, hits = memory.device, memory.host, scheduler.prefix_hits
+    return EngineStats(
+        kv_blocks_total=device.num_total,
+        kv_blocks_free=device.num_free,
+        kv_blocks_cached=device.num_cached,
+        kv_evictions=device.num_evictions,
+        block_size=block_size,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.queues.num_waiting,
+        num_preemptions=scheduler.num_preemptions,
+        prefix_lookup_tokens=hits.lookup_tokens,
+        prefix_hit_tokens=hits.hit_tokens,
+        swap_hit_tokens=hits.host_tokens,
+        kv_tokens_used=memory.num_held * block_size - scheduler.num_tokens_unused,
+        swap_blocks_total=host.num_total,
+        swap_blocks_free=host.num_free,
+        swap_blocks_cached=host.num_cached,
+        swap_evictions=host.num_evictions,
+        swapped_out_blocks=memory.num_out,
+        swapped_in_blocks=memory.num_in,
+        num_swapped=len(scheduler.queues.swapped),
+        num_swaps=scheduler.num_swaps,
+        drafted_tokens=scheduler.drafts.num_drafted,
+        accepted_tokens=scheduler.drafts.num_accepted,
+        max_step_tokens=scheduler.max_step_tokens,
+        process_bytes=resident_bytes(),
+        arithmetic=model.arithmetic,
+        block_bytes=model.runner.cache_sizes.block_bytes,
+        weight_bytes=model.runner.placement.weight_bytes,
+        gpu_uuid=model.runner.placement.gpu_uuid,
+        **timings.stats(),
+        **asdict(grammars),
+    )

@@ -16,7 +16,8 @@ import numpy as np
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import JobFailedError, RequestError
 from penstock.contract.job import SamplingParams, seed_of
-from penstock.contract.output import Choice, TokenLogprobs, Usage
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Choice, Usage
 from penstock.contract.prompts import prompts_of
 from penstock.contract.tasks import Embed, Embedding, Pooling
 from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutput

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.output import TokenLogprobs
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.model.protocol import Logprobs
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.output import TokenLogprobs
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.prompt_state import PromptScores
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.tenant import Priority
+from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.prompt_state import PooledPrompt, PromptScores
 from penstock.gpu_node.engine.text.output import NO_BAD_WORDS, BadWords, EndRule

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.contract.output import Outcome
-from penstock.contract.tenant import NUM_PRIORITIES
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.times import NodeCounts

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.contract.output import FinishReason, Outcome, Usage
-from penstock.contract.tenant import NUM_PRIORITIES
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.runtime.histogram import Histogram
 
 if TYPE_CHECKING:

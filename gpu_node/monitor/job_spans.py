@@ -17,8 +17,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind
 
 from penstock.contract.output import PastLease
+from penstock.contract.priority import Priority
 from penstock.contract.tasks import Embed
-from penstock.contract.tenant import Priority
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.times import EndedJob, JobTrace
 from penstock.queue.wire import Request

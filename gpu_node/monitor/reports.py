@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from redis.asyncio import Redis
 
-from penstock.contract.tenant import Priority
+from penstock.contract.priority import Priority
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.times import EndedJob
 from penstock.gpu_node.settings import NodeSettings

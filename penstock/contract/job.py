@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterRef
+from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.named import NAME_PATTERN, CheckedInput
-from penstock.contract.output import MAX_LOGPROBS
 from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.priority import Priority as Priority
 from penstock.contract.sampling import StructuredOutputs
 from penstock.contract.tasks import GENERATE, Detokenize, Embed, Task
-from penstock.contract.tenant import Priority as Priority
 from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT, CallId, TemplateKwargs, ToolCall, Tools, few_calls
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract.errors import InvariantError
-from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, PrefillProgress, TokenLogprobs, Usage
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import TERMINAL_STATES, Chunk, Outcome, PrefillProgress, Usage
 from penstock.queue import msgpack_codec
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.msgpack_codec import Pack, WireError, array_header, checked_map, pack, unpack_all, with_members

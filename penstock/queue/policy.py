@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
-from penstock.contract.tenant import NUM_PRIORITIES
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.queue.policy_state import SHARE_WINDOW_MS, PolicyState, Shares, VirtualTimes
 
 PolicyName = Literal["fcfs", "priority", "sjf", "fair"]

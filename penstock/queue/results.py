@@ -10,7 +10,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgpack
 
-from penstock.contract.output import Choice, FinishReason, Outcome, Result, TokenLogprobs, Usage
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Choice, FinishReason, Outcome, Result, Usage
 from penstock.contract.tasks import Detokenized, Embedding, TaskOutput, Tokenized
 from penstock.queue import chunks
 from penstock.queue.chunks import Rows, rows_of

@@ -12,8 +12,9 @@ from typing import Self, Unpack, cast
 from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import Job, JobKey, is_job_id
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
+from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.response_record import NO_RESPONSE
-from penstock.contract.tenant import Priority, Terms, class_not_allowed
+from penstock.contract.tenant import Terms
 from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob, JobSource

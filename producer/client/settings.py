@@ -10,7 +10,7 @@ from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.errors import ForbiddenError, PenstockError, PromptTooLongError, RequestError, UnavailableError
 from penstock.contract.named import NAME_PATTERN
-from penstock.contract.tenant import ClassName
+from penstock.contract.priority import ClassName
 from penstock.runtime.settings import Settings
 
 # The counters of a client.

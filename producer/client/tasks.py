@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from penstock.contract.errors import InvariantError, RequestError
 from penstock.contract.output import Result
+from penstock.contract.priority import Priority
 from penstock.contract.problems import request_error
 from penstock.contract.tasks import (
     Detokenize,
@@ -22,7 +23,7 @@ from penstock.contract.tasks import (
     Tokenize,
     Tokenized,
 )
-from penstock.contract.tenant import Priority, Terms
+from penstock.contract.tenant import Terms
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt, SubmitOptions
 from penstock.runtime.gather import try_all

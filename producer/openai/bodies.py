@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES, MAX_TOKENS_LIMIT, SamplingParams, TokenId
-from penstock.contract.output import MAX_LOGPROBS
+from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.problems import problem_of
 from penstock.contract.tools import CONTINUES, GENERATION_PROMPT, MAX_TOOLS, TemplateKwargs
 from penstock.producer.openai.fields import NO_EFFECT, Accepts, Whole, only

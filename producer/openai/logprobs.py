@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from penstock.contract.output import Logprob, TokenLogprobs
+from penstock.contract.logprobs import Logprob, TokenLogprobs
 from penstock.producer.openai.json_parts import Rows
 
 LOWEST = -9999.0

@@ -13,7 +13,8 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from penstock.contract.job import SamplingParams, lowered_max_tokens
-from penstock.contract.output import Choice, FinishReason, Result, TokenLogprobs, Usage, WaitUpdate, members_of
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Choice, FinishReason, Result, Usage, WaitUpdate, members_of
 from penstock.producer.openai.json_parts import Rows, Text, plain
 from penstock.producer.openai.logprobs import (
     CompletionTokens,

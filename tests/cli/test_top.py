@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 from penstock import Client
 from penstock.cli.top.reader import FrameReader
 from penstock.contract.pool import NodePressure
-from penstock.contract.tenant import Priority
+from penstock.contract.priority import Priority
 from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 

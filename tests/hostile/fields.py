@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.contract import job, sampling, tools
-from penstock.contract.output import MAX_LOGPROBS
+from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.gateway.http.protocol import MAX_HEAD_BYTES
 from penstock.gateway.request.parsed_body import MAX_CHOICES_OF_REQUEST
 from penstock.gateway.request.reading import MAX_KEY_CHARS

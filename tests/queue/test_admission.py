@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import PromptTooLongError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Message, SamplingParams
-from penstock.contract.output import Chunk, TokenLogprobs
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Chunk
 from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
 from penstock.contract.tasks import Embed
 from penstock.contract.tools import ToolCall

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.output import Choice, Outcome, TokenLogprobs, Usage
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Choice, Outcome, Usage
 from penstock.queue.msgpack_codec import WireError
 from penstock.queue.results import PackedResult, decode_result, encode_result
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from penstock.contract.tenant import NUM_PRIORITIES
+from penstock.contract.priority import NUM_PRIORITIES
 from tests.source_tree import ROOT
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "h": 3_600_000}

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Message, SamplingParams
-from penstock.contract.output import Choice, Chunk, Outcome, Result, TokenLogprobs, Usage
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.output import Choice, Chunk, Outcome, Result, Usage
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.sampling import StructuredOutputs

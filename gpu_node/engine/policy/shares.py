@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.contract.tenant import NUM_PRIORITIES
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.gpu_node.engine.sequence import Sequence
 
 MAX_SHARE_PREEMPTIONS = 3

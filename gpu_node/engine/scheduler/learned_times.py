@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.engine.config import PreemptionName
+from typing import TYPE_CHECKING
+
 from penstock.gpu_node.engine.scheduler.budget import StepTime, StepWork
 from penstock.gpu_node.engine.scheduler.preemption import SwapCost
 from penstock.gpu_node.engine.speculative.cost import StepCost
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import StepResult
+
+if TYPE_CHECKING:
+    from penstock.gpu_node.engine.config import PreemptionName
 
 
 class LearnedTimes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.engine.config import PreemptionName
+from typing import TYPE_CHECKING
+
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.policy import SchedulingPolicy
 from penstock.gpu_node.engine.policy.shares import Device
@@ -10,6 +11,9 @@ from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
 from penstock.gpu_node.engine.scheduler.queues import Admission, WaitingQueues
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
 from penstock.gpu_node.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from penstock.gpu_node.engine.config import PreemptionName
 
 # Decide whether a preempted sequence's blocks are swapped to the host or recomputed later.
 

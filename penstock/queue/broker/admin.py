@@ -16,7 +16,7 @@ from redis.exceptions import ResponseError
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
 from penstock.contract.output import TERMINAL_STATES, Outcome
 from penstock.contract.pool import NodePressure, PoolEntry
-from penstock.contract.tenant import NUM_PRIORITIES
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated

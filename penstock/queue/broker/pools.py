@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.named import NAME_PATTERN
 from penstock.contract.pool import EVENTS, LiveNode, PoolActivity, PoolEntry, PoolEvent, PoolRecord, PoolStats
-from penstock.contract.tenant import NUM_PRIORITIES
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import translated
 from penstock.queue.keys import PROTOCOL_VERSION

@@ -25,8 +25,9 @@ from penstock.contract.errors import (
 from penstock.contract.job import Job, JobKey, pool_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
-from penstock.contract.tenant import NO_LIMIT, NUM_PRIORITIES, UNLIMITED, Terms
+from penstock.contract.tenant import NO_LIMIT, UNLIMITED, Terms
 from penstock.queue import keys, results, wire
 from penstock.queue.admission import RateTokens, estimate_output_bytes
 from penstock.queue.broker import scripts

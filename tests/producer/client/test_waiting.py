@@ -15,7 +15,7 @@ from penstock.contract.errors import UnavailableError
 from penstock.contract.job import pool_of
 from penstock.contract.output import PrefillProgress, QueuePosition
 from penstock.contract.pool import NodePressure
-from penstock.contract.tenant import Priority
+from penstock.contract.priority import Priority
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.waiting import REPEAT_S, WaitWatcher
 from penstock.queue import keys
