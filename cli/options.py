@@ -73,7 +73,7 @@ def options_of(
 ) -> list[Parameter]:
     """Return an option for each of these settings (None: for all), or of other fields with docstrings.
 
-    They come in the order of the headings in `panels.py`.
+    They come in the order of the headings in `command_line.py`.
 
     `flags` maps a setting to its flags if they differ from its name. Without `shows_defaults`, the help texts name no
     defaults, because an option that is not given changes nothing.

@@ -61,9 +61,9 @@ _HOMES = {
         *("TooLargeError", "UnauthorizedError", "UnavailableError", "UnsupportedKindError"),
     ),
     "penstock.contract.job": ("Message", "Priority", "SamplingParams"),
+    "penstock.contract.logprobs": ("Logprob", "TokenLogprobs"),
     "penstock.contract.output": (
-        *("Choice", "Chunk", "Logprob", "Outcome", "PrefillProgress", "QueuePosition", "Result", "TokenLogprobs"),
-        "Usage",
+        *("Choice", "Chunk", "Outcome", "PrefillProgress", "QueuePosition", "Result", "Usage"),
     ),
     "penstock.contract.sampling": ("SamplingOptions", "StructuredOutputs"),
     "penstock.contract.tasks": ("Detokenize", "Detokenized", "Embed", "Embedding", "Tokenize", "Tokenized"),

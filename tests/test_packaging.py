@@ -103,7 +103,7 @@ def test_wheel_has_all_packages_and_scripts(tmp_path: Path) -> None:
     assert {f"penstock/{path}" for path in page} <= names
     for path in [*clone.glob("penstock/queue/scripts/*.lua"), clone / "penstock/py.typed"]:
         assert str(path.relative_to(clone)) in names
-    for room in ("producer", "gateway", "gpu_node", "kernels"):
+    for room in ("cli", "producer", "gateway", "gpu_node", "kernels"):
         for path in (clone / room).rglob("*.py"):
             assert f"penstock/{path.relative_to(clone)}" in names
     assert not [name for name in names if not name.startswith("penstock") or "single" in name]

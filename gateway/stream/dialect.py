@@ -17,7 +17,7 @@ from penstock.producer.client.request import Prompt
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.results import PackedResult
 
-# The interface between `answer.py` and the APIs' folders: what an API must provide for its answers.
+# What an API must provide for its answers.
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 While Redis is unavailable or slow, outputs accumulate in the ledger; then each choice's output leaves as one chunk.
 Tokens also wait where sending would take too much CPU time (`publishing/pace.py`); until they leave, steps do not wake
-the event loop. Most sends are one call without a task (`publishing/quick_emit.py`); `flush` does the rest.
+the event loop. Most sends are one call without a task (`publishing/sending.py`); `flush` does the rest.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ unused pool.
     penstock:pools           hash    unconfined nodes, penstock pools     pool → further names that it may serve
                                                                           (wire.py); a hint: readers look at 10,000
                                                                           fields, and need P:record for a pool
-    penstock:keys            hash    penstock keys                        API key's id → its record (api_keys.py)
+    penstock:keys            hash    penstock keys                        API key's id → its record (tenant.py)
     penstock:seal            string  the first gateway that needs it      32 random bytes, with which all gateways seal
                                                                           the summaries of conversations; no expiry
 

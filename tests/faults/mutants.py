@@ -21,7 +21,7 @@ from faults.tools.report import record
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = "penstock/queue/scripts"
-_COPIED = ("penstock", "producer", "gateway", "gpu_node", "kernels", "tests", "ops", "pyproject.toml")
+_COPIED = ("penstock", "cli", "producer", "gateway", "gpu_node", "kernels", "tests", "ops", "pyproject.toml")
 WORKERS = max(2, os.cpu_count() or 1)
 """Mutants that are tried at once. Many tests wait."""
 _FAILED = 1

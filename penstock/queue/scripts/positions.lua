@@ -1,5 +1,5 @@
 -- positions: the positions of jobs in the queue, by class and age. It writes nothing.
--- ARGV: msgpack of [id…], as many as MAX_POSITIONS of broker/queue_positions.py.
+-- ARGV: msgpack of [id…], as many as MAX_POSITIONS of broker/jobs.py.
 -- Answer: {number of queued jobs of class 0, 1, 2, their cost, class of each job, ahead of each job}
 --   ahead: the older queued jobs of its class. TAKEN: a node has the job, which has no token yet. DELAYED_JOB: its time
 --   has not come. GONE: it has tokens and runs, has ended, or is unknown.
