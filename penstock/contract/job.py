@@ -155,7 +155,7 @@ class Message(CheckedInput):
     name: ParticipantName | None = None
 
 
-class Job(CheckedInput):
+class JobDef(CheckedInput):
     """One request as submitted: a prompt in exactly one of three forms, sampling parameters, and queueing options.
 
     `id` is `<pool>.<uuidv7>`. The caller creates it, so that a retried submit is the same job. `deadline_ms` and

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.contract.errors import PromptTooLongError, UnavailableError
-from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Job
+from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, JobDef
 from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
 
 OUTPUT_BYTES_PER_TOKEN = 110
@@ -34,14 +34,14 @@ EMBEDDING_BYTES = 16 << 10
 """Assumed size of an embedding in bytes: a hidden state with 4096 numbers."""
 
 
-def num_prompt_ids(job: Job) -> int | None:
+def num_prompt_ids(job: JobDef) -> int | None:
     """Return the number of token ids of a prompt of token ids; None for text."""
     if job.packed_prompt is not None:
         return job.packed_prompt.num_tokens
     return None if job.prompt_token_ids is None else len(job.prompt_token_ids)
 
 
-def prompt_bytes(job: Job) -> int:
+def prompt_bytes(job: JobDef) -> int:
     """Return the UTF-8 bytes of a text prompt or chat, roles included; 0 for a prompt of token ids."""
     if job.packed_prompt is not None:
         return job.packed_prompt.num_text_bytes
@@ -50,7 +50,7 @@ def prompt_bytes(job: Job) -> int:
     return sum(len(m.content.encode()) + len(m.role) for m in job.messages or ())
 
 
-def call_bytes(job: Job) -> int:
+def call_bytes(job: JobDef) -> int:
     """Return the bytes of the names and arguments of a chat's earlier tool calls."""
     if job.packed_prompt is not None:
         return job.packed_prompt.num_tool_bytes
@@ -58,7 +58,7 @@ def call_bytes(job: Job) -> int:
     return sum(len(call.name) + len(call.arguments) for call in calls)
 
 
-def tool_bytes(job: Job) -> int:
+def tool_bytes(job: JobDef) -> int:
     """Return the bytes of a chat's tools and earlier calls. The chat template may render them longer or shorter."""
     return len(job.tools or "") + call_bytes(job)
 
@@ -73,7 +73,7 @@ def predict_output(nodes: Sequence[NodePressure], num_prompt_tokens: int, max_to
     return min(max_tokens, max(known, default=PREDICTED_OUTPUT_TOKENS))
 
 
-def estimate_cost(job: Job, record: PoolRecord, nodes: Sequence[NodePressure] = ()) -> int:
+def estimate_cost(job: JobDef, record: PoolRecord, nodes: Sequence[NodePressure] = ()) -> int:
     """Return the KV tokens that a job will probably hold at its end. The node corrects this after tokenizing.
 
     `nodes` report the lengths of recent outputs. A task holds no KV tokens. Its cost stands for its other work, so that
@@ -118,7 +118,7 @@ class RateTokens(NamedTuple):
     """The most tokens of the prompt and of all choices."""
 
 
-def rate_tokens(job: Job, max_model_len: int = 0) -> RateTokens:
+def rate_tokens(job: JobDef, max_model_len: int = 0) -> RateTokens:
     """Return what a job counts for its tenant's token rate. submit.lua knows the tenant's own lengths.
 
     `max_model_len` is the model's context in tokens; 0: unknown.
@@ -148,13 +148,13 @@ def _most_tokens(fewest_prompt: int, most_prompt: int, n: int, max_output: int, 
     return prompt + n * max(0, min(max_output, max_model_len - prompt))
 
 
-def _max_output(job: Job) -> int | None:
+def _max_output(job: JobDef) -> int | None:
     """Return the most tokens of a choice before the prompt is tokenized, or None if the caller names no limit."""
     max_tokens, max_total = job.sampling.max_tokens, job.max_total_tokens
     return max_tokens if max_tokens is None or max_total is None else min(max_tokens, max_total)
 
 
-def estimate_output_bytes(job: Job, request_bytes: int) -> int:
+def estimate_output_bytes(job: JobDef, request_bytes: int) -> int:
     """Return the bytes of log and result that a job may write to Redis; those predicted without max_tokens."""
     if job.num_sequences == 0:
         return request_bytes * TASK_RESULT_BYTES + RESULT_BYTES

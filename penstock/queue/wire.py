@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import UnsupportedKindError
-from penstock.contract.job import Job, Message, SamplingParams, TokenId
+from penstock.contract.job import JobDef, Message, SamplingParams, TokenId
 from penstock.contract.pool import NodePressure, PoolEntry, PoolRecord
 from penstock.contract.problems import problem_of
 from penstock.contract.tasks import GENERATE, KINDS, Task
@@ -67,7 +67,7 @@ _REQUEST_MEMBERS = (
 _task_adapter: TypeAdapter[Task] = TypeAdapter(Task)
 
 
-def encode_request(job: Job) -> bytes:
+def encode_request(job: JobDef) -> bytes:
     """Encode a job's request. The same job gives the same bytes, so their hash identifies the request."""
     head: dict[str, Any] = {"v": PROTOCOL_VERSION, "kind": job.kind}
     fields = dict(head)
@@ -97,7 +97,7 @@ def encode_request(job: Job) -> bytes:
     return b"".join((memoryview(data)[:at], packed.data, memoryview(data)[at + 1 :]))
 
 
-def add_prompt(fields: dict[str, Any], job: Job) -> None:
+def add_prompt(fields: dict[str, Any], job: JobDef) -> None:
     """Add the one field of a request that holds the job's prompt; None stands for a packed prompt."""
     if job.packed_prompt is not None:
         fields[job.packed_prompt.form] = None

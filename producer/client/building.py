@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import Job
+from penstock.contract.job import JobDef
 from penstock.contract.pool import PoolRecord
 from penstock.contract.problems import problem_of
 from penstock.contract.sampling import StructuredOutputs
@@ -28,7 +28,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 _ANY_OBJECT = {"type": "object"}
 
 
-def with_choice(job: Job, choice: ToolChoice, *, parallel: bool, record: PoolRecord) -> Job:
+def with_choice(job: JobDef, choice: ToolChoice, *, parallel: bool, record: PoolRecord) -> JobDef:
     """Return the job with its calls constrained.
 
     The job is unchanged if the model may write any text and no function is strict.
@@ -100,7 +100,7 @@ def no_call_format() -> RequestError:
     return RequestError(message, param="tools")
 
 
-def _formats_of(record: PoolRecord, job: Job) -> dict[str, Any]:
+def _formats_of(record: PoolRecord, job: JobDef) -> dict[str, Any]:
     reasoning = reasoning_parser_for(record.reasoning_parser, record.thinking_switches, job.chat_template_kwargs)
     if record.tool_parser not in get_args(CallFormName) or reasoning not in get_args(ReasoningParserName):
         raise no_call_format()
@@ -117,7 +117,7 @@ def _answer_of(output: StructuredOutputs, record: PoolRecord, *, is_forced: bool
     return output.json_schema or json.dumps(_ANY_OBJECT)
 
 
-def _constrained(calls: WantedCalls, job: Job, *, at_fault: str) -> Job:
+def _constrained(calls: WantedCalls, job: JobDef, *, at_fault: str) -> JobDef:
     params = job.params
     if params.min_tokens or params.ignore_eos:
         said = "constrained calls define the end of the text, so min_tokens and ignore_eos must not be set"

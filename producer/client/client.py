@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self, Unpack, cast
 
 from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
-from penstock.contract.job import Job, JobKey, is_job_id
+from penstock.contract.job import JobDef, JobKey, is_job_id
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.response_record import NO_RESPONSE
@@ -192,7 +192,7 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         tokens = rate_tokens(job, record.max_model_len)
         return Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE, tokens)
 
-    async def _is_repeated(self, job: Job, options: SubmitOptions) -> bool:
+    async def _is_repeated(self, job: JobDef, options: SubmitOptions) -> bool:
         has_name = job.idempotency_key or options.get("job_id")
         return bool(has_name) and await self._retries.call(lambda: self._known_jobs.has(job))
 

@@ -1,4 +1,4 @@
-"""Build a `Job` from a caller's arguments. Errors name the wrong argument and its limit."""
+"""Build a `JobDef` from a caller's arguments. Errors name the wrong argument and its limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
-from penstock.contract.job import MAX_DEADLINE_S, Job, JobKey, Message, Priority, SamplingParams, pool_of
+from penstock.contract.job import MAX_DEADLINE_S, JobDef, JobKey, Message, Priority, SamplingParams, pool_of
 from penstock.contract.packed_prompt import PackedPrompt, PromptField
 from penstock.contract.pool import PoolRecord
 from penstock.contract.problems import request_error
@@ -179,13 +179,13 @@ def job_key_of(options: SubmitOptions, tenant: str) -> JobKey | None:
     if (key := options.get("idempotency_key")) is None:
         return None
     try:
-        job = Job(id=_ANY_ID, prompt="", tenant=options.get("tenant") or tenant, idempotency_key=key)
+        job = JobDef(id=_ANY_ID, prompt="", tenant=options.get("tenant") or tenant, idempotency_key=key)
     except ValidationError as error:
         raise request_error(error, _ARGUMENT_OF) from None
     return JobKey(job.tenant, key)
 
 
-def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> Job:
+def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> JobDef:
     """Build and check a job for a pool. Raises RequestError with the name of the wrong argument."""
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
     if isinstance(task := options.get("task"), Embed):
@@ -195,7 +195,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
         params = _params_of(options, sampling, record)
         if options.get("lower_max_tokens") and params.max_tokens is not None:
             of_job["max_total_tokens"] = record.max_model_len or None
-        job = Job(
+        job = JobDef(
             id=options.get("job_id") or f"{record.pool}.{uuid_utils.uuid7()}",
             adapter=_adapter_of(options, record),
             tenant=options.get("tenant") or tenant,
@@ -216,7 +216,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
     return with_choice(job, choice, parallel=parallel, record=record)
 
 
-def _check_task(job: Job, record: PoolRecord) -> None:
+def _check_task(job: JobDef, record: PoolRecord) -> None:
     if job.kind not in record.kinds:
         message = f"the nodes of model {record.model!r} do not know jobs of kind {job.kind!r}; upgrade them"
         raise UnsupportedKindError(message)
@@ -230,7 +230,7 @@ def _check_task(job: Job, record: PoolRecord) -> None:
 def pack_prompt_of(prompt: Prompt) -> PackedPrompt:
     """Check a prompt as a job's prompt, and pack it. Raises RequestError with the name of the wrong field."""
     try:
-        job = Job(id=_ANY_ID, **_prompt_field(prompt))
+        job = JobDef(id=_ANY_ID, **_prompt_field(prompt))
     except ValidationError as error:
         raise request_error(error, _ARGUMENT_OF) from None
     if job.packed_prompt is not None:

@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from penstock.contract.job import Job, SamplingParams
+from penstock.contract.job import JobDef, SamplingParams
 from penstock.producer.client.request import SubmitOptions
 
 AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])
 
 _DEFAULTS = {"channel": False, "tool_choice": "auto", "parallel_tool_calls": True}
-"""Defaults of options that are fields of neither `Job` nor `SamplingParams`; None for all others of that kind."""
+"""Defaults of options that are fields of neither `JobDef` nor `SamplingParams`; None for all others of that kind."""
 
 
 def with_options(options: type = SubmitOptions, **defaults: Any) -> Callable[[AnyMethod], AnyMethod]:
@@ -41,7 +41,7 @@ def _parameters(options: type, defaults: Mapping[str, Any]) -> list[inspect.Para
 
 
 def _default(name: str) -> Any:
-    for record in (SamplingParams, Job):
+    for record in (SamplingParams, JobDef):
         if name in record.model_fields:
             return record.model_fields[name].get_default()
     return _DEFAULTS.get(name)

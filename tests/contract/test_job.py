@@ -15,7 +15,7 @@ from penstock.contract.job import (
     MAX_CHOICES,
     MAX_STOP_STRINGS,
     MAX_TOKENS_LIMIT,
-    Job,
+    JobDef,
     Message,
     Priority,
     SamplingParams,
@@ -176,7 +176,7 @@ def test_one_stop_string_is_a_list_of_one() -> None:
     ],
 )
 def test_job_has_exactly_one_prompt(prompts: dict[str, Any], named: str) -> None:
-    _, message = problem_of(Job, {"id": new_id(), **prompts})
+    _, message = problem_of(JobDef, {"id": new_id(), **prompts})
     assert "exactly one of prompt, prompt_token_ids, messages" in message
     assert named in message
 
@@ -205,23 +205,24 @@ def test_job_has_exactly_one_prompt(prompts: dict[str, Any], named: str) -> None
     ],
 )
 def test_wrong_job_field_is_named(field: str, value: object, where: str) -> None:
-    assert problem_of(Job, {"id": f"m.{UUID}", "prompt": "x", field: value})[0] == where
+    assert problem_of(JobDef, {"id": f"m.{UUID}", "prompt": "x", field: value})[0] == where
 
 
 @pytest.mark.parametrize("field", ["prompt", "idempotency_key"])
 def test_text_with_lone_surrogates_is_refused(field: str) -> None:
-    assert problem_of(Job, {"id": new_id(), "prompt": "x", field: "\ud800"})[0] == field
+    assert problem_of(JobDef, {"id": new_id(), "prompt": "x", field: "\ud800"})[0] == field
     assert problem_of(SamplingParams, {"stop": ["\ud800"]})[0] == "stop.0"
 
 
 @pytest.mark.parametrize("field", ["prompt_token_ids", "messages"])
 def test_empty_prompt_lists_are_refused_but_an_empty_text_is_a_prompt(field: str) -> None:
-    assert problem_of(Job, {"id": new_id(), field: ()})[0] == field
+    assert problem_of(JobDef, {"id": new_id(), field: ()})[0] == field
     assert new_job(prompt="").prompt == ""
 
 
 def test_message_needs_a_known_role() -> None:
-    assert problem_of(Job, {"id": new_id(), "messages": [{"role": "function", "content": "x"}]})[0] == "messages.0.role"
+    found = problem_of(JobDef, {"id": new_id(), "messages": [{"role": "function", "content": "x"}]})
+    assert found[0] == "messages.0.role"
 
 
 def test_jobs_are_frozen() -> None:
@@ -233,7 +234,7 @@ def test_jobs_are_frozen() -> None:
 def test_job_id_names_its_pool(text: str, right: bool) -> None:
     assert is_job_id(text) is right
     if right:
-        assert Job(id=text, prompt="x").pool == pool_of(text) == text.split(".")[0]
+        assert JobDef(id=text, prompt="x").pool == pool_of(text) == text.split(".")[0]
 
 
 def test_job_id_with_a_trailing_newline_is_invalid() -> None:

@@ -25,7 +25,7 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract.errors import ConfigError, InvariantError, ProtocolVersionError
-from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS, Job, Message, SamplingParams
+from penstock.contract.job import MAX_PARTICIPANT_NAME_CHARS, JobDef, Message, SamplingParams
 from penstock.contract.output import Chunk, Result
 from penstock.contract.tasks import Tokenize, Tokenized
 from penstock.contract.tools import ToolCall
@@ -52,15 +52,15 @@ def running(url: str, engine: EngineLike, **changes: Any) -> AbstractAsyncContex
     return running_node(url, engine, pool=POOL, **changes)
 
 
-def new_job(prompt: str = "hello", **params: Any) -> Job:
-    return Job(id=f"{POOL}.{uuid7()}", prompt=prompt, params=SamplingParams(**{"max_tokens": 20, **params}))
+def new_job(prompt: str = "hello", **params: Any) -> JobDef:
+    return JobDef(id=f"{POOL}.{uuid7()}", prompt=prompt, params=SamplingParams(**{"max_tokens": 20, **params}))
 
 
-def expected(job: Job, choice: int = 0) -> list[int]:
+def expected(job: JobDef, choice: int = 0) -> list[int]:
     return reference_tokens(job.id, job.params, list((job.prompt or "").encode()), choice)
 
 
-async def until(broker: ProducerBroker, job: Job, reached: Callable[[JobStatus], object]) -> JobStatus:
+async def until(broker: ProducerBroker, job: JobDef, reached: Callable[[JobStatus], object]) -> JobStatus:
     async with asyncio.timeout(PATIENCE_S):
         while True:
             status = await broker.status(job.id, "default")
@@ -69,7 +69,7 @@ async def until(broker: ProducerBroker, job: Job, reached: Callable[[JobStatus],
             await asyncio.sleep(0.005)
 
 
-async def ended(broker: ProducerBroker, job: Job) -> Result:
+async def ended(broker: ProducerBroker, job: JobDef) -> Result:
     await until(broker, job, lambda status: status.outcome is not None)
     result = await broker.result(job.id, "default")
     assert result is not None
@@ -590,7 +590,7 @@ async def test_chat_that_is_long_in_any_way_is_tokenized_on_a_thread(
 
     engine.tokenizer.encode_chat = encode_chat  # type: ignore[assignment]
     params = SamplingParams(max_tokens=5)
-    job = Job(id=f"{POOL}.{uuid7()}", messages=messages, chat_template_kwargs=template_kwargs, params=params)
+    job = JobDef(id=f"{POOL}.{uuid7()}", messages=messages, chat_template_kwargs=template_kwargs, params=params)
     async with running(redis_url, engine):
         await broker.submit(Submission(job, 50))
         assert (await ended(broker, job)).outcome.state == "done"
@@ -632,8 +632,8 @@ async def test_only_a_new_message_begins_a_text(redis_url: str, broker: Producer
     engine.add = note  # type: ignore[method-assign]
     jobs = [
         new_job(),
-        Job(id=f"{POOL}.{uuid7()}", messages=(user,)),
-        Job(id=f"{POOL}.{uuid7()}", messages=(user,), chat_template_kwargs=continues),
+        JobDef(id=f"{POOL}.{uuid7()}", messages=(user,)),
+        JobDef(id=f"{POOL}.{uuid7()}", messages=(user,), chat_template_kwargs=continues),
     ]
     async with running(redis_url, engine):
         for job in jobs:
@@ -666,7 +666,7 @@ async def test_a_chat_template_prints_the_date_of_the_job_and_not_of_the_node(
             stamp = f"{int(at.timestamp() * 1000):012x}"
             uuid = f"{stamp[:8]}-{stamp[8:]}-{str(uuid7())[14:]}"
             params = SamplingParams(max_tokens=1) if task is None else SamplingParams()
-            job = Job(id=f"{POOL}.{uuid}", messages=(Message(role="user", content="!"),), params=params, task=task)
+            job = JobDef(id=f"{POOL}.{uuid}", messages=(Message(role="user", content="!"),), params=params, task=task)
             await broker.submit(Submission(job, 50))
             result = await ended(broker, job)
     assert isinstance(result.output, Tokenized)

@@ -15,7 +15,7 @@ from fakes.processes.running_node import running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract.job import Job, Priority, SamplingParams, seed_of
+from penstock.contract.job import JobDef, Priority, SamplingParams, seed_of
 from penstock.contract.output import Chunk
 from penstock.contract.tenant import Terms
 from penstock.gpu_node.engine import Engine
@@ -39,7 +39,7 @@ def running(url: str, engine: EngineLike, **changes: Any) -> AbstractAsyncContex
     return running_node(url, engine, pool=POOL, **changes)
 
 
-async def until(broker: ProducerBroker, job: Job, state: str, num_chunks: int = 0) -> None:
+async def until(broker: ProducerBroker, job: JobDef, state: str, num_chunks: int = 0) -> None:
     while True:
         status = await broker.status(job.id, job.tenant)
         if status.state == state and status.num_chunks >= num_chunks:
@@ -48,9 +48,9 @@ async def until(broker: ProducerBroker, job: Job, state: str, num_chunks: int = 
         await asyncio.sleep(0.005)
 
 
-def new_job(priority: Priority, tenant: str = "default", **params: Any) -> Job:
+def new_job(priority: Priority, tenant: str = "default", **params: Any) -> JobDef:
     wanted = SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **params})
-    return Job(id=f"{POOL}.{uuid7()}", prompt="0123456789", params=wanted, priority=priority, tenant=tenant)
+    return JobDef(id=f"{POOL}.{uuid7()}", prompt="0123456789", params=wanted, priority=priority, tenant=tenant)
 
 
 @dataclass
@@ -208,7 +208,7 @@ def by_choice(parts: Iterable[Chunk | StepOutput]) -> dict[int, list[int]]:
     return tokens
 
 
-def by_choice_alone(engine: Engine, job: Job) -> dict[int, list[int]]:
+def by_choice_alone(engine: Engine, job: JobDef) -> dict[int, list[int]]:
     prompt = engine.tokenizer.encode(job.prompt or "")
     engine.add(EngineRequest(job.id, prompt, job.params, seed=seed_of(job.id, job.params)))
     outputs: list[StepOutput] = []

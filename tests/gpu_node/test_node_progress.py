@@ -12,7 +12,7 @@ from fakes.processes.running_node import PATIENCE_S, running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract.job import Job, SamplingParams
+from penstock.contract.job import JobDef, SamplingParams
 from penstock.contract.output import Chunk, PrefillProgress
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.node import Node
@@ -50,7 +50,7 @@ def running(url: str, engine: Any, **settings: Any) -> AbstractAsyncContextManag
     return running_node(url, engine, pool=POOL, **settings)
 
 
-async def received(redis: Redis, job: Job, inbox: str) -> tuple[asyncio.Task[list[bytes]], asyncio.Event]:
+async def received(redis: Redis, job: JobDef, inbox: str) -> tuple[asyncio.Task[list[bytes]], asyncio.Event]:
     """Collect the messages of an inbox until the job's last chunk."""
     pubsub, ready = redis.pubsub(), asyncio.Event()
     await pubsub.subscribe(keys.inbox_channel(POOL, inbox))
@@ -72,7 +72,7 @@ async def test_progress_is_published_once_across_a_takeover_and_the_tokens_stay_
     redis_url: str, redis: Redis, broker: ProducerBroker, asks: bool
 ) -> None:
     params = SamplingParams(max_tokens=300)
-    job = Job(id=f"{POOL}.{uuid7()}", prompt=PROMPT, params=params, return_progress=asks)
+    job = JobDef(id=f"{POOL}.{uuid7()}", prompt=PROMPT, params=params, return_progress=asks)
     collecting, ready = await received(redis, job, "me")
     await ready.wait()
     first, second = ReportingEngine(step_s=0.005), ReportingEngine()
@@ -102,7 +102,7 @@ async def test_progress_is_published_once_across_a_takeover_and_the_tokens_stay_
 async def test_a_job_that_ends_with_its_first_token_still_has_its_progress(
     redis_url: str, redis: Redis, broker: ProducerBroker
 ) -> None:
-    job = Job(id=f"{POOL}.{uuid7()}", prompt=PROMPT, params=SamplingParams(max_tokens=1), return_progress=True)
+    job = JobDef(id=f"{POOL}.{uuid7()}", prompt=PROMPT, params=SamplingParams(max_tokens=1), return_progress=True)
     collecting, ready = await received(redis, job, "me")
     await ready.wait()
     async with asyncio.timeout(PATIENCE_S), running(redis_url, ReportingEngine()):

@@ -10,7 +10,7 @@ from fakes.processes.node_process import NodeProcess
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract.job import Job
+from penstock.contract.job import JobDef
 from penstock.gpu_node.service.threads import Threads
 from penstock.gpu_node.taking.intake import MAX_CHARS_ON_LOOP
 from penstock.queue.broker.producer import ProducerBroker, Submission
@@ -45,7 +45,7 @@ async def test_a_prompt_at_which_the_tokenizer_hangs_is_given_back_and_keeps_no_
 ) -> None:
     broker = ProducerBroker(redis)
     with NodeProcess(redis_url, pool="hung", drain_s=0.1, tokenizer_hangs=True) as node:
-        job = Job(id=f"hung.{uuid7()}", prompt="x" * (MAX_CHARS_ON_LOOP + 1))
+        job = JobDef(id=f"hung.{uuid7()}", prompt="x" * (MAX_CHARS_ON_LOOP + 1))
         await broker.submit(Submission(job, 50))
         await asyncio.to_thread(node.wait_event, "hangs")
         assert await asyncio.to_thread(node.stop) == 0

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.contract.errors import ConflictError, InvariantError
-from penstock.contract.job import MAX_DEADLINE_S, Job, Priority, SamplingParams
+from penstock.contract.job import MAX_DEADLINE_S, JobDef, Priority, SamplingParams
 from penstock.contract.output import Chunk, Outcome, Usage
 from penstock.contract.pool import NodePressure
 from penstock.contract.tenant import Terms
@@ -77,7 +77,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = Queue(self.client)
         self.model = QueueModel(PolicyConfig(), 0)
         self.nodes: dict[str, FakeNode] = {}
-        self.requests: list[Job] = []
+        self.requests: list[JobDef] = []
         self.handles: list[tuple[str, Taken]] = []  # every lease ever given, with its node's name
         self.records: dict[str, dict[bytes, bytes]] = {}  # terminal records as they were first seen
 

@@ -22,7 +22,7 @@ from penstock.contract.errors import (
     TooLargeError,
     UnavailableError,
 )
-from penstock.contract.job import Job, JobKey, pool_of
+from penstock.contract.job import JobDef, JobKey, pool_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
 from penstock.contract.priority import NUM_PRIORITIES
@@ -98,7 +98,7 @@ async def result_of(data: bytes | None, job_id: str, outcome: Outcome, times_ms:
 # Translation of refusals by the submit script into errors.
 
 
-def submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
+def submit_error(kind: str, answer: list[Any], job: JobDef) -> Exception:
     """Return the error for a refused job; `kind` is the first element of the script's `answer`."""
     match kind:
         case "UNKNOWN_POOL":
@@ -148,7 +148,7 @@ class KnownJobs:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
-    async def has(self, job: Job) -> bool:
+    async def has(self, job: JobDef) -> bool:
         """Return whether a job of this id or with this idempotency key was submitted before to its pool."""
         names = [keys.job(job.id)]
         if job.idempotency_key:
@@ -189,7 +189,7 @@ class ServedPool(PoolRecord):
 class Submission:
     """A checked job with what the queue must know beside it. Submitting it again is harmless: same id, same bytes."""
 
-    job: Job
+    job: JobDef
     cost: int
     """Predicted KV tokens."""
     channel: bool = False

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from uuid_utils import uuid7
 
-from penstock.contract.job import Job, Priority
+from penstock.contract.job import JobDef, Priority
 from penstock.contract.output import Chunk, Outcome
 from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import KINDS
@@ -55,9 +55,9 @@ def id_minted_at(unix_s: float) -> str:
     return f"{POOL}.{minted[:8]}-{minted[8:]}{str(uuid7())[13:]}"
 
 
-def new_job(job_id: str | None = None, /, **fields: Any) -> Job:
+def new_job(job_id: str | None = None, /, **fields: Any) -> JobDef:
     fields = fields if fields.keys() & {"prompt_token_ids", "messages"} else {"prompt": "hello", **fields}
-    return Job(id=job_id or new_id(), **fields)
+    return JobDef(id=job_id or new_id(), **fields)
 
 
 def chunks_of(job_id: str, start: int, count: int) -> tuple[bytes, ...]:
@@ -182,7 +182,7 @@ class Queue:
 
     async def submit(
         self,
-        job: Job | None = None,
+        job: JobDef | None = None,
         *,
         cost: int = 100,
         inbox: str = "",

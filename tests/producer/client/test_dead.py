@@ -10,7 +10,7 @@ from fakes.queue.harness import POOL, Queue, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError
-from penstock.contract.job import Job, Message, Priority, SamplingParams
+from penstock.contract.job import JobDef, Message, Priority, SamplingParams
 from penstock.contract.tasks import Tokenize
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
@@ -26,7 +26,7 @@ PROMPTS: list[dict[str, Any]] = [
 ]
 
 
-async def make_dead_letter(redis: Redis, **fields: Any) -> Job:
+async def make_dead_letter(redis: Redis, **fields: Any) -> JobDef:
     """Return a job whose three nodes died, in a pool that has a node again."""
     queue = Queue(redis)
     await queue.node("watcher")

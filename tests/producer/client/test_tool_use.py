@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import Job
+from penstock.contract.job import JobDef
 from penstock.contract.pool import PoolRecord
 from penstock.producer.client.request import build_job
 
@@ -23,7 +23,7 @@ TOOLS: list[dict[str, Any]] = [
 STRICT = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}]
 
 
-def made(record: PoolRecord = HERMES, **options: Any) -> Job:
+def made(record: PoolRecord = HERMES, **options: Any) -> JobDef:
     return build_job(MESSAGES, options, record, "default")  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ import pytest
 from fakes.queue.harness import LEASE_MS, P, Queue, new_job
 
 from penstock.contract.errors import NotFoundError
-from penstock.contract.job import Job, Priority, SamplingParams
+from penstock.contract.job import JobDef, Priority, SamplingParams
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
@@ -16,7 +16,7 @@ from penstock.queue.wire import decode_request, encode_request
 WEEK_MS = 7 * 24 * 3600 * 1000
 
 
-async def die(queue: Queue, job: Job, first: int = 0) -> None:
+async def die(queue: Queue, job: JobDef, first: int = 0) -> None:
     """Let three nodes die while they run a job, each after it has written a chunk."""
     await queue.node("watcher")
     await queue.submit(job, cost=30, weight=2.0)

@@ -10,7 +10,7 @@ from fakes.queue.harness import POOL, FakeNode, Queue, chunks_of, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError
-from penstock.contract.job import Job
+from penstock.contract.job import JobDef
 from penstock.contract.output import Choice, Outcome, Usage
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.queue import keys
@@ -34,7 +34,7 @@ async def life_ms(redis: Redis, key: str) -> int:
     return int(await redis.pttl(key))
 
 
-async def submit(queue: Queue, record: ResponseRecord = RECORD, **fields: Any) -> Job:
+async def submit(queue: Queue, record: ResponseRecord = RECORD, **fields: Any) -> JobDef:
     job = new_job(tenant="acme", **fields)
     await queue.producer.submit(Submission(job, 10, response=record), inbox="me")
     return job

@@ -9,7 +9,7 @@ import pytest
 from fakes.queue.harness import CONFIG, POOL, RECORD, TENANT, P, Queue, id_minted_at, new_id, new_job
 
 from penstock.contract.errors import BusyError, ConflictError, RequestError, UnavailableError
-from penstock.contract.job import Job, Priority, SamplingParams
+from penstock.contract.job import JobDef, Priority, SamplingParams
 from penstock.contract.output import Outcome
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.queue import keys
@@ -49,7 +49,7 @@ async def test_same_id_with_another_body_or_tenant_conflicts(queue: Queue, chang
     await queue.node()
     job_id = await queue.submit(new_job(prompt="one"))
     with pytest.raises(ConflictError) as caught:
-        await queue.submit(Job(**{"id": job_id, "prompt": "one", **change}))
+        await queue.submit(JobDef(**{"id": job_id, "prompt": "one", **change}))
     assert (caught.value.code, caught.value.param) == ("id_conflict", "job_id")
 
 
