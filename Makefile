@@ -72,7 +72,7 @@ lint-cpp: $(STAMP)
 	@$(BIN)/clang-format --dry-run $(wildcard kernels/cpu/src/*.cpp kernels/cpu/src/*/*.cpp kernels/cpu/src/*/*.h)
 
 fields: $(STAMP)
-	$(BIN)/python -m penstock.gateway.api_docs.fields FIELDS.md
+	$(BIN)/python -m penstock.gateway.api_docs.fields docs/FIELDS.md
 
 language: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)

@@ -1,7 +1,7 @@
 """Read a job's tokens with nothing but a Redis client and msgpack, as a program in any language could.
 
 A job submitted with `channel=True` publishes each chunk on its own channel. A message is one msgpack map: `s` is the
-text that became complete, and only the last map has `e`. PROTOCOL.md describes the other fields.
+text that became complete, and only the last map has `e`. docs/PROTOCOL.md describes the other fields.
 """
 
 from typing import Any

@@ -60,7 +60,7 @@ def test_http_page_names_every_error_code() -> None:
     answering = tuple(f"penstock.{package}." for package in ANSWERING)
     stated = {code for module in modules().values() if module.name.startswith(answering) for code in codes_in(module)}
     stated |= {*codes_of_scripts(), "unsupported_value", "unknown_field", "method_not_allowed"}
-    page = (ROOT / "HTTP.md").read_text().partition("\n## Errors")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/HTTP.md").read_text().partition("\n## Errors")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", page))
     assert {"redis_away", "node_lost", "adapter_changed"} < stated
     assert sorted(stated - named - NOT_OVER_HTTP.keys() - {""}) == []
@@ -70,7 +70,7 @@ def test_http_page_names_every_error_code() -> None:
 
 
 def test_command_page_names_every_command() -> None:
-    page = (ROOT / "CLI.md").read_text()
+    page = (ROOT / "docs/CLI.md").read_text()
     missing = []
     for name, command in cast(Any, get_command(app)).commands.items():
         lines = " ".join(re.findall(rf"penstock {name}\b.*", page))
@@ -80,7 +80,7 @@ def test_command_page_names_every_command() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize(("page", "settings"), [("PYTHON.md", ClientSettings), ("CLI.md", CelerySettings)])
+@pytest.mark.parametrize(("page", "settings"), [("docs/PYTHON.md", ClientSettings), ("docs/CLI.md", CelerySettings)])
 def test_settings_without_a_help_page_have_a_table(page: str, settings: type[BaseModel]) -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / page).read_text(), re.MULTILINE)
     written = {name: default.strip() for name, default in rows}

@@ -1,4 +1,4 @@
-"""The table of request fields in FIELDS.md, made from the schemas: `python -m penstock.gateway.api_docs.fields`."""
+"""The table of request fields in docs/FIELDS.md, made from the schemas: `python -m penstock.gateway.api_docs.fields`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.producer.openai.fields import NO_EFFECT, Accepts, neutral_values_o
 from penstock.producer.openai.messages import ChatMessage
 
 BEGIN, END = "<!-- begin: made by `make fields` -->", "<!-- end -->"
-"""The lines between which FIELDS.md holds the tables."""
+"""The lines between which docs/FIELDS.md holds the tables."""
 HONORED, WITHOUT_EFFECT, REFUSED, UNKNOWN = "honored", "no effect", "refused", "unknown"
 IGNORED = "ignored"
 """An unknown field of a record that accepts unknown fields, and lists them in a header of the answer."""

@@ -1,6 +1,6 @@
 """Input items of a response: their schemas, and their translation into the messages of a chat.
 
-`_KINDS` has the record of each type. HTTP.md has the table of what the model gets.
+`_KINDS` has the record of each type. docs/HTTP.md has the table of what the model gets.
 """
 
 from __future__ import annotations

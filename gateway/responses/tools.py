@@ -1,6 +1,6 @@
 """Tools and the choice of tools in a response's body, and their translation into the functions of a chat.
 
-`_TYPES` has the record of each type. HTTP.md has the table of what the model gets and what its calls come back as.
+`_TYPES` has the record of each type. docs/HTTP.md has the table of what the model gets and what its calls come back as.
 """
 
 from __future__ import annotations

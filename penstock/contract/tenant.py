@@ -28,7 +28,7 @@ class Terms(BaseModel):
 
     The submit script enforces them, so they hold across all processes that submit for the tenant. Rates allow a burst
     of `burst_s` seconds' worth at once. Tokens are charged by predicted cost. When a job ends, the charge is corrected
-    to its actual prompt and output tokens. A job that might exceed the tokens of a minute waits, see PROTOCOL.md.
+    to its actual prompt and output tokens. A job that might exceed the tokens of a minute waits, see docs/PROTOCOL.md.
     """
 
     # The docstrings are the help texts of `penstock keys`.

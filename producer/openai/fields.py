@@ -20,7 +20,7 @@ Hint = Annotated[str | None, NO_EFFECT]
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """The mark of a field whose validators accept only some values: `words` say which, for FIELDS.md."""
+    """The mark of a field whose validators accept only some values: `words` say which, for docs/FIELDS.md."""
 
     words: str
 

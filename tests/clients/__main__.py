@@ -1,7 +1,7 @@
 """`python -m clients [NAME…]`: run official clients and load tools against `penstock serve`.
 
 It prints a table and the releases that are newer than the pinned ones, and exits with the number of clients that
-failed. `--page` writes the results into CLIENTS.md.
+failed. `--page` writes the results into docs/CLIENTS.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> int:
     """Run the named clients, or all of them. Return how many failed."""
     parser = argparse.ArgumentParser(prog="make clients", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(BY_NAME)}")
-    parser.add_argument("--page", action="store_true", help="write the results into CLIENTS.md")
+    parser.add_argument("--page", action="store_true", help="write the results into docs/CLIENTS.md")
     parser.add_argument("--record", action="store_true", help="keep the clients' requests in build/clients/recorded/")
     parser.add_argument("--newer", action="store_true", help="only report newer releases; run no client")
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The table of results in CLIENTS.md."""
+"""The table of results in docs/CLIENTS.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from clients.catalog import CLIENTS
 from clients.running import Report
 
-PAGE = Path(__file__).resolve().parents[2] / "CLIENTS.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/CLIENTS.md"
 BEGIN, END = "<!-- begin: made by `make clients` -->", "<!-- end -->"
 _HEAD = "| client | versions | what is checked | checks passed |\n|---|---|---|---|\n"
 

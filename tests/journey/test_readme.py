@@ -14,7 +14,7 @@ from tests.source_tree import ROOT
 
 pytestmark = pytest.mark.model
 
-PAGES = ("README.md", "PYTHON.md", "HTTP.md")
+PAGES = ("README.md", "docs/PYTHON.md", "docs/HTTP.md")
 EXAMPLES = [
     (page, example)
     for page in PAGES

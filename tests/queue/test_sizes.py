@@ -1,4 +1,4 @@
-"""The tables of sizes in PROTOCOL.md and of limits in SECURITY.md agree with the code."""
+"""The tables of sizes in docs/PROTOCOL.md and of limits in SECURITY.md agree with the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.source_tree import ROOT
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "h": 3_600_000}
 ROW = re.compile(r"^\| [^|]+ \| ([\d,]+) ?(\w*) \| `([^`:]+):(\w+)` \|$", re.MULTILINE)
-ROWS = [match.groups() for match in ROW.finditer((ROOT / "PROTOCOL.md").read_text())]
+ROWS = [match.groups() for match in ROW.finditer((ROOT / "docs/PROTOCOL.md").read_text())]
 LIMIT = re.compile(r"^\| [^|]+ \| ([\d,]+) ?(\w*) \| [^|]+ \| `([^`:]+):(\w+)` \|$", re.MULTILINE)
 LIMITS = [match.groups() for match in LIMIT.finditer((ROOT / "SECURITY.md").read_text())]
 

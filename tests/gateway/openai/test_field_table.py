@@ -1,4 +1,4 @@
-"""FIELDS.md describes what the endpoints do with every field."""
+"""docs/FIELDS.md describes what the endpoints do with every field."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def number_of(text: str) -> int:
 
 
 def test_the_page_has_the_tables_of_the_code() -> None:
-    page = (ROOT / "FIELDS.md").read_text()
+    page = (ROOT / "docs/FIELDS.md").read_text()
     assert page.partition(BEGIN)[2].partition(END)[0].strip() == tables().strip(), "run `make fields`"
 
 
