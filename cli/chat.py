@@ -1,4 +1,4 @@
-"""`penstock chat`: one chat with its messages, its commands, and the job of each answer."""
+"""`penstock chat`: a chat in the terminal. Each answer is a job in the queue."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from penstock.contract.priority import ClassName, Priority
 from penstock.producer.client import Client
 from penstock.producer.client.request import choose_pool
 from penstock.runtime.settings import redis_url_of
-
-# The speed of one answer: time to first token, and tokens per second.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ class Speed:
 
 
 class SpeedMeter:
-    """Measure an answer while it comes."""
+    """Measures an answer while it comes."""
 
     def __init__(self) -> None:
         self._started_s = time.perf_counter()
@@ -69,15 +67,13 @@ class SpeedMeter:
         return Speed(self._first_s - self._started_s, self._last_s - self._started_s, self._num_tokens)
 
 
-# The reading of messages and the printing of answers, on a terminal or through pipes.
-
 BLOCK = '"""'
 """Begins and ends a message of several lines."""
 PROMPT, PROMPT_IN_BLOCK = ">>> ", "... "
 
 
 class Terminal:
-    """stdin and stdout of a chat."""
+    """stdin and stdout of a chat: a terminal, pipes or files."""
 
     def __init__(self, stdin: TextIO, stdout: TextIO) -> None:
         self._stdin, self._stdout = stdin, stdout
@@ -125,9 +121,6 @@ def _load_line_editor() -> None:
         return
 
 
-# One chat: its messages, its commands, and the job of each answer.
-
-
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """The options with which the jobs of a chat are submitted."""
@@ -138,7 +131,7 @@ class ChatOptions:
 
 
 class ChatSession:
-    """Read messages, and print an answer to each, until the input ends."""
+    """Reads messages, and prints an answer to each, until the input ends."""
 
     def __init__(
         self, client: Client, terminal: Terminal, options: ChatOptions, *, system: str = "", verbose: bool = False
@@ -265,9 +258,6 @@ class ChatSession:
         self._has_left = True
 
 
-# The command `penstock chat` with its options.
-
-
 def chat(
     model: Annotated[
         str | None, typer.Option(help="Name or alias of the model, or of an adapter. Optional if one model is served.")
@@ -303,9 +293,6 @@ def chat(
         penstock chat --system "Answer in one sentence."
         penstock chat --temperature 0 < questions.txt
     """
-    from penstock.cli.chat import ChatOptions, ChatSession, Terminal
-    from penstock.producer.client import Client
-
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     options = ChatOptions(model, priority, {name: value for name, value in sampling.items() if value is not None})
     with Client(redis_url_of(redis_url), tenant=tenant) as client:

@@ -19,11 +19,10 @@ from penstock.contract.errors import EXIT_WRONG_USE, ConfigError, PenstockError,
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-# The headings under which help pages show options.
-
 sampling_option = partial(typer.Option, rich_help_panel="Sampling")
 queue_option = partial(typer.Option, rich_help_panel="Queue")
 
+# Headings under which help pages show options: heading → its settings.
 _NODE: Mapping[str, tuple[str, ...]] = {
     "Model": (
         *(
@@ -103,7 +102,7 @@ def panel_by_setting(settings: type[BaseModel]) -> dict[str, str]:
     return {name: title for title, names in panels.items() for name in names}
 
 
-# Help pages: options grouped by purpose, in two columns. No name and no metavar is ever cut off.
+# --- help pages: options grouped by purpose, in two columns; no name and no metavar is ever cut off
 
 OPTIONS = "Options"
 """Heading of options that have no heading of their own."""
@@ -226,8 +225,7 @@ def _metavar(parameter: Any, ctx: typer.Context) -> tuple[str, str]:
     return "NAME", ", ".join(kind.split("|"))
 
 
-# Errors of the command line in one line: each names the option that is wrong, and says what to do.
-#
+# --- errors in one line: each names the wrong option and says what to do
 # Imports that take time are inside the functions, because every command imports this module.
 
 _EXTRA_ARGUMENTS = re.compile(r"unexpected extra argument\S* \((\S+).*\)")
@@ -255,7 +253,7 @@ def usage_line(error: Any) -> str:
 
 @contextmanager
 def with_names_of(ctx: Any) -> Iterator[None]:
-    """Change errors of a command so that they name its option instead of our field, or the unreachable Redis."""
+    """Change errors of a command: they name the option, not the field, and the address of an unreachable Redis."""
     try:
         yield
     except UnavailableError as error:
@@ -301,7 +299,7 @@ def _instead_of(option: str, ctx: Any) -> str | None:
 
 
 def _value_problem(error: typer.BadParameter) -> str:
-    """Return what is wrong with a value, in our own words where the library has checked it."""
+    """Return what is wrong with a value. Pydantic's words are replaced by those that HTTP callers get."""
     from pydantic import ValidationError
 
     from penstock.contract.problems import problem_of
@@ -367,7 +365,7 @@ def _without_redis(error: UnavailableError, given_url: str | None) -> str:
     return f"no Redis answers at {address}: {reason}; `penstock serve` starts one"
 
 
-# The classes of all commands and groups: `-h`, help pages in sections, and errors that name the option.
+# --- the classes of all commands and groups
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Completion would load rich, to remove its markup from help texts. Ours have none.

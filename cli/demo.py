@@ -49,15 +49,13 @@ def demo(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    configure_logging(_log_settings(), prefix="demo    | ")
+    logs = LogSettings.load()
+    # The log of a demo is for people even if its output is no terminal.
+    configure_logging(
+        LogSettings.load(log_format="console") if logs.log_format == "auto" else logs, prefix="demo    | "
+    )
     with resolve_redis(redis_url) as url:
         run_until_stopped(_demo(url, model or default_model(), prompt, options))
-
-
-def _log_settings() -> LogSettings:
-    """Return the settings of the log, which is for people even without a terminal."""
-    settings = LogSettings.load()
-    return LogSettings.load(log_format="console") if settings.log_format == "auto" else settings
 
 
 async def _demo(redis_url: str, model: str, question: str, options: dict[str, object]) -> None:

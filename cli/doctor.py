@@ -25,7 +25,7 @@ from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cpu
 from penstock.runtime.local_redis import running_url
 from penstock.runtime.settings import RedisSettings, without_password
 
-# The GPUs of a machine, and what would compute on them.
+# --- GPUs: what a node would find on this machine, and what would compute
 
 _TIMEOUT_S = 20
 _FIELDS = "name,driver_version,compute_cap,memory.free,memory.total"
@@ -154,7 +154,7 @@ def _version_of(package: str) -> str | None:
         return None
 
 
-# One line of `penstock doctor`.
+# --- the report
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,8 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check Redis, nodes, CPU, GPU, model files and optional packages. Exit code 1 if something must be repaired."""
-    url = _redis_url(redis_url)
+    settings = RedisSettings.load(redis_url=redis_url)
+    url = settings.redis_url or running_url(settings.runtime_dir)
     checks = asyncio.run(check_redis(url))
     if url and all(check.level != "fail" for check in checks):
         checks += asyncio.run(check_nodes(url))
@@ -221,12 +222,6 @@ def _print(checks: list[Check]) -> None:
         console.print(check.finding, markup=False)
         if check.advice:
             console.print(f"{'':18}{check.advice}", markup=False, style="dim")
-
-
-def _redis_url(given: str | None) -> str | None:
-    """Return the URL of the Redis that commands use, or None if there is none."""
-    settings = RedisSettings.load(redis_url=given)
-    return settings.redis_url or running_url(settings.runtime_dir)
 
 
 async def check_redis(url: str | None) -> list[Check]:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from penstock.queue.broker.usage import UsageBroker
 
 
-# Output of `penstock keys`: JSON objects, and lines for people.
+_WITHOUT_LIMIT = {"memory_percent": "as set for the pool"}
+"""Limit → its text if a key does not set it; that of others is "no limit"."""
 
 
 def record_object(key: ApiKey) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def lines_of(shown: dict[str, Any]) -> Iterator[str]:
     for name, value in shown.items():
         if name == "limits":
             for limit, number in value.items():
-                yield _line(limit, _without_limit(limit) if number == NO_LIMIT else number)
+                yield _line(limit, _WITHOUT_LIMIT.get(limit, "no limit") if number == NO_LIMIT else number)
         elif name == "usage":
             counts = " ".join(f"{counter}={count}" for counter, count in value.items() if counter != "days")
             yield _line("usage", f"{counts} (last {value['days']} days)")
@@ -102,13 +103,11 @@ def usage_line_of(row: PeriodUsage) -> str:
     return f"{row.label} {row.pool} {row.tenant} {row.account or '-'} jobs={row.jobs} {tokens}"
 
 
-def _without_limit(name: str) -> str:
-    return "as set for the pool" if name == "memory_percent" else "no limit"
-
-
 def _line(name: str, value: object) -> str:
     return f"{name:<18} {value}".rstrip()
 
+
+# --- the commands
 
 T = TypeVar("T")
 KeyName = Annotated[

@@ -18,11 +18,9 @@ from penstock.cli.command_line import App, Group, usage_line, write_section
 from penstock.cli.output import exit_code_of as exit_code_of
 from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError
 
-# The commands of `penstock`, each imported when it is first used.
-
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CommandEntry:
     """One command as the help of `penstock` shows it."""
 
     name: str
@@ -32,9 +30,9 @@ class Entry:
 
 
 class LazyCommands(Mapping[str, Any]):
-    """The commands by name. Looking one up imports its module."""
+    """The commands by name. Looking up a command imports its module."""
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, entries: Mapping[str, CommandEntry]) -> None:
         self._entries = entries
         self._loaded: dict[str, Any] = {}
 
@@ -50,7 +48,7 @@ class LazyCommands(Mapping[str, Any]):
         return len(self._entries)
 
 
-def _load(entry: Entry) -> Any:
+def _load(entry: CommandEntry) -> Any:
     module, _, attribute = entry.home.partition(":")
     target = getattr(import_module(module), attribute)
     if isinstance(target, typer.Typer):
@@ -60,32 +58,34 @@ def _load(entry: Entry) -> Any:
     return get_command(app)
 
 
-PANELS: Mapping[str, tuple[Entry, ...]] = {
+PANELS: Mapping[str, tuple[CommandEntry, ...]] = {
     "Run": (
-        Entry("serve", "penstock.cli.serve:serve", "Serve a model on this machine: Redis, a node and a gateway"),
-        Entry("node", "penstock.cli.services:node", "Run a node with one model"),
-        Entry("gateway", "penstock.cli.services:gateway", "Run an HTTP gateway"),
-        Entry("demo", "penstock.cli.demo:demo", "Start everything, stream one answer, and stop everything"),
+        CommandEntry("serve", "penstock.cli.serve:serve", "Serve a model on this machine: Redis, a node and a gateway"),
+        CommandEntry("node", "penstock.cli.services:node", "Run a node with one model"),
+        CommandEntry("gateway", "penstock.cli.services:gateway", "Run an HTTP gateway"),
+        CommandEntry("demo", "penstock.cli.demo:demo", "Start everything, stream one answer, and stop everything"),
     ),
     "Ask": (
-        Entry("chat", "penstock.cli.chat:chat", "Chat with a served model in the terminal"),
-        Entry("submit", "penstock.cli.submit:submit", "Submit one prompt and print its answer"),
-        Entry("batch", "penstock.cli.batch:app", "Answer a file of requests"),
+        CommandEntry("chat", "penstock.cli.chat:chat", "Chat with a served model in the terminal"),
+        CommandEntry("submit", "penstock.cli.submit:submit", "Submit one prompt and print its answer"),
+        CommandEntry("batch", "penstock.cli.batch:app", "Answer a file of requests"),
     ),
     "Look": (
-        Entry("jobs", "penstock.cli.jobs:app", "List, show, cancel or follow jobs"),
-        Entry("pools", "penstock.cli.pools:app", "List the served models with their load; remove a pool"),
-        Entry("dead", "penstock.cli.dead:app", "Show, retry or delete jobs that lost too many nodes"),
-        Entry("top", "penstock.cli.top.commands:top", "Show nodes, queues and tenants live"),
-        Entry("doctor", "penstock.cli.doctor:doctor", "Check this machine, its Redis and its nodes, with advice"),
+        CommandEntry("jobs", "penstock.cli.jobs:app", "List, show, cancel or follow jobs"),
+        CommandEntry("pools", "penstock.cli.pools:app", "List the served models with their load; remove a pool"),
+        CommandEntry("dead", "penstock.cli.dead:app", "Show, retry or delete jobs that lost too many nodes"),
+        CommandEntry("top", "penstock.cli.top.commands:top", "Show nodes, queues and tenants live"),
+        CommandEntry(
+            "doctor", "penstock.cli.doctor:doctor", "Check this machine, its Redis and its nodes, with advice"
+        ),
     ),
     "Measure": (
-        Entry("bench", "penstock.cli.bench.commands:app", "Put load on a server and measure it"),
-        Entry("profile", "penstock.cli.profile:profile", "Record where the time of a running node goes"),
+        CommandEntry("bench", "penstock.cli.bench.commands:app", "Put load on a server and measure it"),
+        CommandEntry("profile", "penstock.cli.profile:profile", "Record where the time of a running node goes"),
     ),
     "Administer": (
-        Entry("keys", "penstock.cli.keys:app", "Manage the API keys of the gateways"),
-        Entry("audit", "penstock.cli.audit:audit", "Check that all data in Redis agrees with the jobs"),
+        CommandEntry("keys", "penstock.cli.keys:app", "Manage the API keys of the gateways"),
+        CommandEntry("audit", "penstock.cli.audit:audit", "Check that all data in Redis agrees with the jobs"),
     ),
 }
 """The subcommands under the headings of the help."""
@@ -116,7 +116,11 @@ class _Root(Group):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand. An error ends it with one line and an exit code."""
-        _accept_any_text()
+        # Text that the terminal's encoding cannot represent would raise a UnicodeError and abort the command. So it is
+        # printed as escapes. Invalid bytes of the input become surrogates, which a request's checks refuse by name.
+        for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors=errors)
         try:
             return super().invoke(ctx)
         except PenstockError as error:
@@ -126,7 +130,7 @@ class _Root(Group):
             raise typer.Exit(EXIT_INTERRUPTED) from error
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        """Run the command line. A wrong use of it ends with one line."""
+        """Run the command line. A wrong use ends with one line on stderr."""
         standalone_mode = options.get("standalone_mode", True)
         try:
             status = super().main(*arguments, **options | {"standalone_mode": False})
@@ -138,17 +142,6 @@ class _Root(Group):
         if not standalone_mode:
             return status
         sys.exit(status or 0)
-
-
-def _accept_any_text() -> None:
-    """Make stdin and stdout accept text that the terminal's encoding cannot represent.
-
-    Such characters are printed as escapes. Invalid input bytes are read as surrogates, which the checks of a request
-    refuse by name. Otherwise a UnicodeError would abort the command.
-    """
-    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors=errors)
 
 
 app = App(cls=_Root, add_completion=True)

@@ -17,10 +17,8 @@ from pydantic.fields import FieldInfo
 
 from penstock.cli.command_line import default_in_words, panel_by_setting
 
-# The help texts of settings: the docstrings of their fields, and their defaults.
-#
-# Pydantic can read such docstrings as well, but when it creates the class. That takes 20 ms at the start of each
-# process that has the settings, also of those that never print a help text.
+# The help texts of settings are the docstrings of their fields. Pydantic can read these too, but only when it creates
+# the class. That would take 20 ms at the start of every process that has the settings, even if it prints no help.
 
 
 def docstrings_of(settings: type[BaseModel]) -> dict[str, str]:
@@ -113,7 +111,7 @@ def words_of(given: Mapping[str, object], flags: Mapping[str, Sequence[str]] | N
     words: list[str] = []
     for name, value in given.items():
         values = value if isinstance(value, list) else [] if value is None else [value]
-        flag = (flags or {}).get(name, (_flag(name),))[0]
+        flag = (flags or {}).get(name, (f"--{name.replace('_', '-')}",))[0]
         words += [word for one in values for word in (flag, str(one))]
     return tuple(words)
 
@@ -122,7 +120,3 @@ def _option(name: str, field: FieldInfo, help_text: str | None, flags: Sequence[
     kind: Any = list[str] if get_origin(field.annotation) is tuple else field.annotation
     option = typer.Option(*flags, help=help_text, rich_help_panel=panel)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -21,8 +21,6 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 
-# Exit codes of commands that end with an error.
-
 EXIT_FAILED = 1
 EXIT_TRY_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h."""

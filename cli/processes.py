@@ -25,8 +25,6 @@ from penstock.contract.errors import ConfigError, PenstockError
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
 
-# Messages about the end of a process: its exit status, and the reason from the last lines of its log.
-
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _COLORS = re.compile(r"\x1b\[\d*m")
 _LINE_FOR_PEOPLE = re.compile(rf"\d\d:\d\d:\d\d ({'|'.join(_LEVELS)}) +(.*)")
@@ -34,9 +32,10 @@ _LINE_FOR_PEOPLE = re.compile(rf"\d\d:\d\d:\d\d ({'|'.join(_LEVELS)}) +(.*)")
 
 
 def end_in_words(status: int | None, tail: Iterable[str]) -> str:
-    """Describe an exit status and its reason in the last lines of the log.
+    """Describe an exit status, and the reason that the last lines of the log give.
 
-    Of a killed process only an error is one, such as a guard's: other last lines do not concern its end.
+    After a kill, only a line of the level ERROR counts as the reason, such as a guard's: the process itself had no time
+    to write why it ended.
     """
     words = status_in_words(status)
     reason = reason_in(tail, least="ERROR" if signal.SIGKILL.name in words else "WARNING")
@@ -74,7 +73,7 @@ def _end_event_in(line: str) -> tuple[str, str] | None:
     return level, ": ".join(str(record[name]) for name in ("message", "reason") if name in record)
 
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__package__)
 NODE_GRACE_S = 30.0
 GATEWAY_GRACE_S = 35.0
 _GUARD_MARGIN_S = 5.0
@@ -100,7 +99,7 @@ class ProcessDiedError(PenstockError):
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ChildCommand:
     """The command line of a child process."""
 
     name: str
@@ -116,7 +115,7 @@ class Command:
 class Child:
     """One child process."""
 
-    def __init__(self, command: Command, process: asyncio.subprocess.Process, sink: LogSink) -> None:
+    def __init__(self, command: ChildCommand, process: asyncio.subprocess.Process, sink: LogSink) -> None:
         self.name = command.name
         self._command = command
         self._process = process
@@ -145,7 +144,8 @@ class Child:
 
     def death(self) -> ProcessDiedError:
         """Return an error with the child's exit status and the last lines of its log."""
-        return ProcessDiedError(f"{self._status()}{self._log_tail()}", self.why_it_ended())
+        status = status_in_words(self._process.returncode)
+        return ProcessDiedError(f"{self.name} ended with {status}{self._log_tail()}", self.why_it_ended())
 
     async def ended(self) -> None:
         """Wait until the child has ended."""
@@ -154,9 +154,6 @@ class Child:
     def why_it_ended(self) -> str:
         """Return one line with the exit status and the reason of a child that has ended."""
         return f"{self.name} ended with {end_in_words(self._process.returncode, self._tail)}"
-
-    def _status(self) -> str:
-        return f"{self.name} ended with {status_in_words(self._process.returncode)}"
 
     async def stop(self) -> None:
         """Ask the child to end, and kill it after its grace time."""
@@ -195,7 +192,7 @@ class Child:
                 # The log cannot be written, as on a full disk. The child runs on, so its pipe must be read on.
                 continue
             except Exception:
-                _LOG.exception("process.line_failed", extra={"part": self.name})
+                _log.exception("process.line_failed", extra={"part": self.name})
 
     def _take_line(self, line: str) -> None:
         event = _event_in(line)
@@ -214,7 +211,7 @@ class Child:
 class Supervisor:
     """Owns the child processes of one command. Leaving its context stops them, the last started child first.
 
-    If the task is canceled while it waits for them to stop, all remaining children are killed at once.
+    If the task is canceled while it waits for children to stop, all remaining children are killed at once.
     """
 
     def __init__(self, sink: LogSink, env: Mapping[str, str] | None = None) -> None:
@@ -242,7 +239,7 @@ class Supervisor:
         """The children in the order in which they were started."""
         return tuple(self._children)
 
-    async def start(self, command: Command) -> Child:
+    async def start(self, command: ChildCommand) -> Child:
         """Start a child and return it without waiting until it is ready."""
         process = await asyncio.create_subprocess_exec(
             *guarded([*command.argv], grace_s=command.grace_s),
@@ -257,7 +254,7 @@ class Supervisor:
         self._children.append(child)
         return child
 
-    async def replace(self, ended: Child, command: Command) -> Child:
+    async def replace(self, ended: Child, command: ChildCommand) -> Child:
         """Start a child that replaces an ended one and takes over its position in the order of the shutdown."""
         position = self._children.index(ended)
         child = await self.start(command)
@@ -309,16 +306,16 @@ def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
 
 def node_command(
     model: str, redis_url: str, *, arguments: Sequence[str] = (), on_progress: Callable[[Event], None] | None = None
-) -> Command:
+) -> ChildCommand:
     """Return the command of a node that runs `model`."""
     env = {**_redis_variable(redis_url), "PENSTOCK_NODE_PROGRESS": "json"}
-    return Command("node", (*_PENSTOCK, "node", model, *arguments), env, NODE_GRACE_S, on_progress)
+    return ChildCommand("node", (*_PENSTOCK, "node", model, *arguments), env, NODE_GRACE_S, on_progress)
 
 
-def gateway_command(redis_url: str, *, arguments: Sequence[str] = ()) -> Command:
+def gateway_command(redis_url: str, *, arguments: Sequence[str] = ()) -> ChildCommand:
     """Return the command of a gateway. Its ready event holds the `url`."""
     env = {**_redis_variable(redis_url), "PENSTOCK_GATEWAY_PROGRESS": "json"}
-    return Command("gateway", (*_PENSTOCK, "gateway", *arguments), env, GATEWAY_GRACE_S)
+    return ChildCommand("gateway", (*_PENSTOCK, "gateway", *arguments), env, GATEWAY_GRACE_S)
 
 
 def _redis_variable(redis_url: str) -> dict[str, str]:

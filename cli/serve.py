@@ -24,7 +24,7 @@ from penstock.cli.doctor import check_extras
 from penstock.cli.options import options_of, taken_for, takes, words_of
 from penstock.cli.processes import (
     Child,
-    Command,
+    ChildCommand,
     Event,
     LogSink,
     ProcessDiedError,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-# The progress of a loading model: a bar on a terminal, log lines elsewhere.
+# --- progress of a loading model: a bar on a terminal, log lines elsewhere
 
 _ALMOST = 0.999
 """Shown instead of 1. After 1, rich counts the bar as finished and stops its clock, but another stage may follow."""
@@ -129,7 +129,7 @@ class LoadingBar:
             self._progress.stop()
 
 
-# Restarts of the parts of `penstock serve`: each restart waits for a growing pause and logs why the part ended.
+# --- restarts of the parts: each waits for a growing pause and logs why the part ended
 
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
@@ -155,7 +155,7 @@ class BackOff:
         return pause_s
 
 
-async def keep_child(supervisor: Supervisor, child: Child, command: Command, say: Say) -> NoReturn:
+async def keep_child(supervisor: Supervisor, child: Child, command: ChildCommand, say: Say) -> NoReturn:
     """Restart a child process whenever it ends."""
     back_off, started_s = BackOff(), time.monotonic()
     while True:
@@ -220,8 +220,9 @@ async def _until(joined: RunningRedis, *, accepts: bool) -> None:
         await asyncio.sleep(_JOINED_POLL_INTERVAL_S)
 
 
-log = logging.getLogger(__name__)
+# --- the command
 
+_log = logging.getLogger(__package__)
 GATEWAY_START_TIMEOUT_S = 60.0
 PORT_TIMEOUT_S = 3.0
 """Seconds to wait for the port of an earlier `penstock serve` that is ending, such as one that was killed."""
@@ -272,7 +273,9 @@ def serve(
     """
     logs = LogSettings.load(**taken_for(LogSettings, given))
     of_node, of_gateway = ({name: given[name] for name in names} for names in (_OF_NODE, _OF_GATEWAY))
-    _check_packages()
+    missing = [check.finding for check in check_extras(("node", "gateway")) if check.level != "ok"]
+    if missing:
+        raise ConfigError(f"packages are missing: pip install 'penstock[all]' ({'; '.join(missing)})")
     if model is None:
         model = default_model()
         if _node_settings(model, of_node).generation_config == "auto":
@@ -287,14 +290,9 @@ def serve(
             run_until_stopped(_serve(url, server, model, *words, logs))
         except ProcessDiedError as error:
             # The log above has the last lines of the process.
-            raise ProcessDiedError(f"{error.why}{_hint(model, error.why)}", error.why) from error
-
-
-def _check_packages() -> None:
-    """Raise ConfigError if a package is missing that the node or the gateway needs."""
-    missing = [check.finding for check in check_extras(("node", "gateway")) if check.level != "ok"]
-    if missing:
-        raise ConfigError(f"packages are missing: pip install 'penstock[all]' ({'; '.join(missing)})")
+            is_download = model == ON_HUB and any(word in error.why for word in ("download", "hub"))
+            hint = f"; instead of the download: {REMEDY}" if is_download else ""
+            raise ProcessDiedError(f"{error.why}{hint}", error.why) from error
 
 
 def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[str, Any]) -> None:
@@ -320,12 +318,6 @@ def _node_settings(model: str, of_node: Mapping[str, Any]) -> NodeSettings:
     return NodeSettings.load(model=model, redis_url="unix://unused", **of_node)
 
 
-def _hint(model: str, why: str) -> str:
-    """Return what a user may do instead if the demo model could not be downloaded."""
-    is_download = model == ON_HUB and any(word in why for word in ("download", "hub"))
-    return f"; instead of the download: {REMEDY}" if is_download else ""
-
-
 async def _serve(
     redis_url: str,
     server: EmbeddedRedis | RunningRedis | None,
@@ -345,18 +337,18 @@ async def _serve(
         )
         async with asyncio.TaskGroup() as keepers:
             for child, command in zip(supervisor.children, commands, strict=True):
-                keepers.create_task(keep_child(supervisor, child, command, log.warning))
+                keepers.create_task(keep_child(supervisor, child, command, _log.warning))
             if isinstance(server, EmbeddedRedis):
-                keepers.create_task(keep_redis(server, log.warning))
+                keepers.create_task(keep_redis(server, _log.warning))
             elif server is not None:
-                keepers.create_task(watch_joined_redis(server, log.warning))
+                keepers.create_task(watch_joined_redis(server, _log.warning))
 
 
 async def start_all(
     supervisor: Supervisor, redis_url: str, model: str, of_node: Sequence[str], of_gateway: Sequence[str]
 ) -> tuple[Event, Event]:
     """Start a node and a gateway, show the progress, and return their ready events."""
-    progress = LoadingProgress(log, pool_of_model(model))
+    progress = LoadingProgress(_log, pool_of_model(model))
     node = await supervisor.start(node_command(model, redis_url, arguments=of_node, on_progress=progress.update))
     # The gateway starts last and so stops first: no request arrives while the node returns its jobs to the queue.
     gateway = await supervisor.start(gateway_command(redis_url, arguments=of_gateway))
@@ -370,7 +362,7 @@ def _relay_of(logs: LogSettings) -> LogSink:
 
     def relay(name: str, line: str) -> None:
         if is_json and not line.startswith("{"):
-            log.info("output", extra={"part": name, "line": line})
+            _log.info("output", extra={"part": name, "line": line})
         else:
             print(line if is_json else f"{_prefix(name)}{line}", file=sys.stderr, flush=True)
 
@@ -391,11 +383,11 @@ def _log_variables(logs: LogSettings) -> dict[str, str]:
 
 def _log_start(model: str, redis_url: str, server: EmbeddedRedis | RunningRedis | None) -> None:
     if isinstance(server, RunningRedis):
-        log.warning("joins the Redis of another penstock serve", extra=asdict(server))
+        _log.warning("joins the Redis of another penstock serve", extra=asdict(server))
     if model == ON_HUB:
         facts = {"size_mb": SIZE_MB, "package": PACKAGE}
-        log.info("the demo model's package is not installed; the model comes from the hub", extra=facts)
-    log.info("starting", extra={"model": model, "redis": without_password(redis_url)})
+        _log.info("the demo model's package is not installed; the model comes from the hub", extra=facts)
+    _log.info("starting", extra={"model": model, "redis": without_password(redis_url)})
 
 
 def _print_ready(node: Event, gateway: Event, redis_url: str, *, is_local: bool) -> None:

@@ -21,7 +21,7 @@ from penstock.runtime import event_loop
 from penstock.runtime.logging import LogSettings, configure_logging
 from penstock.runtime.settings import KeySettings, redis_url_of
 
-# `penstock node`: run a node with one model in this process.
+_log = logging.getLogger(__package__)
 
 _FIELDS = NodeSettings.model_fields
 _MODEL_HELP = docstrings_of(NodeSettings).get("model")
@@ -55,10 +55,6 @@ def node(model: Annotated[str | None, typer.Argument(help=_MODEL_HELP)] = None, 
     with exiting_despite_threads(exit_code_of):
         event_loop.run(run_node(settings))
 
-
-# `penstock gateway`: run an HTTP gateway in this process.
-
-log = logging.getLogger(__name__)
 
 _FLAGS = {"cors_origins": ("--cors-origin",), "allowed_hosts": ("--allowed-host",)}
 
@@ -94,9 +90,9 @@ def _make_first_key(redis_url: str, path: Path) -> None:
         if key is not None:
             with open(path, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
                 file.write(f"{key}\n")
-            log.warning("made a first API key", extra={"file": str(path)})
+            _log.warning("made a first API key", extra={"file": str(path)})
     except (PenstockError, OSError) as error:
-        log.warning("cannot make a first API key", extra={"reason": str(error)})
+        _log.warning("cannot make a first API key", extra={"reason": str(error)})
 
 
 async def _first_key(redis_url: str) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 from tests.source_tree import ROOT
 
 PAGES = sorted(
-    path for folder in ("", "examples", "ops", "ops/acl", "ops/bench") for path in (ROOT / folder).glob("*.md")
+    path for folder in ("", "docs", "examples", "ops", "ops/acl", "ops/bench") for path in (ROOT / folder).glob("*.md")
 )
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -37,7 +37,13 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert wrong == []
 
 
-def test_readme_leads_to_every_page_beside_it() -> None:
+def test_readme_leads_to_every_page() -> None:
     readme = (ROOT / "README.md").read_text()
-    pages = {path.name for path in ROOT.glob("*.md")} - {"README.md", "CHANGELOG.md"}
-    assert [name for name in pages if f"]({name})" not in readme] == []
+    pages = {str(path.relative_to(ROOT)) for folder in ("", "docs") for path in (ROOT / folder).glob("*.md")}
+    assert [name for name in pages - {"README.md"} if f"]({name})" not in readme] == []
+
+
+def test_readme_takes_three_screens() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 120] == []

@@ -39,11 +39,6 @@ from penstock.cli.output import EXIT_FAILED
 from penstock.contract.errors import EXIT_INTERRUPTED, ConfigError, RequestError
 from penstock.contract.problems import request_error
 
-# The options of `penstock bench serve`. Their docstrings are its help texts; names are vLLM's where it has them.
-
-
-# One run of `penstock bench serve`, from the first probe to the last file.
-
 WARMUP_CONCURRENCY = 16
 TO_STDOUT = "-"
 EXIT_DONE = 0
@@ -51,7 +46,7 @@ EXIT_DONE = 0
 
 @dataclass(frozen=True)
 class Session:
-    """One run of the load generator, with its options."""
+    """One run of the load generator, from the first probe to the last file."""
 
     server: ServerOptions
     workload: WorkloadOptions
@@ -61,7 +56,9 @@ class Session:
     async def run(self) -> int:
         """Probe the server, send the load, show the result, and return the exit status."""
         self._check_files()
-        _raise_file_limit()
+        # Every open request has a connection, so permit as many as the system allows.
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         connections = Connections(Address.of(self.server.base_url))
         try:
             target = await self._target(connections)
@@ -120,7 +117,7 @@ class Session:
         records, output = measured.records, self.output
         summary = summary_of(measured, output.limits_ms, output.percentiles)
         notes = [*notes, *notes_of(measured, summary)]
-        load = f"{self.server.base_url} · {len(records)} requests, {_arrivals_text(self.workload)}"
+        load = f"{self.server.base_url} · {len(records)} requests, {self.workload.arrivals}"
         load += f", at most {limit} open" if (limit := self.limits.max_concurrency) else ""
         if output.output_json != TO_STDOUT:
             print_result(Console(), target.model, load, summary, output.percentiles, notes, output.limits_ms)
@@ -154,12 +151,6 @@ class Session:
         }
 
 
-def _arrivals_text(workload: WorkloadOptions) -> str:
-    if workload.trace is not None:
-        return f"trace {workload.trace.name}"
-    return f"{workload.request_rate:g} a second" if math.isfinite(workload.request_rate) else "all at once"
-
-
 def _write(name: str, text: str) -> None:
     if name == TO_STDOUT:
         print(text)
@@ -168,12 +159,6 @@ def _write(name: str, text: str) -> None:
         Path(name).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise RequestError(f"output_json: cannot write {name}: {error.strerror}", param="output_json") from error
-
-
-def _raise_file_limit() -> None:
-    """Permit as many open connections as the system allows: every open request has one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 Options = TypeVar("Options", bound=BaseModel)
@@ -231,7 +216,6 @@ def serve(
         import uvloop
     except ImportError as error:
         raise ConfigError("bench serve needs the gateway's packages: pip install 'penstock[gateway]'") from error
-    from penstock.cli.bench.commands import Session
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(Session(server, workload, bounds, output).run())

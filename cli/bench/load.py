@@ -1,4 +1,7 @@
-"""Sends the planned requests when they are due, even if the server has not answered earlier ones."""
+"""The options of a load, its plan, and the open loop that sends it: a request goes out when it is due.
+
+The docstrings of options are the help texts of `penstock bench serve`. Their names are vLLM's where it has them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from penstock.cli.bench.connection import AnswerReader, Connections
+from penstock.cli.bench.connection import AnswerRecorder, Connections
 from penstock.cli.bench.prompts import (
     HASH_BLOCK_TOKENS,
     PlannedRequest,
@@ -117,6 +120,13 @@ class WorkloadOptions(_Options):
     seed: int = 0
     """Equal seeds give equal requests."""
 
+    @property
+    def arrivals(self) -> str:
+        """When requests arrive, in words."""
+        if self.trace is not None:
+            return f"trace {self.trace.name}"
+        return f"{self.request_rate:g} a second" if math.isfinite(self.request_rate) else "all at once"
+
 
 class LimitOptions(_Options):
     """Limits of the load."""
@@ -188,12 +198,6 @@ def _number(word: str) -> float:
         return math.nan
 
 
-# Records of one request: its plan, and its measurements.
-
-
-# When requests arrive.
-
-
 def arrival_times(num_requests: int, rate_per_s: float, burstiness: float, random: Random) -> list[float]:
     """Return when each request is due, in seconds after the start.
 
@@ -206,8 +210,6 @@ def arrival_times(num_requests: int, rate_per_s: float, burstiness: float, rando
     scale = 1 / (rate_per_s * burstiness)
     return list(accumulate(random.gammavariate(burstiness, scale) for _ in range(num_requests)))
 
-
-# Makes the requests of a load.
 
 DEFAULT_NUM_PROMPTS = 100
 DEFAULT_ANSWER_TOKENS = 128
@@ -329,6 +331,6 @@ class Load:
             if self.limits.duration is not None and now_s > self.limits.duration:
                 return
             record.sent_s = now_s
-            await self.connections.exchange(body, AnswerReader(record), start_s, self.limits.request_timeout)
+            await self.connections.exchange(body, AnswerRecorder(record), start_s, self.limits.request_timeout)
             record.is_over = True
             on_end(record)

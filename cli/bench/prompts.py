@@ -1,4 +1,4 @@
-"""Prompts of a load: of wanted lengths, from files, and from traces."""
+"""Prompts of a load: of wanted lengths, from files, and from traces. Also the records of a request."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RequestRecord:
         return [after - before for before, after in pairwise(events)]
 
 
-# Prompts of a wanted number of tokens, without a tokenizer.
+# --- prompts of a wanted number of tokens, without a tokenizer
 
 HASH_BLOCK_TOKENS = 512
 """Tokens of a prompt that one of a trace's `hash_ids` stands for, as in Mooncake's traces."""
@@ -138,7 +138,7 @@ def random_lengths(mean: int, range_ratio: float, num_lengths: int, random: Rand
     return [random.randint(low, high) for _ in range(num_lengths)]
 
 
-# Prompts from a file: ShareGPT's JSON, or JSON lines with `prompt` or `messages`.
+# --- prompts from a file: ShareGPT's JSON, or JSON lines with `prompt` or `messages`
 
 _TOKENS_PER_WORD = 4 / 3
 """Tokens per word of English prose, for an estimate of the length of a dataset's answers."""
@@ -196,8 +196,7 @@ def _lines(text: str) -> Iterator[Sample]:
         yield prompt, None if num_tokens is None else int(num_tokens)
 
 
-# Traces: files that say when requests arrive and how long they are.
-#
+# --- traces: files that say when requests arrive and how long they are
 # JSON lines have `timestamp` in ms (Mooncake's format) or `arrival_s`; `prompt`, `messages` or `input_length`, with
 # optional `hash_ids`; and `output_length` or `max_tokens`. CSV files have the columns of Azure's traces (TIMESTAMP as
 # a date, ContextTokens, GeneratedTokens) or BurstGPT's (Timestamp in seconds, Request tokens, Response tokens).

@@ -18,7 +18,7 @@ from rich.text import Text
 from penstock.cli.bench.load import Measured
 from penstock.cli.bench.prompts import RequestRecord
 
-# The result of a load on the terminal.
+# --- the result on the terminal
 
 _LATENCIES = {
     "ttft": "time to first token",
@@ -69,12 +69,9 @@ def _rates(summary: Mapping[str, Any], limits: Mapping[str, float]) -> Table:
     table.add_row("most open at once", f"{summary['max_concurrent_requests']:,}", "peak output tokens/s", peak)
     if limits:
         kept = f"{summary['goodput_share']:.1%}"
-        table.add_row("goodput/s", f"{summary['request_goodput']:.2f}", f"share within {_limits_text(limits)}", kept)
+        text = ", ".join(f"{metric} {limit:g} ms" for metric, limit in limits.items())
+        table.add_row("goodput/s", f"{summary['request_goodput']:.2f}", f"share within {text}", kept)
     return table
-
-
-def _limits_text(limits: Mapping[str, float]) -> str:
-    return ", ".join(f"{metric} {limit:g} ms" for metric, limit in limits.items())
 
 
 def _latencies(summary: Mapping[str, Any], percentiles: Sequence[float]) -> Table:
@@ -107,8 +104,7 @@ def _failure_lines(failures: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-# The server under load: its model, the bodies of its requests, and the probes before the load.
-
+# --- the result as numbers
 
 _MANY_TOKENS_PER_EVENT = 1.05
 _MAX_LATENESS_MS = 10.0
@@ -155,7 +151,6 @@ def summary_of(measured: Measured, goodput: Mapping[str, float], percentiles: Se
     num_output = sum(record.output_tokens for record in completed)
     num_good = sum(_is_good(record, goodput) for record in completed)
     num_events = sum(len(record.token_events_s) for record in completed)
-    peak_tokens, peak_open = _peaks(records)
     found: dict[str, Any] = {
         "duration": duration_s,
         "completed": len(completed),
@@ -169,8 +164,8 @@ def summary_of(measured: Measured, goodput: Mapping[str, float], percentiles: Se
         "input_throughput": num_input / duration_s,
         "output_throughput": num_output / duration_s,
         "total_token_throughput": (num_input + num_output) / duration_s,
-        "max_output_tokens_per_s": peak_tokens,
-        "max_concurrent_requests": peak_open,
+        "max_output_tokens_per_s": max(tokens_by_second(records).values(), default=0.0),
+        "max_concurrent_requests": max((num_open for _, num_open in open_requests(records)), default=0),
         "tokens_per_event": num_output / num_events if num_events else None,
         "num_with_usage": sum(record.usage_tokens is not None for record in completed),
         "client_cpu_share": measured.client_cpu_s / duration_s,
@@ -258,9 +253,3 @@ def _failures(records: Iterable[RequestRecord]) -> dict[str, dict[str, Any]]:
     examples = {record.error: record.detail for record in reversed(failed)}
     counts = Counter(record.error for record in failed).most_common()
     return {error: {"count": count, "example": examples[error]} for error, count in counts}
-
-
-def _peaks(records: Sequence[RequestRecord]) -> tuple[float, int]:
-    """Return the most output tokens in a second, and the most requests that were open at once."""
-    most_tokens = max(tokens_by_second(records).values(), default=0.0)
-    return most_tokens, max((num_open for _, num_open in open_requests(records)), default=0)

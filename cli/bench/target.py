@@ -10,19 +10,18 @@ from http import HTTPStatus
 from random import Random
 from typing import Any
 
-from penstock.cli.bench.connection import MAX_WHOLE_BYTES, Address, AnswerReader, Connections, request_bytes
+from penstock.cli.bench.connection import MAX_WHOLE_BYTES, Address, AnswerRecorder, Connections, request_bytes
 from penstock.cli.bench.prompts import Prompt, RequestRecord, TokenRatio, words
 from penstock.contract.errors import RequestError, UnavailableError
 
 _FEW_WORDS, _MANY_WORDS = 16, 144
-
-
+"""Words of the prompts of the two probes."""
 PROBE_TIMEOUT_S = 120.0
 """Seconds for the answer to the first request. A server may load its model for that request."""
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 
-class _WholeAnswer(AnswerReader):
+class _WholeAnswer(AnswerRecorder):
     """Collects the body of an answer that is not a stream."""
 
     def __init__(self) -> None:
@@ -68,7 +67,8 @@ class Target:
             body["prompt"] = prompt
         else:
             raise RequestError("endpoint: prompts that are messages need --endpoint chat", param="endpoint")
-        return request_bytes(self.address, "POST", self.path, self.headers, _json(body | dict(self.extra_body)))
+        text = json.dumps(body | dict(self.extra_body), ensure_ascii=False).encode(errors="replace")
+        return request_bytes(self.address, "POST", self.path, self.headers, text)
 
 
 def path_of(endpoint: str) -> str:
@@ -123,14 +123,10 @@ async def probed(target: Target, connections: Connections) -> tuple[Target, Toke
 async def _probe(target: Target, connections: Connections, num_words: int) -> RequestRecord:
     record = RequestRecord(0.0)
     request = target.request(words(Random(), num_words), 1)
-    await connections.exchange(request, AnswerReader(record), time.perf_counter(), PROBE_TIMEOUT_S)
+    await connections.exchange(request, AnswerRecorder(record), time.perf_counter(), PROBE_TIMEOUT_S)
     return record
 
 
 def _unreachable(address: Address, record: RequestRecord) -> UnavailableError:
     message = f"no answer from {address.host_header}: {record.error}: {record.detail}; --base-url names another server"
     return UnavailableError(message)
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode(errors="replace")

@@ -19,21 +19,22 @@ from rich.live import Live
 from rich.text import Text
 
 from penstock.cli.options import RedisUrl
-from penstock.cli.top.reader import SORT_KEYS, Frame, FrameReader, SortKey
+from penstock.cli.top.reader import SORT_KEYS, Frame, SortKey, TopReader
 from penstock.cli.top.screen import screen_of
 from penstock.contract.errors import NotFoundError, UnavailableError
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.pools import ActivityBroker
+from penstock.queue.broker.producer import ProducerBroker
 from penstock.runtime.settings import redis_url_of
-
-# Repeats frames on a terminal, and reads keys between them.
 
 _MAX_KEYS = 64
 
 
 @dataclass
 class LiveView:
-    """The view until `q`. Keys: `s` sorts by the next column, `p` shows the next pool alone, then all again."""
+    """Repeats frames until `q`. `s` sorts by the next column; `p` shows the next pool alone, after the last one all."""
 
-    reader: FrameReader
+    reader: TopReader
     console: Console
     interval_s: float
     sort: SortKey = "node"
@@ -133,26 +134,16 @@ def top(
 async def _top(
     redis_url: str, pool: str | None, sort: SortKey, interval_s: float, *, once: bool, as_json: bool
 ) -> None:
-    from rich.console import Console
-
-    from penstock.cli.top.commands import LiveView
-    from penstock.cli.top.reader import FrameReader
-    from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.pools import ActivityBroker
-    from penstock.queue.broker.producer import ProducerBroker
-
     console = Console()
     async with connect(redis_url) as redis:
-        reader = FrameReader(ActivityBroker(redis), ProducerBroker(redis), pool=pool)
+        reader = TopReader(ActivityBroker(redis), ProducerBroker(redis), pool=pool)
         if once or as_json or not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
             await _print_once(reader, console, pool, sort, as_json=as_json)
         else:
             await LiveView(reader, console, interval_s, sort).run()
 
 
-async def _print_once(reader: FrameReader, console: Console, pool: str | None, sort: SortKey, *, as_json: bool) -> None:
-    from penstock.cli.top.screen import screen_of
-
+async def _print_once(reader: TopReader, console: Console, pool: str | None, sort: SortKey, *, as_json: bool) -> None:
     frame = await reader.read()
     if pool is not None and not frame.pools:
         raise NotFoundError(f"no pool {pool!r} is announced", code="pool_not_found", param="pool")

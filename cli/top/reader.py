@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from penstock.contract.pool import PoolEvent
 
 
-# The state that `penstock top` shows at one moment.
-
 NodeState = Literal["ok", "unhealthy", "draining", "silent", "dead"]
 SortKey = Literal["node", "state", "running", "waiting", "kv", "out"]
 SORT_KEYS: tuple[SortKey, ...] = get_args(SortKey)
@@ -115,7 +113,7 @@ class Frame:
     num_pools_left_out: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the frame as JSON object."""
+        """Return the frame as a JSON object."""
         pools = [
             asdict(pool) | {"num_alive": pool.num_alive, "totals": {name: pool.total(name) for name in _SUMMED}}
             for pool in self.pools
@@ -164,8 +162,8 @@ class _Seen:
         return self.gone_s is None and counters == (self.tokens_in, self.tokens_out)
 
 
-class FrameReader:
-    """Reads frame after frame. It remembers nodes, for rates between two heartbeats and to show which ones died."""
+class TopReader:
+    """Reads frames. It remembers the nodes, because a rate needs two heartbeats, and dead nodes stay in view."""
 
     def __init__(self, activity: ActivityBroker, producer: ProducerBroker, *, pool: str | None = None) -> None:
         self._activity = activity

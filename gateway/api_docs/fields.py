@@ -1,4 +1,4 @@
-"""The table of request fields in docs/FIELDS.md, made from the schemas: `python -m penstock.gateway.api_docs.fields`."""
+"""The tables of docs/FIELDS.md, made from the schemas: `python -m penstock.gateway.api_docs.fields`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import serve
-from penstock.cli.processes import Child, Command, Event, ProcessDiedError, Supervisor, reason_in
+from penstock.cli.processes import Child, ChildCommand, Event, ProcessDiedError, Supervisor, reason_in
 from penstock.cli.serve import BackOff, keep_child
 from penstock.runtime.console_format import ConsoleFormatter
 
@@ -25,7 +25,7 @@ STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 PARENT = """
 import asyncio, sys
-from penstock.cli.processes import Command, Supervisor
+from penstock.cli.processes import ChildCommand, Supervisor
 
 CHILD = '''
 import json, os, subprocess, sys, time
@@ -36,7 +36,7 @@ time.sleep(300)
 
 async def main():
     async with Supervisor(lambda name, line: None) as supervisor:
-        child = await supervisor.start(Command("child", (sys.executable, "-c", CHILD), {}, grace_s=1))
+        child = await supervisor.start(ChildCommand("child", (sys.executable, "-c", CHILD), {}, grace_s=1))
         print(*(await child.ready())["pids"], flush=True)
         await supervisor.until_one_dies()
 
@@ -46,8 +46,8 @@ asyncio.run(main())
 
 def command(
     code: str, name: str = "child", grace_s: float = 5, on_progress: Callable[[Event], None] | None = None
-) -> Command:
-    return Command(name, (sys.executable, "-c", code), {}, grace_s, on_progress)
+) -> ChildCommand:
+    return ChildCommand(name, (sys.executable, "-c", code), {}, grace_s, on_progress)
 
 
 def quiet(_name: str, _line: str) -> None:
@@ -240,7 +240,7 @@ async def test_a_part_starts_again_when_the_machine_can_fork_again(
     async with Supervisor(quiet) as supervisor:
         replace, failures = supervisor.replace, [OSError(12, "Cannot allocate memory")]
 
-        async def replaced(child: Child, command: Command) -> Child:
+        async def replaced(child: Child, command: ChildCommand) -> Child:
             if failures:
                 raise failures.pop()
             return await replace(child, command)
@@ -321,14 +321,15 @@ def test_children_end_when_their_parent_is_killed(number: signal.Signals) -> Non
 
 STOPPED = f"""
 import sys
-from penstock.cli.processes import Command, Supervisor, run_until_stopped
+from penstock.cli.processes import ChildCommand, Supervisor, run_until_stopped
 
 async def main():
     async with Supervisor(lambda name, line: None) as supervisor:
         children = []
         for number in range(2):
             code = "import os, time; print(os.getpid(), flush=True)\\n" + {STUBBORN + READY + SLEEP!r}
-            children.append(await supervisor.start(Command("child", (sys.executable, "-c", code), {{}}, grace_s=60)))
+            command = ChildCommand("child", (sys.executable, "-c", code), {{}}, grace_s=60)
+            children.append(await supervisor.start(command))
         for child in children:
             await child.ready()
         print(*(line for child in children for line in child._tail), flush=True)

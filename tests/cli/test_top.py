@@ -21,7 +21,7 @@ from fakes.queue.harness import Queue
 from redis.asyncio import Redis
 
 from penstock import Client
-from penstock.cli.top.reader import FrameReader
+from penstock.cli.top.reader import TopReader
 from penstock.contract.pool import NodePressure
 from penstock.contract.priority import Priority
 from penstock.queue.broker.pools import ActivityBroker
@@ -134,7 +134,7 @@ def wait_for(redis_url: str, reached: Any) -> dict[str, Any]:
 async def test_a_node_that_falls_silent_is_dead_although_no_process_sweeps(redis: Redis) -> None:
     queue = Queue(redis)
     node = await queue.node("n1")
-    reader = FrameReader(ActivityBroker(redis), ProducerBroker(redis))
+    reader = TopReader(ActivityBroker(redis), ProducerBroker(redis))
     await node.broker.heartbeat(NodePressure("n1", kv_blocks_total=10), free=10, answered_call=0, held=None)
     assert [row.state for row in (await reader.read()).pools[0].nodes] == ["ok"]
     await queue.age("nodes", "n1", 3_600_000)
@@ -145,7 +145,7 @@ async def test_a_node_that_falls_silent_is_dead_although_no_process_sweeps(redis
 async def test_rates_are_those_between_two_heartbeats(redis: Redis) -> None:
     queue = Queue(redis)
     node = await queue.node("n1")
-    reader = FrameReader(ActivityBroker(redis), ProducerBroker(redis))
+    reader = TopReader(ActivityBroker(redis), ProducerBroker(redis))
 
     async def rates(num_in: int, num_out: int, silent_ms: int) -> tuple[float, float]:
         told = NodePressure(
@@ -169,7 +169,7 @@ async def test_one_view_needs_few_redis_commands(redis: Redis, redis_url: str) -
     await node.broker.heartbeat(NodePressure("n1"), free=10, answered_call=0, held=None)
     for _ in range(50):
         await queue.submit()
-    reader = FrameReader(ActivityBroker(redis), ProducerBroker(redis))
+    reader = TopReader(ActivityBroker(redis), ProducerBroker(redis))
     await reader.read()
     await redis.config_resetstat()
     await reader.read()

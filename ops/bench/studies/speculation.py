@@ -125,7 +125,9 @@ def _loads() -> Iterator[Load]:
 
 
 def _copies() -> list[str]:
-    text, code = ((ROOT / name).read_text() for name in ("docs/ARCHITECTURE.md", "gpu_node/engine/scheduler/scheduler.py"))
+    text, code = (
+        (ROOT / name).read_text() for name in ("docs/ARCHITECTURE.md", "gpu_node/engine/scheduler/scheduler.py")
+    )
     return [
         prompt
         for i in range(max(BATCHES) * ROUNDS // 2)
