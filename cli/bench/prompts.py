@@ -197,6 +197,7 @@ def _lines(text: str) -> Iterator[Sample]:
 
 
 # --- traces: files that say when requests arrive and how long they are
+#
 # JSON lines have `timestamp` in ms (Mooncake's format) or `arrival_s`; `prompt`, `messages` or `input_length`, with
 # optional `hash_ids`; and `output_length` or `max_tokens`. CSV files have the columns of Azure's traces (TIMESTAMP as
 # a date, ContextTokens, GeneratedTokens) or BurstGPT's (Timestamp in seconds, Request tokens, Response tokens).

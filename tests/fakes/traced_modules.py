@@ -1,0 +1,79 @@
+"""Which product modules run, by Python's profile hook: `threading.setprofile` reaches every thread that starts later."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from tests.source_tree import ROOT
+
+PRODUCT = ("gateway/", "gpu_node/", "kernels/", "producer/", "queue/")
+"""Folders of the package that count. The contract, the runtime and the commands do not."""
+ENGINE_THREAD = "penstock-engine"
+STEP = ("engine/engine.py", "step")
+
+
+@dataclass
+class TracedRun:
+    """The modules in which a function ran, as paths below the package."""
+
+    around_steps: set[str] = field(default_factory=set)
+    """Those outside of the engine's steps, on any thread."""
+    steps: list[set[str]] = field(default_factory=list)
+    """Those on the engine's thread, from the begin of each step to that of the next one."""
+
+
+class TracedModules:
+    """Records the modules in which a function runs, between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self._run: TracedRun | None = None
+        self._is_in_step = False
+        self._names: dict[str, str] = {}
+        """File → its path below the package; empty if it does not count."""
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Trace every thread that starts in the block."""
+        threading.setprofile(self._hook)
+        try:
+            yield
+        finally:
+            threading.setprofile(None)  # type: ignore[arg-type]
+
+    def start(self) -> None:
+        """Begin a recording."""
+        self._run = TracedRun()
+
+    def stop(self) -> TracedRun:
+        """End the recording and return it."""
+        run, self._run = self._run, None
+        assert run is not None
+        return run
+
+    def _hook(self, frame: FrameType, event: str, _: Any) -> None:
+        run, code = self._run, frame.f_code
+        if run is None or event not in ("call", "return") or code.co_name == "<module>":
+            return
+        on_engine_thread = threading.current_thread().name == ENGINE_THREAD
+        if on_engine_thread and code.co_name == STEP[1] and code.co_filename.endswith(STEP[0]):
+            self._is_in_step = event == "call"
+            if self._is_in_step:
+                run.steps.append(set())
+        if event == "call" and (name := self._name_of(code.co_filename)):
+            if on_engine_thread and run.steps:
+                run.steps[-1].add(name)
+            if not (on_engine_thread and self._is_in_step):
+                run.around_steps.add(name)
+
+    def _name_of(self, file: str) -> str:
+        name = self._names.get(file)
+        if name is None:
+            below = file.removeprefix(f"{ROOT}/penstock/")
+            name = self._names[file] = below if below.startswith(PRODUCT) else ""
+        return name
