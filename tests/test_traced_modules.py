@@ -12,7 +12,7 @@ from fixtures.tiny_model import make_tiny_model
 from penstock.gpu_node.engine import Engine, EngineConfig
 from tests.gateway.conftest import Stack
 
-MAX_OF_CHAT = 58
+MAX_OF_CHAT = 67
 MAX_OF_STEP = 32
 NUM_TOKENS = 40
 CHAT = {
@@ -29,9 +29,7 @@ CHAT = {
 def runs(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TracedRun]]:
     """Recordings of three chats with a gateway and a node in this process, after a chat that warms their caches."""
     model = str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
-    engine = Engine(
-        EngineConfig(model=model, dtype="bfloat16", num_kv_blocks=256, num_threads=1, weight_cache=False)
-    )
+    engine = Engine(EngineConfig(model=model, dtype="bfloat16", num_kv_blocks=256, num_threads=1, weight_cache=False))
     traced = TracedModules()
     with traced.installed():
         stack = Stack(redis_server)
@@ -71,7 +69,6 @@ def test_modules_that_run_for_one_streamed_chat(runs: list[TracedRun]) -> None:
 
 def test_modules_that_run_for_one_decode_step(runs: list[TracedRun]) -> None:
     steps = [step for run in runs for step in run.steps[NUM_TOKENS // 2 : NUM_TOKENS - 4]]
-    found = set.intersection(*steps)
+    found = set.union(*steps)
     assert {"gpu_node/engine/engine.py", "gpu_node/engine/worker.py"} <= found
     assert len(found) <= MAX_OF_STEP, in_lines(found)
-    print(in_lines(set.union(*steps)))

@@ -12,10 +12,13 @@ from typing import Any
 
 from tests.source_tree import ROOT
 
-PRODUCT = ("gateway/", "gpu_node/", "kernels/", "producer/", "queue/")
+COUNTED = ("gateway/", "gpu_node/", "kernels/", "producer/", "queue/")
 """Folders of the package that count. The contract, the runtime and the commands do not."""
+NOT_COUNTED = ("queue/msgpack_codec.py", "queue/broker/scripts.py")
+"""The codec, and the call of a Lua script."""
 ENGINE_THREAD = "penstock-engine"
-STEP = ("engine/engine.py", "step")
+ENGINE_FILE, COMPUTING = "engine/engine.py", ("step", "wait")
+"""The calls of the engine in which steps are planned, computed and committed."""
 
 
 @dataclass
@@ -23,7 +26,7 @@ class TracedRun:
     """The modules in which a function ran, as paths below the package."""
 
     around_steps: set[str] = field(default_factory=set)
-    """Those outside of the engine's steps, on any thread."""
+    """Those that run on any thread while the engine does not compute a step there."""
     steps: list[set[str]] = field(default_factory=list)
     """Those on the engine's thread, from the begin of each step to that of the next one."""
 
@@ -33,7 +36,7 @@ class TracedModules:
 
     def __init__(self) -> None:
         self._run: TracedRun | None = None
-        self._is_in_step = False
+        self._is_computing = False
         self._names: dict[str, str] = {}
         """File → its path below the package; empty if it does not count."""
 
@@ -61,19 +64,19 @@ class TracedModules:
         if run is None or event not in ("call", "return") or code.co_name == "<module>":
             return
         on_engine_thread = threading.current_thread().name == ENGINE_THREAD
-        if on_engine_thread and code.co_name == STEP[1] and code.co_filename.endswith(STEP[0]):
-            self._is_in_step = event == "call"
-            if self._is_in_step:
+        if on_engine_thread and code.co_name in COMPUTING and code.co_filename.endswith(ENGINE_FILE):
+            self._is_computing = event == "call"
+            if self._is_computing and code.co_name == "step":
                 run.steps.append(set())
         if event == "call" and (name := self._name_of(code.co_filename)):
             if on_engine_thread and run.steps:
                 run.steps[-1].add(name)
-            if not (on_engine_thread and self._is_in_step):
+            if not (on_engine_thread and self._is_computing):
                 run.around_steps.add(name)
 
     def _name_of(self, file: str) -> str:
         name = self._names.get(file)
         if name is None:
             below = file.removeprefix(f"{ROOT}/penstock/")
-            name = self._names[file] = below if below.startswith(PRODUCT) else ""
+            name = self._names[file] = below if below.startswith(COUNTED) and below not in NOT_COUNTED else ""
         return name
