@@ -12,6 +12,13 @@ from tests.source_tree import ROOT
 PAGES = sorted(
     path for folder in ("", "docs", "examples", "ops", "ops/acl", "ops/bench") for path in (ROOT / folder).glob("*.md")
 )
+PATH = re.compile(r"`((?:[\w.]+/)+\w+\.(?:py|lua|h|cpp))(?::\w+)?`")
+"""A file that a page names, from any folder on."""
+SOURCES = [
+    f"/{folder}/{path.relative_to(ROOT / folder)}"
+    for folder in ("penstock", "cli", "producer", "gateway", "gpu_node", "kernels", "ops", "tests", "examples")
+    for path in (ROOT / folder).rglob("*.*")
+]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -35,6 +42,12 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
         if "://" not in link and not (target.exists() and (not anchor or anchor in anchors_in(target))):
             wrong.append(link)
     assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = {f"/{name}" for name in PATH.findall(text_of(page))}
+    assert [name for name in sorted(named) if not any(path.endswith(name) for path in SOURCES)] == []
 
 
 def test_readme_leads_to_every_page() -> None:

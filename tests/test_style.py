@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 
 from tests.source_tree import Module, modules
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 80
+TWINS = frozenset(
+    (
+        "AdaptedRows",
+        "Adapter",
+        "Answer",
+        "Device",
+        "InFlightStep",
+        "OfferedTool",
+        "Pace",
+        "Request",
+        "Rows",
+        "Step",
+        "StreamOptions",
+        "TaskOptions",
+        "Trial",
+        "Worker",
+    )
+)
+"""Names that two public classes still have."""
 
 
 def num_body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -37,3 +57,11 @@ def test_functions_are_short() -> None:
 
 def test_modules_say_what_they_are_for() -> None:
     assert [module.path for module in modules().values() if not ast.get_docstring(module.tree)] == []
+
+
+def test_a_class_name_exists_once() -> None:
+    classes = [
+        node.name for module in modules().values() for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)
+    ]
+    numbers = Counter(name for name in classes if not name.startswith("_"))
+    assert {name for name, number in numbers.items() if number > 1} == TWINS

@@ -21,11 +21,7 @@ class Cell:
     values: dict[str, float]
     num_runs: int
     num_dirty: int
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether dirty runs were left out."""
-        return self.num_dirty < self.num_runs
+    """If it equals `num_runs`, the medians are over dirty runs."""
 
 
 def medians(runs: Iterable[Run]) -> Medians:

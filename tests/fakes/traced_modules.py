@@ -1,8 +1,7 @@
-"""Which product modules run, by Python's profile hook: `threading.setprofile` reaches every thread that starts later."""
+"""Which product modules run: `threading.setprofile` gives every thread that starts later a profile hook."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +46,7 @@ class TracedModules:
         try:
             yield
         finally:
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
     def start(self) -> None:
         """Begin a recording."""

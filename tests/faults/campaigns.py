@@ -20,7 +20,7 @@ def note(row: str, takeovers: Takeovers, lease_ms: int) -> None:
     """Record a campaign's measurements. Raise if takeovers took too long."""
     seconds = [hit.seconds for hit in takeovers.hits]
     p99 = quantile(seconds, 0.99)
-    figures = {
+    measurements = {
         "kills that hit": len(seconds),
         "too late": takeovers.num_missed,
         "machine stood still": takeovers.num_disturbed,
@@ -29,9 +29,9 @@ def note(row: str, takeovers: Takeovers, lease_ms: int) -> None:
         "p99 s": p99,
         "longest s": max(seconds),
     }
-    print(row, figures, flush=True)
+    print(row, measurements, flush=True)
     assert p99 <= lease_ms / 1000 + MAX_BEHIND_LEASE_S
-    record("Takeover: from the kill to the first new token", row, figures)
+    record("Takeover: from the kill to the first new token", row, measurements)
 
 
 async def run(args: argparse.Namespace) -> None:

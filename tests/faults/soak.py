@@ -97,10 +97,10 @@ def report(counts: Counter[str], killed: Counter[str], memory: Memory, args: arg
     ended = sum(counts[end] for end in ("done", "failed node_lost"))
     assert ended == counts["accepted"], "accepted jobs have all ended"
     row = f"{args.minutes:g} min, a fault every {args.kill_every:g} s, then {args.quiet_minutes:g} min in peace"
-    figures = {name: counts[name] for name in ("accepted", "done", "failed node_lost", "taken over", "tokens")}
-    figures |= {"faults": sum(killed.values()), "steepest KiB/min": max(slopes.values())}
+    measurements = {name: counts[name] for name in ("accepted", "done", "failed node_lost", "taken over", "tokens")}
+    measurements |= {"faults": sum(killed.values()), "steepest KiB/min": max(slopes.values())}
     assert max(slopes.values()) < args.max_slope, "memory is flat"
-    record("Soak", row, figures)
+    record("Soak", row, measurements)
 
 
 def keep_heap_whole() -> None:

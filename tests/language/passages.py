@@ -12,10 +12,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "penstock", "cli", "producer", "gateway", "gpu_node", "kernels", "ops", "tests", "examples")
-COMMENT_MARKS = {".cpp": "//", ".h": "//", ".lua": "--"}
+COMMENT_MARKS = {".cpp": "//", ".h": "//", ".js": "//", ".lua": "--"}
+"""Suffix → what begins a comment."""
 DEFINITIONS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 _TEXT_KEYWORDS = {"help", "short_help", "epilog", "description"}
+_DEFINITIONS = {
+    ".lua": re.compile(r"\bfunction\s+(\w+)\s*\(([^)]*)\)|\blocal\s+(?!function\b)([\w ,]+)|\bfor\s+([\w ,]+)\s+in\b"),
+    ".js": re.compile(r"\b(?:function|class)\s+(\w+)|\b(?:const|let|var)\s+(\w+)|^\s+(?:async )?(\w+)\(([\w ,]*)\) \{"),
+}
+"""Suffix → a definition of a function, its parameters, a class or variables."""
 _DIRECTIVE = re.compile(r"#?\s*(noqa|type:|ruff:|pragma:|!|-\*-|fmt:|mypy:|NOLINT|luacheck:)")
 
 
@@ -83,11 +89,24 @@ def _of_python(text: str, nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
 
 
 def names_of(path: Path) -> Iterator[Passage]:
-    """Return the names that a Python source defines: its own, and those of its classes and functions."""
+    """Return the names that a source defines: its own, and those of classes, functions, parameters and variables.
+
+    Names of Python's variables are left out: most are the parameters and functions that they come from.
+    """
     yield Passage(path, 1, path.stem)
-    for node in nodes_of(path):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield Passage(path, node.lineno, node.name)
+    if path.suffix == ".py":
+        for node in nodes_of(path):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield Passage(path, node.lineno, node.name)
+            elif isinstance(node, ast.arg):
+                yield Passage(path, node.lineno, node.arg)
+    elif (definition := _DEFINITIONS.get(path.suffix)) is not None:
+        mark = COMMENT_MARKS[path.suffix]
+        for line, text in enumerate(path.read_text().split("\n"), 1):
+            for match in definition.finditer(text.partition(mark)[0]):
+                yield from (
+                    Passage(path, line, name) for name in re.findall(r"\w+", " ".join(filter(None, match.groups())))
+                )
 
 
 def _messages_of(call: ast.Call) -> Iterator[ast.expr]:

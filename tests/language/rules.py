@@ -15,6 +15,8 @@ from language.passages import ROOT, Passage, files, names_of, passages_of
 
 RULES_FILE = Path(__file__).with_name("rules.toml")
 RULES = ("people", "long", "retired", "names")
+NAMED = (".py", ".lua", ".js")
+"""Suffixes of the files whose identifiers are read."""
 _CODE = re.compile(r"``.*?``|`[^`]*`")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _SENTENCE_END = re.compile(r"(?<![.\s][a-zA-Z])(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)(?<!\bcf)[.!?][*_)\"'”]*(?=\s|$)")
@@ -106,7 +108,7 @@ def all_findings() -> tuple[Finding, ...]:
     for path in files():
         for passage in passages_of(path):
             found += findings_of(passage, rules())
-        if path.suffix == ".py":
+        if path.suffix in NAMED:
             found += [finding for name in names_of(path) for finding in wrong_name(name, rules())]
     return tuple(found)
 

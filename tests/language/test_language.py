@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from language.allowed import FILE, allowed, differences, problem_of_lowering, toml_of
-from language.passages import ROOT, Passage, _python_comments, files, nodes_of, passages_of
+from language.passages import ROOT, Passage, _python_comments, files, names_of, nodes_of, passages_of
 from language.rules import RULES, all_findings, counts_of, findings_of, rules, sentences_of, wrong_name
 
 PYTHON = '''"""Nobody reads this."""
@@ -112,6 +112,24 @@ def test_things_and_retired_words_are_found(text: str, word: str) -> None:
 @pytest.mark.parametrize(("name", "is_wrong"), [("Courier", True), ("_bury", True), ("Couriers", False)])
 def test_retired_names_are_found_as_whole_names(name: str, is_wrong: bool) -> None:
     assert bool([*wrong_name(Passage(ROOT / "a.py", 1, name), rules())]) == is_wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.py", "class A:\n    def b(self, c, *, d=1): e = lambda f: g\n", {"A", "b", "self", "c", "d", "f"}),
+        (
+            "a.lua",
+            "local function b(c, d)\n  local e, f = g(1)  -- for h in\n  for i, j in pairs(k) do\n",
+            set("bcdefij"),
+        ),
+        ("a.js", "class A {\n  b(c, d) {\n    const e = f(g); // let h\n", {"A", "b", "c", "d", "e"}),
+    ],
+)
+def test_names_are_those_that_a_source_defines(tmp_path: Path, name: str, text: str, expected: set[str]) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert {one.text for one in names_of(path)} == {"a", *expected}
 
 
 def test_counts_may_be_lowered_and_moved_but_never_raised() -> None:

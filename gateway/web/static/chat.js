@@ -147,16 +147,16 @@ function bodyOf() {
 }
 
 function keepParameters() {
-  const form = view["parameter-form"];
+  const parameterForm = view["parameter-form"];
   for (const [name, value] of Object.entries(keptParameters())) {
-    const field = form.elements.namedItem(name);
+    const field = parameterForm.elements.namedItem(name);
     if (field) field.value = value;
   }
-  form.addEventListener("input", () => {
-    lasting.set(PARAMETERS, JSON.stringify(Object.fromEntries(new FormData(form))));
+  parameterForm.addEventListener("input", () => {
+    lasting.set(PARAMETERS, JSON.stringify(Object.fromEntries(new FormData(parameterForm))));
   });
-  form.addEventListener("reset", () => lasting.remove(PARAMETERS));
-  form.addEventListener("submit", (event) => event.preventDefault());
+  parameterForm.addEventListener("reset", () => lasting.remove(PARAMETERS));
+  parameterForm.addEventListener("submit", (event) => event.preventDefault());
   // On a phone the conversation comes first.
   if (matchMedia("(max-width: 760px)").matches) byId("parameters").open = false;
 }

@@ -130,8 +130,8 @@ def _costs(measured: dict[str, list[Turn]]) -> list[str]:
     names = {"redis": ".1f", "client": ".1f", "node loop": ".1f", "in": ".0f", "out": ".0f"}
     for name, turns in measured.items():
         cells = [
-            format(median(turn.queued[key] / turn.queued["output_tokens"] for turn in turns), form)
-            for key, form in names.items()
+            format(median(turn.queued[key] / turn.queued["output_tokens"] for turn in turns), number_format)
+            for key, number_format in names.items()
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
@@ -141,5 +141,5 @@ def _added(turns: list[Turn], name: str) -> str:
     return f"{_both(turns, name, '.1f')} | {compared(turns, name, sub, '.2f')}"
 
 
-def _both(turns: list[Turn], name: str, form: str) -> str:
-    return " | ".join(format(value, form) for value in medians(turns, name))
+def _both(turns: list[Turn], name: str, number_format: str) -> str:
+    return " | ".join(format(value, number_format) for value in medians(turns, name))

@@ -89,8 +89,8 @@ def medians(turns: list[Turn], name: str) -> tuple[float, float]:
     return median(turn.bare[name] for turn in turns), median(turn.queued[name] for turn in turns)
 
 
-def compared(turns: list[Turn], name: str, compare: Callable[[float, float], float], form: str) -> str:
+def compared(turns: list[Turn], name: str, compare: Callable[[float, float], float], number_format: str) -> str:
     """Compare a measurement through Redis with the bare one: the median over the turns, with its quartiles."""
     values = sorted(compare(turn.queued[name], turn.bare[name]) for turn in turns)
     low, high = values[len(values) // 4], values[-1 - len(values) // 4]
-    return f"{median(values):{form}} ({low:{form}}…{high:{form}})"
+    return f"{median(values):{number_format}} ({low:{number_format}}…{high:{number_format}})"

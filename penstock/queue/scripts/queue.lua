@@ -14,9 +14,9 @@ local function virtual_clock(job) return tonumber(redis.call('GET', P .. ':virtu
 
 local function enter_tenant(job)
   if redis.call('ZSCORE', virtual_time_key(job), job.tenant) then return end
-  local owed = tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or '0')
+  local debt = tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or '0')
   local now = virtual_clock(job)
-  redis.call('ZADD', virtual_time_key(job), math.max(owed, now), job.tenant)
+  redis.call('ZADD', virtual_time_key(job), math.max(debt, now), job.tenant)
   redis.call('ZREM', debt_key(job), job.tenant)
   redis.call('SET', P .. ':virtual_clock:' .. job.priority, now + 1)
 end

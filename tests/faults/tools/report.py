@@ -14,15 +14,15 @@ Made by `make faults` and `make soak`. Each row says when it was last run. It is
 every stream and log equal to an undisturbed run's, one end per job, every key in agreement with the jobs' records.
 """
 
-Figure = str | int | float
+Measurement = str | int | float
 
 
-def record(section: str, row: str, figures: dict[str, Figure]) -> None:
+def record(section: str, row: str, measurements: dict[str, Measurement]) -> None:
     """Replace one row of one section's table."""
     path = RESULTS / "faults.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     stamp = {"run": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, {platform.system()}"}
-    known.setdefault(section, {})[row] = figures | stamp
+    known.setdefault(section, {})[row] = measurements | stamp
     path.write_text(json.dumps(known, indent=2) + "\n")
     (RESULTS / "faults.md").write_text(_HEAD + "".join(_table(*item) for item in known.items()))
 
@@ -33,14 +33,14 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
-def _table(section: str, rows: dict[str, dict[str, Figure]]) -> str:
-    names = list(dict.fromkeys(name for figures in rows.values() for name in figures))
+def _table(section: str, rows: dict[str, dict[str, Measurement]]) -> str:
+    names = list(dict.fromkeys(name for measurements in rows.values() for name in measurements))
     lines = [["", *names]] + [
-        [row, *(_shown(figures.get(name, "")) for name in names)] for row, figures in rows.items()
+        [row, *(_shown(measurements.get(name, "")) for name in names)] for row, measurements in rows.items()
     ]
     lines.insert(1, ["---"] * len(lines[0]))
     return f"\n## {section}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _shown(value: Figure) -> str:
+def _shown(value: Measurement) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -153,11 +153,11 @@ def test_steps_grow_again_once_there_is_memory(make_engine: MakeEngine, want: An
 
 
 @pytest.mark.parametrize(
-    ("guilty", "position", "policy", "error"),
+    ("failing", "position", "policy", "error"),
     pairwise([0, 3, 7], [2, 50], ["fcfs", "fair"], [RuntimeError, MemoryError]),
 )
 def test_request_that_fails_in_any_batch_ends_alone(
-    make_engine: MakeEngine, want: Answers, guilty: int, position: int, policy: str, error: type[Exception]
+    make_engine: MakeEngine, want: Answers, failing: int, position: int, policy: str, error: type[Exception]
 ) -> None:
     engine = make_engine(**NATIVE | TIGHT, scheduling_policy=policy)
 
@@ -166,17 +166,17 @@ def test_request_that_fails_in_any_batch_ends_alone(
         if at != "forward" or step is None:
             return None
         spans = zip(step.seqs, step.starts.tolist(), step.ends.tolist(), strict=True)
-        is_in_it = any(seq.request_id == str(guilty) and start <= position < end for seq, start, end in spans)
+        is_in_it = any(seq.request_id == str(failing) and start <= position < end for seq, start, end in spans)
         return error("always with this one") if is_in_it else None
 
     faulty = _inject(engine, fault)
     _add_all(engine)
     outputs = _drain(engine)
     ends = {output.request_id: output.finish_reason for output in outputs if output.finish_reason is not None}
-    assert ends == {str(i): "error" if i == guilty else "length" for i in range(len(PROMPTS))}
+    assert ends == {str(i): "error" if i == failing else "length" for i in range(len(PROMPTS))}
     for (name, choice), tokens in _answers(outputs).items():
         full = want[name, choice]
-        assert tokens == (full[: len(tokens)] if name == str(guilty) else full)
+        assert tokens == (full[: len(tokens)] if name == str(failing) else full)
     assert faulty.num_failures < 60
     assert engine.stats().max_step_tokens == 512, "the one to blame is gone, so steps need not be small"
 
