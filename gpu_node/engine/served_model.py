@@ -41,7 +41,7 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Torch is imported only here: modules that import the engine for its records do not pay for it.
     from penstock.gpu_node.model.checkpoint.generation_config import sampling_defaults
-    from penstock.gpu_node.model.load import find_model, load_found
+    from penstock.gpu_node.model.loading.load import find_model, load_found
 
     # Load on a thread that ends. Torch keeps an OpenMP team for every living thread; with more team threads than
     # cores, they stop spinning at barriers, which costs a step 40 % of its speed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -13,9 +13,10 @@ from prometheus_client.registry import Collector
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import Priority
+from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.times import JobMetrics, NodeCounts, SendCounts
 from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram, vllm_metrics
-from penstock.gpu_node.node import Node
 from penstock.gpu_node.publishing.pace import Pace
 from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.loop_metrics import loop_metrics
@@ -120,10 +121,26 @@ COUNTED = {
 }
 
 
+class MeasuredNode(Protocol):
+    """What the metrics read of a node."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """Its jobs and counters."""
+
+    @property
+    def pace(self) -> Pace:
+        """When its tokens are sent."""
+
+    @property
+    def engine_stats(self) -> EngineStats | None:
+        """The engine's statistics as of the last heartbeat; None before the first one."""
+
+
 class NodeCollector(Collector):
     """A Prometheus collector of a node's counters, and of its engine's statistics as of the last heartbeat."""
 
-    def __init__(self, node: Node, settings: NodeSettings, loop_watch: LoopWatch | None = None) -> None:
+    def __init__(self, node: MeasuredNode, settings: NodeSettings, loop_watch: LoopWatch | None = None) -> None:
         self._node = node
         self._settings = settings
         self._loop_watch = loop_watch
@@ -187,7 +204,7 @@ def _always_text(app: Any) -> Any:
 
 
 @contextmanager
-def serving_metrics(node: Node, settings: NodeSettings, loop_watch: LoopWatch | None = None) -> Iterator[int]:
+def serving_metrics(node: MeasuredNode, settings: NodeSettings, loop_watch: LoopWatch | None = None) -> Iterator[int]:
     """Serve the node's metrics on a thread, at the address of its settings. Yield the port. Raises ConfigError."""
     host, port = settings.metrics_host, settings.metrics_port or 0
     registry = CollectorRegistry()

@@ -22,7 +22,7 @@ from penstock.contract.errors import PenstockError
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.timings import EngineProfile, EngineProfiler, ProfiledEngine, RecordedStep
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
-from penstock.gpu_node.service.threads import Threads
+from penstock.gpu_node.threads import Threads
 from penstock.queue.broker.profiles import (
     MAX_FILE_BYTES,
     MAX_PROFILE_S,

@@ -26,9 +26,10 @@ from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, outcome_of, seal
 from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.reports import JobReports
 from penstock.gpu_node.publishing.outbox import Outbox
-from penstock.gpu_node.service.threads import Threads
 from penstock.gpu_node.taking.load_shedder import LoadShedder
+from penstock.gpu_node.threads import Threads
 from penstock.queue import wire
 from penstock.queue.broker.connection import with_retries
 from penstock.queue.broker.node import NodeBroker
@@ -133,6 +134,7 @@ class JobIntake:
         ledger: Ledger,
         worker: EngineWorker,
         tokenizer: Tokenizer,
+        reports: JobReports,
         outbox: Outbox,
         load_shedder: LoadShedder,
         threads: Threads,
@@ -141,6 +143,7 @@ class JobIntake:
         self._ledger = ledger
         self._worker = worker
         self._tokenizer = tokenizer
+        self._reports = reports
         self._outbox = outbox
         self._load_shedder = load_shedder
         self._threads = threads
@@ -219,7 +222,7 @@ class JobIntake:
         else:
             request = await self._threads.run(partial(wire.decode_request, data))
         job.adapter = "" if request.adapter is None else request.adapter.name
-        await self._ledger.reports.taken(job, request)
+        await self._reports.taken(job, request)
         logged: list[Chunk] = []
         if job.taken.num_chunks:
             logged = await with_retries(lambda: self._broker.log(job.job_id, job.taken.num_chunks), math.inf)
@@ -266,7 +269,7 @@ class JobIntake:
             del run, request  # They have the text, and the output may wait long for Redis.
             self._outbox.end(job, Outcome("done"))
             if is_long:
-                await self._ledger.until_removed(job)
+                await self._outbox.until_removed(job)
 
     def _end_cancelled(self, job: HeldJob) -> None:
         """End a job that was canceled between take and read. Redis answers the finish call accordingly."""

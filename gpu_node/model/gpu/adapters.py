@@ -9,10 +9,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.architecture.spec import MATRICES, MatrixName, ModelSpec
+from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.inputs import StepInputs
-from penstock.gpu_node.model.protocol import Adapter
+from penstock.gpu_node.model.protocol import Adapter, MatrixName
 from penstock.kernels.triton.lora import add_lora
 
 

@@ -8,11 +8,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.architecture.spec import MatrixName, ModelSpec, Rope
+from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows
 from penstock.gpu_node.model.gpu.attention import AttentionBackend, AttentionRows, TritonAttention
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.gpu.linear import EmbeddingTable, ScaledLinear
+from penstock.gpu_node.model.protocol import MatrixName
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.torch_common.norm import Norm
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles

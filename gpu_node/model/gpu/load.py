@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.description import Description, cache_sizes, num_host_blocks
 from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, num_host_blocks
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters

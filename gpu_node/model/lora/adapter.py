@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.spec import MatrixName, ModelSpec
+from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.files import StoredTensor, read_safetensors
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
-from penstock.gpu_node.model.lora.low_rank import LowRank
+from penstock.gpu_node.model.protocol import LowRank, MatrixName
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

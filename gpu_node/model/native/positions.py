@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
+from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
 from penstock.kernels.cpu.library import NativeModel, Vector
 

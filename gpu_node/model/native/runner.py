@@ -20,8 +20,8 @@ from penstock.gpu_node.model.protocol import (
     SamplingRows,
     StepPlan,
     StepResult,
+    TokenMasks,
 )
-from penstock.gpu_node.model.token_masks import TokenMasks
 from penstock.kernels.cpu.library import NativeModel
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.cpu.structs import NativePlan

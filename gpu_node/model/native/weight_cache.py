@@ -16,8 +16,8 @@ from threading import Thread
 from typing import BinaryIO, NamedTuple, TypeAlias
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
+from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.files import weight_files
 from penstock.gpu_node.model.checkpoint.revision import stamps_of, weights_revision_of
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter, flush_to_disk

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.gguf_blocks import block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.protocol import LoadedModel
 
 Quantized = Callable[[str, str], tuple[Path, NDArray[Any]]]

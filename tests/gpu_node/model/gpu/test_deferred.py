@@ -26,7 +26,6 @@ from fakes.runners.deferred_work import RaceError, Site
 from triton.runtime.errors import InterpreterError
 
 from penstock.gpu_node.model import gpu as gpu_folder
-from penstock.gpu_node.model.architecture.spec import MatrixName
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
@@ -35,8 +34,7 @@ from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import linear_of
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
-from penstock.gpu_node.model.lora.low_rank import LowRank
-from penstock.gpu_node.model.protocol import CacheSizes, StepResult
+from penstock.gpu_node.model.protocol import CacheSizes, LowRank, MatrixName, StepResult
 from penstock.gpu_node.model.torch_common.layers import LayerWeights
 from penstock.gpu_node.model.torch_common.norm import Norm
 

@@ -96,7 +96,7 @@ class Gate:
 _CHILD = """
 import sys, time
 from fakes.runners.runner_options import runner_options
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.native.packing import Packer
 from fixtures.plans import logits_alone
 pack, pack_layer = Packer.pack, Packer._pack_layer

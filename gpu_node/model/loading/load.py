@@ -10,9 +10,9 @@ from typing import Any
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
-from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.architecture.features import special_features
+from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
 from penstock.gpu_node.model.checkpoint.gguf_config import with_gguf_settings
 from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
@@ -42,7 +42,7 @@ class FoundModel:
     config: Mapping[str, Any]
     described: Description
     stamps: list[tuple[int, ...]]
-    """What tells whether one of its files is replaced."""
+    """Stamps of its files (device, inode, size, mtime); they change when a file is replaced."""
     tokenizer: WrittenTokenizer | None
     """Its tokenizer, if this process has just converted it. The loaded model does not keep it."""
 
@@ -142,6 +142,18 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
     from penstock.gpu_node.model.torch_cpu.load import load_torch
 
     return load_torch(described, options, progress)
+
+
+def special_features(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the names of the features of a spec that the GPU runner does not support."""
+    names = spec.names
+    has_later_norms = names.post_attention_norm is not None or names.post_mlp_norm is not None
+    present = {
+        "experts": spec.experts is not None,
+        "norms after a parallel attention and MLP": has_later_norms and spec.parallel_residual,
+        "layer norms after attention and MLP": has_later_norms and spec.norm == "layer",
+    }
+    return tuple(name for name, is_present in present.items() if is_present)
 
 
 def _cache_of(options: RunnerOptions) -> str:
