@@ -43,7 +43,7 @@ NODE_FLOORS = (
     {"node"},
     {"process"},
 )
-"""The packages and modules of the node, the lowest first. Each imports itself and lower floors; `engine` is below them."""
+"""Packages and modules of the node, the lowest first. Each imports itself and lower floors; `engine` is below all."""
 MODEL_FLOORS = (
     {"protocol", "options"},
     {"architecture"},

@@ -57,7 +57,7 @@ def sequence(name: str, num_prompt: int, num_output: int, *, tenant: str, scored
         end_rule=EndRule(frozenset((EOS,)), 0, num_output),
         tenant=tenant,
     )
-    seq.prompt_scores = PromptScores(token_ids.tolist(), 20) if scored else None
+    seq.prompt_results = PromptScores(token_ids.tolist(), 20) if scored else None
     return seq
 
 
@@ -81,7 +81,7 @@ def new_scheduler(times: LearnedTimes) -> Scheduler:
 def work_of(step: Step) -> StepWork:
     counts = (step.ends - step.starts).astype(np.int64)
     chunks = counts > 1
-    scored = sum(int(n) for seq, n in zip(step.seqs, counts, strict=True) if seq.prompt_scores is not None and n > 1)
+    scored = sum(int(n) for seq, n in zip(step.seqs, counts, strict=True) if seq.prompt_results is not None and n > 1)
     attended = int((counts[chunks] * step.starts[chunks]).sum())
     return StepWork(int(counts[~chunks].sum()), int(counts[chunks].sum()), attended, scored)
 
