@@ -99,7 +99,7 @@ OF_ONE_USER = {
     "gpu_node.model.architecture.families:families",
     "gpu_node.model.checkpoint.files:_can_dequantize",
     "gpu_node.model.checkpoint.methods:methods",
-    "gpu_node.model.torch_cpu.linear:can_prepack",
+    "gpu_node.model.torch_cpu.weights:can_prepack",
     "queue.broker.scripts:_digest",
     "queue.broker.scripts:_part",
     "queue.broker.scripts:source",

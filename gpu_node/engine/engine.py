@@ -35,10 +35,9 @@ from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generat
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest
 from penstock.gpu_node.engine.scheduler.budget import StepLimits
 from penstock.gpu_node.engine.scheduler.faults import is_slow
-from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrace
 from penstock.gpu_node.engine.scheduler.running import StepOutcome
-from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel, check_request

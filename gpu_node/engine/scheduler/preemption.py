@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.policy import SchedulingPolicy
-from penstock.gpu_node.engine.policy.shares import Device
+from penstock.gpu_node.engine.policy.shares import SharedDevice
 from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
 from penstock.gpu_node.engine.scheduler.queues import Admission, WaitingQueues
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
@@ -81,7 +81,7 @@ class Preemptor:
         self._costs = costs
         self._policy = policy
         self._isolator = isolator
-        self._device = Device(max_num_seqs, memory.device.num_total, batch.num_blocks)
+        self._device = SharedDevice(max_num_seqs, memory.device.num_total, batch.num_blocks)
 
     def preemption_request(self) -> tuple[Sequence, list[Sequence]] | None:
         """Return a waiting sequence that could fit, with the sequences to preempt for it, in order; or None.

@@ -168,7 +168,7 @@ class Compiler:
         return matcher
 
 
-class Trial:
+class TrialRun:
     """A trial of a new grammar: whether it compiles, and what its first masks cost."""
 
     def __init__(self, compiler: Compiler) -> None:
@@ -257,7 +257,7 @@ class WorkerLimits:
     niceness: int
 
 
-class Worker:
+class WorkerLoop:
     """The loop of a worker process. Each of the node's messages is a list of tasks: number, name, arguments."""
 
     def __init__(self, tokenizer: LLTokenizer, node: socket.socket, page: mmap.mmap, task_cpu_s: float) -> None:
@@ -307,7 +307,7 @@ class Worker:
             return self._matching.close(*arguments)
         if name == "forget":
             return self._compiler.forget(*arguments)
-        return Trial(self._compiler).run(*arguments)
+        return TrialRun(self._compiler).run(*arguments)
 
     def _reply(self) -> None:
         self._replied_s = time.monotonic()
@@ -325,7 +325,7 @@ def serve(tokenizer: LLTokenizer, node_fd: int, page_fd: int, limits: WorkerLimi
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=node_fd) as node, mmap.mmap(page_fd, mmap.PAGESIZE) as page:
         os.close(page_fd)
-        Worker(tokenizer, node, page, limits.task_cpu_s).run()
+        WorkerLoop(tokenizer, node, page, limits.task_cpu_s).run()
 
 
 def _virtual_bytes() -> int:

@@ -45,7 +45,7 @@ class _Pair:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class Adapter:
+class LoraAdapter:
     """The tensors of an adapter, held in memory so that later changes of its file do not matter."""
 
     name: str
@@ -76,7 +76,7 @@ def digest_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank: int) -> Adapter:
+def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank: int) -> LoraAdapter:
     """Read an adapter of the model that `spec` describes; `digest` comes from `digest_of`.
 
     Raises ConfigError that names a missing file or tensor, an unsupported setting, or a tensor for another model.
@@ -97,7 +97,7 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
         raise ConfigError(f"{WEIGHTS_FILE} has {next(iter(stored))}, which matches no layer matrix of this model")
     if not pairs:
         raise ConfigError(f"{WEIGHTS_FILE} has no tensors")
-    return Adapter(name, digest, rank, factor, pairs)
+    return LoraAdapter(name, digest, rank, factor, pairs)
 
 
 def _pairs_of(

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.lora.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, digest_of, read_adapter
+from penstock.gpu_node.model.lora.adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, digest_of, read_adapter
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ class AdapterLibrary:
         self._folder = folder
         self._max_rank = max_rank
         self._digests: dict[Path, tuple[_Stamp, str]] = {}
-        self._read: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
-        self._kept: deque[Adapter] = deque(maxlen=_MAX_KEPT)
+        self._read: WeakValueDictionary[str, LoraAdapter] = WeakValueDictionary()
+        self._kept: deque[LoraAdapter] = deque(maxlen=_MAX_KEPT)
         self._reported: dict[Path, str] = {}
         self._lock = threading.Lock()
         if folder is not None and not folder.is_dir():
@@ -56,7 +56,7 @@ class AdapterLibrary:
                     self._report_unusable(path, str(error))
         return found
 
-    def find(self, wanted: AdapterRef) -> Adapter:
+    def find(self, wanted: AdapterRef) -> LoraAdapter:
         """Return the adapter with a name and, if given, a digest.
 
         Raises NotFoundError for an unknown name, and RequestError for an adapter that is unusable or has changed.
@@ -80,7 +80,7 @@ class AdapterLibrary:
             raise RequestError(message, code="adapter_changed", param="adapter")
         return adapter
 
-    def _adapter(self, name: str, folder: Path) -> Adapter:
+    def _adapter(self, name: str, folder: Path) -> LoraAdapter:
         digest = self._digest(folder)
         if (known := self._read.get(digest)) is not None:
             return known

@@ -7,20 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.native.adapters import NativeAdapters
-from penstock.gpu_node.model.native.positions import rope_tables, set_positions
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.gpu_node.model.native.weight_loader import WeightLoader
 from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
 from penstock.kernels.cpu.abi import AbiError, KernelError
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path
 from penstock.kernels.cpu.formats import PANEL, Format, KvFormat
-from penstock.kernels.cpu.library import Activation, NativeModel, Slot
+from penstock.kernels.cpu.library import Activation, NativeModel, Slot, Vector
 from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 from penstock.kernels.cpu.structs import NativeSpec
 from penstock.runtime.cache_folders import private_folder
@@ -87,6 +87,29 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         packing=packing,
     )
     return runner, arithmetic
+
+
+_CHUNK_TOKENS = 64
+"""kChunk of src/attention/attention.h."""
+
+
+def set_positions(model: NativeModel, described: Description) -> None:
+    """Set each layer's attention window and RoPE, and the RoPE angles or the ALiBi score biases by position."""
+    spec = described.spec
+    tables = rope_tables(spec)
+    for layer, (window, rope) in enumerate(zip(spec.windows, spec.ropes, strict=True)):
+        model.set_layer_positions(layer, window or 0, -1 if rope is None else tables.index(rope))
+    if spec.rope is None:
+        num_positions = -(-described.max_model_len // _CHUNK_TOKENS) * _CHUNK_TOKENS
+        model.set_vector(Vector.POSITION_BIASES, 0, alibi_biases(spec, num_positions))
+    for i, rope in enumerate(tables):
+        shape = described.max_model_len, rope.dim // 2
+        write_rope_angles(rope, model.vector(Vector.COS, i, *shape), model.vector(Vector.SIN, i, *shape))
+
+
+def rope_tables(spec: ModelSpec) -> list[Rope]:
+    """Return the different RoPEs of a model's layers."""
+    return list(dict.fromkeys(rope for rope in spec.ropes if rope is not None))
 
 
 def _weight_bytes(model: NativeModel, num_layers: int, *, has_embedding: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.adapters import NativeAdapters
 from penstock.gpu_node.model.native.background_packing import BackgroundPacking
-from penstock.gpu_node.model.native.crowded_cores import CrowdedCores
 from penstock.gpu_node.model.protocol import (
     Adapter,
     CacheSizes,
@@ -25,6 +25,34 @@ from penstock.gpu_node.model.protocol import (
 from penstock.kernels.cpu.library import NativeModel
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.cpu.structs import NativePlan
+
+_log = logging.getLogger(__name__)
+
+_RECOVERY_S = 5.0
+"""Seconds of steps after packing in which a model may still leave out threads whose cores are free again."""
+
+
+class CrowdedCores:
+    """Warns once if threads are left out of steps because their cores are busy, except with the model's own packing."""
+
+    def __init__(self, num_threads: int) -> None:
+        """num_threads: those of the model."""
+        self._num_threads = num_threads
+        self._recovery_s = 0.0
+        self._is_warned = False
+
+    def note_step(self, num_in_use: int, took_s: float, *, packs: bool) -> None:
+        """Note how many threads computed a step, and whether the model's weights were packed meanwhile."""
+        if packs:
+            self._recovery_s = _RECOVERY_S
+        elif num_in_use == self._num_threads:
+            self._recovery_s = 0.0
+        elif self._recovery_s > 0:
+            self._recovery_s -= took_s
+        elif num_in_use > 0 and not self._is_warned:
+            self._is_warned = True
+            extra = {"num_threads": self._num_threads, "num_in_use": num_in_use}
+            _log.warning("other processes use the cores", extra=extra)
 
 
 class NativeRunner:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, SamplingRows
-from penstock.kernels.reference.philox import sampling_uniform
+from penstock.kernels.philox import sampling_uniform
 
 _NUM_CANDIDATES = 512
 """The number of best tokens that are tried for a top-p limit before the whole vocabulary is sorted.

@@ -16,9 +16,8 @@ from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_
 from penstock.gpu_node.model.torch_common.positions import alibi_biases
 from penstock.gpu_node.model.torch_cpu.attention import PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
-from penstock.gpu_node.model.torch_cpu.linear import can_prepack
 from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
-from penstock.gpu_node.model.torch_cpu.weights import map_weights
+from penstock.gpu_node.model.torch_cpu.weights import can_prepack, map_weights
 from penstock.kernels.cpu.probe import usable_cores
 
 _log = logging.getLogger(__name__)

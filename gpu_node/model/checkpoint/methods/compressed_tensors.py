@@ -16,8 +16,7 @@ import numpy as np
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.files import FindStored, ReadScaled
-from penstock.gpu_node.model.checkpoint.methods.fp8 import read_float8
-from penstock.gpu_node.model.checkpoint.methods.parts import KINDS, Method, Parts, by_any_groups, unpacked
+from penstock.gpu_node.model.checkpoint.methods.parts import KINDS, Method, Parts, by_any_groups, read_float8, unpacked
 from penstock.gpu_node.model.checkpoint.scaled_matrix import Floats, ScaledTensor
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
