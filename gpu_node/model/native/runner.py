@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,7 +25,7 @@ from penstock.gpu_node.model.protocol import (
 )
 from penstock.kernels.cpu.library import NativeModel
 from penstock.kernels.cpu.probe import usable_cores
-from penstock.kernels.cpu.structs import NativePlan
+from penstock.kernels.cpu.structs import SAMPLING_COLUMNS, NativePlan
 
 _log = logging.getLogger(__name__)
 
@@ -212,16 +213,17 @@ class _InFlightStep:
             self._wait()
 
 
+_columns_of = attrgetter(*SAMPLING_COLUMNS)
+"""Returns the columns of SamplingRows in the order of a NativePlan."""
+
+
 def _step(plan: StepPlan) -> tuple[int | None, ...]:
     """Return the fields of a NativePlan that come before its ragged ones."""
-    rows = plan.sampling
     return (
         *(len(plan.token_ids), len(plan.context_lens), len(plan.sample_tokens)),
         plan.block_tables.strides[0] // plan.block_tables.itemsize,
         *_addresses(plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_tokens),
-        *_addresses(rows.temperature, rows.top_p, rows.min_p),
-        *_addresses(rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty),
-        *_addresses(rows.top_k, rows.choice, rows.position, rows.seed),
+        *_addresses(*_columns_of(plan.sampling)),
     )
 
 
