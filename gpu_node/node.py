@@ -42,7 +42,8 @@ from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.tracing.setup import tracing_of
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 JOIN_PATIENCE_S = 60.0
 """How long joining the pool is retried while Redis is unavailable."""
@@ -127,7 +128,9 @@ class Node:
                 answering(self._settings.name, self._state),
                 _background(self._heartbeat_forever(), self._outbox.run()),
             ):
-                serving = [self._take_forever(), self._listen(), self._load_shedder.run(), self._profiler.run()]
+                doorbell = keys.doorbell(self._settings.pool_name, self.node_id)
+                serving = [self._take_forever(), self._load_shedder.run(), self._profiler.run()]
+                serving.append(listen(self._redis, doorbell, self._bell, self._on_message))
                 serving.append(declare_dead(self._broker, self._seats, has_joined=True))
                 if self._settings.has_adapters:
                     serving.append(self._announce_forever())
@@ -219,10 +222,6 @@ class Node:
             self._record = replace(self._record, adapters=adapters)
             await with_retries(lambda: self._broker.announce(self._record), math.inf)
 
-    async def _listen(self) -> None:
-        channel = keys.doorbell(self._settings.pool_name, self.node_id)
-        await listen(self._redis, channel, self._bell, self._on_message)
-
     def _on_message(self, text: str) -> None:
         """Handle a message of the doorbell: a request for a profile, or the id of a canceled job."""
         if text == DOORBELL:
@@ -232,7 +231,11 @@ class Node:
 
     async def _until_stopped(self) -> None:
         died = asyncio.wrap_future(self._worker.stopped)
-        await _first_of(self._stop.wait(), _finished(died))
+
+        async def end() -> None:
+            await asyncio.wait((died,))
+
+        await _first_of(self._stop.wait(), end())
         if died.done():
             # The engine's memory trace names jobs by their leases, so the log line maps leases to job ids.
             held = {job.taken.lease: job.job_id for job in self.ledger}
@@ -305,10 +308,6 @@ async def _first_of(*waits: Coroutine[Any, Any, Any], timeout_s: float | None = 
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def _finished(future: asyncio.Future[None]) -> None:
-    await asyncio.wait((future,))
 
 
 @asynccontextmanager

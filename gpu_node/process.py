@@ -28,6 +28,9 @@ from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.progress_log import ProgressLog
 from penstock.runtime.stall_guard import StallGuard
 
+log = logging.getLogger(__package__)
+
+
 # The exit of a node's process while threads still compute.
 #
 # Python frees memory at its exit, but a thread inside a library may go on writing to it. The process then died with
@@ -84,9 +87,6 @@ def _end(status: int) -> None:
     os._exit(status)
 
 
-log = logging.getLogger(__name__)
-
-
 async def run_node(settings: NodeSettings) -> None:
     """Load the model and serve until SIGTERM or SIGINT, then drain and return. A second signal ends the grace period.
 
@@ -118,7 +118,13 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.stop)
     ready, guard = asyncio.Event(), StallGuard(settings.loop_stall_s)
-    announce = asyncio.create_task(_announce(ready, settings.pool_name, guard))
+
+    async def announce() -> None:
+        await ready.wait()
+        guard.start()  # Not before: loading and compiling may take long.
+        _report({"event": "ready", "pool": settings.pool_name})
+
+    announcing = asyncio.create_task(announce())
     watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     watch.start()
     descriptors = DescriptorWatch()
@@ -135,7 +141,7 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
         guard.stop()
         watch.stop()
         descriptors.stop()
-        announce.cancel()
+        announcing.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
@@ -154,12 +160,6 @@ def _metrics_of(node: Node, settings: NodeSettings, watch: LoopWatch) -> Abstrac
     from penstock.gpu_node.monitor.metrics import serving_metrics
 
     return serving_metrics(node, settings, watch)
-
-
-async def _announce(ready: asyncio.Event, pool: str, guard: StallGuard) -> None:
-    await ready.wait()
-    guard.start()  # Not before: loading and compiling may take long.
-    _report({"event": "ready", "pool": pool})
 
 
 def _report_progress(stage: str, fraction: float) -> None:

@@ -49,7 +49,7 @@ from penstock.gpu_node.engine.timings import EngineProfiler, InFlightStep, InFli
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, LoadedModel, Logprobs, StepPlan, StepResult
 from penstock.runtime.process_memory import resident_bytes
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 
 class PrefillReports:
@@ -346,7 +346,7 @@ class Engine:
         is_strict = step.num_prefill_tokens == 0 or self._scheduler.has_suspects
         if not is_slow(took_s, self._stall_after_s, is_strict=is_strict):
             return False
-        _log.warning("a step was slow", extra={"took_s": round(took_s, 1), "requests": sorted(self._requests_of(step))})
+        log.warning("a step was slow", extra={"took_s": round(took_s, 1), "requests": sorted(self._requests_of(step))})
         return True
 
     def _requests_of(self, step: Step) -> set[str]:

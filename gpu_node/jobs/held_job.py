@@ -305,18 +305,15 @@ class HeldJob:
             # It goes into the result alone. Without a chunk, another node that takes over computes it again.
             self.output = encode_embedding(output.embedding, self.num_prompt_tokens)
         if output.finish_reason is not None:
-            self._count_ended(output)
+            self.kv_token_ms += output.kv_token_ms
+            self.num_preemptions += output.num_preemptions
+            self.usage = output.usage or self.usage
         c.extend(output, is_fresh=not output.embedding)
         self.error = self.error or output.error
         self.report_prompt(output.prompt_logprobs)
         if len(c.fresh_logprobs) >= PROMPT_TOKENS_PER_CHUNK:
             # Happens while Redis is unavailable. One chunk with all of them would block a reader's event loop.
             self._seal(msgpack_codec.pack)
-
-    def _count_ended(self, output: StepOutput) -> None:
-        self.kv_token_ms += output.kv_token_ms
-        self.num_preemptions += output.num_preemptions
-        self.usage = output.usage or self.usage
 
     def report_prompt(self, entries: Sequence[TokenLogprobs]) -> None:
         """Report the prompt's tokens or their log-probabilities, except those that an earlier node has logged."""

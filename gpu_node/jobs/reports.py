@@ -12,7 +12,7 @@ from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.times import EndedJob
 from penstock.queue.wire import Request
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 
 class SpanRecorder(Protocol):

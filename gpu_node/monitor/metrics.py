@@ -22,6 +22,9 @@ from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.loop_metrics import loop_metrics
 from penstock.runtime.loop_watch import LoopWatch
 
+log = logging.getLogger(__package__)
+
+
 # Prometheus metrics of a node's jobs, by model and class.
 
 LABELS = ("model", "priority")
@@ -59,7 +62,6 @@ def job_metrics(jobs: JobMetrics, model: str) -> Iterator[Metric]:
 #
 # They need the package nvidia-ml-py (extra `gpu`). It is imported only on a node with a GPU.
 
-log = logging.getLogger(__name__)
 
 _GAUGES = {
     "penstock_gpu_utilization_ratio": "Share of the driver's last sample period in which a kernel ran on the GPU.",

@@ -33,6 +33,9 @@ from penstock.queue.broker.profiles import (
     ProfileSummary,
 )
 
+log = logging.getLogger(__package__)
+
+
 # A Chrome trace of a profile: the engine's steps with their parts, and the call stacks of all threads.
 
 STEPS_TRACK = 1
@@ -120,7 +123,10 @@ class StackSamples:
             num_same += 1
         for one in reversed(was[num_same:]):
             if len(self.events) < MAX_EVENTS:
-                self.events.append(_sample_event(one, thread_id, now_s))
+                name, file, line = one.frame
+                times = {"ts": one.started_s * 1e6, "dur": (now_s - one.started_s) * 1e6}
+                call = {"ph": "X", "name": name, "cat": "python", "tid": thread_id, "args": {"at": f"{file}:{line}"}}
+                self.events.append(call | times)
         was[num_same:] = [_Open(frame, now_s) for frame in stack[num_same:]]
 
 
@@ -142,14 +148,6 @@ def _stack(frame: FrameType | None) -> list[Frame]:
         frame = frame.f_back
     return stack[::-1]
 
-
-def _sample_event(call: _Open, thread_id: int, now_s: float) -> dict[str, Any]:
-    name, file, line = call.frame
-    times = {"ts": call.started_s * 1e6, "dur": (now_s - call.started_s) * 1e6}
-    return {"ph": "X", "name": name, "cat": "python", "tid": thread_id, **times, "args": {"at": f"{file}:{line}"}}
-
-
-log = logging.getLogger(__name__)
 
 LOOK_S = 0.05
 """Interval at which a profile looks whether the engine has recorded as much as it keeps."""

@@ -25,7 +25,7 @@ from penstock.gpu_node.publishing.sending import BatchSender, QuickEmit
 from penstock.queue.broker.connection import pauses
 from penstock.queue.broker.node import Emission, HeartbeatAnswer, NodeBroker
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 
 class Outbox:

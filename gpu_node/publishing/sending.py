@@ -19,9 +19,11 @@ from penstock.queue.msgpack_codec import new_pack
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gather import gather_all
 
+log = logging.getLogger(__package__)
+
+
 # Sends tokens, backlogs, long prompts and ends of jobs. Several calls may be in flight together.
 
-log = logging.getLogger(__name__)
 
 MAX_CALLS_AT_ONCE = 16
 """Emit and finish calls that may be in flight together."""
@@ -153,16 +155,14 @@ class QuickEmit:
             self._on_answers(jobs, emissions, answers)
             if answers is not None:
                 # This includes other work of the event loop in that time, which is little compared with a send.
-                self._note(len(jobs), time.thread_time() - cpu_s)
+                spent_s = time.thread_time() - cpu_s
+                self._cost.note(len(jobs), spent_s)
+                self._counts.sending.note(len(jobs), spent_s)
             self.is_in_flight = False
             self._on_idle()
 
         self.is_in_flight = self._broker.start_emit(emissions, receive)
         return self.is_in_flight
-
-    def _note(self, num_chunks: int, cpu_s: float) -> None:
-        self._cost.note(num_chunks, cpu_s)
-        self._counts.sending.note(num_chunks, cpu_s)
 
 
 # How unsent chunks are divided into emit calls.

@@ -17,6 +17,9 @@ from penstock.gpu_node.service.health import EngineWatch, Health, HealthSample
 from penstock.gpu_node.taking.inbox import JobInbox
 from penstock.queue.broker.node import NodeBroker
 
+log = logging.getLogger(__package__)
+
+
 # The state of a node that its heartbeats report, collected from the node's parts at one moment.
 
 
@@ -65,8 +68,6 @@ async def take_snapshot(watch: EngineWatch, ledger: Ledger, inbox: JobInbox, out
         max_unsent_bytes=outbox.max_unsent_bytes,
     )
 
-
-log = logging.getLogger(__name__)
 
 MAX_INTERVAL_S = 2.0
 HEARTBEATS_PER_LEASE = 6

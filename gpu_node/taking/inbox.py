@@ -21,9 +21,11 @@ from penstock.queue.broker.connection import pauses
 from penstock.queue.broker.node import Capacity, NodeBroker, TakeAnswer
 from penstock.queue.broker.shared_connection import SharedConnection
 
+log = logging.getLogger(__package__)
+
+
 # Wake-ups of the inbox: a message on the doorbell channel, a job that ended while others wait, or a timeout.
 
-log = logging.getLogger(__name__)
 
 _PING_S = 15.0
 """Interval at which a silent subscription is checked with PING."""

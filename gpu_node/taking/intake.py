@@ -39,6 +39,9 @@ from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.cooperative import LoopYielder
 
+log = logging.getLogger(__package__)
+
+
 # Tasks that the tokenizer answers alone: tokenization, and the text of tokens.
 
 IDS_PER_PART = 4096
@@ -67,10 +70,13 @@ def _tokenized(
     tokenizer: Tokenizer, request: Request, task: Tokenize, tenant: str, max_model_len: int, now: datetime
 ) -> bytes:
     if request.messages is not None:
+        variables = request.chat_template_kwargs
+        if not task.add_generation_prompt:
+            variables = json.dumps({**json.loads(variables or "{}"), GENERATION_PROMPT: False})
         token_ids = tokenizer.encode_chat(
             [message.model_dump(exclude_defaults=True) for message in request.messages],
             request.tools,
-            _template_kwargs_of(request, task),
+            variables,
             framed=bool(task.add_special_tokens),
             now=now,
             owner=(tenant, None),
@@ -89,14 +95,6 @@ def _tokenized(
         strs if task.return_token_strs else None,
     )
 
-
-def _template_kwargs_of(request: Request, task: Tokenize) -> str | None:
-    if task.add_generation_prompt:
-        return request.chat_template_kwargs
-    return json.dumps({**json.loads(request.chat_template_kwargs or "{}"), GENERATION_PROMPT: False})
-
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

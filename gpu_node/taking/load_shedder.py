@@ -19,7 +19,8 @@ from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.queue.broker.node import GivenBackJob, NodeBroker, Why
 from penstock.queue.policy import preemption_order
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 LOOK_S = 1.0
 """Interval between two checks for overload."""

@@ -220,7 +220,8 @@ class PrefillBudget:
         chunks = self._chunks(num_to_compute, max_tokens)
         limit_ms = max(limits.max_prefill_ms_beside_decode, self._time.decode_ms(num_decoded))
         backlog_ms = sum(count * token_ms for count, token_ms in chunks) / BACKLOG_STEPS
-        if backlog_ms > limit_ms and self._has_one_tenant():
+        # A longer step delays no other tenant if there is none.
+        if backlog_ms > limit_ms and len({seq.tenant for seq in chain(self._batch.seqs, self._queues)}) == 1:
             limit_ms = max(limit_ms, min(backlog_ms, MAX_BACKLOG_FACTOR * limits.max_prefill_ms_beside_decode))
         return max(1, min(max_tokens, _tokens_within(limit_ms, chunks)))
 
@@ -242,9 +243,6 @@ class PrefillBudget:
             chunks.append((len(seq.token_ids), self._time.token_ms(0, is_scored=seq.is_scoring)))
             left -= len(seq.token_ids)
         return chunks
-
-    def _has_one_tenant(self) -> bool:
-        return len({seq.tenant for seq in chain(self._batch.seqs, self._queues)}) == 1
 
 
 def _tokens_within(limit_ms: float, chunks: list[tuple[int, float]]) -> int:

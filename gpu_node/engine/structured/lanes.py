@@ -21,6 +21,9 @@ from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.structured.process import Worker
 from penstock.gpu_node.engine.structured.protocol import EMPTY, MISFIT, PAST_LIMITS, WRITTEN
 
+log = logging.getLogger(__package__)
+
+
 # What failed tasks and dead workers mean for their grammars and choices, and the counters of both.
 
 MAX_KILLS_FROM_OUTSIDE = 3
@@ -167,8 +170,6 @@ class TrialQueue:
         self._running.clear()
         return trials
 
-
-log = logging.getLogger(__name__)
 
 LaneName = Literal["cheap", "costly"]
 _CPU_S: dict[LaneName, float] = {"cheap": protocol.FAST_TASK_CPU_S, "costly": protocol.SLOW_TASK_CPU_S}

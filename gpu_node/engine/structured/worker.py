@@ -246,6 +246,8 @@ _REPLY_WITHIN_S = 0.001
 _MEASURED_CPU_S = 0.001
 """Memory is measured after this much processor time. In less, tasks cannot have taken much."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_VIRTUAL, _RESIDENT = 0, 1
+"""Fields of /proc/self/statm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +295,7 @@ class WorkerLoop:
         self._unmeasured_s += cpu_s
         memory = 0
         if self._unmeasured_s > _MEASURED_CPU_S:
-            memory, self._unmeasured_s = _resident_bytes(), 0.0
+            memory, self._unmeasured_s = _statm(_RESIDENT), 0.0
         self._replies.append([number, answer, cpu_s, memory])
         if time.monotonic() - self._replied_s > _REPLY_WITHIN_S:
             self._reply()
@@ -319,7 +321,7 @@ class WorkerLoop:
 def serve(tokenizer: LLTokenizer, node_fd: int, page_fd: int, limits: WorkerLimits) -> None:
     """Run as a worker, in a process that was just forked."""
     os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + limits.niceness))
-    limit = _virtual_bytes() + limits.memory_mib * _MIB
+    limit = _statm(_VIRTUAL) + limits.memory_mib * _MIB
     with suppress(ValueError):  # The process was started with a lower limit.
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -328,14 +330,7 @@ def serve(tokenizer: LLTokenizer, node_fd: int, page_fd: int, limits: WorkerLimi
         WorkerLoop(tokenizer, node, page, limits.task_cpu_s).run()
 
 
-def _virtual_bytes() -> int:
-    return _statm(0)
-
-
-def _resident_bytes() -> int:
-    return _statm(1)
-
-
 def _statm(field: int) -> int:
+    """Return the bytes of memory in a field of /proc/self/statm."""
     with open("/proc/self/statm", "rb") as statm:
         return int(statm.read().split()[field]) * _PAGE_BYTES

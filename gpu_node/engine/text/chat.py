@@ -31,6 +31,9 @@ from penstock.contract.tools import (
 )
 from penstock.gpu_node.engine.text.template_frames import CHAT, COSTLY, RENDERED, WORKER, receive, send
 
+log = logging.getLogger(__package__)
+
+
 # What a chat template shows of its model: the messages that it accepts, and the formats that the model writes.
 
 _MARKS: tuple[tuple[str, ToolParserName], ...] = (
@@ -119,7 +122,6 @@ def _template_message(message: Mapping[str, Any], name: str | None) -> dict[str,
 # of a model file and its variables come from callers. So it runs in processes of its own, which the kernel ends at a
 # limit.
 
-log = logging.getLogger(__name__)
 
 MAX_RENDERED_CHARS = 1 << 25
 """Limit of a rendered chat with its tools. A request has at most 16 MiB, but a template may repeat the tools."""

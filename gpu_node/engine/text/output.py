@@ -11,6 +11,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+log = logging.getLogger(__package__)
+
+
 EndReason = Literal["stop", "length", "error"]
 
 
@@ -146,9 +149,6 @@ class BadWords:
 NO_BAD_WORDS = BadWords()
 
 
-_log = logging.getLogger(__name__)
-
-
 class ChoiceOutput:
     """Decodes one choice's tokens to text, and finds the choice's end.
 
@@ -179,7 +179,7 @@ class ChoiceOutput:
         try:
             self._take(token_id)
         except Exception:
-            _log.exception("a choice's tokens could not be decoded")
+            log.exception("a choice's tokens could not be decoded")
             self.finish_reason = "error"
 
     def fail(self) -> None:

@@ -35,7 +35,10 @@ def weights_revision_of(source: ModelSource, arithmetic: str) -> str:
 
 def _with_weights(digest: hashlib.blake2b, source: ModelSource) -> str:
     for path in _present(source, _CONFIG_FILES):
-        digest.update(path.name.encode() + _config_content(path))
+        config = json.loads(path.read_bytes())
+        # Neither the transformers version that wrote a config nor its layout counts.
+        config.pop("transformers_version", None)
+        digest.update(path.name.encode() + json.dumps(config, sort_keys=True).encode())
     for path in weight_files(source):
         for sample in samples(path):
             digest.update(sample)
@@ -54,10 +57,3 @@ def stamps_of_source(source: ModelSource) -> list[tuple[int, ...]]:
 
 def _present(source: ModelSource, names: Iterable[str]) -> list[Path]:
     return [path for name in names if (path := source.folder / name).is_file()]
-
-
-def _config_content(path: Path) -> bytes:
-    """Return a config in canonical form, independent of the transformers version that wrote it."""
-    config = json.loads(path.read_bytes())
-    config.pop("transformers_version", None)
-    return json.dumps(config, sort_keys=True).encode()

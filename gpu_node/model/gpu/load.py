@@ -28,7 +28,9 @@ from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
+
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _KV_DTYPES = _DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _UTILIZATION = 0.9
@@ -39,7 +41,10 @@ _GIB = 1 << 30
 def load_gpu(described: Description, options: RunnerOptions, progress: Progress) -> tuple[GpuRunner, str]:
     """Return the runner and the name of its arithmetic. Raises ConfigError for a missing or unsupported feature."""
     device = Device(_device())
-    spec, name = described.spec, _dtype_name(options.dtype, described.stored_dtype)
+    spec = described.spec
+    name: str = options.dtype
+    if name == "auto":
+        name = described.stored_dtype if described.stored_dtype in ("bfloat16", "float16") else "float32"
     _check(options, spec, device)
     kept = name if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     layout = KvLayout(spec, options.block_size, _KV_DTYPES[kept])
@@ -68,15 +73,16 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     formats = "+".join(sorted(keep.formats))
     arithmetic = {"dtype": name, "quantization": formats, "kv_cache_dtype": kept}
     blocks = {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
-    _log.info("gpu runner", extra={"device": str(device.torch), **arithmetic, **blocks})
+    log.info("gpu runner", extra={"device": str(device.torch), **arithmetic, **blocks})
     parts = "gpu", name, *((formats,) if formats != "none" else ()), "kv", kept
     return runner, "-".join((*parts, "deterministic") if options.deterministic else parts)
 
 
 def _device() -> torch.device:
     if torch.cuda.is_available():
-        # Before anything starts CUDA: the next lines do.
-        _avoid_fragments()
+        # Let torch's allocator grow segments, unless the operator configured it. It reads this when CUDA starts.
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         device = torch.device("cuda", torch.cuda.current_device())
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if capability < MIN_COMPUTE_CAPABILITY:
@@ -88,12 +94,6 @@ def _device() -> torch.device:
             "runner gpu: torch sees no CUDA device (TRITON_INTERPRET=1 runs its kernels slowly on the CPU)"
         )
     return torch.device("cpu")
-
-
-def _avoid_fragments() -> None:
-    """Let torch's allocator grow segments, unless the operator configured it. It reads this when CUDA starts."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
@@ -111,12 +111,6 @@ def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
         raise ConfigError("quantization int4 needs matrices with a multiple of 32 columns")
     if "fp8" in (quantization, options.kv_cache_dtype) and not device.has_float8:
         raise ConfigError("fp8 needs a GPU of compute capability 8.9 or later")
-
-
-def _dtype_name(wanted: str, stored: str) -> str:
-    if wanted != "auto":
-        return wanted
-    return stored if stored in ("bfloat16", "float16") else "float32"
 
 
 def _sizes(

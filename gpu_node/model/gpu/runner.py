@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
-from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepGraphs, StepShape, pad_step
+from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepGraphs, pad_step
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.profile import run_largest_step
@@ -222,7 +222,11 @@ class GpuRunner:
             in_flight.eager = shape
             logits, hidden = self._run_eagerly(staging, step, plan.pooled)
         else:
-            logits, hidden = self._run_graph(staging, pad_step(step, shape), shape), None
+            padded, hidden = pad_step(step, shape), None
+            if self.replays:
+                logits = self._graphs.run(staging.packed(padded), padded, shape)
+            else:
+                logits = self._compute(self._on_device(staging, padded))
 
         @torch.inference_mode()
         def choose() -> None:
@@ -274,12 +278,6 @@ class GpuRunner:
 
     def _packed(self, plan: StepPlan) -> StepInputs[Ints]:
         return pack_step(plan, self._limits.block_size, self._decoder.query_rows)
-
-    def _run_graph(self, staging: StagingBuffer, step: StepInputs[Ints], shape: StepShape) -> Tensor:
-        """Return the logits of a step that is padded to `shape`."""
-        if not self.replays:
-            return self._compute(self._on_device(staging, step))
-        return self._graphs.run(staging.packed(step), step, shape)
 
     def _run_eagerly(
         self, staging: StagingBuffer, step: StepInputs[Ints], pooled: PooledTokens | None

@@ -25,7 +25,8 @@ from penstock.gpu_node.model.native.load import NativeUnavailableError, load_nat
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, WrittenTokenizer
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
@@ -115,7 +116,7 @@ def _open(model: str, options: RunnerOptions, progress: Progress, revision: str 
         return open_model(model, progress, revision)
     if revision is not None:
         raise ConfigError(f"revision {revision} is only for models of the hub; load_format dummy downloads nothing")
-    _log.warning("weights are random (load_format dummy)", extra={"model": model})
+    log.warning("weights are random (load_format dummy)", extra={"model": model})
     return OpenModel(ModelSource(dummy_folder(model), is_dummy=True))
 
 
@@ -130,7 +131,7 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
         reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
         if options.runner == "gpu":
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
-        _log.warning("the CPU computes, not the GPU", extra={"reason": reason})
+        log.warning("the CPU computes, not the GPU", extra={"reason": reason})
     if options.runner != "torch":
         try:
             return load_native(described, options, progress)
@@ -138,7 +139,7 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
             if options.runner == "native":
                 raise ConfigError(f"runner native: {error}; remedy: {error.remedy}") from error
             facts = {"reason": str(error), "remedy": error.remedy}
-            _log.warning("torch computes, several times slower than the native kernels", extra=facts)
+            log.warning("torch computes, several times slower than the native kernels", extra=facts)
     from penstock.gpu_node.model.torch_cpu.load import load_torch
 
     return load_torch(described, options, progress)

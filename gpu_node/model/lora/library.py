@@ -15,7 +15,8 @@ from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.lora.adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, digest_of, read_adapter
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 _MAX_KEPT = 8
 """The number of most recently read adapters that stay in memory without a user."""
@@ -103,7 +104,7 @@ class AdapterLibrary:
         """Log an unusable adapter once per reason. It may be incomplete because it is still being copied."""
         if self._reported.get(folder) != why:
             self._reported[folder] = why
-            _log.warning("an adapter is left out", extra={"folder": str(folder), "reason": why})
+            log.warning("an adapter is left out", extra={"folder": str(folder), "reason": why})
 
     def _folders(self) -> Iterator[tuple[str, Path]]:
         """Yield the name and folder of each adapter; named adapters take precedence over the shared folder."""

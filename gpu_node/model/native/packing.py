@@ -146,7 +146,9 @@ class Packer:
         """Pack an MLP. The matrices of several experts are one matrix, with their rows one after another."""
         router, experts = self._tensors.router(layer), list(self._tensors.experts(layer))
         if router is not None:
-            self._set_vector(Vector.ROUTER, layer, _padded_columns(router.to_float32()))
+            # Zeros pad the columns, as they pad the hidden states.
+            padding = (0, 0), (0, -router.shape[1] % PANEL)
+            self._set_vector(Vector.ROUTER, layer, np.pad(router.to_float32(), padding))
         inner, out = (_joined(linears) for linears in zip(*experts, strict=True))
         pack_inner = self._interleave if self._spec.is_gated else self._fuse
         pack_inner(Slot.MLP_IN, layer, inner, gains)
@@ -261,8 +263,3 @@ def _joined(linears: Sequence[StoredLinear]) -> StoredLinear:
         tuple(part for linear in linears for part in linear.weights),
         tuple(part for linear in linears for part in linear.biases),
     )
-
-
-def _padded_columns(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Pad columns with zeros as the kernels pad hidden states."""
-    return np.pad(values, ((0, 0), (0, -values.shape[1] % PANEL)))

@@ -21,13 +21,13 @@ from penstock.gpu_node.model.protocol import (
     SamplingRows,
     StepPlan,
     StepResult,
-    TokenMasks,
 )
 from penstock.kernels.cpu.library import NativeModel
 from penstock.kernels.cpu.probe import usable_cores
 from penstock.kernels.cpu.structs import SAMPLING_COLUMNS, NativePlan
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 _RECOVERY_S = 5.0
 """Seconds of steps after packing in which a model may still leave out threads whose cores are free again."""
@@ -53,7 +53,7 @@ class CrowdedCores:
         elif num_in_use > 0 and not self._is_warned:
             self._is_warned = True
             extra = {"num_threads": self._num_threads, "num_in_use": num_in_use}
-            _log.warning("other processes use the cores", extra=extra)
+            log.warning("other processes use the cores", extra=extra)
 
 
 class NativeRunner:
@@ -109,8 +109,9 @@ class NativeRunner:
     def submit(self, plan: StepPlan) -> _InFlightStep:
         """Start a step."""
         tokens, times_ms = np.empty(len(plan.sample_tokens), dtype=np.int32), np.zeros(3, dtype=np.float32)
-        ragged = _ragged(plan.sampling)
-        outputs = _Outputs(tokens, *self._logprobs(plan), times_ms, self._hidden(plan))
+        ragged, pooled = _ragged(plan.sampling), plan.pooled
+        hidden = None if pooled is None else np.empty((len(pooled.tokens), self._hidden_size), np.float32)
+        outputs = _Outputs(tokens, *self._logprobs(plan), times_ms, hidden)
         self._start(
             NativePlan(
                 *_step(plan),
@@ -161,10 +162,6 @@ class NativeRunner:
         return _logprob_buffers(plan.sampling.num_logprobs, self._vocab_size), _logprob_buffers(
             scored, self._vocab_size
         )
-
-    def _hidden(self, plan: StepPlan) -> NDArray[np.float32] | None:
-        """Allocate the hidden states of the pooled tokens; None where there are none."""
-        return None if plan.pooled is None else np.empty((len(plan.pooled.tokens), self._hidden_size), np.float32)
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Wait for the step in flight, then load an adapter into a slot."""
@@ -268,7 +265,11 @@ def _ragged(rows: SamplingRows) -> tuple[_Table, ...]:
     banned, num_banned = _table(rows.banned)
     biased, num_biased = _table(rows.biased)
     biases = None if biased is None else _pointers(rows.biases)
-    masks, written = (None, None) if rows.masks is None else (_mask_pointers(rows.masks), rows.masks.written)
+    masks = written = None
+    if (given := rows.masks) is not None:
+        # The address of each row's mask; 0 for rows without a mask.
+        starts = given.words.ctypes.data + given.rows.astype(np.uint64) * np.uint64(given.words.strides[0])
+        masks, written = np.where(given.rows >= 0, starts, np.uint64(0)), given.written
     return seen, num_seen, rows.num_seen_prompt, banned, num_banned, biased, biases, num_biased, masks, written
 
 
@@ -280,12 +281,6 @@ def _table(lists: Sequence[NDArray[np.int32]]) -> tuple[_Table, _Table]:
 
 def _pointers(lists: Sequence[NDArray[Any]]) -> NDArray[np.uint64]:
     return np.array(_addresses(*lists), dtype=np.uint64)
-
-
-def _mask_pointers(masks: TokenMasks) -> NDArray[np.uint64]:
-    """Return the address of each row's mask; 0 for rows without a mask."""
-    starts = masks.words.ctypes.data + masks.rows.astype(np.uint64) * np.uint64(masks.words.strides[0])
-    return np.where(masks.rows >= 0, starts, np.uint64(0))
 
 
 def _addresses(*arrays: _Table) -> list[int | None]:

@@ -94,7 +94,11 @@ def map_weights(
     # The head comes first, while memory is free: packing may need two copies of it for a moment.
     head = Linear(convert.tensor(tensors.head()))
     tensors.release()
-    found = _found(tensors, spec, progress)
+
+    def found() -> Iterator[StoredLayer]:
+        for layer in range(spec.num_layers):
+            yield tensors.layer(layer)
+            progress((layer + 1) / spec.num_layers)
 
     def read(stored: StoredLayer) -> LayerWeights:
         layer = read_layer(stored, convert, spec.norm_eps, packed_or_mapped, spec.norm_offset)
@@ -104,10 +108,10 @@ def map_weights(
 
     layers: Iterable[LayerWeights]
     if is_lazy:
-        stored = tuple(found)
+        stored = tuple(found())
         layers = LayersAsNeeded(spec.num_layers, lambda i: read(stored[i]))
     else:
-        layers = tuple(map(read, found))
+        layers = tuple(map(read, found()))
     final_norm = read_norm(tensors.final_norm(), convert, spec.norm_eps, spec.norm_offset)
     return DecoderWeights(_rows_of(tensors.embedding(), convert), layers, final_norm, head)
 
@@ -121,12 +125,6 @@ def packed_or_mapped(stored: StoredLinear, convert: Converter) -> Product:
     )
     parts = tuple(Linear(convert.tensor(weight), bias) for weight, bias in zip(stored.weights, biases, strict=True))
     return parts[0] if len(parts) == 1 else FusedLinear(parts)
-
-
-def _found(tensors: DecoderTensors, spec: ModelSpec, progress: Callable[[float], None]) -> Iterator[StoredLayer]:
-    for layer in range(spec.num_layers):
-        yield tensors.layer(layer)
-        progress((layer + 1) / spec.num_layers)
 
 
 def _trim() -> None:
