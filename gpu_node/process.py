@@ -31,11 +31,6 @@ from penstock.runtime.stall_guard import StallGuard
 log = logging.getLogger(__package__)
 
 
-# The exit of a node's process while threads still compute.
-#
-# Python frees memory at its exit, but a thread inside a library may go on writing to it. The process then died with
-# status 139 (SIGSEGV). So if a thread does not end, the process ends without Python's cleanup.
-
 THREAD_PATIENCE_S = 1.0
 """How long a running step may take to finish."""
 
@@ -44,7 +39,10 @@ THREAD_PATIENCE_S = 1.0
 def exiting_despite_threads(exit_code_of: Callable[[PenstockError], int]) -> Iterator[None]:
     """End the process after the block, without cleanup, if a thread that the block started is still running.
 
-    If all threads have ended, the block ends normally. `exit_code_of`: exit status of an error reported in one line.
+    Python frees memory at its exit, but a thread inside a library may go on writing to it. The process then died with
+    status 139 (SIGSEGV). If all threads have ended, the block ends normally.
+
+    `exit_code_of`: exit status of an error reported in one line.
     """
     before = set(threading.enumerate())
     error: BaseException | None = None

@@ -25,8 +25,6 @@ from penstock.runtime.loop_watch import LoopWatch
 log = logging.getLogger(__package__)
 
 
-# Prometheus metrics of a node's jobs, by model and class.
-
 LABELS = ("model", "priority")
 _HISTOGRAMS = {
     "queue_seconds": ("queue_s", "Seconds from a job's submission until a node took it."),
@@ -43,7 +41,7 @@ _HISTOGRAMS = {
 
 
 def job_metrics(jobs: JobMetrics, model: str) -> Iterator[Metric]:
-    """Yield the metrics of a node's jobs."""
+    """Yield the metrics of a node's jobs, by model and class."""
     for name, (attribute, text) in _HISTOGRAMS.items():
         family = HistogramMetricFamily(f"penstock_job_{name}", text, labels=LABELS)
         for priority, metrics in zip(Priority, jobs.classes, strict=True):
@@ -58,11 +56,6 @@ def job_metrics(jobs: JobMetrics, model: str) -> Iterator[Metric]:
     yield ends
 
 
-# Prometheus metrics of a node's GPU, as its driver reports them (NVML).
-#
-# They need the package nvidia-ml-py (extra `gpu`). It is imported only on a node with a GPU.
-
-
 _GAUGES = {
     "penstock_gpu_utilization_ratio": "Share of the driver's last sample period in which a kernel ran on the GPU.",
     "penstock_gpu_memory_used_bytes": "Memory of the GPU that is in use, by any process.",
@@ -71,7 +64,10 @@ _GAUGES = {
 
 
 class GpuMetrics:
-    """Reads the metrics of one GPU. The driver's library is loaded at the first scrape."""
+    """Reads the metrics of one GPU, as its driver reports them (NVML).
+
+    The package nvidia-ml-py (extra `gpu`) is imported at the first scrape, and only on a node with a GPU.
+    """
 
     def __init__(self) -> None:
         self._nvml: Any = None

@@ -36,15 +36,16 @@ from penstock.queue.broker.profiles import (
 log = logging.getLogger(__package__)
 
 
-# A Chrome trace of a profile: the engine's steps with their parts, and the call stacks of all threads.
-
 STEPS_TRACK = 1
 """The id of the track of steps. Threads have addresses as ids, so no thread has this one."""
 _LEVEL = 6
 
 
 def chrome_trace(steps: Sequence[RecordedStep], samples: StackSamples) -> bytes:
-    """Return a compressed Chrome trace, for https://ui.perfetto.dev or chrome://tracing."""
+    """Return the steps with their parts, and the call stacks of all threads, as a compressed Chrome trace.
+
+    https://ui.perfetto.dev and chrome://tracing show it.
+    """
     process = os.getpid()
     names = {STEPS_TRACK: "engine steps"} | {one.ident or 0: one.name for one in threading.enumerate()}
     events: list[dict[str, Any]] = [
@@ -79,8 +80,6 @@ def _events_of(step: RecordedStep) -> Iterator[dict[str, Any]]:
 def _event(name: str, start_us: float, duration_ms: float) -> dict[str, Any]:
     return {"ph": "X", "name": name, "cat": "engine", "tid": STEPS_TRACK, "ts": start_us, "dur": duration_ms * 1e3}
 
-
-# Samples of what each thread of this process runs, as the events of a Chrome trace.
 
 INTERVAL_S = 0.005
 MAX_EVENTS = 200_000

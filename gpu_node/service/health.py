@@ -17,9 +17,6 @@ from penstock.gpu_node.engine.worker import EngineWorker
 log = logging.getLogger(__package__)
 
 
-# Reads an engine's statistics once for each heartbeat, and detects that the engine hangs.
-
-
 _INTERVALS_A_LOOK = 3
 """Longest time between two looks at the engine: its answer, the heartbeat and the pause each take one interval."""
 
@@ -58,9 +55,6 @@ class EngineWatch:
         return self.stats
 
 
-# Detects a hung engine: it does not answer, or it has work and its step counter does not move.
-
-
 class EngineStalledError(InvariantError):
     """The engine hangs. Its node must end, so that other nodes take over its jobs."""
 
@@ -68,7 +62,7 @@ class EngineStalledError(InvariantError):
 
 
 class Watchdog:
-    """The time that an engine has made no progress.
+    """The time that an engine has made no progress: it does not answer, or it has work and its step count stands still.
 
     A look may be late because the whole process was paused. Such an interval counts for at most `max_look_s`.
     """

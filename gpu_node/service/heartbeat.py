@@ -20,12 +20,9 @@ from penstock.queue.broker.node import NodeBroker
 log = logging.getLogger(__package__)
 
 
-# The state of a node that its heartbeats report, collected from the node's parts at one moment.
-
-
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """The state of a node. Counters grow from its start."""
+    """The state of a node at one moment, which its heartbeats report. Counters grow from its start."""
 
     stats: EngineStats
     engine_stalled_s: float

@@ -42,16 +42,14 @@ from penstock.runtime.cooperative import LoopYielder
 log = logging.getLogger(__package__)
 
 
-# Tasks that the tokenizer answers alone: tokenization, and the text of tokens.
-
 IDS_PER_PART = 4096
 """Tokens whose spellings are in memory as texts at once."""
 
 
 def run_task(tokenizer: Tokenizer, request: Request, tenant: str, max_model_len: int, now: datetime) -> bytes:
-    """Return the packed output of a request's task. Raises RequestError if the request or its output is too large.
+    """Return the packed output of a task that the tokenizer answers alone: tokenization, or the text of tokens.
 
-    `now`: the time that a chat template may print.
+    Raises RequestError if the request or its output is too large. `now`: the time that a chat template may print.
     """
     task = request.task
     if isinstance(task, Detokenize):

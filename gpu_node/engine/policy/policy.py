@@ -77,9 +77,6 @@ class FirstComeFirstServed:
         return running[-1]
 
 
-# The runner's adapter slots: which sequences use each, and which adapter is loaded next when all are taken.
-
-
 class AdapterSlots:
     """The adapter in each slot, and the running sequences that use it.
 

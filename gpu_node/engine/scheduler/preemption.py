@@ -15,9 +15,6 @@ from penstock.gpu_node.engine.sequence import Sequence
 if TYPE_CHECKING:
     from penstock.gpu_node.engine.config import PreemptionName
 
-# Decide whether a preempted sequence's blocks are swapped to the host or recomputed later.
-
-
 _BYTES_PER_S = float(4 << 30)
 """Assumed copy rate until copies are measured."""
 _WEIGHT = 0.2
@@ -27,7 +24,7 @@ _MIN_PREFILL = 16
 
 
 class SwapCost:
-    """Compares swapping with recomputation by rates measured while the engine runs."""
+    """Decides whether a preempted sequence's blocks are swapped or recomputed, by rates measured on the way."""
 
     def __init__(self, preemption: PreemptionName, block_bytes: int) -> None:
         self._preemption = preemption

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__package__)
 
 
-# Learn from earlier steps what drafted tokens cost.
-
 _ENOUGH = 3
 """Steps after which the time of a number of rows is known."""
 _FORGOTTEN_AFTER = 4000
@@ -136,9 +134,6 @@ class StepCost:
             return 0.0
         counts, logs = np.array(known).T
         return float(np.interp(num_seqs, counts, np.exp(logs - base)))
-
-
-# Decide how many tokens each sequence drafts: as many as will probably be accepted often enough for their cost.
 
 
 def speculation_of(config: EngineConfig, runner: ModelRunner, cost: StepCost) -> DraftBudget:

@@ -29,12 +29,6 @@ from penstock.gpu_node.engine.structured.protocol import MAX_CALLS_MIB, TASK_WAL
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import TokenMasks
 
-# Why a grammar was refused: llguidance's messages in penstock's words.
-
-
-# A tenant's grammar as the node knows it: its text, the result of its trial, and what it has cost since.
-
-
 MAX_CACHED_BYTES = 32 << 20
 """Limit of the cache of grammars and refusals."""
 FIRST_REFUSAL_S = 120.0

@@ -23,9 +23,6 @@ from penstock.gpu_node.engine.structured.process import Template, Worker
 log = logging.getLogger(__package__)
 
 
-# The node's handles of its grammar processes: start, send without blocking, kill.
-
-
 _RESTART_AFTER_S = 0.2
 _FORK_AGAIN_AFTER_S = 0.05
 _MAX_DOUBLINGS = 6

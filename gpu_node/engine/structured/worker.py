@@ -39,13 +39,11 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 
-# Masks of the tokens that a choice may continue with, inside a grammar worker.
-
 _WORD_BYTES = 4
 
 
 class Matching:
-    """The matchers of one worker's choices, by the choice's number."""
+    """The matchers of one worker's choices, by number: they say which tokens a choice may continue with."""
 
     def __init__(self, tokenizer: LLTokenizer, compiler: Compiler) -> None:
         self._tokenizer = tokenizer
@@ -109,8 +107,6 @@ def _only_bit(mask: bytes) -> int | None:
     whole = int.from_bytes(mask, "little")
     return None if not whole or whole & (whole - 1) else whole.bit_length() - 1
 
-
-# From the text of a grammar to an llguidance matcher, inside a grammar worker.
 
 COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as most models write it. If any whitespace is allowed, some models write nothing else until the limit."""

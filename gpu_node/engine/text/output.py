@@ -32,11 +32,8 @@ class EndRule:
         return "length" if num_tokens >= self.max_tokens else None
 
 
-# Incremental detokenization, at a constant cost per token, without splitting characters.
-
-
 class Detokenizer:
-    """The text of one choice. Bytes that do not yet form a whole UTF-8 character wait for the next token."""
+    """The text of one choice, at a constant cost per token. Bytes without a whole UTF-8 character wait for the next."""
 
     def __init__(self, token_bytes: Sequence[bytes], *, strip_first_space: bool = False) -> None:
         """`token_bytes[i]`: the bytes of token i; empty for special tokens."""
@@ -65,9 +62,6 @@ class Detokenizer:
     def flush(self) -> str:
         """Return U+FFFD for an incomplete character at the end, else an empty string."""
         return self._decoder.decode(b"", final=True)
-
-
-# Stop strings in a growing text.
 
 
 class StopStrings:
@@ -109,9 +103,6 @@ class StopStrings:
             if any(stop.startswith(tail) for stop in self._stops):
                 return length
         return 0
-
-
-# Token sequences that must not be generated.
 
 
 class BadWords:

@@ -1,4 +1,4 @@
-"""Read the settings of a GGUF file that transformers ignores, under the names of config.json."""
+"""Read the settings of a GGUF file that transformers ignores, RoPE scaling included, under the names of config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file that is mapped into memory, read-only."""
+"""A file that is mapped into memory, read-only; its pages can be mapped before they are needed, beside other work."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class MappedFile:
         """Raises ConfigError for an empty file."""
         with path.open("rb") as file:
             self.stamp = stamp_of(os.fstat(file.fileno()))
-            """What tells this file from any that takes its path later."""
+            """Device, inode, size and mtime: they change when the file is written or replaced."""
             try:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError as error:
@@ -85,5 +85,5 @@ class MappedFile:
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, ...]:
-    """Return what changes when the file is written or replaced."""
+    """Return device, inode, size and mtime, which change when the file is written or replaced."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

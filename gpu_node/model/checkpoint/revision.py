@@ -46,7 +46,7 @@ def _with_weights(digest: hashlib.blake2b, source: ModelSource) -> str:
 
 
 def stamps_of(paths: Iterable[Path]) -> list[tuple[int, ...]]:
-    """Return what changes when one of the files is written or replaced."""
+    """Return the stamps of files, which change when one of them is written or replaced."""
     return [stamp_of(path.stat()) for path in paths]
 
 

@@ -15,7 +15,7 @@ from penstock.gpu_node.model.protocol import MatrixName
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """A matrix made of parts whose rows follow one another."""
+    """A matrix made of parts that are concatenated by rows."""
 
     weights: tuple[Stored, ...]
     biases: tuple[Stored, ...] = ()

@@ -1,4 +1,4 @@
-"""Streams, events, pinned memory and graphs of a GPU, with stand-ins that do nothing on the CPU."""
+"""Streams, events, page-locked memory and graphs of a GPU, with stand-ins that do nothing on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner that executes step plans on a GPU."""
+"""The runner that executes step plans on a GPU, and its steps in flight."""
 
 from __future__ import annotations
 

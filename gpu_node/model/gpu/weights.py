@@ -1,4 +1,4 @@
-"""Load a decoder's weights onto a GPU, or onto the CPU as its stand-in."""
+"""Load a decoder's weights onto a GPU, in the checkpoint's own format if a kernel supports it; or onto the CPU."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class StoredLinearLoader:
         """The formats in use, out of `none`, `int4`, `int8` and `fp8`."""
 
     def __call__(self, stored: StoredLinear, convert: Convert) -> KeptLinear:
-        """Load a matrix whose parts' rows follow one another."""
+        """Load a matrix, whose parts are concatenated by rows."""
         bias = convert(stored.biases) if stored.biases else None
         name = self._stored_format(stored.weights) if self._quantization == "auto" else None
         if name is None:

@@ -1,4 +1,4 @@
-"""Pack a checkpoint's tensors into the layout that the native kernels read."""
+"""Pack a checkpoint's tensors into the formats and the layout that the native kernels read."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _key(described: Description, layout: str) -> str:
 
 
 def _stamps(described: Description) -> list[tuple[int, ...]]:
-    """Return values that change when one of the weight files is written or replaced."""
+    """Return the stamps of the weight files, which change when one of them is written or replaced."""
     return stamps_of(weight_files(described.source))
 
 
