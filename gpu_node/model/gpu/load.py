@@ -80,9 +80,8 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
 
 def _device() -> torch.device:
     if torch.cuda.is_available():
-        # Let torch's allocator grow segments, unless the operator configured it. It reads this when CUDA starts.
-        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        # Before anything starts CUDA: the next lines do.
+        _avoid_fragments()
         device = torch.device("cuda", torch.cuda.current_device())
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if capability < MIN_COMPUTE_CAPABILITY:
@@ -94,6 +93,12 @@ def _device() -> torch.device:
             "runner gpu: torch sees no CUDA device (TRITON_INTERPRET=1 runs its kernels slowly on the CPU)"
         )
     return torch.device("cpu")
+
+
+def _avoid_fragments() -> None:
+    """Let torch's allocator grow segments, unless the operator configured it. It reads this when CUDA starts."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
