@@ -20,28 +20,30 @@ from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.reports import JobReports
 from penstock.gpu_node.monitor.profile import NodeProfiler
-from penstock.gpu_node.monitor.reports import reports_of
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.publishing.pace import new_pace
 from penstock.gpu_node.service.health import EngineStalledError, EngineWatch
 from penstock.gpu_node.service.heartbeat import Heartbeat, heartbeat_interval_s, take_snapshot
 from penstock.gpu_node.service.liveness import answering
 from penstock.gpu_node.service.seats import NO_SEATS, Seats, declare_dead
-from penstock.gpu_node.service.threads import Threads
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.taking.inbox import Bell, JobInbox, listen
 from penstock.gpu_node.taking.intake import JobIntake
 from penstock.gpu_node.taking.load_shedder import LoadShedder
+from penstock.gpu_node.threads import Threads
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect, warn_of_eviction, with_retries
+from penstock.queue.broker.jobs import past_leases_of
 from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.profiles import DOORBELL, ProfileBroker
 from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.tracing.setup import tracing_of
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 JOIN_PATIENCE_S = 60.0
 """How long joining the pool is retried while Redis is unavailable."""
@@ -61,22 +63,34 @@ class Node:
         self.node_id = f"{settings.name}-{secrets.token_hex(8)}"
         self._redis = connect(settings.redis_url)
         self._tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-node")
-        reports = reports_of(settings, self._tracing, self._redis, self.node_id)
-        self.ledger = Ledger(engine.max_model_len, reports)
+        reports = self._new_reports()
+        self.ledger = Ledger(engine.max_model_len)
         self._broker = NodeBroker(self._redis, settings.pool_name, self.node_id, engine.revision)
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
         self._worker = EngineWorker(engine, self._deliver)
         self.pace = new_pace(settings.stream_interval_ms / 1000, leaves_core_free=engine.leaves_core_free)
-        limit, pace = settings.max_unsent_bytes, self.pace
         self._outbox = Outbox(
-            self._broker, self.ledger, self._worker, self._bell.capacity_freed, max_unsent_bytes=limit, pace=pace
+            self._broker,
+            self.ledger,
+            self._worker,
+            reports,
+            self._bell.capacity_freed,
+            max_unsent_bytes=settings.max_unsent_bytes,
+            pace=self.pace,
         )
         sizes = {"kv_tokens": engine.num_kv_tokens, "max_num_seqs": settings.max_num_seqs}
-        self._load_shedder = LoadShedder(self._broker, self.ledger, self._worker, self._outbox, **sizes)
+        self._load_shedder = LoadShedder(self._broker, self.ledger, self._worker, reports, self._outbox, **sizes)
         self._threads = Threads()
         self._job_intake = JobIntake(
-            self._broker, self.ledger, self._worker, engine.tokenizer, self._outbox, self._load_shedder, self._threads
+            self._broker,
+            self.ledger,
+            self._worker,
+            engine.tokenizer,
+            reports,
+            self._outbox,
+            self._load_shedder,
+            self._threads,
         )
         capacity = engine.num_kv_tokens, settings.max_num_seqs
         self._inbox = JobInbox(self._broker, self.ledger, self._bell, self._outbox, self._job_intake, capacity=capacity)
@@ -114,7 +128,9 @@ class Node:
                 answering(self._settings.name, self._state),
                 _background(self._heartbeat_forever(), self._outbox.run()),
             ):
-                serving = [self._take_forever(), self._listen(), self._load_shedder.run(), self._profiler.run()]
+                doorbell = keys.doorbell(self._settings.pool_name, self.node_id)
+                serving = [self._take_forever(), self._load_shedder.run(), self._profiler.run()]
+                serving.append(listen(self._redis, doorbell, self._bell, self._on_message))
                 serving.append(declare_dead(self._broker, self._seats, has_joined=True))
                 if self._settings.has_adapters:
                     serving.append(self._announce_forever())
@@ -206,10 +222,6 @@ class Node:
             self._record = replace(self._record, adapters=adapters)
             await with_retries(lambda: self._broker.announce(self._record), math.inf)
 
-    async def _listen(self) -> None:
-        channel = keys.doorbell(self._settings.pool_name, self.node_id)
-        await listen(self._redis, channel, self._bell, self._on_message)
-
     def _on_message(self, text: str) -> None:
         """Handle a message of the doorbell: a request for a profile, or the id of a canceled job."""
         if text == DOORBELL:
@@ -219,7 +231,11 @@ class Node:
 
     async def _until_stopped(self) -> None:
         died = asyncio.wrap_future(self._worker.stopped)
-        await _first_of(self._stop.wait(), _finished(died))
+
+        async def end() -> None:
+            await asyncio.wait((died,))
+
+        await _first_of(self._stop.wait(), end())
         if died.done():
             # The engine's memory trace names jobs by their leases, so the log line maps leases to job ids.
             held = {job.taken.lease: job.job_id for job in self.ledger}
@@ -262,6 +278,17 @@ class Node:
         with suppress(RuntimeError):  # The event loop may be closed already.
             self._outbox.deliver(outputs)
 
+    def _new_reports(self) -> JobReports:
+        model, logs_jobs = self._settings.model_name, self._settings.log_jobs
+        if self._tracing is None:
+            return JobReports(model, logs_jobs=logs_jobs)
+        # Imported here, because a node without traces does not need OpenTelemetry.
+        from penstock.gpu_node.monitor.job_spans import JobSpans
+
+        past_leases = partial(past_leases_of, self._redis)
+        spans = JobSpans(self._tracing, past_leases, node_id=self.node_id, model=model)
+        return JobReports(model, logs_jobs=logs_jobs, spans=spans)
+
     def _new_heartbeat(self, interval_s: float) -> Heartbeat:
         base = NodePressure(
             node_id=self.node_id,
@@ -281,10 +308,6 @@ async def _first_of(*waits: Coroutine[Any, Any, Any], timeout_s: float | None = 
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def _finished(future: asyncio.Future[None]) -> None:
-    await asyncio.wait((future,))
 
 
 @asynccontextmanager

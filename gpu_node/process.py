@@ -28,10 +28,8 @@ from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.progress_log import ProgressLog
 from penstock.runtime.stall_guard import StallGuard
 
-# The exit of a node's process while threads still compute.
-#
-# Python frees memory at its exit, but a thread inside a library may go on writing to it. The process then died with
-# status 139 (SIGSEGV). So if a thread does not end, the process ends without Python's cleanup.
+log = logging.getLogger(__package__)
+
 
 THREAD_PATIENCE_S = 1.0
 """How long a running step may take to finish."""
@@ -41,7 +39,10 @@ THREAD_PATIENCE_S = 1.0
 def exiting_despite_threads(exit_code_of: Callable[[PenstockError], int]) -> Iterator[None]:
     """End the process after the block, without cleanup, if a thread that the block started is still running.
 
-    If all threads have ended, the block ends normally. `exit_code_of`: exit status of an error reported in one line.
+    Python frees memory at its exit, but a thread inside a library may go on writing to it. The process then died with
+    status 139 (SIGSEGV). If all threads have ended, the block ends normally.
+
+    `exit_code_of`: exit status of an error reported in one line.
     """
     before = set(threading.enumerate())
     error: BaseException | None = None
@@ -84,9 +85,6 @@ def _end(status: int) -> None:
     os._exit(status)
 
 
-log = logging.getLogger(__name__)
-
-
 async def run_node(settings: NodeSettings) -> None:
     """Load the model and serve until SIGTERM or SIGINT, then drain and return. A second signal ends the grace period.
 
@@ -118,7 +116,13 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.stop)
     ready, guard = asyncio.Event(), StallGuard(settings.loop_stall_s)
-    announce = asyncio.create_task(_announce(ready, settings.pool_name, guard))
+
+    async def announce() -> None:
+        await ready.wait()
+        guard.start()  # Not before: loading and compiling may take long.
+        _report({"event": "ready", "pool": settings.pool_name})
+
+    announcing = asyncio.create_task(announce())
     watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     watch.start()
     descriptors = DescriptorWatch()
@@ -135,7 +139,7 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
         guard.stop()
         watch.stop()
         descriptors.stop()
-        announce.cancel()
+        announcing.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
@@ -154,12 +158,6 @@ def _metrics_of(node: Node, settings: NodeSettings, watch: LoopWatch) -> Abstrac
     from penstock.gpu_node.monitor.metrics import serving_metrics
 
     return serving_metrics(node, settings, watch)
-
-
-async def _announce(ready: asyncio.Event, pool: str, guard: StallGuard) -> None:
-    await ready.wait()
-    guard.start()  # Not before: loading and compiling may take long.
-    _report({"event": "ready", "pool": pool})
 
 
 def _report_progress(stage: str, fraction: float) -> None:

@@ -18,7 +18,7 @@ CONTRACT, QUEUE, RUNTIME = "penstock.contract", "penstock.queue", "penstock.runt
 PRODUCER, GATEWAY, CLI = "penstock.producer", "penstock.gateway", "penstock.cli"
 SERVICE, ENGINE, MODEL = "penstock.gpu_node", "penstock.gpu_node.engine", "penstock.gpu_node.model"
 KERNELS, TOP = "penstock.kernels", "penstock"
-RUNNER_INTERFACE = {f"penstock.gpu_node.model.{name}" for name in ("protocol", "options", "token_masks")}
+RUNNER_INTERFACE = {f"penstock.gpu_node.model.{name}" for name in ("protocol", "options")}
 BROKER = "penstock.queue.broker"
 
 ARROWS = {
@@ -34,6 +34,27 @@ ARROWS = {
     CLI: {CLI, GATEWAY, PRODUCER, SERVICE, KERNELS, QUEUE, RUNTIME, CONTRACT, TOP},
     TOP: {CONTRACT, QUEUE, RUNTIME, PRODUCER, GATEWAY, SERVICE, ENGINE, CLI},
 }
+NODE_FLOORS = (
+    {"settings", "threads"},
+    {"jobs"},
+    {"publishing"},
+    {"taking"},
+    {"service", "monitor"},
+    {"node"},
+    {"process"},
+)
+"""Packages and modules of the node, the lowest first. Each imports itself and lower floors; `engine` is below all."""
+MODEL_FLOORS = (
+    {"protocol", "options"},
+    {"architecture"},
+    {"checkpoint"},
+    {"lora", "torch_common"},
+    {"native", "gpu", "torch_cpu"},
+    {"loading"},
+)
+FLOORS = {SERVICE: NODE_FLOORS, MODEL: MODEL_FLOORS}
+OWN_ROOMS = {GATEWAY, SERVICE, ENGINE}
+"""Packages whose modules count as packages of their own."""
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
 TORCH = {"torch", "transformers", "triton", "safetensors", "gguf"}
 NODES_ONLY = TORCH | {"numpy", "tokenizers", "huggingface_hub", "llguidance"}
@@ -153,6 +174,66 @@ def test_there_are_no_import_circles() -> None:
 
     for name in sorted(graph):
         visit(name, ())
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_modules_import_only_lower_floors(package: str) -> None:
+    floor_of = {part: at for at, parts in enumerate(FLOORS[package]) for part in parts}
+
+    def part_of(name: str) -> str:
+        return name.removeprefix(f"{package}.").partition(".")[0] if name.startswith(f"{package}.") else ""
+
+    inner = [(part_of(module.name), module) for module in modules().values()]
+    assert {part for part, _ in inner if part} - {"engine", "model"} == set(floor_of)
+    wrong = [
+        at(module, found)
+        for part, module in inner
+        if part in floor_of
+        for found in imports_of(module)
+        if (target := part_of(found.target)) in floor_of
+        if target != part and floor_of[target] >= floor_of[part]
+    ]
+    assert wrong == []
+
+
+def test_packages_import_each_other_in_no_circle() -> None:
+    """Also none that only type checkers see. An `__init__` counts for no package, because it may name its modules."""
+    inits = {module.name for module in modules().values() if module.path.name == "__init__.py"}
+
+    def package_of(name: str) -> str:
+        parent = name.rpartition(".")[0]
+        return name if parent in OWN_ROOMS else parent
+
+    graph: dict[str, set[str]] = {}
+    for module in modules().values():
+        if module.name not in inits:
+            targets = {found.target for found in imports_of(module)} & (set(modules()) - inits)
+            graph.setdefault(package_of(module.name), set()).update(map(package_of, targets))
+    # The floors of the gateway are not built yet.
+    circles = [sorted(one) for one in _circles(graph) if not any(name.startswith(GATEWAY) for name in one)]
+    assert circles == []
+
+
+def _circles(graph: dict[str, set[str]]) -> Iterator[set[str]]:
+    """Yield the groups of nodes that reach each other."""
+
+    def reached_from(start: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for target in graph.get(waiting.pop(), set()) - found:
+                found.add(target)
+                waiting.append(target)
+        return found
+
+    reached = {node: reached_from(node) - {node} for node in graph}
+    left = set(graph)
+    while left:
+        node = left.pop()
+        circle = {node} | {other for other in reached[node] if node in reached.get(other, ())}
+        left -= circle
+        if len(circle) > 1:
+            yield circle
 
 
 @pytest.mark.parametrize("name", ["Client", "AsyncClient", "Engine", "SamplingParams", "PenstockError"])

@@ -18,9 +18,6 @@ from penstock.queue.policy import PolicyName
 PreemptionName = Literal["auto", "recompute", "swap"]
 
 
-# The settings that engines and nodes have in common, stated once.
-
-
 class EngineOptions(RunnerSettings):
     """Base of `EngineConfig` and `NodeSettings`. The docstring of a field is also its help text on the command line."""
 

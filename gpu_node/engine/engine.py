@@ -5,34 +5,39 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Container
-from dataclasses import asdict, replace
+from collections.abc import Sequence as Items
+from dataclasses import asdict
 from typing import Any
 
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError
+from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import PrefillProgress, Usage
+from penstock.contract.tasks import Embed, Embedding, Pooling
 from penstock.gpu_node.engine.config import EngineConfig, ModelOrConfig
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
-from penstock.gpu_node.engine.offline import OfflineCalls
+from penstock.gpu_node.engine.offline import (
+    Adapters,
+    Params,
+    Prompt,
+    embed_requests,
+    embeddings_of,
+    generations_of,
+    run_batch,
+    spread,
+)
 from penstock.gpu_node.engine.policy.by_policy import new_scheduling_policy, note_held
 from penstock.gpu_node.engine.policy.policy import AdapterSlots
-from penstock.gpu_node.engine.prompt_tokens import (
-    logprobs_of,
-    make_records,
-    note_hidden,
-    note_scores,
-    pooled_tokens,
-    scored_tokens,
-)
-from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
+from penstock.gpu_node.engine.prompt_tokens import logprobs_of, make_records, note_prompt_tokens, with_prompt_tokens
+from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generation, Prepared, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest
 from penstock.gpu_node.engine.scheduler.budget import StepLimits
 from penstock.gpu_node.engine.scheduler.faults import is_slow
-from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrace
 from penstock.gpu_node.engine.scheduler.running import StepOutcome
-from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel, check_request
@@ -44,7 +49,7 @@ from penstock.gpu_node.engine.timings import EngineProfiler, InFlightStep, InFli
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, LoadedModel, Logprobs, StepPlan, StepResult
 from penstock.runtime.process_memory import resident_bytes
 
-# Progress reports of prompts, for the requests that ask for them.
+log = logging.getLogger(__package__)
 
 
 class PrefillReports:
@@ -89,10 +94,7 @@ class PrefillReports:
         return StepOutput(seq.request_id, seq.choice, 0, (), "", None, prefill=progress)
 
 
-_log = logging.getLogger(__name__)
-
-
-class Engine(ServedModel, OfflineCalls):
+class Engine:
     """Continuous batching over one model. One thread owns it; other threads may use `stats` and the tokenizer."""
 
     def __init__(
@@ -104,15 +106,27 @@ class Engine(ServedModel, OfflineCalls):
         and for a model that is missing, unsupported or too large for the KV cache it would need.
         """
         config = EngineConfig.of(model, settings)
-        super().__init__(config, progress or (lambda stage, fraction: None))
-        self._runner = self._model.runner
+        served = self._served = ServedModel(config, progress or (lambda stage, fraction: None))
+        self._name = config.model
+        self.tokenizer = served.tokenizer
+        """The model's tokenizer; safe to call from any thread."""
+        self.max_model_len = served.limits.max_model_len
+        """Most tokens that prompt and output of one choice may have together."""
+        self.vocab_size = served.limits.vocab_size
+        """Size of the model's output; token ids are below it."""
+        self.revision = served.model.revision
+        """Identifies weights, tokenizer and dtype. Engines of equal revision can continue each other's choices."""
+        self.sampling_defaults = served.sampling_defaults
+        """The sampling that the model recommends, by the names of `SamplingParams`."""
+        self._guides = served.guides
+        self._runner = served.model.runner
         sizes = self._runner.cache_sizes
         pools, caches = (sizes.num_device_blocks, sizes.num_host_blocks), config.enable_prefix_caching
         self._memory = KvCacheManager(*pools, enable_prefix_caching=caches, eviction=config.prefix_eviction)
         self._block_size = config.block_size
         self._tenants_share_prefixes = config.prefix_cache_salt == "pool"
         self._times = LearnedTimes(config.preemption, sizes.block_bytes, with_drafts=config.speculative != "off")
-        limits = StepLimits.of(config, self._limits.max_model_len)
+        limits = StepLimits.of(config, self.max_model_len)
         self._adapter_slots = AdapterSlots(config.num_adapter_slots)
         self._policy = new_scheduling_policy(config, self._adapter_slots)
         drafts = speculation_of(config, self._runner, self._times.draft_cost)
@@ -130,6 +144,50 @@ class Engine(ServedModel, OfflineCalls):
         self._timings = StepTimings()
         self.profiler = EngineProfiler(self._timings, self._runner)
 
+    def __repr__(self) -> str:
+        return f"<Engine {self._name} max_model_len={self.max_model_len}>"
+
+    def generate(
+        self, prompts: Prompt | Items[Prompt], params: Params = None, *, adapters: Adapters = None
+    ) -> list[Generation]:
+        """Run prompts (texts, token ids or chats) to their end as one batch; results have the order of the prompts.
+
+        A single prompt counts as a list of one. `params` and `adapters` are one for all or one for each. Raises
+        RequestError beside other requests.
+        """
+        batch = spread(prompts, params, adapters, self.tokenizer)
+        return generations_of(batch, run_batch(self, batch, "generate"))
+
+    def embed(
+        self,
+        prompts: Prompt | Items[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        adapters: Adapters = None,
+    ) -> list[Embedding]:
+        """Return the embeddings of prompts (texts, token ids or chats), computed as one batch; see `Embed`.
+
+        Raises RequestError beside other requests, JobFailedError if the model computes NaN or infinity for a prompt.
+        """
+        wanted = Embed(pooling=pooling, dimensions=dimensions, truncate_prompt_tokens=truncate_prompt_tokens)
+        batch = embed_requests(prompts, wanted.within(self.max_model_len), adapters, self.tokenizer)
+        return embeddings_of(batch, run_batch(self, batch, "embed"))
+
+    def adapters(self) -> dict[str, str]:
+        """Return the names and digests of the adapters that requests may use now."""
+        return self._served.model.adapters.digests()
+
+    def prepare(
+        self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default"
+    ) -> Prepared:
+        """Do the slow part of `add` in advance, on any thread. The result becomes the `prepared` of an EngineRequest.
+
+        Raises RequestError for a request that could never run.
+        """
+        return self._served.prepare(params, adapter, tenant=tenant)
+
     def add(self, request: EngineRequest) -> None:
         """Queue a request; its `n` choices share the prompt's blocks.
 
@@ -138,7 +196,7 @@ class Engine(ServedModel, OfflineCalls):
         if request.request_id in self._requests:
             raise ConflictError(f"request {request.request_id} is already in the engine")
         try:
-            check_request(request, self._limits)
+            check_request(request, self._served.limits)
         except PromptTooLongError:
             self._memory_trace.refused()
             raise
@@ -148,7 +206,7 @@ class Engine(ServedModel, OfflineCalls):
         tenant = None if self._tenants_share_prefixes and salt is None else request.tenant
         root = salted_root(tenant, salt, prepared.adapter_digest)
         live = LiveRequest(request, root, prepared)
-        live.open(self._limits, self._tokenizer, self._guides)
+        live.open(self._served.limits, self.tokenizer, self._guides)
         self._enqueue(live)
 
     def abort(self, request_id: str) -> None:
@@ -218,7 +276,7 @@ class Engine(ServedModel, OfflineCalls):
     def stats(self) -> EngineStats:
         """Return a snapshot of memory, queues and counters."""
         counts, timings = self._guides.counts, self._timings
-        return engine_stats(self._memory, self._scheduler, timings, counts, self._model, self._block_size)
+        return engine_stats(self._memory, self._scheduler, timings, counts, self._served.model, self._block_size)
 
     def memory_trail(self) -> list[str]:
         """Return the latest memory records as text, one line each, the oldest first."""
@@ -227,6 +285,11 @@ class Engine(ServedModel, OfflineCalls):
     def check_integrity(self) -> None:
         """Raise InvariantError unless scheduler and memory are consistent. O(blocks), for tests and idle times."""
         self._scheduler.check_integrity()
+
+    @property
+    def leaves_core_free(self) -> bool:
+        """Whether steps leave at least one of the process's cores to other work."""
+        return self._served.model.runner.placement.leaves_core_free
 
     @property
     def num_kv_tokens(self) -> int:
@@ -270,8 +333,7 @@ class Engine(ServedModel, OfflineCalls):
             self._fail(outcome.faulty)
         self._logprobs = result.logprobs
         self._prefill_reports.note_completed(completed)
-        note_scores(completed.step, completed.plan, result.scores)
-        note_hidden(completed.step, completed.plan, result.hidden)
+        note_prompt_tokens(completed.step, completed.plan, result)
         self._timings.note_completed(completed, result, len(outcome.token_ids))
         num_scored = 0 if completed.plan.scored is None else len(completed.plan.scored.tokens)
         whole_ms = self._timings.schedule.last + completed.age_ms
@@ -284,7 +346,7 @@ class Engine(ServedModel, OfflineCalls):
         is_strict = step.num_prefill_tokens == 0 or self._scheduler.has_suspects
         if not is_slow(took_s, self._stall_after_s, is_strict=is_strict):
             return False
-        _log.warning("a step was slow", extra={"took_s": round(took_s, 1), "requests": sorted(self._requests_of(step))})
+        log.warning("a step was slow", extra={"took_s": round(took_s, 1), "requests": sorted(self._requests_of(step))})
         return True
 
     def _requests_of(self, step: Step) -> set[str]:
@@ -310,8 +372,7 @@ class Engine(ServedModel, OfflineCalls):
         self._adapter_slots.load_pending(self._runner)
         plan = self._scheduler.plan(step)
         self._guides.write(plan.sampling.masks)
-        scored, pooled = scored_tokens(step, plan), pooled_tokens(step, plan)
-        return plan if scored is None and pooled is None else replace(plan, scored=scored, pooled=pooled)
+        return with_prompt_tokens(step, plan)
 
     def _outputs_of(self, outcome: StepOutcome | None) -> list[StepOutput]:
         """Return the outputs of a step; choices that were aborted since its launch get none."""
@@ -320,7 +381,7 @@ class Engine(ServedModel, OfflineCalls):
         if outcome is None:
             return outputs
         with self._timings.output:
-            make_records(self._last_step[0], self._tokenizer)
+            make_records(self._last_step[0], self.tokenizer)
             note_held(*self._last_step, self._block_size)
             for row, seq, token in zip(outcome.samples, outcome.seqs, outcome.token_ids, strict=True):
                 if (choice := self._live.get(seq)) is not None:
@@ -334,13 +395,13 @@ class Engine(ServedModel, OfflineCalls):
             return self._output(choice, ())
         if choice.output.finish_reason is not None and not has_left:
             self._scheduler.remove(choice.seq)  # a stop string ends it, and only the text shows that
-        return self._output(choice, (token,), logprobs_of(choice.seq, self._logprobs, row, self._tokenizer))
+        return self._output(choice, (token,), logprobs_of(choice.seq, self._logprobs, row, self.tokenizer))
 
     def _output(
         self, choice: LiveChoice, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()
     ) -> StepOutput:
         usage = self._end_choice(choice) if choice.output.finish_reason is not None else None
-        prompt_logprobs = choice.request.take_prompt_logprobs(self._tokenizer)
+        prompt_logprobs = choice.request.take_prompt_logprobs(self.tokenizer)
         return choice.step_output(token_ids, logprobs, prompt_logprobs, usage)
 
     def _end_choice(self, choice: LiveChoice) -> Usage | None:

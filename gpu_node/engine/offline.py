@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -19,17 +18,17 @@ from penstock.contract.job import SamplingParams, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, Usage
 from penstock.contract.prompts import prompts_of
-from penstock.contract.tasks import Embed, Embedding, Pooling
+from penstock.contract.tasks import Embed, Embedding
 from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutput
 from penstock.gpu_node.engine.served_model import truncated
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
-# Delay Ctrl-C to the end of a step, because an interrupted step would leave queues and blocks half changed.
-
 
 @contextmanager
 def held_interrupts() -> Iterator[Callable[[], None]]:
-    """Hold SIGINT back. Yield a function that delivers an interrupt that arrived; leaving the context does so too.
+    """Hold SIGINT back, because an interrupted step would leave queues and blocks half changed.
+
+    Yields a function that delivers an interrupt that arrived; leaving the context does so too.
 
     A second interrupt is delivered at once, for a step that never ends. Python handles signals on the main thread only:
     on other threads, or without a handler in this process, nothing is held.
@@ -87,88 +86,60 @@ def spread(
     return batch
 
 
-class OfflineCalls(ABC):
-    """The calls of an engine that run a whole batch to its end."""
+def embed_requests(
+    prompts: Prompt | Sequence[Prompt], wanted: Embed, adapters: Adapters, tokenizer: Tokenizer
+) -> list[EngineRequest]:
+    """Return a request for the embedding of each prompt, as `spread` does."""
+    batch = spread(prompts, SamplingParams(**wanted.sampling()), adapters, tokenizer)
+    return [replace(request, embed=wanted) for request in batch]
+
+
+class SteppedEngine(Protocol):
+    """The part of an engine's interface that runs a batch."""
 
     @property
-    @abstractmethod
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-
-    @property
-    @abstractmethod
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt with its output."""
-
-    @property
-    @abstractmethod
     def num_requests(self) -> int:
         """Number of requests that have not ended."""
 
-    @abstractmethod
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
 
-    @abstractmethod
     def abort(self, request_id: str) -> None:
         """Drop a request."""
 
-    @abstractmethod
     def has_work(self) -> bool:
         """Return whether a step has anything to do."""
 
-    @abstractmethod
     def step(self) -> list[StepOutput]:
         """Run one step and return its outputs."""
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, adapters: Adapters = None
-    ) -> list[Generation]:
-        """Run prompts (texts, token ids or chats) to their end as one batch; results have the order of the prompts.
 
-        A single prompt counts as a list of one. `params` and `adapters` are one for all or one for each. Raises
-        RequestError beside other requests.
-        """
-        batch = spread(prompts, params, adapters, self.tokenizer)
-        return gather(batch, self._run(batch, "generate"))
+def run_batch(engine: SteppedEngine, batch: list[EngineRequest], name: str) -> list[StepOutput]:
+    """Run a batch and return all outputs. After an error or interrupt no request of it stays in the engine.
 
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        pooling: Pooling | None = None,
-        dimensions: int | None = None,
-        truncate_prompt_tokens: int | None = None,
-        adapters: Adapters = None,
-    ) -> list[Embedding]:
-        """Return the embeddings of prompts (texts, token ids or chats), computed as one batch; see `Embed`.
+    `name`: the call, for the RequestError that is raised beside other requests.
+    """
+    if engine.num_requests:
+        raise RequestError(f"{name} needs an engine without other requests")
+    outputs: list[StepOutput] = []
+    with held_interrupts() as let_through:
+        try:
+            for request in batch:
+                engine.add(request)
+            while engine.has_work():
+                outputs += engine.step()
+                let_through()
+        except BaseException:
+            for request in batch:
+                engine.abort(request.request_id)
+            raise
+    return outputs
 
-        Raises RequestError beside other requests, JobFailedError if the model computes NaN or infinity for a prompt.
-        """
-        wanted = Embed(pooling=pooling, dimensions=dimensions, truncate_prompt_tokens=truncate_prompt_tokens)
-        wanted = wanted.within(self.max_model_len)
-        batch = spread(prompts, SamplingParams(**wanted.sampling()), adapters, self.tokenizer)
-        batch = [replace(request, embed=wanted) for request in batch]
-        vectors = {output.request_id: output.embedding for output in self._run(batch, "embed")}
-        return [_embedding(request, vectors[request.request_id]) for request in batch]
 
-    def _run(self, batch: list[EngineRequest], name: str) -> list[StepOutput]:
-        """Run a batch and return all outputs. After an error or interrupt no request of it stays in the engine."""
-        if self.num_requests:
-            raise RequestError(f"{name} needs an engine without other requests")
-        outputs: list[StepOutput] = []
-        with held_interrupts() as let_through:
-            try:
-                for request in batch:
-                    self.add(request)
-                while self.has_work():
-                    outputs += self.step()
-                    let_through()
-            except BaseException:
-                for request in batch:
-                    self.abort(request.request_id)
-                raise
-        return outputs
+def embeddings_of(batch: list[EngineRequest], outputs: Sequence[StepOutput]) -> list[Embedding]:
+    """Return the embedding of each request. Raises JobFailedError for a prompt at which the model failed."""
+    vectors = {output.request_id: output.embedding for output in outputs}
+    return [_embedding(request, vectors[request.request_id]) for request in batch]
 
 
 def _embedding(request: EngineRequest, vector: bytes) -> Embedding:
@@ -178,8 +149,8 @@ def _embedding(request: EngineRequest, vector: bytes) -> Embedding:
     return Embedding(tuple(np.frombuffer(vector, "<f4").tolist()), len(request.prompt_token_ids))
 
 
-def gather(batch: list[EngineRequest], outputs: Sequence[StepOutput]) -> list[Generation]:
-    """Join the outputs of each request to its finished choices."""
+def generations_of(batch: list[EngineRequest], outputs: Sequence[StepOutput]) -> list[Generation]:
+    """Return the finished choices of each request, joined from its outputs."""
     by_choice: dict[tuple[str, int], list[StepOutput]] = {}
     usages: dict[str, Usage] = {}
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}

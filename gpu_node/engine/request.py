@@ -195,7 +195,6 @@ def open_choice(
         urgency=asked.priority,
         bad_words=request.prepared.bad_words,
         adapter=request.prepared.adapter,
-        prompt_scores=request.prompt_scores,
-        pooled=request.pooled,
+        prompt_results=request.prompt_scores or request.pooled,
     )
     return LiveChoice(request, seq, output, unlogged_text=text[len(resumed.text) :])

@@ -10,15 +10,12 @@ from numpy.typing import NDArray
 
 from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
-from penstock.gpu_node.engine.prompt_state import PooledPrompt, PromptScores
+from penstock.gpu_node.engine.prompt_state import PromptResults, PromptScores
 from penstock.gpu_node.engine.text.output import NO_BAD_WORDS, BadWords, EndRule
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter
 
 if TYPE_CHECKING:
     from penstock.contract.job import SamplingParams
-
-
-# The rule by which tokens alone end a choice.
 
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
@@ -40,10 +37,8 @@ class Sequence:
     adapter: Adapter | None = None
     adapter_slot: int = NO_ADAPTER
     """The runner's slot that holds its adapter while it runs."""
-    prompt_scores: PromptScores | None = None
-    """The log-probabilities of the prompt that its request asks for."""
-    pooled: PooledPrompt | None = None
-    """The embedding that its request asks for."""
+    prompt_results: PromptResults | None = None
+    """The prompt's log-probabilities or its embedding, if its request asks for them."""
     root_hash: bytes = ROOT_HASH
     """Parent of its first block's hash."""
     blocks: list[int] = field(default_factory=list)
@@ -127,17 +122,13 @@ class Sequence:
         The last token is always computed, because the next one is sampled from its logits. Prompt tokens are computed
         too while their log-probabilities, or their part of an embedding, are still missing.
         """
-        num_reusable = len(self.token_ids) - 1
-        if self.prompt_scores is not None and self.is_scoring:
-            return min(num_reusable, self.prompt_scores.num_scored)
-        if self.pooled is not None and not self.pooled.is_complete:
-            return min(num_reusable, self.pooled.next_token)
-        return num_reusable
+        results, num_reusable = self.prompt_results, len(self.token_ids) - 1
+        return num_reusable if results is None or results.is_complete else min(num_reusable, results.next_token)
 
     @property
     def is_scoring(self) -> bool:
         """Whether log-probabilities of prompt tokens are wanted and still missing."""
-        return self.prompt_scores is not None and not self.prompt_scores.is_complete
+        return isinstance(self.prompt_results, PromptScores) and not self.prompt_results.is_complete
 
     @property
     def num_logprobs(self) -> int:

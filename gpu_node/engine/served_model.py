@@ -22,8 +22,6 @@ from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.runtime.gc_freeze import no_collection
 
-# Load a model, its runner and its tokenizer from an engine's settings.
-
 Defaults = dict[str, int | float]
 _HEAD_START_S = 0.05
 """Head start of the load thread. Reading a tokenizer holds the GIL for tenths of a second; after its start, the load
@@ -41,7 +39,7 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Torch is imported only here: modules that import the engine for its records do not pay for it.
     from penstock.gpu_node.model.checkpoint.generation_config import sampling_defaults
-    from penstock.gpu_node.model.load import find_model, load_found
+    from penstock.gpu_node.model.loading.load import find_model, load_found
 
     # Load on a thread that ends. Torch keeps an OpenMP team for every living thread; with more team threads than
     # cores, they stop spinning at barriers, which costs a step 40 % of its speed.
@@ -59,9 +57,6 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> tuple[
             # If both fail, the error of the runner is raised.
             model = loading.result()
     return model, tokenizer, defaults
-
-
-# The limits of a model, and the check of requests against them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,63 +195,26 @@ def _check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: 
             raise RequestError("a logged token id is outside the vocabulary", param="resume")
 
 
-# The parts of a request that take long to make. Any thread makes them, so that the engine's thread need not.
-
-
 class ServedModel:
     """A model with its tokenizer, limits, grammars and adapters."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None]) -> None:
         """Load the model. Raises ConfigError."""
-        self._name = config.model
-        self._model, self._tokenizer, self.sampling_defaults = load(config, progress)
+        self.model, self.tokenizer, self.sampling_defaults = load(config, progress)
         """... and the sampling of requests that do not set it, by the names of `SamplingParams`."""
-        self._adapters = self._model.adapters
-        self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
-        self._guides = GrammarCompiler(self._tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._name} max_model_len={self.max_model_len}>"
+        self.limits = request_limits(self.model, self.tokenizer.eos_token_ids, config.block_size)
+        self.guides = GrammarCompiler(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
 
     def prepare(
         self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default"
     ) -> Prepared:
-        """Do the slow part of `add` in advance, on any thread. The result becomes the `prepared` of an EngineRequest.
+        """Make the parts of a request that take long, on any thread, so that the engine's thread need not.
 
-        Raises RequestError for a request that could never run.
+        The result becomes the `prepared` of an EngineRequest. Raises RequestError for a request that could never run.
         """
         wanted = params.structured_outputs
-        grammar = None if wanted is None else self._guides.prepare(wanted, tenant)
-        found = None if adapter is None else self._adapters.find(adapter)
+        grammar = None if wanted is None else self.guides.prepare(wanted, tenant)
+        found = None if adapter is None else self.model.adapters.find(adapter)
         # The tokenizer may have tokens outside the model's vocabulary.
-        words = self._tokenizer.encode_words(params.bad_words)
-        return Prepared(grammar, found, BadWords(ids for ids in words if max(ids) < self.vocab_size))
-
-    def adapters(self) -> dict[str, str]:
-        """Return the names and digests of the adapters that requests may use now."""
-        return self._adapters.digests()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens that prompt and output of one choice may have together."""
-        return self._limits.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the model's output; token ids are below it."""
-        return self._limits.vocab_size
-
-    @property
-    def leaves_core_free(self) -> bool:
-        """Whether steps leave at least one of the process's cores to other work."""
-        return self._model.runner.placement.leaves_core_free
-
-    @property
-    def revision(self) -> str:
-        """Identifies weights, tokenizer and dtype. Engines of equal revision can continue each other's choices."""
-        return self._model.revision
+        words = self.tokenizer.encode_words(params.bad_words)
+        return Prepared(grammar, found, BadWords(ids for ids in words if max(ids) < self.limits.vocab_size))

@@ -14,8 +14,6 @@ from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import ModelRunner, ProfiledRunner, StepPlan, StepResult
 from penstock.runtime.histogram import Histogram
 
-# The steps that the runner has, and the times of their parts.
-
 _WINDOW = 256
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0)
 """Upper bounds of the histogram of step times."""
@@ -264,8 +262,6 @@ class StepTimings:
         )
 
 
-# Records the steps of an engine during a profile. At other times a step only checks whether there is one.
-
 MAX_STEPS = 20_000
 """Steps that a profile keeps."""
 MAX_STEPS_OF_RUNNER = 50
@@ -291,7 +287,10 @@ class ProfiledEngine(Protocol):
 
 
 class EngineProfiler:
-    """Records an engine's steps, and the runner's operations in them if the runner supports that."""
+    """Records an engine's steps, and the runner's operations in them if the runner supports that.
+
+    Without a profile, a step only checks whether there is one.
+    """
 
     def __init__(self, timings: StepTimings, runner: ModelRunner) -> None:
         self._timings = timings

@@ -15,8 +15,10 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Prepared, StepOutput
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__package__)
+
+
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
 """Failed steps in a row that are tolerated. More mean that the runner is broken, not a single request."""

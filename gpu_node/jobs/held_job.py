@@ -19,8 +19,6 @@ from penstock.queue.chunks import NO_ROWS, Rows, encode_chunk, encode_progress, 
 from penstock.queue.msgpack_codec import Pack
 from penstock.queue.results import encode_embedding
 
-# One choice of a held job: its output so far, and the part of it that is in no chunk yet.
-
 
 @dataclass(slots=True)
 class ChoiceText:
@@ -67,13 +65,8 @@ class ChoiceText:
         return chunk
 
 
-# Chunks as bytes of a job's log. Log-probabilities are packed once; the log and the result share these bytes.
-#
-# A long prompt's log-probabilities are packed in parts, since all at once would block the event loop for tens of ms.
-
-
 class SealedChunk(NamedTuple):
-    """A packed chunk, and the packed log-probabilities in it."""
+    """A packed chunk, and the packed log-probabilities in it. The job's log and its result share these bytes."""
 
     data: bytes
     rows: Rows = NO_ROWS
@@ -89,7 +82,10 @@ def seal(chunk: Chunk, pack: Pack = msgpack_codec.pack) -> SealedChunk:
 
 
 class PromptRows:
-    """A prompt's log-probabilities: the packed ones in chunks, and the ones that no chunk has yet."""
+    """A prompt's log-probabilities: the packed ones in chunks, and the ones that no chunk has yet.
+
+    Those of a long prompt are packed in parts, because all at once would block the event loop for tens of milliseconds.
+    """
 
     def __init__(self) -> None:
         self._packed: list[Rows] = []
@@ -122,8 +118,6 @@ class PromptRows:
         """The packed log-probabilities of all chunks."""
         return joined(self._packed)
 
-
-# How jobs end: by the answer of a Redis script, or by how their choices ended.
 
 BY_ANSWER = {
     "CANCEL": Outcome("cancelled", "cancelled", "the job was cancelled"),
@@ -305,18 +299,15 @@ class HeldJob:
             # It goes into the result alone. Without a chunk, another node that takes over computes it again.
             self.output = encode_embedding(output.embedding, self.num_prompt_tokens)
         if output.finish_reason is not None:
-            self._count_ended(output)
+            self.kv_token_ms += output.kv_token_ms
+            self.num_preemptions += output.num_preemptions
+            self.usage = output.usage or self.usage
         c.extend(output, is_fresh=not output.embedding)
         self.error = self.error or output.error
         self.report_prompt(output.prompt_logprobs)
         if len(c.fresh_logprobs) >= PROMPT_TOKENS_PER_CHUNK:
             # Happens while Redis is unavailable. One chunk with all of them would block a reader's event loop.
             self._seal(msgpack_codec.pack)
-
-    def _count_ended(self, output: StepOutput) -> None:
-        self.kv_token_ms += output.kv_token_ms
-        self.num_preemptions += output.num_preemptions
-        self.usage = output.usage or self.usage
 
     def report_prompt(self, entries: Sequence[TokenLogprobs]) -> None:
         """Report the prompt's tokens or their log-probabilities, except those that an earlier node has logged."""

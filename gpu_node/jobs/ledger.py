@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,8 +10,7 @@ from penstock.contract.output import Outcome
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.jobs.held_job import HeldJob
-from penstock.gpu_node.jobs.times import NodeCounts
-from penstock.gpu_node.monitor.reports import NO_REPORTS, JobReports
+from penstock.gpu_node.jobs.times import EndedJob, NodeCounts
 from penstock.queue.broker.node import MAX_PREEMPTIONS
 from penstock.queue.policy import HOLD_MS, learned_hold_ms
 
@@ -26,14 +24,11 @@ MAX_REPORTED_TENANTS = 8
 class Ledger:
     """All jobs of a node. The engine knows a job by its lease, so tokens computed under an older lease never mix in."""
 
-    def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT, reports: JobReports = NO_REPORTS) -> None:
+    def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT) -> None:
         self.max_model_len = max_model_len
-        self.reports = reports
         self.counts = NodeCounts()
         self._jobs: dict[str, HeldJob] = {}
         self._by_lease: dict[str, HeldJob] = {}
-        self._waiters: dict[str, asyncio.Future[None]] = {}
-        """By lease."""
         self._predictor = LengthPredictor(RESERVED_QUANTILE)
         self.hold_ms = HOLD_MS
         """How long each KV token of a job's cost was held, in milliseconds; an average over jobs that ended here."""
@@ -73,13 +68,6 @@ class Ledger:
         """Remove a job; no effect if it is not held under this lease."""
         if self._by_lease.pop(job.taken.lease, None) is not None:
             del self._jobs[job.job_id]
-            if (waiter := self._waiters.pop(job.taken.lease, None)) is not None and not waiter.done():
-                waiter.set_result(None)
-
-    async def until_removed(self, job: HeldJob) -> None:
-        """Wait until a job is not held any more. Only one caller may wait for a job."""
-        if job.taken.lease in self._by_lease:
-            await self._waiters.setdefault(job.taken.lease, asyncio.get_running_loop().create_future())
 
     def open(self, job: HeldJob, num_prompt_tokens: int) -> None:
         """Set a job's prompt length and predict its output length."""
@@ -104,14 +92,17 @@ class Ledger:
             self._predictor.ended(job.taken.tenant, prompt, job.max_tokens, length, predicted)
         self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_token_ms, job.taken.cost)
 
-    def count_finished(self, job: HeldJob, outcome: Outcome, at_s: float) -> None:
-        """Count and report a job whose end Redis has stored. `at_s`: on this process's monotonic clock."""
+    def count_finished(self, job: HeldJob, outcome: Outcome, at_s: float) -> EndedJob:
+        """Count a job whose end Redis has stored, and return the facts about it.
+
+        `at_s`: on this process's monotonic clock.
+        """
         self.counts.finished += 1
         self.counts.finished_cost += job.taken.cost
         ended = job.ended(outcome)
         if not job.is_task:
             self.counts.jobs.ended(job.taken.priority, job.times, ended, at_s)
-        self.reports.ended(job, ended, at_s)
+        return ended
 
     @property
     def jobs_by_class(self) -> tuple[int, ...]:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Link
 
 
-# A node's counters, as plain numbers: an increment costs next to nothing.
-
 EMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Upper bounds of the histogram of emit calls."""
 
@@ -39,12 +37,9 @@ class SendCounts:
         self.cpu_s += cpu_s
 
 
-# The part of a job's trace that a node keeps while it holds the job. Pure data.
-
-
 @dataclass(slots=True)
 class JobTrace:
-    """The trace of one job. Times are of this process's monotonic clock."""
+    """The part of a job's trace that a node keeps. Times are of this process's monotonic clock."""
 
     parent: Context
     """The context of the span that submitted the job."""
@@ -59,8 +54,6 @@ class JobTrace:
     has_begun: bool = False
     """Whether the spans before the first output are recorded."""
 
-
-# When jobs wait, begin and end: histograms of a node's jobs by class. Times are of this process's monotonic clock.
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0, 3600.0)
 """Upper bounds of the histograms of whole jobs and of their parts."""
@@ -192,7 +185,7 @@ class JobMetrics:
 
 @dataclass(slots=True)
 class NodeCounts:
-    """A node's counters since its process started."""
+    """A node's counters since its process started: plain numbers, since an increment then costs next to nothing."""
 
     taken: int = 0
     """Jobs taken."""

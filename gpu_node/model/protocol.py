@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-
-from penstock.gpu_node.model.architecture.spec import MatrixName
-from penstock.gpu_node.model.lora.low_rank import LowRank
-from penstock.gpu_node.model.token_masks import TokenMasks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -31,6 +28,37 @@ FAILED_TOKEN = -1
 """The token of a row that failed because its logits were not finite. Other rows of the step are not affected."""
 
 NO_LOGPROBS = -1
+
+MatrixName: TypeAlias = Literal["qkv", "out", "mlp_in", "mlp_out"]
+"""The matrices of a layer; runners compute one matrix product for each."""
+
+_MASK_BITS = 32
+
+
+class TokenMasks:
+    """Bit masks of the tokens that some rows of a step may choose.
+
+    The engine writes the masks while the step already runs. A runner waits for them before it samples.
+    """
+
+    def __init__(self, is_masked: NDArray[np.bool_], vocab_size: int) -> None:
+        """is_masked: [num_samples], whether a row has a mask. A mask allows no token until it is written."""
+        self.rows = np.where(is_masked, np.cumsum(is_masked) - 1, -1).astype(np.int32)
+        """[num_samples]: the row of `words` that masks a sampling row; -1 where the row may choose any token."""
+        self.words = np.zeros((int(is_masked.sum()), -(-vocab_size // _MASK_BITS)), dtype=np.uint32)
+        """[num_masked, vocab / 32]: one bit per token, lowest bit first; 1 allows the token."""
+        self.written = np.zeros(1, dtype=np.int32)
+        """[1]: nonzero once all words are written. Native kernels poll this memory."""
+        self._all_written = threading.Event()
+
+    def finish(self) -> None:
+        """Signal that all words are written."""
+        self.written[0] = 1
+        self._all_written.set()
+
+    def wait(self) -> None:
+        """Block until all words are written."""
+        self._all_written.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +179,18 @@ class StepResult:
     """[num_pooled, hidden_size]: hidden states of the plan's pooled tokens after the final norm."""
     eager: str | None = None
     """Why the step did not run as a CUDA graph; None if it did, or if the runner has no graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The low-rank term up @ down that an adapter adds to one part of a layer's matrix."""
+
+    part: int
+    """The index of the part in `ModelSpec.parts_of`."""
+    down: NDArray[np.float32]
+    """[rank, columns]"""
+    up: NDArray[np.float32]
+    """[rows, rank], multiplied by the adapter's scaling factor."""
 
 
 class Adapter(Protocol):

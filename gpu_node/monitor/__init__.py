@@ -1,1 +1,1 @@
-"""Observes a node: health checks, metrics, counters and the watchdog."""
+"""Observes a node: its metrics, the spans of its jobs, and profiles."""

@@ -120,13 +120,6 @@ def histogram(name: str, text: str, values: Histogram) -> Metric:
     return HistogramMetricFamily(name, text, buckets=values.buckets, sum_value=values.total)
 
 
-# A node's metrics under vLLM's names, which dashboards and autoscalers query.
-#
-# Each name has the meaning that vLLM gives it, with two differences. `vllm:num_requests_waiting` includes this node's
-# part of the pool's queue, because jobs wait there and not inside an engine. Each live node reports an equal part, so
-# the sum over the nodes is the number of all waiting requests. The prefill time begins when the node takes a job, so
-# it includes tokenization and waiting inside the engine.
-
 MAX_ADAPTERS = 8
 """Adapters that one label lists. The limit bounds the length of the label."""
 LABELS = ("model_name", "engine")
@@ -153,7 +146,13 @@ _REASONS = {"cancelled": "abort", "expired": "abort", "failed": "error"}
 
 
 def vllm_metrics(ledger: Ledger, stats: EngineStats, settings: NodeSettings) -> Iterator[Metric]:
-    """Yield the metrics of a node under vLLM's names."""
+    """Yield the metrics of a node under vLLM's names, which dashboards and autoscalers query.
+
+    Each name has the meaning that vLLM gives it, with two differences. `vllm:num_requests_waiting` includes this node's
+    part of the pool's queue, because jobs wait there and not inside an engine. Each live node reports an equal part, so
+    the sum over the nodes is the number of all waiting requests. The prefill time begins when the node takes a job, so
+    it includes tokenization and waiting inside the engine.
+    """
     labels = (settings.model_name, _ENGINE)
     for name, value in _gauges(ledger, stats).items():
         gauge = GaugeMetricFamily(f"vllm:{name}", _same_as_vllm(name), labels=LABELS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -13,15 +13,17 @@ from prometheus_client.registry import Collector
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import Priority
+from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.times import JobMetrics, NodeCounts, SendCounts
 from penstock.gpu_node.monitor.engine_metrics import counter, engine_metrics, gauge, histogram, vllm_metrics
-from penstock.gpu_node.node import Node
 from penstock.gpu_node.publishing.pace import Pace
 from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.loop_metrics import loop_metrics
 from penstock.runtime.loop_watch import LoopWatch
 
-# Prometheus metrics of a node's jobs, by model and class.
+log = logging.getLogger(__package__)
+
 
 LABELS = ("model", "priority")
 _HISTOGRAMS = {
@@ -39,7 +41,7 @@ _HISTOGRAMS = {
 
 
 def job_metrics(jobs: JobMetrics, model: str) -> Iterator[Metric]:
-    """Yield the metrics of a node's jobs."""
+    """Yield the metrics of a node's jobs, by model and class."""
     for name, (attribute, text) in _HISTOGRAMS.items():
         family = HistogramMetricFamily(f"penstock_job_{name}", text, labels=LABELS)
         for priority, metrics in zip(Priority, jobs.classes, strict=True):
@@ -54,12 +56,6 @@ def job_metrics(jobs: JobMetrics, model: str) -> Iterator[Metric]:
     yield ends
 
 
-# Prometheus metrics of a node's GPU, as its driver reports them (NVML).
-#
-# They need the package nvidia-ml-py (extra `gpu`). It is imported only on a node with a GPU.
-
-log = logging.getLogger(__name__)
-
 _GAUGES = {
     "penstock_gpu_utilization_ratio": "Share of the driver's last sample period in which a kernel ran on the GPU.",
     "penstock_gpu_memory_used_bytes": "Memory of the GPU that is in use, by any process.",
@@ -68,7 +64,10 @@ _GAUGES = {
 
 
 class GpuMetrics:
-    """Reads the metrics of one GPU. The driver's library is loaded at the first scrape."""
+    """Reads the metrics of one GPU, as its driver reports them (NVML).
+
+    The package nvidia-ml-py (extra `gpu`) is imported at the first scrape, and only on a node with a GPU.
+    """
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -120,10 +119,26 @@ COUNTED = {
 }
 
 
+class MeasuredNode(Protocol):
+    """What the metrics read of a node."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """Its jobs and counters."""
+
+    @property
+    def pace(self) -> Pace:
+        """When its tokens are sent."""
+
+    @property
+    def engine_stats(self) -> EngineStats | None:
+        """The engine's statistics as of the last heartbeat; None before the first one."""
+
+
 class NodeCollector(Collector):
     """A Prometheus collector of a node's counters, and of its engine's statistics as of the last heartbeat."""
 
-    def __init__(self, node: Node, settings: NodeSettings, loop_watch: LoopWatch | None = None) -> None:
+    def __init__(self, node: MeasuredNode, settings: NodeSettings, loop_watch: LoopWatch | None = None) -> None:
         self._node = node
         self._settings = settings
         self._loop_watch = loop_watch
@@ -187,7 +202,7 @@ def _always_text(app: Any) -> Any:
 
 
 @contextmanager
-def serving_metrics(node: Node, settings: NodeSettings, loop_watch: LoopWatch | None = None) -> Iterator[int]:
+def serving_metrics(node: MeasuredNode, settings: NodeSettings, loop_watch: LoopWatch | None = None) -> Iterator[int]:
     """Serve the node's metrics on a thread, at the address of its settings. Yield the port. Raises ConfigError."""
     host, port = settings.metrics_host, settings.metrics_port or 0
     registry = CollectorRegistry()

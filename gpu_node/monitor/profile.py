@@ -22,7 +22,7 @@ from penstock.contract.errors import PenstockError
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.timings import EngineProfile, EngineProfiler, ProfiledEngine, RecordedStep
 from penstock.gpu_node.engine.worker import EngineLike, EngineWorker
-from penstock.gpu_node.service.threads import Threads
+from penstock.gpu_node.threads import Threads
 from penstock.queue.broker.profiles import (
     MAX_FILE_BYTES,
     MAX_PROFILE_S,
@@ -33,7 +33,8 @@ from penstock.queue.broker.profiles import (
     ProfileSummary,
 )
 
-# A Chrome trace of a profile: the engine's steps with their parts, and the call stacks of all threads.
+log = logging.getLogger(__package__)
+
 
 STEPS_TRACK = 1
 """The id of the track of steps. Threads have addresses as ids, so no thread has this one."""
@@ -41,7 +42,10 @@ _LEVEL = 6
 
 
 def chrome_trace(steps: Sequence[RecordedStep], samples: StackSamples) -> bytes:
-    """Return a compressed Chrome trace, for https://ui.perfetto.dev or chrome://tracing."""
+    """Return the steps with their parts, and the call stacks of all threads, as a compressed Chrome trace.
+
+    https://ui.perfetto.dev and chrome://tracing show it.
+    """
     process = os.getpid()
     names = {STEPS_TRACK: "engine steps"} | {one.ident or 0: one.name for one in threading.enumerate()}
     events: list[dict[str, Any]] = [
@@ -76,8 +80,6 @@ def _events_of(step: RecordedStep) -> Iterator[dict[str, Any]]:
 def _event(name: str, start_us: float, duration_ms: float) -> dict[str, Any]:
     return {"ph": "X", "name": name, "cat": "engine", "tid": STEPS_TRACK, "ts": start_us, "dur": duration_ms * 1e3}
 
-
-# Samples of what each thread of this process runs, as the events of a Chrome trace.
 
 INTERVAL_S = 0.005
 MAX_EVENTS = 200_000
@@ -120,7 +122,10 @@ class StackSamples:
             num_same += 1
         for one in reversed(was[num_same:]):
             if len(self.events) < MAX_EVENTS:
-                self.events.append(_sample_event(one, thread_id, now_s))
+                name, file, line = one.frame
+                times = {"ts": one.started_s * 1e6, "dur": (now_s - one.started_s) * 1e6}
+                call = {"ph": "X", "name": name, "cat": "python", "tid": thread_id, "args": {"at": f"{file}:{line}"}}
+                self.events.append(call | times)
         was[num_same:] = [_Open(frame, now_s) for frame in stack[num_same:]]
 
 
@@ -142,14 +147,6 @@ def _stack(frame: FrameType | None) -> list[Frame]:
         frame = frame.f_back
     return stack[::-1]
 
-
-def _sample_event(call: _Open, thread_id: int, now_s: float) -> dict[str, Any]:
-    name, file, line = call.frame
-    times = {"ts": call.started_s * 1e6, "dur": (now_s - call.started_s) * 1e6}
-    return {"ph": "X", "name": name, "cat": "python", "tid": thread_id, **times, "args": {"at": f"{file}:{line}"}}
-
-
-log = logging.getLogger(__name__)
 
 LOOK_S = 0.05
 """Interval at which a profile looks whether the engine has recorded as much as it keeps."""

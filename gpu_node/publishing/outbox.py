@@ -19,12 +19,13 @@ from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import BY_ANSWER, HeldJob, outcome_of
 from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.reports import JobReports
 from penstock.gpu_node.publishing.pace import Alarm, Pace
 from penstock.gpu_node.publishing.sending import BatchSender, QuickEmit
 from penstock.queue.broker.connection import pauses
 from penstock.queue.broker.node import Emission, HeartbeatAnswer, NodeBroker
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 
 class Outbox:
@@ -35,6 +36,7 @@ class Outbox:
         broker: NodeBroker,
         ledger: Ledger,
         worker: EngineWorker,
+        reports: JobReports,
         capacity_freed: Callable[[], None],
         *,
         max_unsent_bytes: int,
@@ -42,6 +44,7 @@ class Outbox:
     ) -> None:
         self._ledger = ledger
         self._worker = worker
+        self._reports = reports
         self.max_unsent_bytes = max_unsent_bytes
         self._pace = pace
         self._capacity_freed = capacity_freed
@@ -61,6 +64,8 @@ class Outbox:
         self._reader_waits = False
         """Whether a reader waits for an unsent first token or an unsent end."""
         self._emptied = asyncio.Event()
+        self._waiters: dict[str, asyncio.Future[None]] = {}
+        """Callers of `until_removed`, by lease."""
 
     def deliver(self, outputs: Sequence[StepOutput]) -> None:
         """Accept one step's outputs. Runs on the engine's thread. Raises RuntimeError if the loop is closed."""
@@ -200,7 +205,7 @@ class Outbox:
 
     def drop(self, job: HeldJob) -> None:
         """Stop holding a job that belongs to another node now."""
-        self._ledger.reports.lost(job)
+        self._reports.lost(job)
         self.forget(job)
         self._ledger.counts.dropped += 1
         log.warning("job belongs to another node", extra={"job_id": job.job_id, "lease": job.taken.lease})
@@ -219,6 +224,11 @@ class Outbox:
             self.end_as(job_id, "CANCEL")
         for job_id in answer.expired:
             self.end_as(job_id, "EXPIRED")
+
+    async def until_removed(self, job: HeldJob) -> None:
+        """Wait until the node does not hold a job any more. Only one caller may wait for a job."""
+        if self._ledger.of_lease(job.taken.lease) is not None:
+            await self._waiters.setdefault(job.taken.lease, self._loop.create_future())
 
     async def until_empty(self) -> None:
         """Wait until the node holds no job."""
@@ -267,7 +277,7 @@ class Outbox:
         kind, _, rest = answer.partition(" ")
         job.acknowledge(emission)
         if job.trace is not None:
-            self._ledger.reports.began(job)
+            self._reports.began(job)
         if kind == "ERR":
             log.error("emit failed", extra={"job_id": job.job_id, "reason": rest})
             self.end(job, Outcome("failed", "internal_error", "the queue could not store this job's tokens"))
@@ -289,11 +299,14 @@ class Outbox:
 
     def ended(self, job: HeldJob, outcome: Outcome) -> None:
         """Stop holding a job whose end Redis has stored."""
-        self._ledger.count_finished(job, outcome, time.monotonic())
+        now_s = time.monotonic()
+        self._reports.ended(job, self._ledger.count_finished(job, outcome, now_s), now_s)
         self._remove(job)
 
     def _remove(self, job: HeldJob) -> None:
         self._ledger.remove(job)
+        if (waiter := self._waiters.pop(job.taken.lease, None)) is not None and not waiter.done():
+            waiter.set_result(None)
         # An end that arrived during the finish call marked the job again.
         self._dirty.pop(job.taken.lease, None)
         if not len(self._ledger):

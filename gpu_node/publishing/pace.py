@@ -15,8 +15,6 @@ import asyncio
 import math
 from collections.abc import Callable
 
-# A timer that may be set to several times and rings at the earliest.
-
 
 class Alarm:
     """A timer that rings at the earliest time set since its last ring. It belongs to the running event loop."""
@@ -41,8 +39,6 @@ class Alarm:
         self._on_ring()
 
 
-# The CPU time that sending takes on the node's event loop, learned from each send.
-
 SEND_S = 200e-6
 CHUNK_S = 20e-6
 """First estimate: CPU seconds of each send, and of each chunk in it. Measured on busy cores."""
@@ -53,7 +49,7 @@ MAX_RATIO = 8.0
 
 
 class SendCost:
-    """Expected CPU seconds of a send: the first estimate times a ratio learned from measured sends."""
+    """Expected CPU seconds of a send on the event loop: an estimate times a ratio learned from measured sends."""
 
     def __init__(self) -> None:
         self._ratio = 1.0

@@ -19,9 +19,8 @@ from penstock.queue.msgpack_codec import new_pack
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gather import gather_all
 
-# Sends tokens, backlogs, long prompts and ends of jobs. Several calls may be in flight together.
+log = logging.getLogger(__package__)
 
-log = logging.getLogger(__name__)
 
 MAX_CALLS_AT_ONCE = 16
 """Emit and finish calls that may be in flight together."""
@@ -41,7 +40,10 @@ class AnswerHandler(Protocol):
 
 
 class BatchSender:
-    """Sends batches of jobs: one emit call for running jobs, and a finish call for each ended one."""
+    """Sends batches of jobs: one emit call for running jobs, and a finish call for each ended one.
+
+    Several calls may be in flight together.
+    """
 
     def __init__(self, broker: NodeBroker, ledger: Ledger, answers: AnswerHandler) -> None:
         self._broker = broker
@@ -106,16 +108,15 @@ class BatchSender:
             self._answers.ended(job, outcome)
 
 
-# The fast path of tokens to Redis: one emit call whose answers are handled without waking a task.
-
 OnAnswers = Callable[[Sequence[HeldJob], Sequence[Emission], Sequence[str] | None], None]
 """Called with the answers to the emissions of these jobs; None: the call failed."""
 
 
 class QuickEmit:
-    """Emits what running jobs have, by one call at a time, and learns what that costs.
+    """The fast path: emits what running jobs have, by one call whose answers are handled without waking a task.
 
-    It leaves to the outbox what needs more: ended jobs, long prompts to pack, large backlogs, and failed calls.
+    It learns what a call costs. The outbox does what needs more: ended jobs, long prompts to pack, large backlogs, and
+    failed calls.
     """
 
     def __init__(
@@ -153,19 +154,14 @@ class QuickEmit:
             self._on_answers(jobs, emissions, answers)
             if answers is not None:
                 # This includes other work of the event loop in that time, which is little compared with a send.
-                self._note(len(jobs), time.thread_time() - cpu_s)
+                spent_s = time.thread_time() - cpu_s
+                self._cost.note(len(jobs), spent_s)
+                self._counts.sending.note(len(jobs), spent_s)
             self.is_in_flight = False
             self._on_idle()
 
         self.is_in_flight = self._broker.start_emit(emissions, receive)
         return self.is_in_flight
-
-    def _note(self, num_chunks: int, cpu_s: float) -> None:
-        self._cost.note(num_chunks, cpu_s)
-        self._counts.sending.note(num_chunks, cpu_s)
-
-
-# How unsent chunks are divided into emit calls.
 
 
 def fits_one_call(num_jobs: int, num_bytes: int) -> bool:

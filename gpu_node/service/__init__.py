@@ -1,1 +1,1 @@
-"""A node among others: its heartbeat, its health, its seat and its threads."""
+"""A node among others: its heartbeat, its health and its seat."""

@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 
 from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.worker import EngineWorker
 
-# Reads an engine's statistics once for each heartbeat, and detects that the engine hangs.
+log = logging.getLogger(__package__)
 
-log = logging.getLogger(__name__)
 
 _INTERVALS_A_LOOK = 3
 """Longest time between two looks at the engine: its answer, the heartbeat and the pause each take one interval."""
@@ -55,9 +55,6 @@ class EngineWatch:
         return self.stats
 
 
-# Detects a hung engine: it does not answer, or it has work and its step counter does not move.
-
-
 class EngineStalledError(InvariantError):
     """The engine hangs. Its node must end, so that other nodes take over its jobs."""
 
@@ -65,7 +62,7 @@ class EngineStalledError(InvariantError):
 
 
 class Watchdog:
-    """The time that an engine has made no progress.
+    """The time that an engine has made no progress: it does not answer, or it has work and its step count stands still.
 
     A look may be late because the whole process was paused. Such an interval counts for at most `max_look_s`.
     """
@@ -85,16 +82,14 @@ class Watchdog:
         """
         elapsed_s = min(now_s - self._looked_s, self._max_look_s)
         self._looked_s = now_s
-        if stats is not None and (stats.steps != self._num_steps or not may_step or not _has_work(stats)):
-            self._num_steps, self.stalled_s = stats.steps, 0.0
-            return
+        if stats is not None:
+            has_work = stats.num_running + stats.num_waiting + stats.num_swapped > 0
+            if stats.steps != self._num_steps or not may_step or not has_work:
+                self._num_steps, self.stalled_s = stats.steps, 0.0
+                return
         self.stalled_s += elapsed_s
         if self.stalled_s > self._stall_after_s:
             raise EngineStalledError(f"the engine has work and has made no step for {self.stalled_s:.0f} s")
-
-
-def _has_work(stats: EngineStats) -> bool:
-    return stats.num_running + stats.num_waiting + stats.num_swapped > 0
 
 
 REMEMBERED_S = 30.0
@@ -139,7 +134,8 @@ class Health:
         """Return the unhealthy parts, each with the reason."""
         before, self._before = self._before or sample, sample
         self._max_step_tokens = max(self._max_step_tokens, sample.stats.max_step_tokens)
-        for part, why in self._found(sample, before):
+        found = chain(_of_process(sample, before), _of_queue(sample), self._of_engine(sample, before))
+        for part, why in found:
             if part not in self._troubles:
                 log.warning("a part of this node is unhealthy", extra={"part": part, "reason": why})
             self._troubles[part] = why, sample.now_s
@@ -147,11 +143,6 @@ class Health:
             del self._troubles[part]
             log.info("a part of this node is healthy again", extra={"part": part})
         return {part: why for part, (why, _) in self._troubles.items()}
-
-    def _found(self, sample: HealthSample, before: HealthSample) -> Iterator[tuple[str, str]]:
-        yield from _of_process(sample, before)
-        yield from _of_queue(sample)
-        yield from self._of_engine(sample, before)
 
     def _of_engine(self, sample: HealthSample, before: HealthSample) -> Iterator[tuple[str, str]]:
         stats, last = sample.stats, before.stats

@@ -17,12 +17,12 @@ from penstock.gpu_node.service.health import EngineWatch, Health, HealthSample
 from penstock.gpu_node.taking.inbox import JobInbox
 from penstock.queue.broker.node import NodeBroker
 
-# The state of a node that its heartbeats report, collected from the node's parts at one moment.
+log = logging.getLogger(__package__)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """The state of a node. Counters grow from its start."""
+    """The state of a node at one moment, which its heartbeats report. Counters grow from its start."""
 
     stats: EngineStats
     engine_stalled_s: float
@@ -65,8 +65,6 @@ async def take_snapshot(watch: EngineWatch, ledger: Ledger, inbox: JobInbox, out
         max_unsent_bytes=outbox.max_unsent_bytes,
     )
 
-
-log = logging.getLogger(__name__)
 
 MAX_INTERVAL_S = 2.0
 HEARTBEATS_PER_LEASE = 6

@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-_LOG = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 ANSWER_TIMEOUT_S = 5.0
 MAX_NODES = 64
@@ -35,7 +36,7 @@ async def answering(name: str, state: Callable[[], State]) -> AsyncIterator[None
 
     listener = _listener(name)
     if listener is None:
-        _LOG.info("health checks cannot reach this node", extra={"name_asked_for": name})
+        log.info("health checks cannot reach this node", extra={"name_asked_for": name})
         yield
         return
     async with await asyncio.start_unix_server(answer, sock=listener):
@@ -60,20 +61,16 @@ def _prefix(name: str) -> str:
 
 
 def _listener(name: str) -> socket.socket | None:
-    for address in _addresses(name):
+    for number in range(MAX_NODES):
         listener = socket.socket(socket.AF_UNIX)
         try:
-            listener.bind(address)
+            listener.bind(f"\0{_prefix(name)}{number}")
         except OSError:
             # Another node has this address, or the system has no abstract sockets.
             listener.close()
         else:
             return listener
     return None
-
-
-def _addresses(name: str) -> Iterator[str]:
-    return (f"\0{_prefix(name)}{number}" for number in range(MAX_NODES))
 
 
 def _asked(address: str) -> State | None:

@@ -20,7 +20,6 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +29,8 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import NodeBroker
 from penstock.runtime.cache_folders import cache_folder
 
-_LOG = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 MAX_NODES = 64
 """Nodes of one name in one pool that a host can distinguish."""
@@ -95,7 +95,7 @@ async def declare_dead_before_loading(settings: NodeSettings, seats: Seats) -> N
             await declare_dead(NodeBroker(redis, settings.pool_name, "", ""), seats)
     except PenstockError as error:
         # Joining the pool raises the same error again, where it is reported.
-        _LOG.info("the search for predecessors is repeated later", extra={"reason": error.message})
+        log.info("the search for predecessors is repeated later", extra={"reason": error.message})
 
 
 def _digest(*parts: str) -> str:
@@ -124,18 +124,12 @@ def _file_seat(node: str, boot_id: str) -> tuple[str, int] | None:
     folder = cache_folder() / "seats"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in _candidates(folder, node):
-            if (file := _locked(path)) is not None:
+        for number in range(MAX_NODES):
+            if (file := _locked(folder / f"{node}-{number}")) is not None:
                 return _name_in(file, boot_id), file
     except OSError as error:
-        _LOG.info(
-            "the node cannot take a seat in the cache folder", extra={"folder": str(folder), "reason": str(error)}
-        )
+        log.info("the node cannot take a seat in the cache folder", extra={"folder": str(folder), "reason": str(error)})
     return None
-
-
-def _candidates(folder: Path, node: str) -> Iterator[Path]:
-    return (folder / f"{node}-{number}" for number in range(MAX_NODES))
 
 
 def _locked(path: Path) -> int | None:

@@ -21,16 +21,18 @@ from penstock.queue.broker.connection import pauses
 from penstock.queue.broker.node import Capacity, NodeBroker, TakeAnswer
 from penstock.queue.broker.shared_connection import SharedConnection
 
-# Wake-ups of the inbox: a message on the doorbell channel, a job that ended while others wait, or a timeout.
+log = logging.getLogger(__package__)
 
-log = logging.getLogger(__name__)
 
 _PING_S = 15.0
 """Interval at which a silent subscription is checked with PING."""
 
 
 class Bell:
-    """An event: there may be jobs to take. `depth`: jobs that waited when the queue was last read."""
+    """An event: there may be jobs to take, because the doorbell rang or a job ended while others wait.
+
+    `depth`: jobs that waited when the queue was last read.
+    """
 
     def __init__(self) -> None:
         self._rung = asyncio.Event()

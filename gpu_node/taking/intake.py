@@ -26,9 +26,10 @@ from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, outcome_of, seal
 from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.reports import JobReports
 from penstock.gpu_node.publishing.outbox import Outbox
-from penstock.gpu_node.service.threads import Threads
 from penstock.gpu_node.taking.load_shedder import LoadShedder
+from penstock.gpu_node.threads import Threads
 from penstock.queue import wire
 from penstock.queue.broker.connection import with_retries
 from penstock.queue.broker.node import NodeBroker
@@ -38,16 +39,17 @@ from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.cooperative import LoopYielder
 
-# Tasks that the tokenizer answers alone: tokenization, and the text of tokens.
+log = logging.getLogger(__package__)
+
 
 IDS_PER_PART = 4096
 """Tokens whose spellings are in memory as texts at once."""
 
 
 def run_task(tokenizer: Tokenizer, request: Request, tenant: str, max_model_len: int, now: datetime) -> bytes:
-    """Return the packed output of a request's task. Raises RequestError if the request or its output is too large.
+    """Return the packed output of a task that the tokenizer answers alone: tokenization, or the text of tokens.
 
-    `now`: the time that a chat template may print.
+    Raises RequestError if the request or its output is too large. `now`: the time that a chat template may print.
     """
     task = request.task
     if isinstance(task, Detokenize):
@@ -66,10 +68,13 @@ def _tokenized(
     tokenizer: Tokenizer, request: Request, task: Tokenize, tenant: str, max_model_len: int, now: datetime
 ) -> bytes:
     if request.messages is not None:
+        variables = request.chat_template_kwargs
+        if not task.add_generation_prompt:
+            variables = json.dumps({**json.loads(variables or "{}"), GENERATION_PROMPT: False})
         token_ids = tokenizer.encode_chat(
             [message.model_dump(exclude_defaults=True) for message in request.messages],
             request.tools,
-            _template_kwargs_of(request, task),
+            variables,
             framed=bool(task.add_special_tokens),
             now=now,
             owner=(tenant, None),
@@ -88,14 +93,6 @@ def _tokenized(
         strs if task.return_token_strs else None,
     )
 
-
-def _template_kwargs_of(request: Request, task: Tokenize) -> str | None:
-    if task.add_generation_prompt:
-        return request.chat_template_kwargs
-    return json.dumps({**json.loads(request.chat_template_kwargs or "{}"), GENERATION_PROMPT: False})
-
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -133,6 +130,7 @@ class JobIntake:
         ledger: Ledger,
         worker: EngineWorker,
         tokenizer: Tokenizer,
+        reports: JobReports,
         outbox: Outbox,
         load_shedder: LoadShedder,
         threads: Threads,
@@ -141,6 +139,7 @@ class JobIntake:
         self._ledger = ledger
         self._worker = worker
         self._tokenizer = tokenizer
+        self._reports = reports
         self._outbox = outbox
         self._load_shedder = load_shedder
         self._threads = threads
@@ -219,7 +218,7 @@ class JobIntake:
         else:
             request = await self._threads.run(partial(wire.decode_request, data))
         job.adapter = "" if request.adapter is None else request.adapter.name
-        await self._ledger.reports.taken(job, request)
+        await self._reports.taken(job, request)
         logged: list[Chunk] = []
         if job.taken.num_chunks:
             logged = await with_retries(lambda: self._broker.log(job.job_id, job.taken.num_chunks), math.inf)
@@ -266,7 +265,7 @@ class JobIntake:
             del run, request  # They have the text, and the output may wait long for Redis.
             self._outbox.end(job, Outcome("done"))
             if is_long:
-                await self._ledger.until_removed(job)
+                await self._outbox.until_removed(job)
 
     def _end_cancelled(self, job: HeldJob) -> None:
         """End a job that was canceled between take and read. Redis answers the finish call accordingly."""

@@ -14,11 +14,13 @@ from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.reports import JobReports
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.queue.broker.node import GivenBackJob, NodeBroker, Why
 from penstock.queue.policy import preemption_order
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 LOOK_S = 1.0
 """Interval between two checks for overload."""
@@ -32,6 +34,7 @@ class LoadShedder:
         broker: NodeBroker,
         ledger: Ledger,
         worker: EngineWorker,
+        reports: JobReports,
         outbox: Outbox,
         *,
         kv_tokens: int,
@@ -40,6 +43,7 @@ class LoadShedder:
         self._broker = broker
         self._ledger = ledger
         self._worker = worker
+        self._reports = reports
         self._outbox = outbox
         self._kv_tokens = kv_tokens
         self._max_num_seqs = max_num_seqs
@@ -76,7 +80,7 @@ class LoadShedder:
         kept = [job for job, answer in zip(wanted, answers, strict=True) if answer == "KEEP"]
         given = [job for job in wanted if job not in kept]
         for job in given:
-            self._ledger.reports.gave_back(job, why)
+            self._reports.gave_back(job, why)
             self._outbox.forget(job)
         self._ledger.counts.gave_back(why, len(given))
         if given and why != "drain":

@@ -28,15 +28,21 @@ class NativeSpec(c.Structure):
     ]
 
 
+SAMPLING_COLUMNS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("top_k", "choice", "position", "seed"),
+)
+"""The arrays of a plan with one number for each sampling row, in the order of the struct."""
+
+
 class NativePlan(c.Structure):
     """One step: counts, and addresses of arrays. Mirrors Plan of src/model/plan.h."""
 
     _fields_ = [
         *((name, c.c_int32) for name in ("num_tokens", "num_seqs", "num_samples", "block_table_stride")),
         *((name, c.c_void_p) for name in ("token_ids", "positions", "query_starts", "block_tables", "sample_tokens")),
-        *((name, c.c_void_p) for name in ("temperature", "top_p", "min_p")),
-        *((name, c.c_void_p) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
-        *((name, c.c_void_p) for name in ("top_k", "choice", "position", "seed")),
+        *((name, c.c_void_p) for name in SAMPLING_COLUMNS),
         *((name, c.c_void_p) for name in ("seen", "num_seen", "num_seen_prompt", "banned", "num_banned")),
         *((name, c.c_void_p) for name in ("biased", "biases", "num_biased", "masks", "masks_written")),
         ("adapters", c.c_void_p),

@@ -29,11 +29,16 @@ class Quantized:
         return (self.scale * self.q.astype(np.float32) + self.minimum).reshape(len(self.q), -1)
 
 
-def to_bf16(x: Floats) -> Floats:
-    """Round to the nearest bfloat16, ties to even. x: finite."""
-    bits = x.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
-    return rounded.view(np.float32)
+def hadamard_rotation(count: int) -> Floats:
+    """Return the rotation of 2^k * m numbers: a Hadamard matrix over runs of 2^k, a DCT-II over the m runs."""
+    hadamard = np.ones((1, 1))
+    while count % (2 * len(hadamard)) == 0:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    num_runs = count // len(hadamard)
+    wave, run = np.arange(num_runs)[:, None], np.arange(num_runs)
+    cosines = np.sqrt(np.where(wave == 0, 1, 2) / count) * np.cos(np.pi * wave * (run + 0.5) / num_runs)
+    matrix: Floats = np.kron(cosines, hadamard).astype(np.float32)
+    return matrix
 
 
 def quantize_int8(weights: Floats) -> Quantized:

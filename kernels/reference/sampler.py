@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.reference.philox import sampling_uniform
+from penstock.kernels.philox import sampling_uniform
 
 FAILED_TOKEN = -1
 """The token of a row that cannot sample: its logits were not finite, before or after biases, penalties and bans."""

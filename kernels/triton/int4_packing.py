@@ -23,14 +23,11 @@ def pack_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     minima = groups.amin(-1).half()
     spans = (groups.amax(-1) - minima.float()).clamp(min=0)
     scales = (spans / 15).half()
-    # With a scale that was rounded down, q could not reach the largest number of its group.
-    scales = torch.where(scales.float() < spans / 15, _next_half(scales), scales)
+    # With a scale that was rounded down, q could not reach the largest number of its group. The next larger float16 of
+    # a positive one has the next bits.
+    larger = (scales.view(torch.int16) + 1).view(torch.float16)
+    scales = torch.where(scales.float() < spans / 15, larger, scales)
     divisors = torch.where(scales > 0, scales.float(), 1.0).unsqueeze(-1)
     q = ((groups - minima.float().unsqueeze(-1)) / divisors).round().clamp(0, 15).to(torch.uint8)
     packed = q[..., :16] | (q[..., 16:] << 4)
     return packed.flatten(1).contiguous(), scales, minima
-
-
-def _next_half(x: Tensor) -> Tensor:
-    """Return the next larger float16. x: positive."""
-    return (x.view(torch.int16) + 1).view(torch.float16)

@@ -13,8 +13,7 @@ from bench_gpu.measure import Clock
 from bench_gpu.models import BLOCK_SIZE, Model
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.budget import StepLimits
-from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
-from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.text.output import EndRule
 from penstock.gpu_node.engine.timings import InFlightSteps

@@ -14,7 +14,7 @@ from bench_gpu.reference import reference_logits
 from bench_gpu.verdict import Bound, judge, judge_equal
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.graph_shapes import bucket_sizes
+from penstock.gpu_node.model.gpu.graphs import bucket_sizes
 from penstock.gpu_node.model.protocol import StepPlan, StepResult
 
 Rows = list[dict[str, float | str]]

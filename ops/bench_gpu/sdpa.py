@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.gpu_node.model.gpu.attention import AttentionRows
+from penstock.gpu_node.model.gpu.decoder import AttentionRows
 from penstock.kernels.paged_cache import PagedCache
 
 

@@ -98,19 +98,6 @@ class PolicyConfig:
     bypass_ms: int = 2_000
     share_window_ms: int = SHARE_WINDOW_MS
 
-    def longest_wait_ms(self, priority: int, num_before: int, turnover_ms: int) -> int:
-        """Return the longest wait of a job of this class with `num_before` jobs before it, under any other load.
-
-            (num_before + 1) × (rise × aging_ms + 3 × turnover_ms)
-
-        `rise` is the number of classes that the head must rise to be next: the number of its class. Under `sjf` and
-        `fair` it is at least one; under `fair`, class 0 of a tenant above its share follows class 1. `turnover_ms` is
-        the longest time until capacity is free for a job that may not be overtaken. The factor 3: aged heads of the
-        other two classes may go first. Does not apply to `fcfs`, where the wait depends on earlier jobs only.
-        """
-        rise = priority if self.name == "priority" else max(priority, 1)
-        return (num_before + 1) * (rise * self.aging_ms + 3 * turnover_ms)
-
 
 def choose(
     waiting: Iterable[C],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.kernels.reference.philox import philox4x32, sampling_uniform
+from penstock.kernels.philox import philox4x32, sampling_uniform
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
 

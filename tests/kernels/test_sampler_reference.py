@@ -21,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from penstock.kernels.reference.philox import sampling_uniform
+from penstock.kernels.philox import sampling_uniform
 from penstock.kernels.reference.sampler import FAILED_TOKEN, SamplingRow, choose, sample_row
 
 NUM_DRAWS = 2000

@@ -16,7 +16,7 @@ from penstock.gpu_node.engine.policy.policy import (
     NumTokens,
     SchedulingPolicy,
 )
-from penstock.gpu_node.engine.policy.shares import Device, share_request
+from penstock.gpu_node.engine.policy.shares import SharedDevice, share_request
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.queue.policy import HOLD_MS, PolicyConfig, choose, foremost, learned_hold_ms, preemption_order, victims_of
 from penstock.queue.policy_state import PolicyState
@@ -108,7 +108,7 @@ class ByPolicy:
         return (candidate, victims) if victims else None
 
     def share_request(
-        self, waiting: Iterable[Sequence], running: list[Sequence], device: Device
+        self, waiting: Iterable[Sequence], running: list[Sequence], device: SharedDevice
     ) -> tuple[Sequence, list[Sequence]] | None:
         """Return a sequence of a tenant below its share, with those to preempt for it; None but under `fair`.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.policy.shares import Device
+from penstock.gpu_node.engine.policy.shares import SharedDevice
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.model.protocol import Adapter, ModelRunner
 
@@ -41,7 +41,7 @@ class SchedulingPolicy(Protocol):
         """Return a waiting sequence that may preempt others, with the sequences to preempt, in order; or None."""
 
     def share_request(
-        self, waiting: Iterable[Sequence], running: list[Sequence], device: Device
+        self, waiting: Iterable[Sequence], running: list[Sequence], device: SharedDevice
     ) -> tuple[Sequence, list[Sequence]] | None:
         """Return a sequence of a tenant below its share, with those to preempt for it, in order; or None."""
 
@@ -69,15 +69,12 @@ class FirstComeFirstServed:
     def preemption_request(self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens) -> None:
         """Return None: waiting sequences never preempt running ones."""
 
-    def share_request(self, waiting: Iterable[Sequence], running: list[Sequence], device: Device) -> None:
+    def share_request(self, waiting: Iterable[Sequence], running: list[Sequence], device: SharedDevice) -> None:
         """Return None: tenants have no shares."""
 
     def victim(self, running: list[Sequence], num_tokens: NumTokens) -> Sequence:
         """Return the newest running sequence."""
         return running[-1]
-
-
-# The runner's adapter slots: which sequences use each, and which adapter is loaded next when all are taken.
 
 
 class AdapterSlots:
@@ -187,7 +184,7 @@ class ByAdapter:
         return self._inner.preemption_request(self._with_slot(waiting), running, num_tokens)
 
     def share_request(
-        self, waiting: Iterable[Sequence], running: list[Sequence], device: Device
+        self, waiting: Iterable[Sequence], running: list[Sequence], device: SharedDevice
     ) -> tuple[Sequence, list[Sequence]] | None:
         """Return the inner policy's request among sequences that have a slot."""
         return self._inner.share_request(self._with_slot(waiting), running, device)

@@ -20,7 +20,7 @@ _BATCH = NUM_PRIORITIES - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class SharedDevice:
     """What sequences share."""
 
     num_slots: int
@@ -32,7 +32,7 @@ class Device:
 class Holdings:
     """The slots and blocks of each tenant with running or waiting sequences, as parts of the device."""
 
-    def __init__(self, device: Device, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+    def __init__(self, device: SharedDevice, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
         self._device = device
         self._held: dict[str, list[int]] = {}
         self._weights: dict[str, float] = {}
@@ -87,7 +87,7 @@ class Holdings:
 
 
 def share_request(
-    waiting: Iterable[Sequence], running: list[Sequence], device: Device
+    waiting: Iterable[Sequence], running: list[Sequence], device: SharedDevice
 ) -> tuple[Sequence, list[Sequence]] | None:
     """Return the first waiting sequence of the tenant furthest below its share, and the sequences that yield.
 

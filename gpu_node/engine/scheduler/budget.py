@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from penstock.gpu_node.engine.config import EngineConfig
 
 
-# Predict how long a step takes, from the steps before it.
-
 _LEARNING_RATE = 0.3
 """Share of a prediction's error, as a ratio, that one step corrects."""
 _MAX_LOG_ERROR = math.log(2)
@@ -108,9 +106,6 @@ class StepTime:
         )
 
 
-# Limits of a step, and how sequences share its token budget.
-
-
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """The limits of steps and sequences."""
@@ -184,8 +179,6 @@ def ends_within_budget(budget: int, starts: Ints, num_tokens: Ints) -> Ints:
     return served
 
 
-# The number of prompt tokens that a step may compute while other sequences decode in it.
-
 BACKLOG_STEPS = 8
 """A backlog of prompts may be spread over this many steps, if only its own tenant waits for them."""
 MAX_BACKLOG_FACTOR = 4
@@ -220,7 +213,8 @@ class PrefillBudget:
         chunks = self._chunks(num_to_compute, max_tokens)
         limit_ms = max(limits.max_prefill_ms_beside_decode, self._time.decode_ms(num_decoded))
         backlog_ms = sum(count * token_ms for count, token_ms in chunks) / BACKLOG_STEPS
-        if backlog_ms > limit_ms and self._has_one_tenant():
+        # A longer step delays no other tenant if there is none.
+        if backlog_ms > limit_ms and len({seq.tenant for seq in chain(self._batch.seqs, self._queues)}) == 1:
             limit_ms = max(limit_ms, min(backlog_ms, MAX_BACKLOG_FACTOR * limits.max_prefill_ms_beside_decode))
         return max(1, min(max_tokens, _tokens_within(limit_ms, chunks)))
 
@@ -243,9 +237,6 @@ class PrefillBudget:
             left -= len(seq.token_ids)
         return chunks
 
-    def _has_one_tenant(self) -> bool:
-        return len({seq.tenant for seq in chain(self._batch.seqs, self._queues)}) == 1
-
 
 def _tokens_within(limit_ms: float, chunks: list[tuple[int, float]]) -> int:
     """Return how many tokens of the chunks, in order, take at most `limit_ms`."""
@@ -258,13 +249,6 @@ def _tokens_within(limit_ms: float, chunks: list[tuple[int, float]]) -> int:
     return num_tokens
 
 
-# Small steps: between the steps of all sequences, tenants with few of them decode alone.
-#
-# A step computes a token for each running sequence, so a tenant with one sequence waits for all sequences of the
-# others. Such a step may take much longer than a step of the tenant's own would. Then the tenant gets further steps,
-# so that the average time between its tokens stays within a bound. Where a large step takes hardly longer than a small
-# one, as on most GPUs, there are no small steps.
-
 MAX_SLOWDOWN = 3.0
 """A tenant's average time between tokens is at most this multiple of its time alone ÷ its share of the weights."""
 MIN_REMAINDER = 2
@@ -272,7 +256,13 @@ MIN_REMAINDER = 2
 
 
 class SmallSteps:
-    """Counts the small steps that follow each step of all sequences, and chooses the sequences in them."""
+    """Small steps, in which tenants with few sequences decode alone between two steps of all sequences.
+
+    A step computes a token for each running sequence, so a tenant with one sequence waits for all sequences of the
+    others. Such a step may take much longer than a step of the tenant's own would. Then the tenant gets further steps,
+    so that the average time between its tokens stays within a bound. Where a large step takes hardly longer than a
+    small one, as on most GPUs, there are no small steps.
+    """
 
     def __init__(self, batch: RunningBatch, step_time: StepTime) -> None:
         self._batch = batch

@@ -98,8 +98,10 @@ class Drafts:
         chances = [drafter.chances(min(self._max_draft(seq), limit)) for seq, drafter in found]
         for (seq, drafter), count in zip(found, self._speculation.choose(chances, needs), strict=True):
             if count:
-                draft = _up_to(seq.end_rule.end_ids, drafter.draft(count))
-                self.num_written += self._table.put_draft(seq, draft)
+                draft, end_ids = drafter.draft(count), seq.end_rule.end_ids
+                # Nothing follows a token that would end the choice.
+                end = next((at for at, token_id in enumerate(draft) if token_id in end_ids), len(draft))
+                self.num_written += self._table.put_draft(seq, draft[:end])
 
     def _look(self, seq: Sequence, drafter: Drafter | None, min_odds: float) -> Drafter | None:
         """Look for a draft. Return the drafter if the first token is right with odds above `min_odds`."""
@@ -154,9 +156,3 @@ class Drafts:
         if self._memory.device.num_free < len(self._batch.seqs) * max_blocks:
             limit = min(limit, int(table.capacity[seq.row]) - num_tokens)
         return max(0, limit)
-
-
-def _up_to(end_ids: frozenset[int], draft: list[int]) -> list[int]:
-    """Return a draft up to the first token that would end the choice."""
-    at = next((at for at, token_id in enumerate(draft) if token_id in end_ids), len(draft))
-    return draft[:at]

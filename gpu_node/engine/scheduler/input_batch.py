@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,18 +16,19 @@ from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
 
 NO_GUIDES: Mapping[Sequence, Guide] = {}
-_SETTINGS: dict[str, type[np.generic]] = {
-    "temperature": np.float32,
-    "top_k": np.int32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "repetition_penalty": np.float32,
-    "presence_penalty": np.float32,
-    "frequency_penalty": np.float32,
-    "seed": np.uint64,
-    "choice": np.int32,
-    "num_seen_prompt": np.int32,
-}
+_NOT_OF_PARAMS = ("position", "seed", "choice", "num_seen_prompt")
+"""Columns of SamplingRows that are no sampling option: `position` changes in each step, the others do not."""
+
+
+def _columns_of(rows: type[SamplingRows]) -> dict[str, type[np.generic]]:
+    """Return the dtype of each field that has one number for each row."""
+    hints = get_type_hints(rows)
+    return {name: get_args(get_args(hint)[1])[0] for name, hint in hints.items() if get_origin(hint) is np.ndarray}
+
+
+_SETTINGS = {name: dtype for name, dtype in _columns_of(SamplingRows).items() if name != "position"}
+_OPTIONS = tuple(name for name in _SETTINGS if name not in _NOT_OF_PARAMS)
+"""Settings that are fields of SamplingParams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +237,8 @@ class InputBatch:
 
 
 def _settings_of(seq: Sequence) -> dict[str, float]:
-    params = seq.params
-    return {
-        "temperature": params.temperature,
-        "top_k": max(params.top_k, 0),
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
+    return {name: getattr(seq.params, name) for name in _OPTIONS} | {
+        "top_k": max(seq.params.top_k, 0),
         "seed": seq.seed,
         "choice": seq.choice,
         "num_seen_prompt": seq.num_prompt_tokens if seq.is_penalized else 0,

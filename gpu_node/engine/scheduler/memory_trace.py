@@ -14,7 +14,8 @@ from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.runtime.process_memory import resident_bytes
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 MAX_RECORDS = 256
 NUM_HOLDERS = 3
@@ -104,7 +105,7 @@ class MemoryTrace:
         self._record(f"step failed: {error!r}")
         if isinstance(error, MemoryError) and now_s - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now_s
-            _log.error("a step ran out of memory", extra={"reason": repr(error), "trail": self.lines()[-_NUM_LOGGED:]})
+            log.error("a step ran out of memory", extra={"reason": repr(error), "trail": self.lines()[-_NUM_LOGGED:]})
 
     def _record(self, event: str) -> None:
         scheduler, queues = self._scheduler, self._scheduler.queues
@@ -127,4 +128,4 @@ class MemoryTrace:
         self._records.append(record)
         if record.resident_bytes > _GROWTH * self._logged_bytes:
             self._logged_bytes = record.resident_bytes
-            _log.debug("memory grew", extra={"record": str(record)})
+            log.debug("memory grew", extra={"record": str(record)})

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.policy import SchedulingPolicy
-from penstock.gpu_node.engine.policy.shares import Device
+from penstock.gpu_node.engine.policy.shares import SharedDevice
 from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
 from penstock.gpu_node.engine.scheduler.queues import Admission, WaitingQueues
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
@@ -14,9 +14,6 @@ from penstock.gpu_node.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from penstock.gpu_node.engine.config import PreemptionName
-
-# Decide whether a preempted sequence's blocks are swapped to the host or recomputed later.
-
 
 _BYTES_PER_S = float(4 << 30)
 """Assumed copy rate until copies are measured."""
@@ -27,7 +24,7 @@ _MIN_PREFILL = 16
 
 
 class SwapCost:
-    """Compares swapping with recomputation by rates measured while the engine runs."""
+    """Decides whether a preempted sequence's blocks are swapped or recomputed, by rates measured on the way."""
 
     def __init__(self, preemption: PreemptionName, block_bytes: int) -> None:
         self._preemption = preemption
@@ -81,7 +78,7 @@ class Preemptor:
         self._costs = costs
         self._policy = policy
         self._isolator = isolator
-        self._device = Device(max_num_seqs, memory.device.num_total, batch.num_blocks)
+        self._device = SharedDevice(max_num_seqs, memory.device.num_total, batch.num_blocks)
 
     def preemption_request(self) -> tuple[Sequence, list[Sequence]] | None:
         """Return a waiting sequence that could fit, with the sequences to preempt for it, in order; or None.

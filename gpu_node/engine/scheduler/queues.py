@@ -15,11 +15,11 @@ from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
 from penstock.gpu_node.engine.sequence import Sequence
 
-# The queues of sequences that do not run: swapped ones hold blocks on the host, waiting ones hold none.
-
 
 class WaitingQueues:
-    """Swapped sequences, then waiting ones. In each queue preempted sequences come first, in order of admission.
+    """Swapped sequences, which hold blocks on the host, then waiting ones, which hold none.
+
+    In each queue preempted sequences come first, in order of admission.
 
     Choices of a request that start together are queued as one entry: the first choice, with the others as its `forks`.
     """
@@ -88,8 +88,6 @@ def _group(choices: Items[Sequence]) -> Sequence:
         fork.forks_from = leader
     return leader
 
-
-# Admission: start queued sequences, in the policy's order, while rows, blocks and budget last.
 
 _WATERMARK_FRACTION = 0.01
 

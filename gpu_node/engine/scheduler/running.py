@@ -17,8 +17,6 @@ from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
-# Record the progress of sequences when a step completes, or before that to plan the next one.
-
 
 @dataclass(slots=True)
 class StepOutcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,26 +16,31 @@ from penstock.gpu_node.engine.scheduler.budget import (
     SmallSteps,
     StepLimits,
     StepSize,
+    StepTime,
+    StepWork,
     ends_within_budget,
 )
 from penstock.gpu_node.engine.scheduler.drafts import Drafts
 from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
 from penstock.gpu_node.engine.scheduler.input_batch import NO_GUIDES, InputBatch
-from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
-from penstock.gpu_node.engine.scheduler.preemption import Preemptor
+from penstock.gpu_node.engine.scheduler.preemption import Preemptor, SwapCost
 from penstock.gpu_node.engine.scheduler.queues import Admission, Grants, PrefixHits, WaitingQueues, leave_group
 from penstock.gpu_node.engine.scheduler.running import RunningBatch, StepOutcome, StepProgress
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.speculative.cost import DraftBudget
+from penstock.gpu_node.engine.speculative.cost import DraftBudget, StepCost
 from penstock.gpu_node.engine.steps import Ints, Step, step_of
 from penstock.gpu_node.engine.structured.guide import Guide
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan, StepResult
 
-# Running sequences that skip steps until their token mask is ready, because a step without it samples nothing.
+if TYPE_CHECKING:
+    from penstock.gpu_node.engine.config import PreemptionName
 
 
 class DelayedRows:
-    """Sequences with a late mask. They keep rows and blocks, and compute nothing meanwhile."""
+    """Running sequences that skip steps until their token mask is ready; a step without it would sample nothing.
+
+    They keep rows and blocks, and compute nothing meanwhile.
+    """
 
     def __init__(self, guides: Mapping[Sequence, Guide]) -> None:
         self._guides = guides
@@ -56,6 +62,29 @@ class DelayedRows:
         without = ends.copy()
         without[held] = starts[held]
         return without if (without > starts).any() else ends
+
+
+class LearnedTimes:
+    """The three models of step times: one each for prefill, swapping and drafts. Every computed step teaches them."""
+
+    def __init__(self, preemption: PreemptionName, block_bytes: int, *, with_drafts: bool = False) -> None:
+        """`with_drafts` says whether sequences may draft; otherwise the cost of drafts is not learned."""
+        self.step_time = StepTime()
+        self.swap_cost = SwapCost(preemption, block_bytes)
+        self.draft_cost = StepCost()
+        self._with_drafts = with_drafts
+
+    def note_step(self, step: Step, result: StepResult, *, num_scored: int, whole_ms: float) -> None:
+        """Learn from a step that scored `num_scored` prompt tokens.
+
+        `whole_ms` is the time from the step's planning to its completion.
+        """
+        runner_ms = result.forward_ms + result.sample_ms
+        self.swap_cost.note_copies(len(step.copies), result.copy_ms)
+        self.swap_cost.note_forward(step.num_prefill_tokens, result.forward_ms)
+        self.step_time.note(StepWork.of(step, num_scored), runner_ms)
+        if self._with_drafts and not step.num_prefill_tokens:
+            self.draft_cost.note(len(step.seqs), step.num_drafted, runner_ms, whole_ms - runner_ms)
 
 
 class Scheduler:

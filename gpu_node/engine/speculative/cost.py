@@ -17,8 +17,8 @@ from penstock.gpu_node.model.protocol import ModelRunner
 if TYPE_CHECKING:
     from penstock.gpu_node.engine.config import EngineConfig
 
+log = logging.getLogger(__package__)
 
-# Learn from earlier steps what drafted tokens cost.
 
 _ENOUGH = 3
 """Steps after which the time of a number of rows is known."""
@@ -136,17 +136,12 @@ class StepCost:
         return float(np.interp(num_seqs, counts, np.exp(logs - base)))
 
 
-# Decide how many tokens each sequence drafts: as many as will probably be accepted often enough for their cost.
-
-_log = logging.getLogger(__name__)
-
-
 def speculation_of(config: EngineConfig, runner: ModelRunner, cost: StepCost) -> DraftBudget:
     """Create the draft budget for an engine's settings and runner; `cost` is what drafts are known to cost."""
     if config.speculative == "off":
         return DraftBudget(0, cost)
     if not runner.verifies_drafts:
-        _log.warning(
+        log.warning(
             "speculative decoding is off: this runner cannot verify drafts", extra={"speculative": config.speculative}
         )
         return DraftBudget(0, cost)

@@ -8,10 +8,6 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
-# Draft the tokens that followed the last occurrence of the newest tokens.
-#
-# Saxena, "Prompt Lookup Decoding", 2023.
-
 SIZES = (2, 3, 4)
 """Lengths of the runs to look for, in tokens."""
 _LONG = 8
@@ -23,7 +19,10 @@ _FEW = 12
 
 
 class NgramDrafter:
-    """The last position of each run of two, three and four tokens of one sequence.
+    """Drafts the tokens that followed the last occurrence of a sequence's newest ones.
+
+    That is prompt lookup decoding (A. Saxena, 2023). The drafter keeps the last position of each run of two, three and
+    four tokens.
 
     Positions are in a hash table of fixed size; runs with the same entry overwrite each other. That only loses matches,
     because each match is compared with the tokens themselves.

@@ -27,13 +27,7 @@ from penstock.gpu_node.engine.structured.host import MaskHost
 from penstock.gpu_node.engine.structured.lanes import GrammarCounts
 from penstock.gpu_node.engine.structured.protocol import MAX_CALLS_MIB, TASK_WALL_S, TRIAL_CPU_S, TRIAL_MEMORY_MIB
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.gpu_node.model.token_masks import TokenMasks
-
-# Why a grammar was refused: llguidance's messages in penstock's words.
-
-
-# A tenant's grammar as the node knows it: its text, the result of its trial, and what it has cost since.
-
+from penstock.gpu_node.model.protocol import TokenMasks
 
 MAX_CACHED_BYTES = 32 << 20
 """Limit of the cache of grammars and refusals."""

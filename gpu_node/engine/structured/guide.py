@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import PenstockError
-from penstock.gpu_node.model.token_masks import TokenMasks
+from penstock.gpu_node.model.protocol import TokenMasks
 
 if TYPE_CHECKING:
     from penstock.gpu_node.engine.structured.grammar import Grammar

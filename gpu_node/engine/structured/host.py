@@ -23,7 +23,8 @@ from penstock.gpu_node.engine.structured.lanes import GrammarCounts, Lanes, Tria
 from penstock.gpu_node.engine.structured.process import Worker
 from penstock.gpu_node.engine.structured.processes import GrammarProcesses
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 PATIENCE_S = 0.02
 """From its start, a step waits this long for late masks while other rows are ready to sample."""

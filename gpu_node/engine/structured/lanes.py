@@ -21,7 +21,8 @@ from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.structured.process import Worker
 from penstock.gpu_node.engine.structured.protocol import EMPTY, MISFIT, PAST_LIMITS, WRITTEN
 
-# What failed tasks and dead workers mean for their grammars and choices, and the counters of both.
+log = logging.getLogger(__package__)
+
 
 MAX_KILLS_FROM_OUTSIDE = 3
 """The system may kill any process if memory runs out. A grammar is refused after this many such kills in its tasks."""
@@ -91,8 +92,6 @@ def why_killed(exit_status: int | None, cpu_s: float) -> str:
     return f"a task took more than {protocol.WORKER_MEMORY_MIB} MiB of memory, or broke the compiler"
 
 
-# The order in which new grammars are tried out: tenants in turn, and each tenant's grammars in order of arrival.
-
 MAX_AT_ONCE = 2
 MAX_LOSSES = 3
 """A grammar is refused after its trial's process was lost more often than this."""
@@ -109,7 +108,7 @@ class Trial:
 
 
 class TrialQueue:
-    """Waiting trials. A tenant runs at most one trial at a time."""
+    """Waiting trials: tenants in turn, and each tenant's in order of arrival. A tenant runs at most one at a time."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Trial]] = OrderedDict()
@@ -167,8 +166,6 @@ class TrialQueue:
         self._running.clear()
         return trials
 
-
-log = logging.getLogger(__name__)
 
 LaneName = Literal["cheap", "costly"]
 _CPU_S: dict[LaneName, float] = {"cheap": protocol.FAST_TASK_CPU_S, "costly": protocol.SLOW_TASK_CPU_S}

@@ -20,10 +20,8 @@ from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.structured.lanes import GrammarCounts, Lanes, Trial, TrialQueue, blames_task
 from penstock.gpu_node.engine.structured.process import Template, Worker
 
-# The node's handles of its grammar processes: start, send without blocking, kill.
+log = logging.getLogger(__package__)
 
-
-log = logging.getLogger(__name__)
 
 _RESTART_AFTER_S = 0.2
 _FORK_AGAIN_AFTER_S = 0.05

@@ -182,8 +182,6 @@ def _of_set(text: str, special: frozenset[str], flags: str) -> str:
     return f"(?:{'|'.join([f'[{text}&&{_NOT_SPECIAL}]', *(_spelled(one, flags) for one in sorted(special))])})"
 
 
-# Lark -------------------------------------------------------------------------------------------
-
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t\r\n]+|(?:\#|//)[^\n]*)
     |(?P<alias>->[ \t]*[\w-]+)

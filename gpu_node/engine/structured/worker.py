@@ -39,13 +39,11 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 
-# Masks of the tokens that a choice may continue with, inside a grammar worker.
-
 _WORD_BYTES = 4
 
 
 class Matching:
-    """The matchers of one worker's choices, by the choice's number."""
+    """The matchers of one worker's choices, by number: they say which tokens a choice may continue with."""
 
     def __init__(self, tokenizer: LLTokenizer, compiler: Compiler) -> None:
         self._tokenizer = tokenizer
@@ -110,8 +108,6 @@ def _only_bit(mask: bytes) -> int | None:
     return None if not whole or whole & (whole - 1) else whole.bit_length() - 1
 
 
-# From the text of a grammar to an llguidance matcher, inside a grammar worker.
-
 COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as most models write it. If any whitespace is allowed, some models write nothing else until the limit."""
 
@@ -168,7 +164,7 @@ class Compiler:
         return matcher
 
 
-class Trial:
+class TrialRun:
     """A trial of a new grammar: whether it compiles, and what its first masks cost."""
 
     def __init__(self, compiler: Compiler) -> None:
@@ -246,6 +242,8 @@ _REPLY_WITHIN_S = 0.001
 _MEASURED_CPU_S = 0.001
 """Memory is measured after this much processor time. In less, tasks cannot have taken much."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_VIRTUAL, _RESIDENT = 0, 1
+"""Fields of /proc/self/statm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +255,7 @@ class WorkerLimits:
     niceness: int
 
 
-class Worker:
+class WorkerLoop:
     """The loop of a worker process. Each of the node's messages is a list of tasks: number, name, arguments."""
 
     def __init__(self, tokenizer: LLTokenizer, node: socket.socket, page: mmap.mmap, task_cpu_s: float) -> None:
@@ -293,7 +291,7 @@ class Worker:
         self._unmeasured_s += cpu_s
         memory = 0
         if self._unmeasured_s > _MEASURED_CPU_S:
-            memory, self._unmeasured_s = _resident_bytes(), 0.0
+            memory, self._unmeasured_s = _statm(_RESIDENT), 0.0
         self._replies.append([number, answer, cpu_s, memory])
         if time.monotonic() - self._replied_s > _REPLY_WITHIN_S:
             self._reply()
@@ -307,7 +305,7 @@ class Worker:
             return self._matching.close(*arguments)
         if name == "forget":
             return self._compiler.forget(*arguments)
-        return Trial(self._compiler).run(*arguments)
+        return TrialRun(self._compiler).run(*arguments)
 
     def _reply(self) -> None:
         self._replied_s = time.monotonic()
@@ -319,23 +317,16 @@ class Worker:
 def serve(tokenizer: LLTokenizer, node_fd: int, page_fd: int, limits: WorkerLimits) -> None:
     """Run as a worker, in a process that was just forked."""
     os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + limits.niceness))
-    limit = _virtual_bytes() + limits.memory_mib * _MIB
+    limit = _statm(_VIRTUAL) + limits.memory_mib * _MIB
     with suppress(ValueError):  # The process was started with a lower limit.
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=node_fd) as node, mmap.mmap(page_fd, mmap.PAGESIZE) as page:
         os.close(page_fd)
-        Worker(tokenizer, node, page, limits.task_cpu_s).run()
-
-
-def _virtual_bytes() -> int:
-    return _statm(0)
-
-
-def _resident_bytes() -> int:
-    return _statm(1)
+        WorkerLoop(tokenizer, node, page, limits.task_cpu_s).run()
 
 
 def _statm(field: int) -> int:
+    """Return the bytes of memory in a field of /proc/self/statm."""
     with open("/proc/self/statm", "rb") as statm:
         return int(statm.read().split()[field]) * _PAGE_BYTES

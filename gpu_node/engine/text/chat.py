@@ -31,7 +31,8 @@ from penstock.contract.tools import (
 )
 from penstock.gpu_node.engine.text.template_frames import CHAT, COSTLY, RENDERED, WORKER, receive, send
 
-# What a chat template shows of its model: the messages that it accepts, and the formats that the model writes.
+log = logging.getLogger(__package__)
+
 
 _MARKS: tuple[tuple[str, ToolParserName], ...] = (
     ("<tool_call>", "hermes"),
@@ -113,14 +114,6 @@ def _template_message(message: Mapping[str, Any], name: str | None) -> dict[str,
     return rendered if name is None else rendered | {"name": name}
 
 
-# A model's chat template: the Jinja program that turns messages into the text format that the model was trained on.
-#
-# The dialect is that of transformers, so a checkpoint's template renders the same text here. The template is the code
-# of a model file and its variables come from callers. So it runs in processes of its own, which the kernel ends at a
-# limit.
-
-log = logging.getLogger(__name__)
-
 MAX_RENDERED_CHARS = 1 << 25
 """Limit of a rendered chat with its tools. A request has at most 16 MiB, but a template may repeat the tools."""
 MAX_RENDER_CPU_S = 5.0
@@ -139,7 +132,12 @@ _MAX_TRIES = 3
 
 
 class ChatTemplate:
-    """One compiled template. Thread-safe; `render` blocks, so an event loop calls it on a thread."""
+    """One compiled template. Thread-safe; `render` blocks, so an event loop calls it on a thread.
+
+    The dialect is that of transformers, so a checkpoint's template renders the same text here. The template is the code
+    of a model file and its variables come from callers. So it runs in processes of its own, which the kernel ends at a
+    limit.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         """Start to compile it. `variables`: the special tokens by name (`bos_token`, …)."""

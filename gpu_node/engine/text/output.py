@@ -11,6 +11,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+log = logging.getLogger(__package__)
+
+
 EndReason = Literal["stop", "length", "error"]
 
 
@@ -29,11 +32,8 @@ class EndRule:
         return "length" if num_tokens >= self.max_tokens else None
 
 
-# Incremental detokenization, at a constant cost per token, without splitting characters.
-
-
 class Detokenizer:
-    """The text of one choice. Bytes that do not yet form a whole UTF-8 character wait for the next token."""
+    """The text of one choice, at a constant cost per token. Bytes without a whole UTF-8 character wait for the next."""
 
     def __init__(self, token_bytes: Sequence[bytes], *, strip_first_space: bool = False) -> None:
         """`token_bytes[i]`: the bytes of token i; empty for special tokens."""
@@ -62,9 +62,6 @@ class Detokenizer:
     def flush(self) -> str:
         """Return U+FFFD for an incomplete character at the end, else an empty string."""
         return self._decoder.decode(b"", final=True)
-
-
-# Stop strings in a growing text.
 
 
 class StopStrings:
@@ -108,9 +105,6 @@ class StopStrings:
         return 0
 
 
-# Token sequences that must not be generated.
-
-
 class BadWords:
     """The token sequences of a request's bad words, arranged so that a step looks at few of them.
 
@@ -146,9 +140,6 @@ class BadWords:
 NO_BAD_WORDS = BadWords()
 
 
-_log = logging.getLogger(__name__)
-
-
 class ChoiceOutput:
     """Decodes one choice's tokens to text, and finds the choice's end.
 
@@ -179,7 +170,7 @@ class ChoiceOutput:
         try:
             self._take(token_id)
         except Exception:
-            _log.exception("a choice's tokens could not be decoded")
+            log.exception("a choice's tokens could not be decoded")
             self.finish_reason = "error"
 
     def fail(self) -> None:

@@ -38,8 +38,6 @@ from penstock.gpu_node.engine.text.output import Detokenizer
 from penstock.gpu_node.engine.text.tokenizer_files import read_tokenizer_files
 from penstock.gpu_node.model.protocol import WrittenTokenizer
 
-# The bytes of each token of a vocabulary.
-
 _METASPACE = "\u2581"
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.protocol import MatrixName
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 NormKind: TypeAlias = Literal["rms", "layer"]
-MatrixName: TypeAlias = Literal["qkv", "out", "mlp_in", "mlp_out"]
-"""The matrices of a layer; runners compute one matrix product for each."""
 MATRICES: tuple[MatrixName, ...] = ("qkv", "out", "mlp_in", "mlp_out")
 
 

@@ -13,7 +13,8 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.job import SamplingParams
 from penstock.contract.problems import problem_of
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 FILE = "generation_config.json"
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -67,7 +67,9 @@ def downloaded(model: HubModel, progress: Progress) -> Path:
         if model.file is not None:
             return _gguf_file(model, model.file, progress)
         folder = _snapshot(model, _DESCRIPTIONS, ignored=_FOLDERS)
-        _check_config(model, folder)
+        if (config := folder / "config.json").is_file():
+            # An unsupported architecture is refused before gigabytes are downloaded.
+            family_of(read_object(config))
         sizes = _sizes(model, folder)
         wanted = _weight_names(model, folder, sizes)
         missing = sum(sizes[name] for name in wanted if name in sizes and not (folder / name).is_file())
@@ -105,13 +107,6 @@ def _gguf_file(model: HubModel, file: str, progress: Progress) -> Path:
     _snapshot(model, [file], commit=folder.name, bar_class=_bar_class(missing, progress))
     progress(1.0)
     return folder / file
-
-
-def _check_config(model: HubModel, folder: Path) -> None:
-    """Raise ConfigError for an unsupported architecture, before gigabytes are downloaded."""
-    path = folder / "config.json"
-    if path.is_file():
-        family_of(read_object(path))
 
 
 def _sizes(model: HubModel, folder: Path) -> dict[str, int]:

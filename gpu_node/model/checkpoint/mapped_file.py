@@ -1,16 +1,66 @@
-"""A file that is mapped into memory, read-only."""
+"""A file that is mapped into memory, read-only; its pages can be mapped before they are needed, beside other work."""
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.page_faults import PageFaults
+
+_PART_BYTES = 64 << 20
+_STRIDE = 64 << 10
+"""With a page that is read, Linux maps its neighbors in memory: this many aligned bytes (fault_around_bytes)."""
+_MEMINFO = Path("/proc/meminfo")
+
+
+class PageFaults:
+    """Maps the pages of one file's mapping, each page once.
+
+    Several threads may do so at once: each maps other parts of the file. Other threads run meanwhile. Nothing is mapped
+    if the file is larger than the available memory, because its pages would evict each other.
+
+    Pages are mapped by reading a byte. MADV_POPULATE_READ would hold a lock that other threads need to allocate memory:
+    parsing a vocabulary beside it takes 1.5 times as long.
+    """
+
+    def __init__(self, mapped: NDArray[np.uint8]) -> None:
+        self._mapped = mapped
+        # Threads may share it: an iterator over a range advances in one step of the interpreter.
+        self._starts = iter(range(0, mapped.nbytes, _PART_BYTES))
+        self._is_stopped = Event()
+
+    def take(self, is_enough: Callable[[], bool]) -> None:
+        """Map pages on this thread, until all are mapped or `is_enough`."""
+        if self._mapped.nbytes > _available_bytes():
+            return
+        while not is_enough() and (start := next(self._starts, None)) is not None:
+            part = self._mapped[start : start + _PART_BYTES]
+            # numpy releases the GIL. The last byte is read too, because the mapping may begin inside aligned bytes.
+            max(part[::_STRIDE].max(), part[-1])
+
+    def take_ahead(self) -> None:
+        """Map pages on a thread of their own, until `stop`."""
+        Thread(target=self.take, args=(self._is_stopped.is_set,), name="penstock-map", daemon=True).start()
+
+    def stop(self) -> None:
+        """End that thread soon."""
+        self._is_stopped.set()
+
+
+def _available_bytes() -> int:
+    """Return how many bytes can be used without swapping; 0 if the kernel does not say."""
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return 0
+    sizes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return sizes[0] * 1024 if sizes else 0
 
 
 class MappedFile:
@@ -20,7 +70,7 @@ class MappedFile:
         """Raises ConfigError for an empty file."""
         with path.open("rb") as file:
             self.stamp = stamp_of(os.fstat(file.fileno()))
-            """What tells this file from any that takes its path later."""
+            """Device, inode, size and mtime: they change when the file is written or replaced."""
             try:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError as error:
@@ -35,5 +85,5 @@ class MappedFile:
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, ...]:
-    """Return what changes when the file is written or replaced."""
+    """Return device, inode, size and mtime, which change when the file is written or replaced."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

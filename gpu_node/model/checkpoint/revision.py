@@ -35,7 +35,10 @@ def weights_revision_of(source: ModelSource, arithmetic: str) -> str:
 
 def _with_weights(digest: hashlib.blake2b, source: ModelSource) -> str:
     for path in _present(source, _CONFIG_FILES):
-        digest.update(path.name.encode() + _config_content(path))
+        config = json.loads(path.read_bytes())
+        # Neither the transformers version that wrote a config nor its layout counts.
+        config.pop("transformers_version", None)
+        digest.update(path.name.encode() + json.dumps(config, sort_keys=True).encode())
     for path in weight_files(source):
         for sample in samples(path):
             digest.update(sample)
@@ -43,7 +46,7 @@ def _with_weights(digest: hashlib.blake2b, source: ModelSource) -> str:
 
 
 def stamps_of(paths: Iterable[Path]) -> list[tuple[int, ...]]:
-    """Return what changes when one of the files is written or replaced."""
+    """Return the stamps of files, which change when one of them is written or replaced."""
     return [stamp_of(path.stat()) for path in paths]
 
 
@@ -54,10 +57,3 @@ def stamps_of_source(source: ModelSource) -> list[tuple[int, ...]]:
 
 def _present(source: ModelSource, names: Iterable[str]) -> list[Path]:
     return [path for name in names if (path := source.folder / name).is_file()]
-
-
-def _config_content(path: Path) -> bytes:
-    """Return a config in canonical form, independent of the transformers version that wrote it."""
-    config = json.loads(path.read_bytes())
-    config.pop("transformers_version", None)
-    return json.dumps(config, sort_keys=True).encode()

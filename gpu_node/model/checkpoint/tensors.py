@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.architecture.spec import MatrixName, ModelSpec
+from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.files import Checkpoint, Stored
+from penstock.gpu_node.model.protocol import MatrixName
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """A matrix made of parts whose rows follow one another."""
+    """A matrix made of parts that are concatenated by rows."""
 
     weights: tuple[Stored, ...]
     biases: tuple[Stored, ...] = ()

@@ -9,10 +9,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.architecture.spec import MATRICES, MatrixName, ModelSpec
+from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.inputs import StepInputs
-from penstock.gpu_node.model.protocol import Adapter
+from penstock.gpu_node.model.protocol import Adapter, MatrixName
 from penstock.kernels.triton.lora import add_lora
 
 
@@ -31,8 +31,8 @@ _Tables: TypeAlias = dict[tuple[int, MatrixName], _Table]
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptedRows:
-    """The adapter of each row of a step."""
+class AdaptedTiles:
+    """The adapters of a step's rows, in tiles of rows with the same adapter."""
 
     tables: _Tables
     tiles: Tensor | None
@@ -45,12 +45,12 @@ class AdaptedRows:
             add_lora(out, x, table.down, table.up, self.tiles)
         return out
 
-    def at_samples(self) -> AdaptedRows:
+    def at_samples(self) -> AdaptedTiles:
         """Return the adapters of only those rows whose logits are computed."""
-        return AdaptedRows(self.tables, self.tiles_at_samples, self.tiles_at_samples)
+        return AdaptedTiles(self.tables, self.tiles_at_samples, self.tiles_at_samples)
 
 
-NOT_ADAPTED = AdaptedRows({}, None, None)
+NOT_ADAPTED = AdaptedTiles({}, None, None)
 """The adapters of a step in which no sequence has one."""
 
 
@@ -112,11 +112,11 @@ class GpuAdapters:
                 out, x = (table.down.new_zeros(1, size) for size in (table.up.shape[1], table.down.shape[2]))
                 add_lora(out, x, table.down, table.up, tile)
 
-    def rows_of(self, step: StepInputs[Tensor]) -> AdaptedRows:
+    def rows_of(self, step: StepInputs[Tensor]) -> AdaptedTiles:
         """Return the adapter of each row of a step."""
         if not len(step.adapter_tiles):
             return NOT_ADAPTED
-        return AdaptedRows(self._tables, step.adapter_tiles, step.sampled_adapter_tiles)
+        return AdaptedTiles(self._tables, step.adapter_tiles, step.sampled_adapter_tiles)
 
     def _table(self, matrix: MatrixName, num_slots: int, dtype: torch.dtype) -> _Table:
         parts = self._spec.parts_of(matrix)

@@ -3,25 +3,100 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.architecture.spec import MatrixName, ModelSpec, Rope
-from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows
-from penstock.gpu_node.model.gpu.attention import AttentionBackend, AttentionRows, TritonAttention
+from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
+from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedTiles
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.gpu.linear import EmbeddingTable, ScaledLinear
+from penstock.gpu_node.model.protocol import MatrixName
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.torch_common.norm import Norm
 from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.kernels.norm_weights import Addend
 from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.embedding import embed
 from penstock.kernels.triton.launches import prefill_rows
 from penstock.kernels.triton.layers import activate, bound_logits, gate_mul, rotate_and_store
 from penstock.kernels.triton.norms import add_norm, norm_all_heads
+from penstock.kernels.triton.prefill_attention import prefill_attention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionRows:
+    """Which kernel computes which queries of a step. A backend with one kernel for all of them ignores it."""
+
+    decoding: Tensor
+    """[num_decoding] int32: sequences with one query in the step; -1 marks a padding row, which has no output."""
+    tiles: Tensor
+    """[num_tiles, 2] int32: query tiles of all other sequences, from `prefill_tiles`; sequence -1 marks padding."""
+    splits: int
+    """The number of parts that each context of a decoding sequence is split into."""
+    query_rows: int
+    """Queries of a tile."""
+
+
+class AttentionBackend(Protocol):
+    """Computes the attention of a step. Under a CUDA graph it must not wait for the GPU or read tensors on the host."""
+
+    def attend(
+        self,
+        out: Tensor,
+        q: Tensor,
+        cache: PagedCache,
+        starts: Tensor,
+        contexts: Tensor,
+        tables: Tensor,
+        rows: AttentionRows,
+        *,
+        scale: float,
+        window: int | None,
+        biases: Tensor | None,
+        cap: float | None = None,
+    ) -> None:
+        """Write each query's attention over its paged context to its row of `out`; causal within a sequence.
+
+        q, out: [num_tokens, num_heads, head_dim].
+        starts: [num_seqs + 1], first query of each sequence.
+        contexts: [num_seqs], tokens in the cache, the step's included. A padding sequence has no query and context 0.
+        tables: [num_seqs, max_blocks].
+        window: tokens that a query sees, itself included; None: all.
+        biases: [num_heads, num_positions] float32, added to scaled scores by the key's position.
+        cap: of scaled scores, before biases: a score s becomes cap * tanh(s / cap).
+        """
+
+
+class TritonAttention:
+    """The default: one kernel for decode rows, one for prefill chunks."""
+
+    def attend(
+        self,
+        out: Tensor,
+        q: Tensor,
+        cache: PagedCache,
+        starts: Tensor,
+        contexts: Tensor,
+        tables: Tensor,
+        rows: AttentionRows,
+        *,
+        scale: float,
+        window: int | None,
+        biases: Tensor | None,
+        cap: float | None = None,
+    ) -> None:
+        """Implement `AttentionBackend.attend`."""
+        given, sees = (out, q, cache, starts, contexts, tables), window or 0
+        if len(rows.decoding):
+            decode_attention(*given, rows.decoding, rows.splits, scale=scale, window=sees, biases=biases, cap=cap)
+        if len(rows.tiles):
+            prefill_attention(
+                *given, rows.tiles, scale=scale, window=sees, biases=biases, cap=cap, rows=rows.query_rows
+            )
+
 
 _Matrix: TypeAlias = tuple[int, MatrixName, Product]
 """A layer, the name of one of its matrices, and the matrix."""
@@ -71,7 +146,7 @@ class GpuDecoder:
         sampled: Tensor,
         layers: list[PagedCache],
         splits: int,
-        adapted: AdaptedRows = NOT_ADAPTED,
+        adapted: AdaptedTiles = NOT_ADAPTED,
     ) -> Tensor:
         """Store the step's keys and values and return the hidden states of its sampling tokens after the final norm.
 
@@ -120,7 +195,7 @@ class GpuDecoder:
         return out
 
     def _normed_product(
-        self, residual: Tensor, delta: Addend | None, norm: Norm, matrix: _Matrix, adapted: AdaptedRows
+        self, residual: Tensor, delta: Addend | None, norm: Norm, matrix: _Matrix, adapted: AdaptedTiles
     ) -> tuple[Tensor | None, Tensor]:
         """Add `delta` to `residual`; return its norm, or None where nothing else reads it, and the norm's product."""
         at, name, product = matrix
@@ -136,7 +211,7 @@ class GpuDecoder:
         attended: Tensor,
         at: int,
         layer: LayerWeights,
-        adapted: AdaptedRows,
+        adapted: AdaptedTiles,
     ) -> Addend:
         """Compute the rest of a layer; return what remains to be added to the residual stream.
 
@@ -153,7 +228,7 @@ class GpuDecoder:
         inner = adapted.add(at, "mlp_in", normed, layer.mlp_in(normed))
         return Addend(attended + self._mlp(inner, at, layer, adapted), None, scale)
 
-    def _mlp(self, inner: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows) -> Tensor:
+    def _mlp(self, inner: Tensor, at: int, layer: LayerWeights, adapted: AdaptedTiles) -> Tensor:
         """Return the MLP's output. inner: the product with its first matrix."""
         activation, product = self.spec.activation, layer.mlp_out
         if isinstance(product, ScaledLinear) and adapted.tiles is None:

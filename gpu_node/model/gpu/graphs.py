@@ -1,17 +1,158 @@
-"""Steps as CUDA graphs: one per shape, captured at start and replayed with sampling included."""
+"""Steps as CUDA graphs: the shapes that graphs are captured for, the padding of a step to one of them, the replay."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes, StepShape, blank_step
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, aligned, size_of, to_device
 from penstock.gpu_node.model.gpu.linear import padded_vocab
+from penstock.kernels.triton.lora import LORA_ROWS
+from penstock.kernels.triton.prefill_attention import QUERY_TILE
+from penstock.kernels.triton.sampler import RULE_COLUMNS
+
+MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 2560)
+"""Token counts of mixed steps with a graph. A larger step runs for so long that its launches do not matter."""
+FEW_PREFILLS = 32
+"""Sequences of a mixed step that may have a query tile which is not full. A second graph takes all short prompts that
+the step's tokens allow; most steps do without its padding tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The sizes that a graph's steps are padded to."""
+
+    num_tokens: int
+    num_seqs: int
+    """Also the number of rows that decode, and of rows that sample."""
+    num_tiles: int = 0
+    """Query tiles of prefill attention. 0: every sequence decodes and samples."""
+    num_adapter_tiles: int = 0
+    """Tiles of tokens with an adapter. 0: the graph omits the adapter kernels."""
+
+    @property
+    def num_sampled_adapter_tiles(self) -> int:
+        """Tiles of sampling tokens with an adapter."""
+        return min(self.num_seqs, self.num_adapter_tiles)
+
+    def with_adapters(self) -> StepShape:
+        """Return the shape of the same steps with adapters, where a tile holds consecutive tokens of one adapter."""
+        return replace(self, num_adapter_tiles=self.num_tokens // LORA_ROWS + self.num_seqs)
+
+    def holds(self, step: StepInputs[Ints]) -> bool:
+        """Return whether a step can be padded to this shape."""
+        return (
+            len(step.token_ids) <= self.num_tokens
+            and len(step.context_lens) <= self.num_seqs
+            and len(step.tiles) <= self.num_tiles
+            and len(step.adapter_tiles) <= self.num_adapter_tiles
+        )
+
+
+def bucket_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes with a graph: 1, 2, 4, 8, then multiples of 16 up to 256, then of 32.
+
+    The last one is the first that holds `max_num_seqs`.
+    """
+    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, max(max_num_seqs, 256) + 32, 32)]
+    return sizes[: bisect_left(sizes, max_num_seqs) + 1]
+
+
+class GraphShapes:
+    """The shapes of a runner's graphs: of steps in which every sequence decodes, and of all other steps."""
+
+    def __init__(self, max_num_seqs: int, max_num_tokens: int, *, has_adapters: bool) -> None:
+        """max_num_tokens: of a step."""
+        rows = bucket_sizes(max_num_seqs)
+        self.max_rows = rows[-1]
+        decode = [StepShape(size, size) for size in rows]
+        mixed = [
+            StepShape(tokens, min(tokens, self.max_rows), tokens // QUERY_TILE + num_prefills)
+            for tokens in _mixed_tokens(max_num_tokens)
+            for num_prefills in _prefill_counts(tokens, self.max_rows)
+        ]
+        self._decode = {False: decode}
+        self._mixed = {False: mixed}
+        if has_adapters:
+            self._decode[True] = [shape.with_adapters() for shape in decode]
+            self._mixed[True] = [shape.with_adapters() for shape in mixed]
+
+    @property
+    def all(self) -> list[StepShape]:
+        """All shapes, those with the most tokens first."""
+        shapes = [shape for kind in (self._mixed, self._decode) for some in kind.values() for shape in some]
+        return sorted(shapes, key=lambda shape: (-shape.num_tokens, -shape.num_adapter_tiles, -shape.num_tiles))
+
+    def find(self, step: StepInputs[Ints]) -> StepShape | str:
+        """Return the smallest shape that holds a step, or the reason why the step has no graph."""
+        num_extra = len(step.sampling) - len(step.rules)
+        if num_extra:
+            return "scored_or_pooled_tokens"
+        num_seqs, has_adapters = len(step.context_lens), len(step.adapter_tiles) > 0
+        decodes = len(step.token_ids) == num_seqs == len(step.sampling)
+        shapes = (self._decode if decodes else self._mixed)[has_adapters]
+        return next((shape for shape in shapes if shape.holds(step)), "too_large")
+
+
+def _mixed_tokens(max_num_tokens: int) -> list[int]:
+    at = bisect_left(MIXED_TOKENS, max_num_tokens)
+    return [*MIXED_TOKENS[:at], *([max_num_tokens] if at < len(MIXED_TOKENS) else [])]
+
+
+def _prefill_counts(num_tokens: int, max_rows: int) -> list[int]:
+    """Return how many query tiles that are not full the graphs of a token count have, ascending.
+
+    A prompt that has a tile takes at least two tokens.
+    """
+    most = min(num_tokens // 2, max_rows)
+    return sorted({min(FEW_PREFILLS, most), most})
+
+
+def pad_step(step: StepInputs[Ints], shape: StepShape) -> StepInputs[Ints]:
+    """Append padding to a packed step up to a shape that holds it.
+
+    Padding tokens store nothing. Padding sequences have no token. Padding rows of attention name sequence -1, which
+    the kernels skip. Padding rows of sampling sample greedily after the first token.
+    """
+    # np.pad would take ten times as long, on the thread that every step waits for.
+    rules = _longer(step.rules, shape.num_seqs)
+    rules[len(step.rules) :, -1] = -1
+    return replace(
+        step,
+        token_ids=_longer(step.token_ids, shape.num_tokens),
+        positions=_longer(step.positions, shape.num_tokens),
+        slots=_longer(step.slots, shape.num_tokens, -1),
+        query_starts=_longer(step.query_starts, shape.num_seqs + 1, int(step.query_starts[-1])),
+        context_lens=_longer(step.context_lens, shape.num_seqs),
+        decoding=_longer(step.decoding, shape.num_seqs, -1),
+        tiles=_longer(step.tiles, shape.num_tiles, -1),
+        sampling=_longer(step.sampling, shape.num_seqs),
+        rules=rules,
+        adapter_tiles=_longer(step.adapter_tiles, shape.num_adapter_tiles),
+        sampled_adapter_tiles=_longer(step.sampled_adapter_tiles, shape.num_sampled_adapter_tiles),
+    )
+
+
+def _longer(rows: Ints, count: int, value: int = 0) -> Ints:
+    """Return `rows` followed by rows of `value`, `count` in all."""
+    longer = np.full((count, *rows.shape[1:]), value, np.int32)
+    longer[: len(rows)] = rows
+    return longer
+
+
+def blank_step(shape: StepShape) -> StepInputs[Ints]:
+    """Return a step of nothing but padding."""
+    widths = {"tiles": 2, "rules": len(RULE_COLUMNS), "adapter_tiles": 3, "sampled_adapter_tiles": 3, "block_tables": 1}
+    sizes = {field.name: (0, widths[field.name]) if field.name in widths else 0 for field in fields(StepInputs)}
+    arrays = {name: np.zeros(size, np.int32) for name, size in sizes.items()}
+    return pad_step(StepInputs(**arrays | {"query_starts": np.zeros(1, np.int32)}), shape)
+
 
 Compute = Callable[[StepInputs[Tensor]], Tensor]
 """Runs a step and returns its logits. Stores the tokens of rows without penalties or masks for the next step."""

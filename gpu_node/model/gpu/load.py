@@ -9,27 +9,28 @@ from functools import partial
 import torch
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.description import Description, cache_sizes, num_host_blocks
 from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes, num_host_blocks
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import MIN_COMPUTE_CAPABILITY, Device
-from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes
+from penstock.gpu_node.model.gpu.graphs import GraphShapes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, padded_head, padded_vocab
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, peak_bytes, split_bytes
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.runner import FIXED_SPLITS, GpuRunner, Limits
-from penstock.gpu_node.model.gpu.stored import StoredLinearLoader
-from penstock.gpu_node.model.gpu.weights import load_weights
+from penstock.gpu_node.model.gpu.weights import StoredLinearLoader, load_weights
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
+
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _KV_DTYPES = _DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _UTILIZATION = 0.9
@@ -40,7 +41,10 @@ _GIB = 1 << 30
 def load_gpu(described: Description, options: RunnerOptions, progress: Progress) -> tuple[GpuRunner, str]:
     """Return the runner and the name of its arithmetic. Raises ConfigError for a missing or unsupported feature."""
     device = Device(_device())
-    spec, name = described.spec, _dtype_name(options.dtype, described.stored_dtype)
+    spec = described.spec
+    name: str = options.dtype
+    if name == "auto":
+        name = described.stored_dtype if described.stored_dtype in ("bfloat16", "float16") else "float32"
     _check(options, spec, device)
     kept = name if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     layout = KvLayout(spec, options.block_size, _KV_DTYPES[kept])
@@ -69,7 +73,7 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     formats = "+".join(sorted(keep.formats))
     arithmetic = {"dtype": name, "quantization": formats, "kv_cache_dtype": kept}
     blocks = {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
-    _log.info("gpu runner", extra={"device": str(device.torch), **arithmetic, **blocks})
+    log.info("gpu runner", extra={"device": str(device.torch), **arithmetic, **blocks})
     parts = "gpu", name, *((formats,) if formats != "none" else ()), "kv", kept
     return runner, "-".join((*parts, "deterministic") if options.deterministic else parts)
 
@@ -112,12 +116,6 @@ def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
         raise ConfigError("quantization int4 needs matrices with a multiple of 32 columns")
     if "fp8" in (quantization, options.kv_cache_dtype) and not device.has_float8:
         raise ConfigError("fp8 needs a GPU of compute capability 8.9 or later")
-
-
-def _dtype_name(wanted: str, stored: str) -> str:
-    if wanted != "auto":
-        return wanted
-    return stored if stored in ("bfloat16", "float16") else "float32"
 
 
 def _sizes(

@@ -17,7 +17,9 @@ from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
 from penstock.gpu_node.model.gpu.linear import KeptLinear
 from penstock.gpu_node.model.torch_common.layers import LayerWeights, Product
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
+
 _NUM_BUFFERS = 2
 _ALIGNED = 256
 _GIB = 1 << 30
@@ -48,7 +50,7 @@ class OffloadedLayers:
         count, mib = len(self._host_copies), len(self._buffers[0]) / (1 << 20)
         facts = {"num_offloaded": count, "num_layers": num_layers}
         facts |= {"host_mib": round(mib * count), "freed_mib": round(mib * (count - _NUM_BUFFERS))}
-        _log.info("layers are offloaded", extra=facts)
+        log.info("layers are offloaded", extra=facts)
 
     def __iter__(self) -> Iterator[LayerWeights]:
         coming = map(self._fetch, range(len(self._host_copies)))
@@ -76,9 +78,9 @@ class OffloadedLayers:
     def _kept(self, i: int, layer: LayerWeights) -> LayerWeights:
         if i == 0:
             size = _packed_bytes(layer)
-            self._offloaded = frozenset(
-                _spread(_num_covering(self._offload_gib, size, self._num_layers), self._num_layers)
-            )
+            count = _num_covering(self._offload_gib, size, self._num_layers)
+            # Even distances, and the last layer is one of them: little computation remains after the last copy.
+            self._offloaded = frozenset((k + 1) * self._num_layers // count - 1 for k in range(count))
             self._buffers = [
                 torch.zeros(size, dtype=torch.uint8, device=self._device.torch) for _ in range(_NUM_BUFFERS)
             ]
@@ -100,14 +102,6 @@ class OffloadedLayers:
         packed = _mapped(layer, pack)
         self._host_copies.append(self._device.pinned_run(len(buffer), dtype=torch.uint8).copy_(buffer))
         return packed
-
-
-def _spread(count: int, num_layers: int) -> list[int]:
-    """Return `count` layers at even distances.
-
-    The last layer is one of them, so that little computation remains after the last copy.
-    """
-    return [(k + 1) * num_layers // count - 1 for k in range(count)]
 
 
 def _num_covering(offload_gib: float, layer_bytes: int, num_layers: int) -> int:

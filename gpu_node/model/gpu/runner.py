@@ -1,8 +1,9 @@
-"""The runner that executes step plans on a GPU."""
+"""The runner that executes step plans on a GPU, and its steps in flight."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,16 +14,14 @@ from torch import Tensor
 
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
-from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes, StepShape, pad_step
-from penstock.gpu_node.model.gpu.graphs import StepGraphs
-from penstock.gpu_node.model.gpu.in_flight import InFlightStep, OnHost, StagingBuffer
+from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
+from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepGraphs, pad_step
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.profile import run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan
-from penstock.gpu_node.model.torch_common.logprobs import logprobs_of
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Placement, PooledTokens, StepPlan, StepResult
+from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.profiler import TorchProfiler
 from penstock.kernels.cpu.probe import usable_cores
@@ -49,6 +48,87 @@ class Limits:
     dependent_launches: bool = False
     """Whether the kernels of graphs may start while the kernel ahead of them runs, on GPUs that support it. Which is
     faster is not measured on a GPU yet; `bench_gpu` compares both."""
+
+
+OnHost = tuple[Tensor, Tensor] | None
+"""The two arrays of `Logprobs` in pinned memory; None where no row wants logprobs."""
+
+
+class StagingBuffer:
+    """Pinned memory that transfers one step's inputs to the device and its tokens back."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._packed = device.pinned(1 << 12, dtype=torch.int32)
+        self._tokens = device.pinned(0, dtype=torch.int32)
+        self.copied: DeviceEvent = device.record_event()
+
+    def wait(self) -> None:
+        """Wait until the last step has finished with the buffer."""
+        self.copied.wait()
+
+    def packed(self, step: StepInputs[Ints]) -> Tensor:
+        """Return pinned memory that is large enough for a packed step."""
+        needed = size_of(step)
+        if len(self._packed) < needed:
+            self._packed = self._device.pinned(2 * needed, dtype=torch.int32)
+        return self._packed
+
+    def copy_back(self, tokens: Tensor) -> Tensor:
+        """Start copying tokens to the host; the result is valid once the event `copied` is reached."""
+        if len(self._tokens) < len(tokens):
+            self._tokens = self._device.pinned(2 * len(tokens), dtype=torch.int32)
+        here = self._tokens[: len(tokens)]
+        here.copy_(tokens, non_blocking=True)
+        self.copied = self._device.record_event()
+        return here
+
+
+class GpuStep:
+    """A step that may still be running. Its tokens are in a staging buffer that the step after the next reuses."""
+
+    def __init__(self, started: DeviceEvent, copied: DeviceEvent) -> None:
+        self._started = started
+        self._copied = copied
+        self._done = copied
+        self._tokens = torch.empty(0, dtype=torch.int32)
+        self.deferred: Callable[[], None] | None = None
+        """Work that is still to be submitted to the device."""
+        self._logprobs: tuple[OnHost, OnHost] = None, None
+        self.hidden: Tensor | None = None
+        """The hidden states of the pooled tokens in pinned memory."""
+        self.eager: str | None = None
+        """Why the step did not run as a graph; None if it did."""
+
+    def set_tokens(self, tokens: Tensor, done: DeviceEvent) -> None:
+        """Set the pinned tensor that holds the tokens once the event `done` is reached."""
+        self._tokens, self._done = tokens, done
+
+    def note_logprobs(self, logprobs: OnHost, scores: OnHost) -> None:
+        """Keep the logprobs of the sampling rows and of the scored tokens."""
+        self._logprobs = logprobs, scores
+
+    @translate_out_of_memory()
+    def run_deferred(self) -> None:
+        """Submit the deferred work, if any, to the device."""
+        deferred, self.deferred = self.deferred, None
+        if deferred is not None:
+            deferred()
+
+    def ms_since(self, earlier: GpuStep) -> float:
+        """Return the milliseconds of device time between the ends of two steps whose results were waited for."""
+        return self._done.ms_since(earlier._done)
+
+    def result(self) -> StepResult:
+        """Wait for the step and return its tokens."""
+        self.run_deferred()
+        self._done.wait()
+        # Sampling is part of the same graph as the forward pass.
+        forward_ms, copy_ms = self._done.ms_since(self._copied), self._copied.ms_since(self._started)
+        logprobs, scores = (None if tensors is None else to_numpy(*tensors) for tensors in self._logprobs)
+        tokens = self._tokens.numpy().copy()
+        hidden = None if self.hidden is None else self.hidden.numpy()
+        return StepResult(tokens, forward_ms, 0.0, copy_ms, logprobs, scores, hidden, self.eager)
 
 
 class GpuRunner:
@@ -89,7 +169,7 @@ class GpuRunner:
             self._graphs = StepGraphs(device, self._compute_for_graph, shapes, max_blocks, (vocab, decoder.dtype))
         self.replays = True
         """Whether graphs are replayed. If not, their steps are computed with the same padding, for comparisons."""
-        self._unfinished = InFlightStep(device.record_event(), device.record_event())
+        self._unfinished = GpuStep(device.record_event(), device.record_event())
         self._staging_buffers = deque(StagingBuffer(device) for _ in range(self.max_in_flight))
 
     @property
@@ -124,7 +204,7 @@ class GpuRunner:
 
     @translate_out_of_memory()
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> InFlightStep:
+    def submit(self, plan: StepPlan) -> GpuStep:
         """Start a step."""
         self._unfinished.run_deferred()
         staging = self._staging_buffers[0]
@@ -135,14 +215,18 @@ class GpuRunner:
         copied = self._device.record_event()
         if self._pool.has_host_block(plan.block_tables):
             self._pool.wait_for_swap_out()
-        mark_rows, in_flight = mark_rows_of(plan.sampling), InFlightStep(started, copied)
+        mark_rows, in_flight = mark_rows_of(plan.sampling), GpuStep(started, copied)
         step = self._packed(plan)
         shape = self._graphs.find(step)
         if isinstance(shape, str):
             in_flight.eager = shape
             logits, hidden = self._run_eagerly(staging, step, plan.pooled)
         else:
-            logits, hidden = self._run_graph(staging, pad_step(step, shape), shape), None
+            padded, hidden = pad_step(step, shape), None
+            if self.replays:
+                logits = self._graphs.run(staging.packed(padded), padded, shape)
+            else:
+                logits = self._compute(self._on_device(staging, padded))
 
         @torch.inference_mode()
         def choose() -> None:
@@ -194,12 +278,6 @@ class GpuRunner:
 
     def _packed(self, plan: StepPlan) -> StepInputs[Ints]:
         return pack_step(plan, self._limits.block_size, self._decoder.query_rows)
-
-    def _run_graph(self, staging: StagingBuffer, step: StepInputs[Ints], shape: StepShape) -> Tensor:
-        """Return the logits of a step that is padded to `shape`."""
-        if not self.replays:
-            return self._compute(self._on_device(staging, step))
-        return self._graphs.run(staging.packed(step), step, shape)
 
     def _run_eagerly(
         self, staging: StagingBuffer, step: StepInputs[Ints], pooled: PooledTokens | None

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.spec import MatrixName, ModelSpec
+from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.files import StoredTensor, read_safetensors
 from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
-from penstock.gpu_node.model.lora.low_rank import LowRank
+from penstock.gpu_node.model.protocol import LowRank, MatrixName
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -45,7 +45,7 @@ class _Pair:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class Adapter:
+class LoraAdapter:
     """The tensors of an adapter, held in memory so that later changes of its file do not matter."""
 
     name: str
@@ -76,7 +76,7 @@ def digest_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank: int) -> Adapter:
+def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank: int) -> LoraAdapter:
     """Read an adapter of the model that `spec` describes; `digest` comes from `digest_of`.
 
     Raises ConfigError that names a missing file or tensor, an unsupported setting, or a tensor for another model.
@@ -97,7 +97,7 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
         raise ConfigError(f"{WEIGHTS_FILE} has {next(iter(stored))}, which matches no layer matrix of this model")
     if not pairs:
         raise ConfigError(f"{WEIGHTS_FILE} has no tensors")
-    return Adapter(name, digest, rank, factor, pairs)
+    return LoraAdapter(name, digest, rank, factor, pairs)
 
 
 def _pairs_of(

@@ -13,9 +13,10 @@ from weakref import WeakValueDictionary
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.lora.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, digest_of, read_adapter
+from penstock.gpu_node.model.lora.adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, digest_of, read_adapter
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 _MAX_KEPT = 8
 """The number of most recently read adapters that stay in memory without a user."""
@@ -33,8 +34,8 @@ class AdapterLibrary:
         self._folder = folder
         self._max_rank = max_rank
         self._digests: dict[Path, tuple[_Stamp, str]] = {}
-        self._read: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
-        self._kept: deque[Adapter] = deque(maxlen=_MAX_KEPT)
+        self._read: WeakValueDictionary[str, LoraAdapter] = WeakValueDictionary()
+        self._kept: deque[LoraAdapter] = deque(maxlen=_MAX_KEPT)
         self._reported: dict[Path, str] = {}
         self._lock = threading.Lock()
         if folder is not None and not folder.is_dir():
@@ -56,7 +57,7 @@ class AdapterLibrary:
                     self._report_unusable(path, str(error))
         return found
 
-    def find(self, wanted: AdapterRef) -> Adapter:
+    def find(self, wanted: AdapterRef) -> LoraAdapter:
         """Return the adapter with a name and, if given, a digest.
 
         Raises NotFoundError for an unknown name, and RequestError for an adapter that is unusable or has changed.
@@ -80,7 +81,7 @@ class AdapterLibrary:
             raise RequestError(message, code="adapter_changed", param="adapter")
         return adapter
 
-    def _adapter(self, name: str, folder: Path) -> Adapter:
+    def _adapter(self, name: str, folder: Path) -> LoraAdapter:
         digest = self._digest(folder)
         if (known := self._read.get(digest)) is not None:
             return known
@@ -103,7 +104,7 @@ class AdapterLibrary:
         """Log an unusable adapter once per reason. It may be incomplete because it is still being copied."""
         if self._reported.get(folder) != why:
             self._reported[folder] = why
-            _log.warning("an adapter is left out", extra={"folder": str(folder), "reason": why})
+            log.warning("an adapter is left out", extra={"folder": str(folder), "reason": why})
 
     def _folders(self) -> Iterator[tuple[str, Path]]:
         """Yield the name and folder of each adapter; named adapters take precedence over the shared folder."""

@@ -8,12 +8,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.architecture.description import Description
-from penstock.gpu_node.model.architecture.spec import MatrixName
+from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredNorm
-from penstock.gpu_node.model.lora.low_rank import LowRank
-from penstock.gpu_node.model.protocol import Adapter
+from penstock.gpu_node.model.protocol import Adapter, LowRank, MatrixName
 from penstock.kernels.cpu.formats import RowLayout
 from penstock.kernels.cpu.library import NativeModel, Slot
 from penstock.kernels.cpu.structs import LowRankRows

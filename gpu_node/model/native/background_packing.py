@@ -14,7 +14,8 @@ from penstock.gpu_node.model.native.packed_file import PackedWeights
 from penstock.gpu_node.model.native.packed_matrix import PackedMatrix
 from penstock.kernels.cpu.library import NativeModel
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 _PATIENCE_S = 1.0
 
@@ -99,11 +100,11 @@ def _run(state: PackingState, pack: Pack, fault_in: FaultIn) -> None:
         began_s = time.monotonic()
         state.check()
         state.weights = pack(state)
-        _log.info("weights are packed", extra={"took_s": round(time.monotonic() - began_s, 3)})
+        log.info("weights are packed", extra={"took_s": round(time.monotonic() - began_s, 3)})
     except StoppedError:
         return
     except Exception:
-        _log.exception("weights could not be packed: steps stay slow until the next start")
+        log.exception("weights could not be packed: steps stay slow until the next start")
     state.is_done.set()
 
 

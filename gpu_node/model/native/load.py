@@ -7,25 +7,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.description import Description, cache_sizes
-from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.architecture.spec import ModelSpec, Rope
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
+from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.native.adapters import NativeAdapters
-from penstock.gpu_node.model.native.positions import rope_tables, set_positions
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import WeightCache
 from penstock.gpu_node.model.native.weight_loader import WeightLoader
 from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.torch_common.positions import alibi_biases, write_rope_angles
 from penstock.kernels.cpu.abi import AbiError, KernelError
 from penstock.kernels.cpu.build import BUILD_REMEDY, BuildError, library_path
-from penstock.kernels.cpu.formats import PANEL, Format, KvFormat
-from penstock.kernels.cpu.library import Activation, NativeModel, Slot
+from penstock.kernels.cpu.formats import PANEL, KvFormat
+from penstock.kernels.cpu.library import Activation, NativeModel, Slot, Vector
 from penstock.kernels.cpu.probe import NO_ISA, NO_ISA_REMEDY, Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 from penstock.kernels.cpu.structs import NativeSpec
 from penstock.runtime.cache_folders import private_folder
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 PAGE_TOKENS = 16
 MAX_HEAD_DIM = 256
@@ -61,7 +62,9 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         raise ConfigError(f"the compiled kernels do not fit this code, build them again: {error}") from error
     except KernelError as error:
         raise ConfigError(f"num_threads {threads} cannot be started: {error}") from error
-    quantization, rotated = _quantization(spec, options.quantization), bool(native_spec.hadamard_rotation)
+    quantization, rotated = options.quantization, bool(native_spec.hadamard_rotation)
+    if quantization == "int8" and not rotated:
+        quantization = "int8_group"
     layout = f"{library.stem}-{quantization}{'-rotated' if rotated else ''}"
     # Random weights take seconds to make and gigabytes to keep.
     cache = WeightCache(described, layout) if options.weight_cache and not described.source.is_dummy else None
@@ -71,10 +74,11 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         positions = pool.submit(set_positions, model, described)
         formats, packing = weights.load(model, cache, progress)
         positions.result()
-    arithmetic = _arithmetic(isa, formats, kv_format, rotated=rotated)
+    names = "+".join(weights.name.lower() for weights in sorted(formats))
+    arithmetic = f"native-{isa}-{names}{'-rotated' if rotated else ''}-kv-{kv_format.name.lower()}"
     facts = {"arithmetic": arithmetic, "num_threads": threads}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
-    _log.info("native runner", extra=facts)
+    log.info("native runner", extra=facts)
     adapters = NativeAdapters(model, described, rotated=rotated)
     runner = NativeRunner(
         model,
@@ -87,6 +91,29 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         packing=packing,
     )
     return runner, arithmetic
+
+
+_CHUNK_TOKENS = 64
+"""kChunk of src/attention/attention.h."""
+
+
+def set_positions(model: NativeModel, described: Description) -> None:
+    """Set each layer's attention window and RoPE, and the RoPE angles or the ALiBi score biases by position."""
+    spec = described.spec
+    tables = rope_tables(spec)
+    for layer, (window, rope) in enumerate(zip(spec.windows, spec.ropes, strict=True)):
+        model.set_layer_positions(layer, window or 0, -1 if rope is None else tables.index(rope))
+    if spec.rope is None:
+        num_positions = -(-described.max_model_len // _CHUNK_TOKENS) * _CHUNK_TOKENS
+        model.set_vector(Vector.POSITION_BIASES, 0, alibi_biases(spec, num_positions))
+    for i, rope in enumerate(tables):
+        shape = described.max_model_len, rope.dim // 2
+        write_rope_angles(rope, model.vector(Vector.COS, i, *shape), model.vector(Vector.SIN, i, *shape))
+
+
+def rope_tables(spec: ModelSpec) -> list[Rope]:
+    """Return the different RoPEs of a model's layers."""
+    return list(dict.fromkeys(rope for rope in spec.ropes if rope is not None))
 
 
 def _weight_bytes(model: NativeModel, num_layers: int, *, has_embedding: bool) -> int:
@@ -204,13 +231,3 @@ def _is_rotated(spec: ModelSpec, quantization: str) -> bool:
     """
     has_output_norms = spec.names.post_attention_norm is not None
     return quantization == "int8" and spec.norm == "rms" and not has_output_norms and spec.experts is None
-
-
-def _quantization(spec: ModelSpec, wanted: str) -> str:
-    """Return the requested quantization, or int8_group instead of int8 where the rotation is not possible."""
-    return "int8_group" if wanted == "int8" and not _is_rotated(spec, wanted) else wanted
-
-
-def _arithmetic(isa: Isa, formats: set[Format], kv_format: KvFormat, *, rotated: bool) -> str:
-    weights = "+".join(weights.name.lower() for weights in sorted(formats))
-    return f"native-{isa}-{weights}{'-rotated' if rotated else ''}-kv-{kv_format.name.lower()}"

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.checkpoint.page_faults import PageFaults
+from penstock.gpu_node.model.checkpoint.mapped_file import PageFaults
 from penstock.gpu_node.model.native.background_writer import BackgroundWriter, write_at
 from penstock.gpu_node.model.native.packed_matrix import OnMatrix, PackedMatrix
 from penstock.kernels.cpu.formats import Format, RowLayout, Run

@@ -1,4 +1,4 @@
-"""Pack a checkpoint's tensors into the layout that the native kernels read."""
+"""Pack a checkpoint's tensors into the formats and the layout that the native kernels read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.checkpoint.files import Stored
+from penstock.gpu_node.model.checkpoint.files import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.gguf_blocks import block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
-from penstock.gpu_node.model.native.formats import keeps_bits, rows_of, runs_of
 from penstock.gpu_node.model.native.packed_matrix import WeightWriter
-from penstock.kernels.cpu.formats import PANEL, Format, RowLayout, Run
+from penstock.kernels.cpu.formats import PANEL, STORED_FORMATS, Format, RowLayout, Run, Source
 from penstock.kernels.cpu.library import NativeModel, Slot, Vector
 
 _SLAB_BYTES = 16 << 20
@@ -26,6 +26,55 @@ _NORM_BIASES = {
 }
 
 _Gains: TypeAlias = NDArray[np.float32] | None
+
+
+_FORMATS = {"none": Format.BF16, "int8": Format.INT8, "int8_group": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
+_OWN = {
+    **dict.fromkeys(("bfloat16", "float16", "float32"), Format.BF16),
+    "q4_1": Format.INT4_GROUP,
+    "q8_0": Format.INT8_GROUP,
+    **{weights.name.lower(): weights for weights in STORED_FORMATS},
+}
+"""The kernel format of each stored kind; float16 and float32 are rounded. Any other kind becomes grouped int8."""
+_SOURCES = {source.name.lower(): source for source in Source}
+
+
+def runs_of(parts: Sequence[Stored], quantization: str, *, interleaved: bool) -> list[Run]:
+    """Return the format of the rows of each part of a matrix.
+
+    With `auto`, each part keeps its own format, if they can stand beside each other. Otherwise the matrix has the most
+    precise format of any part, or the format that was asked for. `interleaved`: the rows of the parts alternate.
+    """
+    num_rows = [part.shape[0] for part in parts]
+    if quantization != "auto":
+        return [(_FORMATS[quantization], sum(num_rows))]
+    formats = [_OWN.get(block_kind(part), Format.INT8_GROUP) for part in parts]
+    if len(set(formats)) == 1:
+        return [(formats[0], sum(num_rows))]
+    if Format.BF16 in formats:
+        return [(Format.BF16, sum(num_rows))]
+    if interleaved or any(count % PANEL for count in num_rows[:-1]):
+        return [(Format.INT8_GROUP, sum(num_rows))]
+    return list(zip(formats, num_rows, strict=True))
+
+
+def keeps_bits(parts: Sequence[Stored], runs: Sequence[Run]) -> bool:
+    """Return whether a matrix of these runs holds the parts as they are stored, each in its own format."""
+    formats = {_OWN.get(part.kind) if isinstance(part, StoredTensor) else None for part in parts}
+    return formats == {weights for weights, _ in runs}
+
+
+def rows_of(tensor: Stored) -> tuple[Source, NDArray[np.uint8], NDArray[np.int32] | None]:
+    """Return a tensor's rows as the kernels read them: their kind, bytes [rows, row bytes], and the row order.
+
+    A row order of None means the rows are in order.
+    """
+    blocks = in_blocks(tensor)
+    source = _SOURCES.get(blocks.kind)
+    if source is not None:
+        return source, blocks.data, blocks.row_order
+    values = tensor.to_float32()
+    return Source.FLOAT32, values.view(np.uint8).reshape(len(values), -1), None
 
 
 class NotLosslessError(Exception):
@@ -97,7 +146,9 @@ class Packer:
         """Pack an MLP. The matrices of several experts are one matrix, with their rows one after another."""
         router, experts = self._tensors.router(layer), list(self._tensors.experts(layer))
         if router is not None:
-            self._set_vector(Vector.ROUTER, layer, _padded_columns(router.to_float32()))
+            # Zeros pad the columns, as they pad the hidden states.
+            padding = (0, 0), (0, -router.shape[1] % PANEL)
+            self._set_vector(Vector.ROUTER, layer, np.pad(router.to_float32(), padding))
         inner, out = (_joined(linears) for linears in zip(*experts, strict=True))
         pack_inner = self._interleave if self._spec.is_gated else self._fuse
         pack_inner(Slot.MLP_IN, layer, inner, gains)
@@ -212,8 +263,3 @@ def _joined(linears: Sequence[StoredLinear]) -> StoredLinear:
         tuple(part for linear in linears for part in linear.weights),
         tuple(part for linear in linears for part in linear.biases),
     )
-
-
-def _padded_columns(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Pad columns with zeros as the kernels pad hidden states."""
-    return np.pad(values, ((0, 0), (0, -values.shape[1] % PANEL)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,7 +13,6 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.adapters import NativeAdapters
 from penstock.gpu_node.model.native.background_packing import BackgroundPacking
-from penstock.gpu_node.model.native.crowded_cores import CrowdedCores
 from penstock.gpu_node.model.protocol import (
     Adapter,
     CacheSizes,
@@ -21,10 +22,38 @@ from penstock.gpu_node.model.protocol import (
     StepPlan,
     StepResult,
 )
-from penstock.gpu_node.model.token_masks import TokenMasks
 from penstock.kernels.cpu.library import NativeModel
 from penstock.kernels.cpu.probe import usable_cores
-from penstock.kernels.cpu.structs import NativePlan
+from penstock.kernels.cpu.structs import SAMPLING_COLUMNS, NativePlan
+
+log = logging.getLogger(__package__)
+
+
+_RECOVERY_S = 5.0
+"""Seconds of steps after packing in which a model may still leave out threads whose cores are free again."""
+
+
+class CrowdedCores:
+    """Warns once if threads are left out of steps because their cores are busy, except with the model's own packing."""
+
+    def __init__(self, num_threads: int) -> None:
+        """num_threads: those of the model."""
+        self._num_threads = num_threads
+        self._recovery_s = 0.0
+        self._is_warned = False
+
+    def note_step(self, num_in_use: int, took_s: float, *, packs: bool) -> None:
+        """Note how many threads computed a step, and whether the model's weights were packed meanwhile."""
+        if packs:
+            self._recovery_s = _RECOVERY_S
+        elif num_in_use == self._num_threads:
+            self._recovery_s = 0.0
+        elif self._recovery_s > 0:
+            self._recovery_s -= took_s
+        elif num_in_use > 0 and not self._is_warned:
+            self._is_warned = True
+            extra = {"num_threads": self._num_threads, "num_in_use": num_in_use}
+            log.warning("other processes use the cores", extra=extra)
 
 
 class NativeRunner:
@@ -80,8 +109,9 @@ class NativeRunner:
     def submit(self, plan: StepPlan) -> _InFlightStep:
         """Start a step."""
         tokens, times_ms = np.empty(len(plan.sample_tokens), dtype=np.int32), np.zeros(3, dtype=np.float32)
-        ragged = _ragged(plan.sampling)
-        outputs = _Outputs(tokens, *self._logprobs(plan), times_ms, self._hidden(plan))
+        ragged, pooled = _ragged(plan.sampling), plan.pooled
+        hidden = None if pooled is None else np.empty((len(pooled.tokens), self._hidden_size), np.float32)
+        outputs = _Outputs(tokens, *self._logprobs(plan), times_ms, hidden)
         self._start(
             NativePlan(
                 *_step(plan),
@@ -133,10 +163,6 @@ class NativeRunner:
             scored, self._vocab_size
         )
 
-    def _hidden(self, plan: StepPlan) -> NDArray[np.float32] | None:
-        """Allocate the hidden states of the pooled tokens; None where there are none."""
-        return None if plan.pooled is None else np.empty((len(plan.pooled.tokens), self._hidden_size), np.float32)
-
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Wait for the step in flight, then load an adapter into a slot."""
         self._model.wait()
@@ -184,16 +210,17 @@ class _InFlightStep:
             self._wait()
 
 
+_columns_of = attrgetter(*SAMPLING_COLUMNS)
+"""Returns the columns of SamplingRows in the order of a NativePlan."""
+
+
 def _step(plan: StepPlan) -> tuple[int | None, ...]:
     """Return the fields of a NativePlan that come before its ragged ones."""
-    rows = plan.sampling
     return (
         *(len(plan.token_ids), len(plan.context_lens), len(plan.sample_tokens)),
         plan.block_tables.strides[0] // plan.block_tables.itemsize,
         *_addresses(plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_tokens),
-        *_addresses(rows.temperature, rows.top_p, rows.min_p),
-        *_addresses(rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty),
-        *_addresses(rows.top_k, rows.choice, rows.position, rows.seed),
+        *_addresses(*_columns_of(plan.sampling)),
     )
 
 
@@ -238,7 +265,11 @@ def _ragged(rows: SamplingRows) -> tuple[_Table, ...]:
     banned, num_banned = _table(rows.banned)
     biased, num_biased = _table(rows.biased)
     biases = None if biased is None else _pointers(rows.biases)
-    masks, written = (None, None) if rows.masks is None else (_mask_pointers(rows.masks), rows.masks.written)
+    masks = written = None
+    if (given := rows.masks) is not None:
+        # The address of each row's mask; 0 for rows without a mask.
+        starts = given.words.ctypes.data + given.rows.astype(np.uint64) * np.uint64(given.words.strides[0])
+        masks, written = np.where(given.rows >= 0, starts, np.uint64(0)), given.written
     return seen, num_seen, rows.num_seen_prompt, banned, num_banned, biased, biases, num_biased, masks, written
 
 
@@ -250,12 +281,6 @@ def _table(lists: Sequence[NDArray[np.int32]]) -> tuple[_Table, _Table]:
 
 def _pointers(lists: Sequence[NDArray[Any]]) -> NDArray[np.uint64]:
     return np.array(_addresses(*lists), dtype=np.uint64)
-
-
-def _mask_pointers(masks: TokenMasks) -> NDArray[np.uint64]:
-    """Return the address of each row's mask; 0 for rows without a mask."""
-    starts = masks.words.ctypes.data + masks.rows.astype(np.uint64) * np.uint64(masks.words.strides[0])
-    return np.where(masks.rows >= 0, starts, np.uint64(0))
 
 
 def _addresses(*arrays: _Table) -> list[int | None]:

@@ -16,8 +16,8 @@ from threading import Thread
 from typing import BinaryIO, NamedTuple, TypeAlias
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
+from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.files import weight_files
 from penstock.gpu_node.model.checkpoint.revision import stamps_of, weights_revision_of
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter, flush_to_disk
@@ -25,7 +25,9 @@ from penstock.gpu_node.model.native.packed_matrix import OnMatrix
 from penstock.kernels.cpu.formats import Format
 from penstock.runtime.cache_folders import file_stem
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
+
 _UNUSED_S = 7 * 24 * 60 * 60
 """Files that no process opened for this long are deleted when another file is written."""
 _SUFFIX = ".weights"
@@ -42,7 +44,7 @@ class WeightCache:
         self._described = described
         self._stamps = _stamps(described)
         self._key = _key(described, layout)
-        self._needed_bytes = 2 * _num_bytes(described)
+        self._needed_bytes = 2 * sum(path.stat().st_size for path in weight_files(described.source))
         name = re.sub(r"[^\w.-]+", "-", (described.source.gguf or described.source.folder.resolve()).name)
         self._path = cache_folder() / "weights" / f"{file_stem(name)}-{self._key}{_SUFFIX}"
 
@@ -57,7 +59,7 @@ class WeightCache:
         with suppress(OSError, ConfigError):
             if _stamps(self._described) == self._stamps:
                 return True
-        _log.warning(_NOT_SHARED, extra={"reason": "the checkpoint was replaced while it was loaded"})
+        log.warning(_NOT_SHARED, extra={"reason": "the checkpoint was replaced while it was loaded"})
         return False
 
     def packed_once(
@@ -72,7 +74,7 @@ class WeightCache:
         try:
             return _packed(self._path, self._key, lambda part: self._write(part, pack, on_matrix), wait)
         except OSError as error:
-            _log.warning(_NOT_SHARED, extra={"reason": str(error)})
+            log.warning(_NOT_SHARED, extra={"reason": str(error)})
             return None
 
     def _write(self, part: _Part, pack: Pack, on_matrix: OnMatrix | None) -> PackedWeights:
@@ -81,14 +83,16 @@ class WeightCache:
         part.file.truncate(0)
         folder = self._path.parent
         _sweep(folder, time.time() - _UNUSED_S)
-        _require_free_space(folder, self._needed_bytes)
+        # Do not fill up the disk for other programs.
+        if (free := shutil.disk_usage(folder).free) < self._needed_bytes:
+            raise OSError(f"{folder} has {free >> 20} MiB free; {self._needed_bytes >> 20} are needed")
         with PackedWriter(part.file, self._key, on_matrix) as writer:
             writer.finish(pack(writer))
         if part.is_in_place():
             part.path.rename(self._path)
             Thread(target=_flush, args=(self._path,), name="penstock-flush", daemon=True).start()
         else:
-            _log.warning(_NOT_SHARED, extra={"reason": f"{part.path} was removed"})
+            log.warning(_NOT_SHARED, extra={"reason": f"{part.path} was removed"})
         return PackedWeights.mapped(part.file, self._key)
 
 
@@ -102,12 +106,8 @@ def _key(described: Description, layout: str) -> str:
 
 
 def _stamps(described: Description) -> list[tuple[int, ...]]:
-    """Return values that change when one of the weight files is written or replaced."""
+    """Return the stamps of the weight files, which change when one of them is written or replaced."""
     return stamps_of(weight_files(described.source))
-
-
-def _num_bytes(described: Description) -> int:
-    return sum(path.stat().st_size for path in weight_files(described.source))
 
 
 def _opened(path: Path, key: str) -> PackedWeights | None:
@@ -116,7 +116,7 @@ def _opened(path: Path, key: str) -> PackedWeights | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        _log.warning("packed weights are made anew", extra={"path": str(path), "reason": str(error)})
+        log.warning("packed weights are made anew", extra={"path": str(path), "reason": str(error)})
         return None
     # Mark the file as used. That fails, harmlessly, for a file of another user.
     with suppress(OSError):
@@ -169,13 +169,6 @@ def _flush(path: Path) -> None:
     # A file that was removed or replaced, or is not flushed for another reason, is packed again after a reboot.
     with suppress(OSError):
         flush_to_disk(path)
-
-
-def _require_free_space(folder: Path, num_bytes: int) -> None:
-    """Raise OSError if the disk has less than `num_bytes` free, rather than fill it up for other programs."""
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise OSError(f"{folder} has {free >> 20} MiB free; {num_bytes >> 20} are needed")
 
 
 def _sweep(folder: Path, before_s: float) -> None:

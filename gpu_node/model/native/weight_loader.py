@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.gpu_node.model.architecture.description import Description
+from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.native.background_packing import BackgroundPacking, PackingState

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.architecture.spec import MATRICES, MatrixName, ModelSpec
-from penstock.gpu_node.model.lora.low_rank import LowRank
-from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, StepPlan
+from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
+from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, LowRank, MatrixName, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,15 @@ from penstock.gpu_node.model.architecture.spec import (
     Rope,
     YarnScaling,
 )
-from penstock.kernels.reference.quantized import to_bf16
 
 Table = NDArray[np.float32]
+
+
+def to_bf16(x: Table) -> Table:
+    """Round to the nearest bfloat16, ties to even. x: finite."""
+    bits = x.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return rounded.view(np.float32)
 
 
 def rope_angles(rope: Rope, num_positions: int) -> tuple[Table, Table]:

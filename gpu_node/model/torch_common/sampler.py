@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, SamplingRows
-from penstock.kernels.reference.philox import sampling_uniform
+from penstock.kernels.philox import sampling_uniform
 
 _NUM_CANDIDATES = 512
 """The number of best tokens that are tried for a top-p limit before the whole vocabulary is sorted.
@@ -49,7 +49,9 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     if has_adjustments(rows) or any(map(len, (*rows.seen, *rows.banned))):
         adjust(logits, rows)
         _penalize(logits, rows)
-        _ban(logits, rows)
+        for i, banned in enumerate(rows.banned):
+            if len(banned):
+                logits[i, torch.from_numpy(banned).long()] = -torch.inf
         best, at = logits.max(dim=-1)
         failed |= ~torch.isfinite(best).numpy()
     tokens = at.numpy().astype(np.int32)
@@ -80,12 +82,6 @@ def _penalize_output(logits: Tensor, output: NDArray[np.int32], frequency: float
     """Subtract the frequency penalty once per occurrence of a token in the output, and the presence penalty once."""
     tokens, counts = map(torch.from_numpy, np.unique(output, return_counts=True))
     logits[tokens] = logits[tokens] - frequency * counts - presence
-
-
-def _ban(logits: Tensor, rows: SamplingRows) -> None:
-    for i, banned in enumerate(rows.banned):
-        if len(banned):
-            logits[i, torch.from_numpy(banned).long()] = -torch.inf
 
 
 def _draw(logits: Tensor, rows: SamplingRows, drawn: NDArray[np.intp]) -> NDArray[np.int32]:

@@ -163,7 +163,11 @@ class PagedAttention:
         hidden = key_positions > own
         if window is not None:
             hidden |= key_positions <= own - window
-        shown = torch.zeros(1) if self._biases is None else _padded(self._biases[:, :context], context)[:, None]
+        shown = torch.zeros(1)
+        if self._biases is not None:
+            # [num_heads, 1, context]; positions in the padding up to whole pages are hidden anyway.
+            known = self._biases[:, :context]
+            shown = functional.pad(known, (0, context - known.shape[1]))[:, None]
         return torch.where(torch.from_numpy(hidden), -torch.inf, shown).to(self._dtype)
 
     def _for_each_head(self, index: NDArray[np.int64], stride: int) -> Tensor:
@@ -223,11 +227,6 @@ def _prefill_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float,
 
 def _capped(scores: Tensor, cap: float | None) -> Tensor:
     return scores if cap is None else cap * torch.tanh(scores / cap)
-
-
-def _padded(biases: Tensor, context: int) -> Tensor:
-    """Pad biases, [num_heads, at most context], to whole pages; positions in the padding are masked anyway."""
-    return functional.pad(biases, (0, context - biases.shape[1]))
 
 
 def _split(plan: StepPlan, block_size: int) -> Iterator[NDArray[np.int64]]:

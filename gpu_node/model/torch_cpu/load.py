@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch import Tensor
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.architecture.description import Description, cache_sizes
+from penstock.gpu_node.model.checkpoint.description import Description, cache_sizes
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.options import RunnerOptions
@@ -16,12 +15,13 @@ from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_
 from penstock.gpu_node.model.torch_common.positions import alibi_biases
 from penstock.gpu_node.model.torch_cpu.attention import PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
-from penstock.gpu_node.model.torch_cpu.linear import can_prepack
 from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
-from penstock.gpu_node.model.torch_cpu.weights import map_weights
+from penstock.gpu_node.model.torch_cpu.weights import can_prepack, map_weights
 from penstock.kernels.cpu.probe import usable_cores
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
+
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -47,12 +47,14 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
     sizes = cache_sizes(described, options, token_bytes)
     decoder = Decoder(spec, weights, described.max_model_len)
+    # ALiBi, in a model without RoPE.
+    biases = None if spec.rope is not None else torch.from_numpy(alibi_biases(spec, described.max_model_len))
     attention = PagedAttention(
         spec.num_kv_heads,
         sizes.num_blocks,
         options.block_size,
         dtype,
-        _biases(described),
+        biases,
         set(spec.windows),
         spec.score_scale,
         spec.score_cap,
@@ -60,17 +62,10 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
     runner = TorchRunner(spec, decoder, attention, sizes, block_size=options.block_size, dtype=dtype)
     facts = {"dtype": name, "is_prepacked": can_prepack(dtype), "num_threads": torch.get_num_threads()}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
-    _log.info("torch runner", extra=facts)
+    log.info("torch runner", extra=facts)
     if torch.cuda.is_available():
-        _log.warning("a CUDA device is visible, but this runner computes on the CPU")
+        log.warning("a CUDA device is visible, but this runner computes on the CPU")
     return runner, f"torch-{name}"
-
-
-def _biases(described: Description) -> Tensor | None:
-    """Return the ALiBi score biases of a model without RoPE, else None."""
-    if described.spec.rope is not None:
-        return None
-    return torch.from_numpy(alibi_biases(described.spec, described.max_model_len))
 
 
 def _choose_dtype(wanted: str, stored: str) -> str:
@@ -82,5 +77,5 @@ def _choose_dtype(wanted: str, stored: str) -> str:
         return wanted
     capability = torch.backends.cpu.get_cpu_capability()
     chosen = stored if stored == "bfloat16" and torch.cpu._is_avx512_bf16_supported() else "float32"
-    _log.info("dtype is chosen", extra={"dtype": chosen, "stored": stored, "cpu": capability})
+    log.info("dtype is chosen", extra={"dtype": chosen, "stored": stored, "cpu": capability})
     return chosen

@@ -4,17 +4,70 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.files import Stored
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLayer, StoredLinear
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.torch_common.tensors import Converter, read_layer, read_norm
-from penstock.gpu_node.model.torch_cpu.linear import FusedLinear, Linear, can_prepack
+
+
+class Linear:
+    """x @ weight.T + bias. Prepacks the weight if the CPU supports it, and then keeps no other copy.
+
+    Packed by oneDNN, SmolLM2's bfloat16 products take 8 ms instead of 12 for one token, and 27 instead of 32 for 64.
+    `functional.linear` reorders the weight at every call.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """weight: [out, in]; bias: [out]."""
+        self._bias = bias
+        self._prepacked = can_prepack(weight.dtype)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._prepacked else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in], where num_tokens may be 0; returns [num_tokens, out]."""
+        if self._prepacked:
+            return _multiply_prepacked(x, self._weight, self._bias)
+        return functional.linear(x, self._weight, self._bias)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLinear:
+    """A fused matrix kept as separate parts, whose outputs are concatenated."""
+
+    parts: tuple[Linear, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in]; returns [num_tokens, outputs of all parts]."""
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+@cache
+def can_prepack(dtype: torch.dtype) -> bool:
+    """Return whether weights of `dtype` can be prepacked on this machine, found by trying one.
+
+    torch's own compiler emits these operations, but they are not public: a torch without them is not an error.
+    """
+    if dtype is not torch.bfloat16 or not torch.cpu._is_avx512_bf16_supported():
+        return False
+    weight = torch.eye(32, dtype=dtype)
+    try:
+        product = _multiply_prepacked(weight, torch.ops.mkldnn._reorder_linear_weight(weight), None)
+    except (AttributeError, RuntimeError):
+        return False
+    return torch.equal(product, weight)
+
+
+def _multiply_prepacked(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
 
 
 class LayersAsNeeded:
@@ -41,7 +94,11 @@ def map_weights(
     # The head comes first, while memory is free: packing may need two copies of it for a moment.
     head = Linear(convert.tensor(tensors.head()))
     tensors.release()
-    found = _found(tensors, spec, progress)
+
+    def found() -> Iterator[StoredLayer]:
+        for layer in range(spec.num_layers):
+            yield tensors.layer(layer)
+            progress((layer + 1) / spec.num_layers)
 
     def read(stored: StoredLayer) -> LayerWeights:
         layer = read_layer(stored, convert, spec.norm_eps, packed_or_mapped, spec.norm_offset)
@@ -51,10 +108,10 @@ def map_weights(
 
     layers: Iterable[LayerWeights]
     if is_lazy:
-        stored = tuple(found)
+        stored = tuple(found())
         layers = LayersAsNeeded(spec.num_layers, lambda i: read(stored[i]))
     else:
-        layers = tuple(map(read, found))
+        layers = tuple(map(read, found()))
     final_norm = read_norm(tensors.final_norm(), convert, spec.norm_eps, spec.norm_offset)
     return DecoderWeights(_rows_of(tensors.embedding(), convert), layers, final_norm, head)
 
@@ -68,12 +125,6 @@ def packed_or_mapped(stored: StoredLinear, convert: Converter) -> Product:
     )
     parts = tuple(Linear(convert.tensor(weight), bias) for weight, bias in zip(stored.weights, biases, strict=True))
     return parts[0] if len(parts) == 1 else FusedLinear(parts)
-
-
-def _found(tensors: DecoderTensors, spec: ModelSpec, progress: Callable[[float], None]) -> Iterator[StoredLayer]:
-    for layer in range(spec.num_layers):
-        yield tensors.layer(layer)
-        progress((layer + 1) / spec.num_layers)
 
 
 def _trim() -> None:

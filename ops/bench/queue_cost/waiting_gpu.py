@@ -17,10 +17,10 @@ import torch
 from bench_gpu.models import Options, make_model
 
 from penstock.gpu_node.engine import Engine, EngineConfig
-from penstock.gpu_node.model import load
-from penstock.gpu_node.model.architecture.description import Description
+from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.runner import GpuRunner
+from penstock.gpu_node.model.loading import load
 from penstock.gpu_node.model.options import RunnerOptions
 
 CONTEXT = 1024

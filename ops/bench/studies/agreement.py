@@ -13,9 +13,9 @@ import torch
 from fixtures.plans import Track, logits_of_step
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model import load
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel
+from penstock.gpu_node.model.loading import load
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import LoadedModel
 

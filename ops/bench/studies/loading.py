@@ -95,7 +95,7 @@ def child(model: str, runner: str, quantization: str, shares: str) -> None:
     """Load, run a step, print the times, and wait until stdin ends."""
     from fixtures.plans import logits_alone
 
-    from penstock.gpu_node.model.load import load_model
+    from penstock.gpu_node.model.loading.load import load_model
     from penstock.gpu_node.model.options import RunnerOptions
 
     if runner == "torch":

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from bench import machine
 from penstock.cli.demo_model import demo_model
 from penstock.contract.adapters import AdapterRef
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import NO_ADAPTER, LoadedModel, ModelRunner
 

@@ -39,7 +39,7 @@ from bench.studies.perplexity_report import (
     report,
 )
 from penstock.gpu_node.model.checkpoint.source import resolve_model
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import LoadedModel, SamplingRows, StepPlan

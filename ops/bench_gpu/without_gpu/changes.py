@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from bench_gpu import costs
+from bench_gpu.costs import Heads
 from bench_gpu.models import spec_of
 from bench_gpu.without_gpu.estimates import HOST_US, MIXED, STEPS, Step, estimate
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.kernels.triton import costs
-from penstock.kernels.triton.costs import Heads
 from penstock.kernels.triton.decode_attention import MAX_SPLITS, MIN_SPAN
 from penstock.kernels.triton.launches import padded
 

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import torch
 
+from bench_gpu import costs
+from bench_gpu.costs import Cost, Heads
 from bench_gpu.models import spec_of
 from bench_gpu.without_gpu.launch_counts import MAX_NUM_SEQS, StepLaunches, record
 from bench_gpu.without_gpu.recorder import H100, recording
 from bench_gpu.without_gpu.setups import Setup
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.gpu.graph_shapes import MIXED_TOKENS
+from penstock.gpu_node.model.gpu.graphs import MIXED_TOKENS
 from penstock.gpu_node.model.gpu.runner import FIXED_SPLITS
-from penstock.kernels.triton import costs
-from penstock.kernels.triton.costs import Cost, Heads
 from penstock.kernels.triton.decode_attention import num_splits
 
 LAUNCH_US = 1.0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from bench_gpu.models import Options, make_model
 from bench_gpu.without_gpu.recorder import H100, Gpu, RecordingDevice, TritonLaunch, recording
 from bench_gpu.without_gpu.setups import COUNTED, FAMILIES, Setup
-from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes, StepShape
+from penstock.gpu_node.model.gpu.graphs import GraphShapes, StepShape
 
 MAX_NUM_SEQS = 256
 _FEW_SEQS = 2

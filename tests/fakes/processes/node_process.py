@@ -25,5 +25,5 @@ class NodeProcess(ChildProcess):
         env = {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
         env |= {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json", "REFERENCE_STEP_S": str(step_s)}
         env |= {"REFERENCE_TOKENIZER_HANGS": "1"} if tokenizer_hangs else {}
-        self.imports = ("penstock.gpu_node.model.load",) if "model" in settings else ()
+        self.imports = ("penstock.gpu_node.model.loading.load",) if "model" in settings else ()
         super().__init__(command, env, dies=dies)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 
 MAX_LOGIT_ERROR = 1e-4
 LENGTH = 300

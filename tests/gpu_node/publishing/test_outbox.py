@@ -19,6 +19,7 @@ from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
+from penstock.gpu_node.jobs.reports import JobReports
 from penstock.gpu_node.publishing import pace
 from penstock.gpu_node.publishing.outbox import Outbox
 from penstock.gpu_node.publishing.pace import BUSY_SHARE, Pace
@@ -93,7 +94,13 @@ class Rig:
         self.broker, self.pace = ScriptedBroker(), CountingPace(1.0, max_cpu_share=BUSY_SHARE)
         self.worker, ledger = EngineWorker(ReferenceEngine(), lambda outputs: None), Ledger()
         self.outbox = Outbox(
-            self.broker, ledger, self.worker, Bell().capacity_freed, max_unsent_bytes=MAX_UNSENT_BYTES, pace=self.pace
+            self.broker,
+            ledger,
+            self.worker,
+            JobReports(),
+            Bell().capacity_freed,
+            max_unsent_bytes=MAX_UNSENT_BYTES,
+            pace=self.pace,
         )
         self.job = HeldJob(Taken("p.1", LEASE, losses=0, num_chunks=0, cost=9, deadline_in_ms=0))
         self.job.open(SamplingParams(max_tokens=100))

@@ -11,12 +11,13 @@ from fakes.paged import make_scene
 
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.reference import attention as reference
-from penstock.kernels.triton import attention
 from penstock.kernels.triton.decode_attention import decode_attention, longest_first
 from penstock.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 
+from . import mixed_attention
 from .conftest import TOLERANCES
 
+PATHS = (mixed_attention, reference)
 SHORT_FLOATS = (torch.float16, torch.bfloat16)
 COUNTS, CONTEXTS = [1, 5, 1, 70, 1, 1], [1, 5, 300, 95, 64, 129]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -45,7 +46,7 @@ def test_equals_the_reference(name: str, dtype: torch.dtype, device: torch.devic
     q = torch.randn(sum(COUNTS), shape["heads"], shape["head_dim"], device=device).to(dtype)
     biases = torch.randn(shape["heads"], 301, device=device) if shape["biased"] else None
     rules: dict[str, Any] = {"scale": 0.3, "window": shape["window"], "biases": biases, "cap": shape["cap"]}
-    got, want = (module.paged_attention(q, scene.cache, *scene.tables, **rules) for module in (attention, reference))
+    got, want = (module.paged_attention(q, scene.cache, *scene.tables, **rules) for module in PATHS)
     torch.testing.assert_close(got, want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
@@ -56,7 +57,7 @@ def test_quantized_caches_mean_what_the_reference_reads(
     torch.manual_seed(0)
     scene = make_scene(COUNTS, CONTEXTS, block_size=32, num_heads=1, head_dim=16, dtype=kept, device=device)
     q = torch.randn(sum(COUNTS), 4, 16, device=device)
-    got, want = (module.paged_attention(q, scene.cache, *scene.tables, cap=cap) for module in (attention, reference))
+    got, want = (module.paged_attention(q, scene.cache, *scene.tables, cap=cap) for module in PATHS)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
@@ -71,7 +72,7 @@ def test_queries_in_bfloat16_over_a_cache_in_float8_lose_no_more_than_their_own_
     q = (1e6 * torch.randn(sum(COUNTS), 4, 16, device=device)).bfloat16()
     got, want = (
         module.paged_attention(given, scene.cache, *scene.tables)
-        for module, given in ((attention, q), (reference, q.float()))
+        for module, given in ((mixed_attention, q), (reference, q.float()))
     )
     error = (got.float() - want).abs() / want.abs().amax(-1, keepdim=True)
     assert error.max() < 2**-7
@@ -137,4 +138,4 @@ def test_blocks_of_the_host_are_read_where_they_lie(device: torch.device) -> Non
     k, v = near.transpose(0, 1).unbind(0)
     jump = far.data_ptr() - near.data_ptr() - near.nbytes
     cache = PagedCache(k.transpose(0, 1), v.transpose(0, 1), host_from=first, host_jump=jump)
-    torch.testing.assert_close(attention.paged_attention(q, cache, *scene.tables), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mixed_attention.paged_attention(q, cache, *scene.tables), want, atol=1e-5, rtol=1e-5)

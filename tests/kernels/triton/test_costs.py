@@ -8,21 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench_gpu import costs
+from bench_gpu.costs import Cost, Heads
 from fakes.paged import make_scene
 from fixtures.sampling import rows_of
 
 from penstock.gpu_node.model.gpu.linear import KeptLinear, linear_of
 from penstock.gpu_node.model.torch_common.norm import Norm
 from penstock.kernels.norm_weights import Addend
-from penstock.kernels.triton import costs, layers
-from penstock.kernels.triton.attention import paged_attention
-from penstock.kernels.triton.costs import Cost, Heads
+from penstock.kernels.triton import layers
 from penstock.kernels.triton.norms import add_norm
 from penstock.kernels.triton.sampler import Marks, pack_rules, sample
 from penstock.kernels.triton.sampling_passes import COLUMNS
 
 from .conftest import HAS_CARD
 from .counted import counted_loads
+from .mixed_attention import paged_attention
 
 pytestmark = pytest.mark.skipif(HAS_CARD, reason="the interpreter counts loads")
 

@@ -201,15 +201,13 @@ def _with_whole_numbers(value: Any) -> Any:
     return {name: _with_whole_numbers(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
-# The values that do not satisfy a schema, for `not` and `if`, where other keywords can express them exactly.
-
 _ANNOTATIONS = frozenset(
     ("$comment", "title", "description", "default", "examples", "readOnly", "writeOnly", "deprecated")
 )
 
 
 class Negation:
-    """Negates schemas of one document."""
+    """Negates schemas of one document, for `not` and `if`, where other keywords express the same values exactly."""
 
     def __init__(self, document: SchemaDocument, reader: FactReader) -> None:
         self._document = document

@@ -8,8 +8,6 @@ from typing import Any
 from penstock.gpu_node.engine.structured.schema.document import SchemaDocument, UnenforceableError
 from penstock.gpu_node.engine.structured.schema.facts import declared_types
 
-# Objects: the names of their properties, and how many they have.
-
 _ANNOTATIONS = frozenset(("$comment", "title", "description", "default", "examples", "deprecated"))
 _MAX_REFERENCES = 8
 _MAX_OPTIONAL = 32
@@ -127,8 +125,6 @@ def _escaped(name: str) -> str:
     return "".join(f"\\{char}" if char in _META else char for char in name)
 
 
-# Regular expressions of schemas, which are ECMA-262's, in the notation of llguidance, which is Rust's.
-
 _ANY_BUT_LINE_ENDS = r"[^\n\r\u2028\u2029]"
 """ECMA-262's `.`; Rust's excludes only the line feed."""
 _NOTHING, _ANYTHING = r"[^\s\S]", r"[\s\S]"
@@ -144,7 +140,9 @@ _SHOWN_CHARS = 200
 
 
 def rust_pattern(pattern: str) -> str:
-    """Return a pattern with the same meaning in Rust. Raises ValueError for one that has none there.
+    """Return a schema's pattern, in ECMA-262's notation, with the same meaning in Rust's, which llguidance reads.
+
+    Raises ValueError for a pattern that has none there.
 
     ECMA-262 decides: `[]` matches nothing, `[^]` matches any character, and `.` any but the four line ends.
     """

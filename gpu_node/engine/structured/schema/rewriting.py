@@ -23,8 +23,6 @@ from penstock.gpu_node.engine.structured.schema.facts import (
 )
 from penstock.gpu_node.engine.structured.schema.objects import rust_pattern, rust_patterns, with_names, without_size
 
-# Arrays whose items must differ.
-
 MAX_DISTINCT_VALUES = 4
 """Most values that the items of an array with `uniqueItems` may have. Every order of every choice is an alternative."""
 
@@ -52,8 +50,6 @@ def _exactly(items: tuple[Any, ...]) -> dict[str, Any]:
     # llguidance takes this form in all drafts, and `const` in later ones only.
     return {**size, "items": [{"enum": [value]} for value in items], "additionalItems": False} if items else size
 
-
-# Alternatives that exclude each other: `oneOf` as an `anyOf` of which no value satisfies two branches.
 
 MAX_ALTERNATIVES = 256
 """Most combinations of alternatives that one branch may become."""

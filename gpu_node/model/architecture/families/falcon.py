@@ -13,6 +13,11 @@ def _spec_of(config: Config) -> ModelSpec:
     is_new, has_bias = bool(config.get("new_decoder_architecture")), bool(config.get("bias"))
     is_parallel = is_new or bool(config.get("parallel_attn", True))
     head_dim, num_heads = head_dim_of(config), config["num_attention_heads"]
+    num_kv_heads = int(num_heads)
+    if is_new:
+        num_kv_heads = int(config.get("num_kv_heads") or num_heads)
+    elif config.get("multi_query", True):
+        num_kv_heads = 1
     rope = None if config.get("alibi") else rope_of(config, head_dim)
     return ModelSpec(
         vocab_size=config["vocab_size"],
@@ -20,7 +25,7 @@ def _spec_of(config: Config) -> ModelSpec:
         intermediate_size=config.get("ffn_hidden_size") or 4 * config["hidden_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(config, is_new=is_new),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=max_position_of(config, rope),
         norm="layer",
@@ -35,12 +40,6 @@ def _spec_of(config: Config) -> ModelSpec:
         tied_head=bool(config.get("tie_word_embeddings", True)),
         names=_names_of(config, is_new=is_new, is_parallel=is_parallel),
     )
-
-
-def _num_kv_heads(config: Config, *, is_new: bool) -> int:
-    if is_new:
-        return int(config.get("num_kv_heads") or config["num_attention_heads"])
-    return 1 if config.get("multi_query", True) else int(config["num_attention_heads"])
 
 
 def _names_of(config: Config, *, is_new: bool, is_parallel: bool) -> NameMap:

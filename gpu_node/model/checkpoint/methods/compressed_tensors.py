@@ -16,8 +16,7 @@ import numpy as np
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.files import FindStored, ReadScaled
-from penstock.gpu_node.model.checkpoint.methods.fp8 import read_float8
-from penstock.gpu_node.model.checkpoint.methods.parts import KINDS, Method, Parts, by_any_groups, unpacked
+from penstock.gpu_node.model.checkpoint.methods.parts import KINDS, Method, Parts, by_any_groups, read_float8, unpacked
 from penstock.gpu_node.model.checkpoint.scaled_matrix import Floats, ScaledTensor
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
@@ -27,11 +26,11 @@ def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
     format_name = settings["format"]
     if format_name not in _FORMATS:
         raise ConfigError(
-            f"compressed-tensors in the format {format_name} is not supported; supported: {', '.join(_FORMATS)}"
+            f"compressed-tensors format {format_name!r} is not supported; supported: {', '.join(_FORMATS)}"
         )
     sparse = (settings.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":
-        raise ConfigError(f"compressed-tensors with the sparse format {sparse} is not supported; supported: dense")
+        raise ConfigError(f"compressed-tensors with sparse format {sparse!r} is not supported; supported: dense")
     if settings.get("transform_config"):
         raise ConfigError("compressed-tensors with a transform_config is not supported")
     blocks = {

@@ -11,21 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.gpu_node.model.checkpoint.files import FindStored, ReadScaled
-from penstock.gpu_node.model.checkpoint.methods.parts import Method, Parts
+from penstock.gpu_node.model.checkpoint.methods.parts import Method, Parts, read_float8
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
-
-_FLOAT8 = "f8_e4m3"
-
-
-def read_float8(parts: Parts, block: tuple[int, int] | None) -> ScaledTensor | None:
-    """Return a matrix that is stored in float8; None for other matrices."""
-    weight = parts.find("weight")
-    if weight is None or weight.kind != _FLOAT8:
-        return None
-    part = "weight_scale_inv" if parts.find("weight_scale_inv") is not None else "weight_scale"
-    rows, columns = weight.shape
-    scales, group = parts.scales(part, (rows, columns), block)
-    return ScaledTensor(parts.name, "fp8", weight.data, scales, None, group)
 
 
 def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:

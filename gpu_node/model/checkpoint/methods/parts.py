@@ -15,6 +15,7 @@ from penstock.gpu_node.model.checkpoint.scaled_matrix import Floats, NumberKind,
 
 KINDS: dict[int, NumberKind] = {4: "int4", 8: "int8"}
 """The kind of number by its bits."""
+_FLOAT8 = "f8_e4m3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,17 @@ class Parts:
             return stored.to_float32().reshape(rows, 1), columns
         num_groups = max(1, stored.shape[-1])
         return self.floats(part, rows, num_groups), -(-columns // num_groups)
+
+
+def read_float8(parts: Parts, block: tuple[int, int] | None) -> ScaledTensor | None:
+    """Return a matrix that is stored in float8; None for other matrices. `block`: as for `Parts.scales`."""
+    weight = parts.find("weight")
+    if weight is None or weight.kind != _FLOAT8:
+        return None
+    part = "weight_scale_inv" if parts.find("weight_scale_inv") is not None else "weight_scale"
+    rows, columns = weight.shape
+    scales, group = parts.scales(part, (rows, columns), block)
+    return ScaledTensor(parts.name, "fp8", weight.data, scales, None, group)
 
 
 def unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:

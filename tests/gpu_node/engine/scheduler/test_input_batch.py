@@ -10,8 +10,7 @@ import numpy as np
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.budget import StepLimits
-from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
-from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.text.output import EndRule
 from penstock.gpu_node.model.protocol import StepPlan

@@ -14,8 +14,7 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.prompt_state import PromptScores
 from penstock.gpu_node.engine.scheduler.budget import StepLimits, StepTime, StepWork
-from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
-from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.text.output import EndRule
@@ -57,7 +56,7 @@ def sequence(name: str, num_prompt: int, num_output: int, *, tenant: str, scored
         end_rule=EndRule(frozenset((EOS,)), 0, num_output),
         tenant=tenant,
     )
-    seq.prompt_scores = PromptScores(token_ids.tolist(), 20) if scored else None
+    seq.prompt_results = PromptScores(token_ids.tolist(), 20) if scored else None
     return seq
 
 
@@ -81,7 +80,7 @@ def new_scheduler(times: LearnedTimes) -> Scheduler:
 def work_of(step: Step) -> StepWork:
     counts = (step.ends - step.starts).astype(np.int64)
     chunks = counts > 1
-    scored = sum(int(n) for seq, n in zip(step.seqs, counts, strict=True) if seq.prompt_scores is not None and n > 1)
+    scored = sum(int(n) for seq, n in zip(step.seqs, counts, strict=True) if seq.prompt_results is not None and n > 1)
     attended = int((counts[chunks] * step.starts[chunks]).sum())
     return StepWork(int(counts[~chunks].sum()), int(counts[chunks].sum()), attended, scored)
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.by_policy import ByPolicy
 from penstock.gpu_node.engine.scheduler.budget import MAX_SLOWDOWN, StepLimits, StepWork
-from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
-from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler import LearnedTimes, Scheduler
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import StepResult
 from penstock.queue.policy import PolicyConfig, PolicyName

@@ -19,9 +19,9 @@ from fixtures.random_families import make_family_model
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from penstock.gpu_node.model import load
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.source import ModelSource, OpenModel
+from penstock.gpu_node.model.loading import load
 from penstock.gpu_node.model.native.runner import NativeRunner
 
 Made: TypeAlias = Callable[..., tuple[ModelSource, NDArray[Any]]]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.gguf_blocks import block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.protocol import LoadedModel
 
 Quantized = Callable[[str, str], tuple[Path, NDArray[Any]]]
@@ -80,9 +80,9 @@ def _change_settings(folder: Path, target: Path, **changes: Any) -> None:
         ("awq", {"quant_method": "bitsandbytes"}, "bitsandbytes .* supported: awq, compressed-tensors, fp8, gptq"),
         ("awq", {"quant_method": None}, "quant_method None"),
         ("awq", {"bits": 3}, "awq of 3 bits .* supported: 4"),
-        ("awq", {"version": "gemv"}, "awq in the format gemv .* supported: gemm"),
+        ("awq", {"version": "gemv"}, "AWQ format 'gemv' .* supported: gemm"),
         ("gptq int8", {"bits": 3}, "gptq of 3 bits .* supported: 4, 8"),
-        ("gptq int8", {"checkpoint_format": "marlin"}, "gptq in the format marlin .* supported: gptq, gptq_v2"),
+        ("gptq int8", {"checkpoint_format": "marlin"}, "GPTQ format 'marlin' .* supported: gptq, gptq_v2"),
         ("gptq int8", {"dynamic": {"-:.*gate.*": {}}}, "dynamic"),
         ("gptq int8", {"group_size": None}, "is invalid"),
         ("awq", {"group_size": 32}, r"q_proj.* has scales \[64, 1\] of 32 columns each"),
@@ -92,7 +92,7 @@ def _change_settings(folder: Path, target: Path, **changes: Any) -> None:
         (
             "packed int4",
             {"format": "nvfp4-pack-quantized"},
-            "format nvfp4-pack-quantized .* supported: float-quantized",
+            "format 'nvfp4-pack-quantized' .* supported: float-quantized",
         ),
         ("packed int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ("packed int4", {"transform_config": {"config_groups": {}}}, "transform_config"),

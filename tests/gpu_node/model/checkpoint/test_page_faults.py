@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.gpu_node.model.checkpoint import page_faults
+from penstock.gpu_node.model.checkpoint import mapped_file
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 
 NUM_PAGES = 64
@@ -49,7 +49,7 @@ def test_a_file_larger_than_the_available_memory_is_left_alone(
     path = tmp_path / "meminfo"
     if meminfo is not None:
         path.write_text(meminfo)
-    monkeypatch.setattr(page_faults, "_MEMINFO", path)
+    monkeypatch.setattr(mapped_file, "_MEMINFO", path)
     file.page_faults.take(lambda: False)
     assert resident_kib(file) == 0
 

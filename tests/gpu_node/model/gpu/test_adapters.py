@@ -17,7 +17,7 @@ from fixtures.sampling import rows_of
 from transformers import AutoModelForCausalLM
 
 from penstock.contract.adapters import AdapterRef
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.protocol import NO_ADAPTER
 
 

@@ -13,10 +13,10 @@ from bench_gpu.plans import decode_plan, plan_of, random_tables
 from bench_gpu.reference import reference_logits
 from fixtures.tiny_runners import SPECS, TINY, tiny_runner
 
-from penstock.gpu_node.model.architecture.spec import MATRICES, MatrixName, ModelSpec
+from penstock.gpu_node.model.architecture.spec import MATRICES, ModelSpec
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.linear import PlainLinear
-from penstock.gpu_node.model.lora.low_rank import LowRank
+from penstock.gpu_node.model.protocol import LowRank, MatrixName
 
 
 @pytest.mark.parametrize("name", ["llama", "caps, factors, norms on both sides, positions by layer"])

@@ -26,17 +26,14 @@ from fakes.runners.deferred_work import RaceError, Site
 from triton.runtime.errors import InterpreterError
 
 from penstock.gpu_node.model import gpu as gpu_folder
-from penstock.gpu_node.model.architecture.spec import MatrixName
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.in_flight import StagingBuffer
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import linear_of
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
-from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
-from penstock.gpu_node.model.lora.low_rank import LowRank
-from penstock.gpu_node.model.protocol import CacheSizes, StepResult
+from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits, StagingBuffer
+from penstock.gpu_node.model.protocol import CacheSizes, LowRank, MatrixName, StepResult
 from penstock.gpu_node.model.torch_common.layers import LayerWeights
 from penstock.gpu_node.model.torch_common.norm import Norm
 

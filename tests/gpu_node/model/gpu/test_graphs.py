@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
-from penstock.gpu_node.model.gpu.graph_shapes import MIXED_TOKENS, GraphShapes, StepShape, pad_step
+from penstock.gpu_node.model.gpu.graphs import MIXED_TOKENS, GraphShapes, StepShape, pad_step
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.protocol import NO_ADAPTER
 
 MAX_SEQS = 40

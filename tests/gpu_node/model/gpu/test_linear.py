@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.gpu_node.model.gpu.linear import linear_of
-from penstock.gpu_node.model.torch_cpu.linear import Linear
+from penstock.gpu_node.model.torch_cpu.weights import Linear
 from penstock.kernels.reference.attention import quantize_vectors
 from penstock.kernels.reference.quantized import quantize_int4_groups
 

@@ -25,12 +25,12 @@ from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu import load
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.graph_shapes import GraphShapes
+from penstock.gpu_node.model.gpu.graphs import GraphShapes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.profile import GraphMemory, bytes_left, run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.weights import load_weights
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.protocol import NO_ADAPTER
 
 GIB = 1 << 30

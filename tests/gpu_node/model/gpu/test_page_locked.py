@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.page_locked import check_host_address, page_locked
+from penstock.gpu_node.model.gpu.device import Device, check_host_address, page_locked
 
 PAGE = 4096
 
@@ -81,7 +80,7 @@ def test_memory_that_the_gpu_sees_elsewhere_is_refused(
         return code
 
     driver = SimpleNamespace(cuMemHostGetDevicePointer_v2=address_of)
-    monkeypatch.setattr("penstock.gpu_node.model.gpu.page_locked._driver", lambda: driver)
+    monkeypatch.setattr("penstock.gpu_node.model.gpu.device._driver", lambda: driver)
     memory, device = torch.zeros(4), torch.device("cpu")
     if message is None:
         check_host_address(memory, device)

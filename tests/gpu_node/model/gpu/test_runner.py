@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
-from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.protocol import NO_LOGPROBS, PooledTokens, ScoredTokens
-from penstock.gpu_node.model.token_masks import TokenMasks
+from penstock.gpu_node.model.loading.load import load_model
+from penstock.gpu_node.model.protocol import NO_LOGPROBS, PooledTokens, ScoredTokens, TokenMasks
 
 WINDOWED = ("mistral", "qwen2 with windows")
 ALTERNATING: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from fakes.runners.runner_options import runner_options
 from fakes.runners.stale_blocks import NUM_BLOCKS, logits_over
 
 from penstock.gpu_node.model.gpu.runner import GpuRunner
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 
 BLOCK_SIZE = 8
 NAN_BYTE = 255

@@ -24,9 +24,8 @@ from penstock.gpu_node.model.checkpoint.methods import reader_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.stored import StoredLinearLoader
-from penstock.gpu_node.model.gpu.weights import plain_linear
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.gpu.weights import StoredLinearLoader, plain_linear
+from penstock.gpu_node.model.loading.load import load_model
 
 AS_STORED = {
     "gptq int4 groups of 32": "int4",

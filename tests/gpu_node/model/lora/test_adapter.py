@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.lora import library as adapter_library
 from penstock.gpu_node.model.lora.adapter import WEIGHTS_FILE, read_adapter
 

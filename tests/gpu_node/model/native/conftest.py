@@ -15,7 +15,7 @@ from fixtures.random_families import make_family_model
 from fixtures.random_llama import make_llama
 
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner

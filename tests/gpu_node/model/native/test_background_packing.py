@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import shutil
@@ -96,7 +95,7 @@ class Gate:
 _CHILD = """
 import sys, time
 from fakes.runners.runner_options import runner_options
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.native.packing import Packer
 from fixtures.plans import logits_alone
 pack, pack_layer = Packer.pack, Packer._pack_layer
@@ -468,8 +467,7 @@ def test_cores_that_packing_takes_are_not_those_of_other_processes(
     llama: Make, load: Load, let_pack: Callable[[], None], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """After packing, the model gets its threads back one by one. Then the warning is for other processes."""
-    crowded_cores = importlib.import_module("penstock.gpu_node.model.native.crowded_cores")
-    monkeypatch.setattr(crowded_cores, "_RECOVERY_S", 0.2)
+    monkeypatch.setattr("penstock.gpu_node.model.native.runner._RECOVERY_S", 0.2)
     wait = NativeModel.wait
     monkeypatch.setattr(NativeModel, "wait", lambda model: min(wait(model), 1))
     runner = load(llama(), waits=False, num_threads=2)

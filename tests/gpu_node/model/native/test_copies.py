@@ -12,7 +12,7 @@ from fakes.runners.runner_options import runner_options
 from fixtures.plans import Track, plan_of
 from fixtures.sampling import rows_of
 
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.protocol import ModelRunner
 
 NUM_BLOCKS = 24

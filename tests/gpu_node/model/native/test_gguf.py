@@ -17,7 +17,7 @@ from fixtures.gguf_file import write_gguf
 from fixtures.plans import logits_alone
 from transformers import AutoModelForCausalLM
 
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.native.runner import NativeRunner
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {

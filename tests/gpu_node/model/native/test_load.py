@@ -31,7 +31,7 @@ from fixtures.sampling import rows_of
 from penstock.cli import doctor
 from penstock.cli.doctor import check_machine
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import LoadedModel

@@ -12,7 +12,7 @@ from fakes.cover import each_value
 from fakes.runners.runner_options import runner_options
 from fakes.runners.stale_blocks import NUM_BLOCKS, logits_over
 
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
 
 

@@ -12,8 +12,8 @@ from fakes.runners.runner_options import runner_options
 from fixtures.random_families import make_family_model
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model import load
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading import load
+from penstock.gpu_node.model.loading.load import load_model
 
 Folder = Callable[[str], Path]
 FEATURES = {"mixtral": ("MixtralForCausalLM", "experts"), "qwen3 moe": ("Qwen3MoeForCausalLM", "experts")}

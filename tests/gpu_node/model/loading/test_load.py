@@ -26,7 +26,7 @@ from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.revision import revision_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource, resolve_model
 from penstock.gpu_node.model.checkpoint.tokenizer_export import plain_tokenizer
-from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.gpu_node.model.torch_common.positions import rope_angles
 

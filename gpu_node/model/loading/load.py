@@ -10,9 +10,9 @@ from typing import Any
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.tasks import Pooling
-from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.architecture.features import special_features
+from penstock.gpu_node.model.architecture.spec import ModelSpec
+from penstock.gpu_node.model.checkpoint.description import Description
 from penstock.gpu_node.model.checkpoint.dummy import dummy_folder
 from penstock.gpu_node.model.checkpoint.gguf_config import with_gguf_settings
 from penstock.gpu_node.model.checkpoint.hub import POOLING_FILE
@@ -25,7 +25,8 @@ from penstock.gpu_node.model.native.load import NativeUnavailableError, load_nat
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, WrittenTokenizer
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
+
 
 _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
@@ -42,7 +43,7 @@ class FoundModel:
     config: Mapping[str, Any]
     described: Description
     stamps: list[tuple[int, ...]]
-    """What tells whether one of its files is replaced."""
+    """Stamps of its files (device, inode, size, mtime); they change when a file is replaced."""
     tokenizer: WrittenTokenizer | None
     """Its tokenizer, if this process has just converted it. The loaded model does not keep it."""
 
@@ -115,7 +116,7 @@ def _open(model: str, options: RunnerOptions, progress: Progress, revision: str 
         return open_model(model, progress, revision)
     if revision is not None:
         raise ConfigError(f"revision {revision} is only for models of the hub; load_format dummy downloads nothing")
-    _log.warning("weights are random (load_format dummy)", extra={"model": model})
+    log.warning("weights are random (load_format dummy)", extra={"model": model})
     return OpenModel(ModelSource(dummy_folder(model), is_dummy=True))
 
 
@@ -130,7 +131,7 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
         reason = f"{described.architecture} is not supported on a GPU, which has no {missing}"
         if options.runner == "gpu":
             raise ConfigError(f"runner gpu: {reason}; use --runner cpu")
-        _log.warning("the CPU computes, not the GPU", extra={"reason": reason})
+        log.warning("the CPU computes, not the GPU", extra={"reason": reason})
     if options.runner != "torch":
         try:
             return load_native(described, options, progress)
@@ -138,10 +139,22 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
             if options.runner == "native":
                 raise ConfigError(f"runner native: {error}; remedy: {error.remedy}") from error
             facts = {"reason": str(error), "remedy": error.remedy}
-            _log.warning("torch computes, several times slower than the native kernels", extra=facts)
+            log.warning("torch computes, several times slower than the native kernels", extra=facts)
     from penstock.gpu_node.model.torch_cpu.load import load_torch
 
     return load_torch(described, options, progress)
+
+
+def special_features(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the names of the features of a spec that the GPU runner does not support."""
+    names = spec.names
+    has_later_norms = names.post_attention_norm is not None or names.post_mlp_norm is not None
+    present = {
+        "experts": spec.experts is not None,
+        "norms after a parallel attention and MLP": has_later_norms and spec.parallel_residual,
+        "layer norms after attention and MLP": has_later_norms and spec.norm == "layer",
+    }
+    return tuple(name for name, is_present in present.items() if is_present)
 
 
 def _cache_of(options: RunnerOptions) -> str:

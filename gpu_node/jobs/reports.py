@@ -5,23 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
-
-from redis.asyncio import Redis
+from typing import Protocol
 
 from penstock.contract.priority import Priority
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.times import EndedJob
-from penstock.gpu_node.settings import NodeSettings
-from penstock.queue.broker.jobs import past_leases_of
 from penstock.queue.wire import Request
 
-if TYPE_CHECKING:
-    from penstock.runtime.tracing.export import Tracing
-
-
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 
 class SpanRecorder(Protocol):
@@ -116,19 +107,3 @@ def _harmless() -> Iterator[None]:
         yield
     except Exception:
         log.exception("tracing.failed")
-
-
-def reports_of(settings: NodeSettings, tracing: Tracing | None, redis: Redis, node_id: str) -> JobReports:
-    """Return the reports of a node's jobs. `tracing`: the export of its spans, or None."""
-    model = settings.model_name
-    if tracing is None:
-        return JobReports(model, logs_jobs=settings.log_jobs)
-    # Imported here, because a node without traces does not need OpenTelemetry.
-    from penstock.gpu_node.monitor.job_spans import JobSpans
-
-    spans = JobSpans(tracing, partial(past_leases_of, redis), node_id=node_id, model=model)
-    return JobReports(model, logs_jobs=settings.log_jobs, spans=spans)
-
-
-NO_REPORTS = JobReports()
-"""A report that does nothing, for a ledger without a node."""
