@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self, Unpack, cast
 
 from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
-from penstock.contract.job import JobDef, JobKey, is_job_id
+from penstock.contract.job import JobDef, JobKey, SubmitOptions, is_job_id
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.priority import Priority, class_not_allowed
 from penstock.contract.response_record import NO_RESPONSE
@@ -20,7 +20,7 @@ from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob, JobSource
 from penstock.producer.client.many import ManyCalls
 from penstock.producer.client.pools import ReportCalls
-from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool, fitting_pools, job_key_of
+from penstock.producer.client.request import Prompt, build_job, choose_pool, fitting_pools, job_key_of
 from penstock.producer.client.responses import StoredResponses
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options

@@ -8,11 +8,12 @@ from contextlib import aclosing
 from typing import Any, TypeVar, Unpack, cast
 
 from penstock.contract.errors import RequestError
+from penstock.contract.job import JobOptions, SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.prompts import prompts_of
 from penstock.producer.client.job import AsyncJob
-from penstock.producer.client.request import JobOptions, Prompt, SubmitOptions
+from penstock.producer.client.request import Prompt
 from penstock.producer.client.run import MAX_IN_FLIGHT, Answer, Run, RunOptions
 from penstock.producer.client.signature import with_options
 from penstock.runtime.gather import try_all

@@ -14,12 +14,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
 from penstock.contract.errors import InvariantError, PenstockError, UnavailableError, error_of
+from penstock.contract.job import SubmitOptions
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.contract.tasks import Embedding, Tokenized
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, checked
-from penstock.producer.client.request import Prompt, SubmitOptions
+from penstock.producer.client.request import Prompt
 from penstock.producer.client.run import Answer, Run, Step
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options

@@ -9,6 +9,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, cast
 from pydantic import ValidationError
 
 from penstock.contract.errors import InvariantError, RequestError
+from penstock.contract.job import SubmitOptions
 from penstock.contract.output import Result
 from penstock.contract.priority import Priority
 from penstock.contract.problems import request_error
@@ -25,7 +26,7 @@ from penstock.contract.tasks import (
 )
 from penstock.contract.tenant import Terms
 from penstock.producer.client.job import AsyncJob
-from penstock.producer.client.request import Prompt, SubmitOptions
+from penstock.producer.client.request import Prompt
 from penstock.runtime.gather import try_all
 
 AnyOutput = TypeVar("AnyOutput", bound=TaskOutput)
