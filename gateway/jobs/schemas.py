@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, FailFast, Field, field_validator, model_va
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES, QueueFields, QueueOptions
-from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER, TokenId
-from penstock.contract.sampling import JOBS, Endpoint, SamplingParams
+from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER
+from penstock.contract.sampling import JOBS, Endpoint, SamplingParams, TokenId
 from penstock.contract.tools import MAX_TOOLS
 from penstock.gateway.request.queued_body import QueuedBody
 from penstock.producer.openai.fields import max_items, with_option_fields

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypedDict
 from pydantic import BaseModel, Field, StringConstraints, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.named import NAME_PATTERN, CheckedInput, Text
-from penstock.contract.named import TokenId as TokenId
+from penstock.contract.named import NAME_PATTERN, CheckedInput
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
 from penstock.contract.response_record import ResponseRecord
@@ -26,9 +25,11 @@ from penstock.contract.sampling import (
     RESPONSES,
     Option,
     SamplingOptions,
+    Text,
 )
 from penstock.contract.sampling import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
 from penstock.contract.sampling import SamplingParams as SamplingParams
+from penstock.contract.sampling import TokenId as TokenId
 from penstock.contract.tasks import GENERATE, Detokenize, Embed, Task
 from penstock.contract.tenant import Terms
 from penstock.contract.tools import (

@@ -1,13 +1,13 @@
-"""Base classes of records from callers, which refuse unknown fields by name, and types that their fields share."""
+"""Base classes of records from callers, which refuse unknown fields by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -85,16 +85,3 @@ class CheckedInput(BaseModel):
 
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 """A pool's or tenant's name. A shard of a pool is written `<pool>~<n>`, so `~` is not allowed here."""
-
-
-def _encodable(text: str) -> str:
-    try:
-        # Fifteen times as fast as checking each character, which would block the event loop.
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("text must be valid Unicode, without lone surrogates") from None
-    return text
-
-
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Text = Annotated[str, AfterValidator(_encodable)]

@@ -37,8 +37,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPro
 """Text, token ids, the messages of a chat, or any of these packed by `pack_prompt_of`."""
 
 
-_OF_JOB = OPTIONS_OF_QUEUE & JobDef.model_fields.keys()
-"""Options that a job has under the same name."""
+_OF_JOB = OPTIONS_OF_QUEUE & JobDef.model_fields.keys() - {"adapter", "params", "tenant"}
+"""Options that become a field of the job as they are."""
 _ANY_ID = "any.00000000-0000-7000-8000-000000000000"
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
 """Fields of a job to the arguments that callers pass for them."""
@@ -138,15 +138,17 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
         params = _params_of(options, sampling, record)
         if options.get("lower_max_tokens") and params.max_tokens is not None:
             of_job["max_total_tokens"] = record.max_model_len or None
-        of_job |= {
-            "id": options.get("job_id") or f"{record.pool}.{uuid_utils.uuid7()}",
-            "adapter": _adapter_of(options, record),
-            "tenant": options.get("tenant") or tenant,
-            "params": params,
-            "deadline_ms": _duration_ms(options.get("deadline_s"), "deadline_s"),
-            "not_before_ms": _not_before_ms(options),
-        }
-        job = JobDef(**of_job, **_prompt_field(prompt))
+        form, value = _prompt_field(prompt)
+        job = JobDef(
+            id=options.get("job_id") or f"{record.pool}.{uuid_utils.uuid7()}",
+            adapter=_adapter_of(options, record),
+            tenant=options.get("tenant") or tenant,
+            params=params,
+            deadline_ms=_duration_ms(options.get("deadline_s"), "deadline_s"),
+            not_before_ms=_not_before_ms(options),
+            **{form: value},
+            **of_job,
+        )
     except ValidationError as error:
         raise request_error(error, _ARGUMENT_OF) from None
     if job.task is not None:
@@ -172,7 +174,8 @@ def _check_task(job: JobDef, record: PoolRecord) -> None:
 def pack_prompt_of(prompt: Prompt) -> PackedPrompt:
     """Check a prompt as a job's prompt, and pack it. Raises RequestError with the name of the wrong field."""
     try:
-        job = JobDef(id=_ANY_ID, **_prompt_field(prompt))
+        form, value = _prompt_field(prompt)
+        job = JobDef(id=_ANY_ID, **{form: value})
     except ValidationError as error:
         raise request_error(error, _ARGUMENT_OF) from None
     if job.packed_prompt is not None:
@@ -195,11 +198,12 @@ def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None
     return None if name is None else AdapterRef(name=name, digest=record.adapters[name])
 
 
-def _prompt_field(prompt: Prompt) -> dict[str, Any]:
+def _prompt_field(prompt: Prompt) -> tuple[str, Any]:
+    """Return the field of a job that holds the prompt, and its value."""
     if isinstance(prompt, PackedPrompt):
-        return {"packed_prompt": prompt}
+        return "packed_prompt", prompt
     if isinstance(prompt, str):
-        return {"prompt": prompt}
+        return "prompt", prompt
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise RequestError("prompt must be text, a sequence of token ids or a sequence of messages", param="prompt")
     if not prompt:
@@ -207,8 +211,8 @@ def _prompt_field(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt[0], str):
         raise RequestError("prompt must be one text, not a list: `generate` and `map` take several", param="prompt")
     if isinstance(prompt[0], (Mapping, Message)):
-        return {"messages": tuple(prompt)}
-    return {"prompt_token_ids": tuple(prompt)}
+        return "messages", tuple(prompt)
+    return "prompt_token_ids", tuple(prompt)
 
 
 def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:

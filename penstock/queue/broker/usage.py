@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.usage import MAX_PAGE_ROWS, Periods, PeriodUsage, UsagePage, UsageQuery, periods_of
 from penstock.queue import keys
-from penstock.queue.broker.connection import translated
+from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import pool_names
 
 _COUNTERS = ("jobs", "prompt", "completion", "cached")
@@ -32,9 +32,11 @@ Position = tuple[int, str, str, str]
 class UsageBroker:
     """Reader of usage. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
         self._redis = cast(Any, redis)
 
+    @retried
     async def page(self, query: UsageQuery, *, after: str | None = None, limit: int = MAX_PAGE_ROWS) -> UsagePage:
         """Return up to `limit` rows in the order of period, pool, tenant and account.
 
