@@ -87,7 +87,7 @@ class Echoes:
             await self._bell.wait()
 
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 _RECEIVE_PUBLISHED_S = 1.0
 _LAST_LOOK_S = 0.1
 _SUBSCRIBE_TIMEOUT_S = 5.0

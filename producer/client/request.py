@@ -215,17 +215,12 @@ def _prompt_field(prompt: Prompt) -> tuple[str, Any]:
     return "prompt_token_ids", tuple(prompt)
 
 
-def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:
-    if params is None:
-        return SamplingParams(**sampling)
-    if sampling:
+def _params_of(options: SubmitOptions, sampling: Mapping[str, Any], record: PoolRecord) -> SamplingParams:
+    if (params := options.get("params")) is None:
+        params = SamplingParams(**sampling)
+    elif sampling:
         name = next(iter(sampling))
         raise RequestError(f"{name}: give sampling as params or as single arguments, not both", param=name)
-    return params
-
-
-def _params_of(options: SubmitOptions, sampling: Mapping[str, Any], record: PoolRecord) -> SamplingParams:
-    params = _sampling_params(options.get("params"), sampling)
     return params if options.get("task") is not None else with_defaults(params, record)
 
 

@@ -21,7 +21,7 @@ from penstock.queue.broker.connection import Patience, ignoring_retried_errors
 from penstock.queue.broker.jobs import MAX_POSITIONS, JobWait, QueuePositions
 from penstock.runtime.cancellation import cancel_until_done
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 INTERVAL_S = 0.25
 """Seconds between two reads of positions. A read covers up to MAX_POSITIONS jobs."""
 REPEAT_S = 5.0

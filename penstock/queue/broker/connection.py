@@ -145,7 +145,7 @@ def ignoring_retried_errors(log: logging.Logger) -> Iterator[None]:
 
 # Warning for a Redis that may evict keys: an evicted key can be an accepted job.
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 
 SAFE_POLICY = "noeviction"
 

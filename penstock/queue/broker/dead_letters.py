@@ -23,7 +23,7 @@ _FIELDS = ("tenant", "priority", "weight", "cost", "submitted", "finished", "chu
 
 _PURGED_AT_ONCE = 100
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ def _used(text: str) -> tuple[Usage | None, int | None]:
 
 # Lists of tenants' jobs, newest first and in pages. A job is listed until its record expires.
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 JobState = str
 MAX_PAGE_JOBS = 100
 MAX_EXAMINED = 1000

@@ -17,7 +17,7 @@ from penstock.contract.tenant import ANONYMOUS, ApiKey, Terms, mint
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, retried, translated
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 MAX_SHOWN = 64
 """Characters of a name, and ids, that an error message shows."""
 

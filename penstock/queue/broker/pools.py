@@ -29,7 +29,7 @@ from penstock.queue.msgpack_codec import WireError
 # its own, so a node whose rules confine it to one pool cannot claim the names of another. Readers look at a bounded
 # number of fields in each read, and skip what they cannot read.
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 MAX_POOLS = 1000
 """Pools that a process reads; further names are ignored."""
 MAX_SCANNED = 10_000

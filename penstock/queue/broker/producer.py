@@ -170,7 +170,7 @@ class KnownJobs:
         return next((pool for pool, has_key in zip(pools, found, strict=True) if has_key), "")
 
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 LARGE_RESULT_BYTES = 65_536
 """A larger result expires log_ttl_ms after it was delivered. prelude.lua has the same value."""
 

@@ -59,7 +59,8 @@ class UsageBroker:
                 for owner in owners[at : at + _ROWS_AT_ONCE]:
                     if len(rows) == limit:
                         return UsagePage(rows, periods, ":".join(map(str, last or ())))
-                    rows.append(_row(periods, number, pool, owner, counts[owner]))
+                    used = (counts[owner].get(counter, 0) for counter in _COUNTERS)
+                    rows.append(PeriodUsage(periods.start_of(number), periods.by, pool, *owner, *used))
                     last = (number, pool, *owner)
                 await asyncio.sleep(0)
         return UsagePage(rows, periods, None)
@@ -116,12 +117,6 @@ def _hashes(periods: Periods, pools: list[str], query: UsageQuery, begin: Positi
         for pool in pools:
             if (query.pools is None or pool in query.pools) and (begin is None or (number, pool) >= begin[:2]):
                 yield number, pool
-
-
-def _row(periods: Periods, number: int, pool: str, owner: Owner, counts: dict[str, int]) -> PeriodUsage:
-    return PeriodUsage(
-        periods.start_of(number), periods.by, pool, *owner, *(counts.get(counter, 0) for counter in _COUNTERS)
-    )
 
 
 def _position_of(after: str) -> Position:
