@@ -30,7 +30,7 @@ from penstock.contract.tools import WantedCalls, json_of
 if TYPE_CHECKING:
     from typing import Unpack
 
-# Structured-output options of a request. Nodes compile them into masks of allowed tokens.
+# Structured outputs. Nodes compile them into masks of allowed tokens.
 
 MAX_SCHEMA_CHARS = 1 << 18
 MAX_GRAMMAR_CHARS = 1 << 16

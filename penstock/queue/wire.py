@@ -33,8 +33,6 @@ def unpack_map(data: bytes, *, of_any_version: bool = False) -> dict[str, Any]:
     return maps[0]
 
 
-# Requests ---------------------------------------------------------------------------------------
-
 _request_adapter = TypeAdapter(Request)
 _OTHERWISE = {"prompt", "prompt_token_ids", "messages", "task", "params"}
 """Fields that have other names or types in the bytes than in a job."""
@@ -102,7 +100,7 @@ def decode_request(data: bytes) -> Request:
         raise WireError(f"not a request: messages: {error}") from error
 
 
-# Records of pools and nodes ---------------------------------------------------------------------
+# Records of pools and nodes.
 
 
 def encode_record(record: PoolRecord | NodePressure) -> bytes:

@@ -100,9 +100,6 @@ def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:
             raise RequestError(f"{shown}: unknown field", code=UNKNOWN_FIELD, param=shown)
 
 
-# The lines of the file.
-
-
 @dataclass(frozen=True, slots=True)
 class InputLine:
     """One request of an input file."""

@@ -21,8 +21,6 @@ from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import LoggedOnce, pool_names
 
-# Jobs' records as clients see them: the state of a job with its ledger.
-
 STATUS_FIELDS = (
     *("state", "tenant", "priority", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
     *("losses", "code", "message", "param", "stored", "used", "retaken", "past_leases", "num_past_leases"),
@@ -306,7 +304,7 @@ def _wait_of(counts: Sequence[int], costs: Sequence[int], priority: int, older: 
     return JobWait(sum(counts[:priority]) + older, sum(costs[:priority]) + own_class)
 
 
-# The records of stored responses. `submit` writes a record together with its job; this module reads and deletes it.
+# The records of stored responses. `submit` writes a record together with its job; `ResponseBroker` reads and deletes it.
 
 SEAL_KEY_BYTES = 32
 
