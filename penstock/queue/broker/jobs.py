@@ -304,7 +304,8 @@ def _wait_of(counts: Sequence[int], costs: Sequence[int], priority: int, older: 
     return JobWait(sum(counts[:priority]) + older, sum(costs[:priority]) + own_class)
 
 
-# The records of stored responses. `submit` writes a record together with its job; `ResponseBroker` reads and deletes it.
+# The records of stored responses. `submit` writes a record together with its job; `ResponseBroker` reads and deletes
+# it.
 
 SEAL_KEY_BYTES = 32
 
