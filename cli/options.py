@@ -86,13 +86,18 @@ def options_of(
     return [_option(name, fields[name], texts.get(name), flags.get(name, ()), panels.get(name)) for name in wanted]
 
 
-def takes(*options: Parameter) -> Callable[[Command], Command]:
-    """Return a decorator that replaces a command's `**given` with these options, after its own parameters."""
+def takes(*options: Parameter, before: str | None = None) -> Callable[[Command], Command]:
+    """Return a decorator that replaces a command's `**given` with these options.
+
+    They come after its own parameters, or before the one that `before` names.
+    """
 
     def decorated(command: Command) -> Command:
         parameters = signature(command, eval_str=True).parameters.values()
         own = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
-        command.__signature__ = Signature([*own, *options])  # type: ignore[attr-defined]
+        at = next((at for at, parameter in enumerate(own) if parameter.name == before), len(own))
+        listed = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in (*own[:at], *options, *own[at:])]
+        command.__signature__ = Signature(listed)  # type: ignore[attr-defined]
         return command
 
     return decorated

@@ -28,7 +28,7 @@ from penstock.runtime.settings import RedisSettings
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _COLORS = re.compile(r"\x1b\[\d*m")
 _LINE_FOR_PEOPLE = re.compile(rf"\d\d:\d\d:\d\d ({'|'.join(_LEVELS)}) +(.*)")
-"""An event in a log for people (`runtime/console_format.py`)."""
+"""An event in a log for people (`ConsoleFormatter`)."""
 
 
 def end_in_words(status: int | None, tail: Iterable[str]) -> str:

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from inspect import Parameter
+from typing import Annotated, Any, Literal, get_origin
 
 import typer
 
 from penstock.cli.command_line import queue_option, sampling_option
-from penstock.cli.options import REDIS_URL_HELP
+from penstock.cli.options import REDIS_URL_HELP, takes
 from penstock.cli.output import write_text
 from penstock.contract.errors import RequestError
-from penstock.runtime.settings import redis_url_of
+from penstock.contract.sampling import SamplingParams, option_of
 
-_DEFAULT = "Default: what the model recommends."
 PriorityName = Literal["interactive", "standard", "batch"]
 
 
+_BOUNDS = {"ge": "min", "le": "max"}
+"""Marks of a field → what typer calls them."""
+
+
+def _flags() -> Iterator[Parameter]:
+    """Yield a flag for each sampling option that has a help text."""
+    for name, field in SamplingParams.model_fields.items():
+        if not (text := option_of(SamplingParams, name).flag):
+            continue
+        kind: Any = list[str] if get_origin(field.annotation) is tuple else field.annotation
+        marks = [(bound, getattr(mark, ours, None)) for mark in field.metadata for ours, bound in _BOUNDS.items()]
+        limits = {bound: limit for bound, limit in marks if limit is not None}
+        flag = Annotated[kind | None, sampling_option(help=text, **limits)]
+        yield Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=flag)
+
+
+@takes(*_flags(), before="priority")
 def submit(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt. - reads it from stdin, which is the default for a pipe.")
@@ -26,33 +44,6 @@ def submit(
         str | None, typer.Option(help="Name or alias of the model. Optional if only one pool is served.")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, not as a chat.")] = False,
-    max_tokens: Annotated[
-        int | None, sampling_option(min=1, help="Most tokens of the answer. Default: up to the model's context length.")
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        sampling_option(min=0.0, help=f"Sampling temperature. 0 always picks the most likely token. {_DEFAULT}"),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        sampling_option(help=f"Sample from the most likely tokens that together reach this probability. {_DEFAULT}"),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        sampling_option(help=f"Drop tokens below this fraction of the most likely token's probability. {_DEFAULT}"),
-    ] = None,
-    presence_penalty: Annotated[
-        float, sampling_option(help="Lower the score of tokens that already occurred in the answer.")
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, sampling_option(help="Lower the score of a token for each earlier occurrence in the answer.")
-    ] = 0.0,
-    seed: Annotated[
-        int | None, sampling_option(help="Random seed. The same seed gives the same answer. Default: random.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, sampling_option(help="End the answer before this text. Repeat it for several.")
-    ] = None,
     priority: Annotated[PriorityName, queue_option(help="Priority class of the job.")] = "standard",
     deadline: Annotated[
         float | None, queue_option(help="Seconds after which an unfinished job is ended. Default: no deadline.")
@@ -62,6 +53,7 @@ def submit(
     ] = None,
     tenant: Annotated[str, queue_option(help="Tenant for which the job runs.")] = "default",
     redis_url: Annotated[str | None, queue_option(help=REDIS_URL_HELP)] = None,
+    **sampling: Any,
 ) -> None:
     """Submit a prompt and print the answer while it is generated. Ctrl-C cancels the job.
 
@@ -69,19 +61,11 @@ def submit(
         penstock submit "Name three rivers." --max-tokens 64
         penstock submit --temperature 0 < question.txt
     """
+    from penstock.runtime.settings import redis_url_of
+
     text = _given_or_piped(prompt)
-    sampling = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "min_p": min_p,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-    }
     times = {"deadline_s": deadline, "not_before_s": not_before}
-    given = {name: value for name, value in sampling.items() if value is not None}
+    given = {name: value for name, value in sampling.items() if value not in (None, [])}
     options = {"model": model, "tenant": tenant, **times, **given}
     asyncio.run(
         _stream(redis_url_of(redis_url), text if raw else [{"role": "user", "content": text}], priority, options)

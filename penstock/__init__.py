@@ -32,10 +32,10 @@ if TYPE_CHECKING:
         UnavailableError,
         UnsupportedKindError,
     )
-    from penstock.contract.job import Message, Priority, SamplingParams
+    from penstock.contract.job import JobOptions, Message, Priority, SubmitOptions
     from penstock.contract.logprobs import Logprob, TokenLogprobs
     from penstock.contract.output import Choice, Chunk, Outcome, PrefillProgress, QueuePosition, Result, Usage
-    from penstock.contract.sampling import SamplingOptions, StructuredOutputs
+    from penstock.contract.sampling import SamplingOptions, SamplingParams, StructuredOutputs
     from penstock.contract.tasks import Detokenize, Detokenized, Embed, Embedding, Tokenize, Tokenized
     from penstock.contract.tenant import Terms
     from penstock.gateway.settings import GatewaySettings
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from penstock.producer.batch.settings import CelerySettings
     from penstock.producer.client import AsyncClient, AsyncJob, Client, ClientSettings, ClientStats, Job
     from penstock.producer.client.many import GenerateOptions
-    from penstock.producer.client.request import JobOptions, SubmitOptions
     from penstock.queue.broker.producer import JobStatus, ServedPool
     from penstock.runtime.logging import LogSettings
     from penstock.runtime.settings import KeySettings, RedisSettings, redis_url_of
@@ -60,12 +59,12 @@ _HOMES = {
         *("ProtocolVersionError", "RequestError", "ResultTimeoutError", "StreamDivergedError", "TooCostlyError"),
         *("TooLargeError", "UnauthorizedError", "UnavailableError", "UnsupportedKindError"),
     ),
-    "penstock.contract.job": ("Message", "Priority", "SamplingParams"),
+    "penstock.contract.job": ("JobOptions", "Message", "Priority", "SubmitOptions"),
     "penstock.contract.logprobs": ("Logprob", "TokenLogprobs"),
     "penstock.contract.output": (
         *("Choice", "Chunk", "Outcome", "PrefillProgress", "QueuePosition", "Result", "Usage"),
     ),
-    "penstock.contract.sampling": ("SamplingOptions", "StructuredOutputs"),
+    "penstock.contract.sampling": ("SamplingOptions", "SamplingParams", "StructuredOutputs"),
     "penstock.contract.tasks": ("Detokenize", "Detokenized", "Embed", "Embedding", "Tokenize", "Tokenized"),
     "penstock.contract.tenant": ("Terms",),
     "penstock.gateway.settings": ("GatewaySettings",),
@@ -76,7 +75,6 @@ _HOMES = {
     "penstock.producer.batch.settings": ("CelerySettings",),
     "penstock.producer.client": ("AsyncClient", "AsyncJob", "Client", "ClientSettings", "ClientStats", "Job"),
     "penstock.producer.client.many": ("GenerateOptions",),
-    "penstock.producer.client.request": ("JobOptions", "SubmitOptions"),
     "penstock.queue.broker.producer": ("JobStatus", "ServedPool"),
     "penstock.runtime.logging": ("LogSettings",),
     "penstock.runtime.settings": ("KeySettings", "RedisSettings", "redis_url_of"),

@@ -12,6 +12,7 @@ from typing import get_type_hints
 import pytest
 
 import penstock
+from penstock.contract.job import QueueFields, QueueOptions
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.sampling import SamplingOptions
 from penstock.runtime.settings import Settings
@@ -114,8 +115,9 @@ def test_help_explains_every_option(options: type, base: type) -> None:
     assert [name for name in own if f"\n{name}: " not in shown] == []
 
 
-def test_sampling_options_are_the_fields_of_sampling_params() -> None:
-    assert set(SamplingOptions.__annotations__) == set(penstock.SamplingParams.model_fields)
+def test_keyword_arguments_are_the_fields_of_the_records() -> None:
+    assert [*SamplingOptions.__annotations__] == [*penstock.SamplingParams.model_fields]
+    assert [*QueueOptions.__annotations__] == [*QueueFields.model_fields]
 
 
 def test_no_public_class_shows_an_address(redis_url: str) -> None:

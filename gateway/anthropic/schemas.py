@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, SamplingParams
-from penstock.contract.priority import ClassName
+from penstock.contract.job import MAX_MESSAGES, QueueFields
 from penstock.contract.problems import MAX_NAME_CHARS
+from penstock.contract.sampling import COUNT_TOKENS, MAX_TOKENS_LIMIT, MESSAGES, Endpoint, SamplingParams
 from penstock.contract.tools import MAX_TOOLS, FunctionName, ToolChoice, closed
 from penstock.gateway.anthropic.conversation import (
     _MAX_SHOWN_CHARS,
@@ -24,7 +24,8 @@ from penstock.gateway.anthropic.conversation import (
     system_text,
     tool_changes,
 )
-from penstock.producer.openai.fields import NO_EFFECT, Hint, Wire, only
+from penstock.gateway.request.queued_body import QueuedBody
+from penstock.producer.openai.fields import NO_EFFECT, Hint, given_options, only, renamed_options, with_option_fields
 from penstock.producer.openai.messages import ToolUse
 
 # The tools of a request in Anthropic's form, and their translation to OpenAI's form, which penstock uses.
@@ -170,8 +171,10 @@ class ContextManagement(Nested):
         return [f"context_management.edits.{edit.type}" for edit in self.edits or () if not edit.is_applied]
 
 
-class _ConversationBody(Wire):
+class _ConversationBody(QueuedBody):
     """The fields that determine the prompt."""
+
+    endpoint: ClassVar[Endpoint] = COUNT_TOKENS
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     messages: Annotated[list[ConversationMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -179,7 +182,6 @@ class _ConversationBody(Wire):
     tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
     tool_choice: WantedToolChoice | None = None
     thinking: Thinking | None = None
-    priority: ClassName | None = None
     cache_salt: str | None = None
 
     cache_control: Annotated[dict[str, Any] | None, NO_EFFECT] = None
@@ -206,11 +208,6 @@ class _ConversationBody(Wire):
         return [*dict.fromkeys(edits + dropped_tools(self.tools or []) + blocks)]
 
     @property
-    def asked_class(self) -> ClassName | None:
-        """The class that the body asks for."""
-        return self.priority
-
-    @property
     def template_kwargs(self) -> str | None:
         """The variables for the chat template as JSON text, or None: whether the model reasons, if the body says so."""
         if self.thinking is None:
@@ -225,23 +222,27 @@ class _ConversationBody(Wire):
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
-        return {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": "output_config.format"}
+        return {"prompt": "messages", **renamed_options(SamplingParams, MESSAGES)}
 
     def prompts(self) -> list[list[dict[str, Any]]]:
         """Return a list with the conversation, which is the request's only prompt."""
         return [messages_of(self.system, self.messages)]
 
 
-class MessagesRequest(_ConversationBody):
+if TYPE_CHECKING:
+    _SampledConversation = _ConversationBody
+else:
+    _SampledConversation = with_option_fields(_ConversationBody, MESSAGES, SamplingParams, QueueFields)
+
+
+class MessagesRequest(_SampledConversation):
     """Body of `POST /v1/messages`."""
+
+    endpoint: ClassVar[Endpoint] = MESSAGES
 
     max_tokens: int
     stream: bool | None = None
     output_config: OutputConfig | None = None
-    stop_sequences: Annotated[list[str] | None, FailFast(), Field(max_length=MAX_STOP_STRINGS)] = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
 
     metadata: Annotated[dict[str, Any] | None, NO_EFFECT] = None
     diagnostics: Annotated[dict[str, Any] | None, NO_EFFECT] = None
@@ -258,13 +259,12 @@ class MessagesRequest(_ConversationBody):
 
         The text keeps its stop string, because only its end tells which one matched. The answer does not show it.
         """
-        given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        given |= {"max_tokens": self.max_tokens, "cache_salt": self.cache_salt}
-        if self.stop_sequences:
-            given |= {"stop": tuple(self.stop_sequences), "include_stop_str_in_output": True}
+        given = given_options(self, SamplingParams, MESSAGES)
+        if given.get("stop"):
+            given["include_stop_str_in_output"] = True
         if self.output_config is not None and self.output_config.format is not None:
             given["structured_outputs"] = {"json_schema": closed(self.output_config.format.schema_)}
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return SamplingParams(**given)
 
     def options(self) -> dict[str, Any]:
         """Return the options of the answer that no other API has."""

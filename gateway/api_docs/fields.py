@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from penstock.contract.job import SamplingParams
+from penstock.contract.sampling import RESPONSES, SamplingParams
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.jobs.schemas import JobRequest
@@ -20,7 +20,7 @@ from penstock.gateway.responses.body import CompactBody, ResponseBody
 from penstock.gateway.responses.body import StreamOptions as ResponseStreamOptions
 from penstock.gateway.tokens.schemas import DetokenizeRequest, TokenizeRequest
 from penstock.producer.batch.request import ROWS
-from penstock.producer.openai.fields import NO_EFFECT, Accepts, neutral_values_of
+from penstock.producer.openai.fields import NO_EFFECT, Accepts, neutral_values_of, renamed_options
 from penstock.producer.openai.messages import ChatMessage
 
 BEGIN, END = "<!-- begin: made by `make fields` -->", "<!-- end -->"
@@ -50,7 +50,8 @@ _TABLES: Mapping[str, Mapping[str, type[BaseModel]]] = {
 }
 
 _LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-_OPTION_OF = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "top_logprobs": "logprobs"}
+_OPTION_OF = {"max_completion_tokens": "max_tokens"}
+_OPTION_OF |= {there: name for name, there in renamed_options(SamplingParams, RESPONSES).items()}
 """Fields that penstock's sampling options call otherwise."""
 _SHOWN_BITS = 20
 """Powers of two beyond this one are shown as powers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AliasChoices,
@@ -16,23 +16,34 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.job import QueueFields
 from penstock.contract.priority import ClassName
+from penstock.contract.sampling import EMBEDDINGS, Endpoint
 from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Pooling, Task, TruncatedTokens
 from penstock.gateway.openai.schemas import class_of
+from penstock.gateway.request.queued_body import QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.gateway.stream.generation_request import FIRST_PROMPT, PAIRED_PROMPT
 from penstock.gateway.tokens.schemas import TaskBody
 from penstock.producer.client.request import Prompt
 from penstock.producer.openai.bodies import prompts_of
-from penstock.producer.openai.fields import WHOLE_NUMBER, Hint, Whole, Wire, only
+from penstock.producer.openai.fields import WHOLE_NUMBER, Hint, Whole, Wire, only, with_option_fields
 
 _Input: TypeAlias = str | list[str] | list[int] | list[list[int]]
 MAX_INPUTS = 2048
 """Most texts of one request, as in OpenAI's API. Each text is a job."""
 
 
-class _EmbeddingBody(TaskBody):
+if TYPE_CHECKING:
+    _QueuedBody = QueuedBody
+else:
+    _QueuedBody = with_option_fields(QueuedBody, EMBEDDINGS, QueueFields)
+
+
+class _EmbeddingBody(_QueuedBody, TaskBody):
     """The fields that all bodies with texts to embed share."""
+
+    endpoint: ClassVar[Endpoint] = EMBEDDINGS
 
     pooling: Pooling | None = None
     """How the hidden states of a text become one vector: `mean` of all tokens, `last` token or `cls` (first token).
@@ -41,24 +52,14 @@ class _EmbeddingBody(TaskBody):
     """Keep only that many of a text's last tokens; -1: as many as the model's context takes. Default: a longer text is
     refused."""
     priority: Annotated[ClassName | None, BeforeValidator(class_of)] = None
-    deadline_s: float | None = None
     user: Hint = None
     truncation_side: Annotated[Any, only(None, "left")] = None
     add_special_tokens: Annotated[Any, only(None, True)] = None
     mm_processor_kwargs: Annotated[Any, only(None, {})] = None
 
-    @property
-    def asked_class(self) -> ClassName | None:
-        """The class that the body asks for."""
-        return self.priority
-
     def task(self) -> Task:
         """Return the task."""
         return Embed(pooling=self.pooling, truncate_prompt_tokens=self.truncate_prompt_tokens)
-
-    def options(self) -> dict[str, Any]:
-        """Return the deadline of the jobs."""
-        return {"deadline_s": self.deadline_s}
 
 
 def _inputs_of(value: object) -> list[str | list[int]]:
@@ -94,8 +95,8 @@ class EmbeddingRequest(_EmbeddingBody):
         return super().task().model_copy(update={"dimensions": self.dimensions})
 
     def options(self) -> dict[str, Any]:
-        """Return the deadline of the jobs and the encoding of the answer."""
-        return super().options() | {"base64": self.encoding_format == "base64"}
+        """Return the encoding of the answer."""
+        return {"base64": self.encoding_format == "base64"}
 
 
 class RerankDocument(Wire):
@@ -140,9 +141,9 @@ class RerankRequest(_EmbeddingBody):
         return [self.query, *(one if isinstance(one, str) else one.text for one in self.documents)]
 
     def options(self) -> dict[str, Any]:
-        """Return the deadline of the jobs and the options of the answer."""
+        """Return the options of the answer."""
         has_documents = self.return_documents is not False
-        return super().options() | {"top_n": self.top_n or len(self.documents), "has_documents": has_documents}
+        return {"top_n": self.top_n or len(self.documents), "has_documents": has_documents}
 
 
 class ScoreRequest(_EmbeddingBody):
@@ -180,5 +181,5 @@ class ScoreRequest(_EmbeddingBody):
         return [text for pair in zip(self.text_1, self.text_2, strict=True) for text in pair]
 
     def options(self) -> dict[str, Any]:
-        """Return the deadline of the jobs and whether the texts come in pairs."""
-        return super().options() | {"pairs": len(self.text_1) > 1}
+        """Return whether the texts come in pairs."""
+        return {"pairs": len(self.text_1) > 1}

@@ -10,13 +10,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.job import is_job_id
+from penstock.contract.job import RETURN_PROGRESS, is_job_id
 from penstock.contract.output import TERMINAL_STATES
 from penstock.contract.problems import rename
 from penstock.gateway.errors import soon
 from penstock.gateway.http.entry import caller_of
 from penstock.gateway.jobs.answers import JobAnswer, JobStream, links_of, stream_start_of
-from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.request.reading import AFTER, LAST_EVENT_HEADER, MAX_KEY_CHARS, generation_request_of, read_body
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import JOB_HEADER
@@ -43,7 +42,7 @@ class SubmitJob:
         generation = generation_request_of(request, body)
         try:
             with hiding_models(generation):
-                submitted = await _submit(request, body, generation)
+                submitted = await _submit(request, generation)
         except PenstockError as error:
             rename(error, body.content.names)
             raise
@@ -53,7 +52,7 @@ class SubmitJob:
         await JSONResponse(answer, 202, headers)(scope, receive, send)
 
 
-async def _submit(request: Request, body: ParsedBody, generation: GenerationRequest) -> Submitted:
+async def _submit(request: Request, generation: GenerationRequest) -> Submitted:
     client: AsyncClient = request.app.state.client
     settings: GatewaySettings = request.app.state.settings
     content = generation.content
@@ -61,15 +60,13 @@ async def _submit(request: Request, body: ParsedBody, generation: GenerationRequ
         record = choose_pool((await client.pools()).values(), content.model or None)
         check_logprobs(content, record, settings.max_logprobs)
     options = submit_options(generation)
-    options["background"] = body.options["background"]
-    options["queue_without_node"] = body.options["queue_without_node"]
-    options["idempotency_key"] = _idempotency_key_of(body, generation)
+    options["idempotency_key"] = _idempotency_key_of(generation)
     return await client.submit_unread(content.prompts[0], **options)
 
 
-def _idempotency_key_of(body: ParsedBody, generation: GenerationRequest) -> str | None:
+def _idempotency_key_of(generation: GenerationRequest) -> str | None:
     """Return the key of the header or of the body. Raises RequestError if they differ, or for a wrong length."""
-    in_header, in_body = generation.idempotency_key, body.options["idempotency_key"]
+    in_header, in_body = generation.idempotency_key, generation.queueing.get("idempotency_key")
     if in_body is not None and not 1 <= len(in_body) <= MAX_KEY_CHARS:
         message = f"idempotency_key must have 1 to {MAX_KEY_CHARS} characters"
         raise RequestError(message, param="idempotency_key")
@@ -129,7 +126,7 @@ async def stream(request: Request, job_id: str) -> Response:
         status = await _client_of(request).status(job_id, tenant=caller_of(request).tenant)
         if status.outcome is not None and start.index >= status.num_chunks - 1:
             return Response(status_code=204)
-    return JobStream(request, job_id, start, with_waiting=_truth_of(request, "return_progress"))
+    return JobStream(request, job_id, start, with_waiting=_truth_of(request, RETURN_PROGRESS))
 
 
 @router.delete("/v1/jobs/{job_id}")

@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_MESSAGES,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    SamplingParams,
-    TokenId,
-)
+from penstock.contract.job import MAX_MESSAGES, QueueFields, QueueOptions
 from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER
-from penstock.contract.priority import ClassName
+from penstock.contract.sampling import JOBS, Endpoint, SamplingParams, TokenId
 from penstock.contract.tools import MAX_TOOLS
-from penstock.producer.openai.fields import Wire
+from penstock.gateway.request.queued_body import QueuedBody
+from penstock.producer.openai.fields import max_items, with_option_fields
 from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
 
 _FORMS = ("prompt", "tokens", "messages")
-_MAX_ITEMS = {
-    "stop": MAX_STOP_STRINGS,
-    "stop_token_ids": MAX_STOP_TOKEN_IDS,
-    "bad_words": MAX_BAD_WORDS,
-    "logit_bias": MAX_LOGIT_BIASES,
-}
+_MAX_ITEMS = {name: limit for name, field in SamplingParams.model_fields.items() if (limit := max_items(field))}
 """Lengths are checked first, because pydantic would validate a million items before it refuses the list."""
 _MAX_TOKEN_DIGITS = 10
 """Digits of the largest token id. Python refuses to convert texts of thousands of digits."""
 
 
-class JobRequest(Wire):
+if TYPE_CHECKING:
+    _QueuedBody = QueuedBody
+else:
+    _QueuedBody = with_option_fields(QueuedBody, JOBS, QueueFields)
+
+
+class JobRequest(_QueuedBody):
     """Body of `POST /v1/jobs`."""
+
+    endpoint: ClassVar[Endpoint] = JOBS
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     prompt: str | None = None
@@ -48,13 +44,6 @@ class JobRequest(Wire):
     tool_choice: GivenToolChoice = None
     parallel_tool_calls: bool | None = None
     sampling: Annotated[dict[str, Any], Field(default_factory=dict, alias="params")]
-    priority: ClassName | None = None
-    deadline_s: float | None = None
-    not_before_s: float | None = None
-    background: bool | None = None
-    return_progress: bool | None = None
-    queue_without_node: bool | None = None
-    idempotency_key: str | None = None
 
     @field_validator("sampling")
     @classmethod
@@ -81,11 +70,6 @@ class JobRequest(Wire):
     def stream(self) -> bool:
         """Whether the answer is streamed. A job's stream has a path of its own."""
         return False
-
-    @property
-    def asked_class(self) -> ClassName | None:
-        """The class that the body asks for."""
-        return self.priority
 
     @property
     def template_kwargs(self) -> str | None:
@@ -123,16 +107,13 @@ class JobRequest(Wire):
             given["logit_bias"] = {_token_id(name): bias for name, bias in biases.items()}
         return SamplingParams.model_validate(given, strict=True)
 
+    def queueing(self) -> QueueOptions:
+        """Return how to queue the job. By default it goes on without a reader, because it has none yet."""
+        return {"background": True, **super().queueing()}
+
     def options(self) -> dict[str, Any]:
-        """Return how to queue the job."""
-        return {
-            "background": self.background is not False,
-            "idempotency_key": self.idempotency_key,
-            "deadline_s": self.deadline_s,
-            "not_before_s": self.not_before_s,
-            "return_progress": bool(self.return_progress),
-            "queue_without_node": self.queue_without_node,
-        }
+        """Return that the answer has no options."""
+        return {}
 
 
 def _token_id(name: str) -> int | str:

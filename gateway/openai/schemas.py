@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.job import QueueFields
+from penstock.contract.named import WRONG_MEMBER
 from penstock.contract.priority import ClassName
+from penstock.contract.sampling import OPENAI, Endpoint
+from penstock.gateway.request.queued_body import QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
-from penstock.producer.openai.fields import NO_EFFECT, Wire
-from penstock.producer.openai.generation_body import GenerationBody
-
-_CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactive"}
-"""OpenAI's service tiers that ask for a class. The other tiers ask for the caller's usual class."""
+from penstock.producer.openai.fields import NO_EFFECT, Wire, with_option_fields
+from penstock.producer.openai.generation_body import CLASS_OF_TIER, GenerationBody
 
 
 def class_of(value: object) -> object:
@@ -46,46 +47,47 @@ class StreamOptions(Wire):
     include_obfuscation: Annotated[bool | None, NO_EFFECT] = None
 
 
-class _HttpFields(GenerationBody):
+if TYPE_CHECKING:
+    _QueuedBody = QueuedBody
+else:
+    _QueuedBody = with_option_fields(QueuedBody, OPENAI, QueueFields)
+
+
+class _HttpFields(GenerationBody, _QueuedBody):
     """Fields of an HTTP body that a row of a batch file lacks or restricts."""
+
+    endpoint: ClassVar[Endpoint] = OPENAI
+    progress_needs: ClassVar[tuple[str, ...]] = ("stream",)
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[ClassName | None, BeforeValidator(class_of)] = None
-    deadline_s: float | None = None
-    not_before_s: float | None = None
-    return_progress: bool | None = None
-    """Whether events report queue position and prompt progress before the first tokens, as llama.cpp's server does."""
 
-    @field_validator("stream_options", "return_progress")
+    @field_validator("stream_options")
     @classmethod
     def _needs_stream(cls, value: object, info: ValidationInfo) -> object:
         if value and not info.data.get("stream"):
             raise PydanticCustomError("unsupported_value", "allowed only when stream is true")
         return value
 
-    @field_validator("priority")
-    @classmethod
-    def _of_one_tier(cls, value: ClassName | None, info: ValidationInfo) -> ClassName | None:
-        asked = _CLASS_OF_TIER.get(info.data.get("service_tier") or "")
-        if value is not None and asked not in (None, value):
-            raise PydanticCustomError("unsupported_value", "conflicts with service_tier; send one of them")
-        return value
+    @model_validator(mode="after")
+    def _of_one_tier(self) -> Self:
+        if self.priority is not None and CLASS_OF_TIER.get(self.service_tier or "") not in (None, self.priority):
+            message = "conflicts with service_tier; send one of them"
+            raise PydanticCustomError("unsupported_value", message, {WRONG_MEMBER: "priority"})
+        return self
 
     @property
     def asked_class(self) -> ClassName | None:
         """The class that the body asks for."""
-        return self.priority or _CLASS_OF_TIER.get(self.service_tier or "")
+        return self.priority or CLASS_OF_TIER.get(self.service_tier or "")
 
     def options(self) -> dict[str, Any]:
-        """Return the times of the job, and the options of the answer that no other API has."""
-        options: dict[str, Any] = {"deadline_s": self.deadline_s, "not_before_s": self.not_before_s}
-        options["return_progress"] = bool(self.return_progress)
-        if self.stream_options is not None:
-            options |= self.stream_options.model_dump(exclude_none=True)
+        """Return the options of the answer that no other API has."""
+        options = {} if self.stream_options is None else self.stream_options.model_dump(exclude_none=True)
         if self.service_tier is not None:
-            options["service_tier"] = self.service_tier if self.service_tier in _CLASS_OF_TIER else "default"
+            options["service_tier"] = self.service_tier if self.service_tier in CLASS_OF_TIER else "default"
         return options
 
 

@@ -71,7 +71,7 @@ class ParsedBody:
     """The class that the body asks for. The caller's rights decide whether it is allowed."""
     stream: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    """`deadline_s`, `not_before_s` and `return_progress`, if the API has them; and its own options. Plain values."""
+    """How to queue the jobs (`QueueOptions`), and the options of the answer that only this API has. Plain values."""
     ignored: Sequence[str] = ()
     """Names of ignored fields and parts of fields, at most MAX_IGNORED_SHOWN of them."""
 
@@ -102,7 +102,7 @@ def parse(form: str, raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody
         body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes, body.template_kwargs, task
     )
     names = [name[:MAX_NAME_CHARS] for name in (*ignored.names, *body.dropped)[:MAX_IGNORED_SHOWN]]
-    return ParsedBody(content, body.asked_class, bool(body.stream), body.options(), names)
+    return ParsedBody(content, body.asked_class, bool(body.stream), {**body.queueing(), **body.options()}, names)
 
 
 def _with_remedy(error: RequestError) -> RequestError:

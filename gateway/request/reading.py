@@ -26,7 +26,7 @@ from penstock.gateway.request.parsed_body import ParsedBody, decode_parsed_body,
 from penstock.gateway.request.parser_process import FORMS, HEAD
 from penstock.gateway.request.socket_message import SocketMessage, decode_socket_message, parse_socket_message
 from penstock.gateway.settings import GatewaySettings, UnknownFields
-from penstock.gateway.stream.generation_request import FIRST_OF_TWO, GenerationRequest, StreamPosition
+from penstock.gateway.stream.generation_request import FIRST_OF_TWO, GenerationRequest, StreamPosition, queueing_in
 
 # Reading of request bodies, which must be JSON and are bounded in size and time.
 
@@ -352,10 +352,8 @@ def generation_request_of(request: Request, body: ParsedBody) -> GenerationReque
         tenant=caller.tenant,
         terms=caller.metered_terms,
         idempotency_key=key,
-        deadline_s=body.options.get("deadline_s"),
-        not_before_s=body.options.get("not_before_s"),
         lowers_max_tokens=settings.max_tokens_beyond_context == "lower",
-        return_progress=body.options.get("return_progress", False),
+        queueing=queueing_in(body.options),
         cut_at=cut_at,
         event_ids=_wants_event_ids(request, body, may_resume=key is not None or cut_at is not None),
         hides_models=bool(caller.models),

@@ -155,13 +155,13 @@ class ResponseStream(_ResponseAnswer, StreamAnswer):
             self._encoder = encoder = DIALECT.stream(self._head_at(job))
             # The caller may need the id before the first token. Progress follows the events of the opening.
             generation = self._generation
-            if self._record.background or generation.cut_at is not None or generation.return_progress:
+            if self._record.background or generation.cut_at is not None or generation.shows_waiting:
                 await self._send_all(encoder.opening(), writer)
             await self._relay_events(job, encoder, writer)
 
     async def _relay_events(self, job: AsyncJob, encoder: ResponseEncoder, writer: EventWriter) -> None:
         num_tokens = 0
-        async with aclosing(batches_of([job], with_waiting=self._generation.return_progress)) as batches:
+        async with aclosing(batches_of([job], with_waiting=self._generation.shows_waiting)) as batches:
             async for batch in batches:
                 if isinstance(batch, Waiting):
                     await writer.write(encoder.waiting(batch.job_id, batch.update))

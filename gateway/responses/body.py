@@ -6,7 +6,7 @@ Unknown and unsupported fields are refused by name.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -21,10 +21,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import QueueFields
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
+from penstock.contract.sampling import COMPACT, RESPONSES, Endpoint, SamplingParams
 from penstock.contract.tools import MAX_TOOLS, closed
+from penstock.gateway.request.queued_body import QueuedBody
 from penstock.gateway.responses.compaction import MAX_SUMMARY_TOKENS, asking
 from penstock.gateway.responses.items import AnyItem, Messages, items_of, items_or_none, messages_of, tools_in
 from penstock.gateway.responses.tools import (
@@ -37,7 +39,8 @@ from penstock.gateway.responses.tools import (
     tool_of,
 )
 from penstock.producer.openai.bodies import effort_variables
-from penstock.producer.openai.fields import NO_EFFECT, Wire, only
+from penstock.producer.openai.fields import NO_EFFECT, Wire, given_options, only, renamed_options, with_option_fields
+from penstock.producer.openai.generation_body import CLASS_OF_TIER
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 MAX_METADATA = 16
@@ -48,11 +51,8 @@ MAX_EFFORT_CHARS = 64
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """What `include` may name. Reasoning is never encrypted: its text is in the item's content."""
-_CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactive"}
 SHOWN_SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Sampling options that a response shows."""
-_OTHER_SAMPLING = ("repetition_penalty", "top_k", "min_p", "seed", "ignore_eos", "cache_salt")
-"""Fields of SamplingParams that OpenAI's API lacks."""
 
 Metadata = dict[
     Annotated[str, StringConstraints(max_length=MAX_METADATA_KEY_CHARS)],
@@ -141,15 +141,13 @@ class StreamOptions(_Options):
     include_obfuscation: Annotated[Any, only(None, False)] = None
 
 
-class _AnyBody(Wire):
+class _AnyBody(QueuedBody):
     """The fields that `/v1/responses` and `/v1/responses/compact` share. Fields without a comment are OpenAI's."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=MAX_RESPONSE_ID_CHARS)] | None = None
     cache_salt: str | None = None
-    priority: ClassName | None = None
-    deadline_s: float | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     prompt_cache_key: Annotated[str | None, NO_EFFECT] = None
     prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, NO_EFFECT] = None
@@ -164,39 +162,34 @@ class _AnyBody(Wire):
     @property
     def asked_class(self) -> ClassName | None:
         """The class that the body asks for: the one that it names, or else the one that the tier stands for."""
-        return self.priority or _CLASS_OF_TIER.get(self.service_tier or "")
+        return self.priority or CLASS_OF_TIER.get(self.service_tier or "")
 
     def names(self) -> dict[str, str]:
         """Map penstock's field names to the names in this body where they differ."""
-        return {
-            "prompt": "input",
-            "messages": "input",
-            "max_tokens": "max_output_tokens",
-            "logprobs": "top_logprobs",
-            "structured_outputs": "text.format",
-        }
+        return {"prompt": "input", "messages": "input", **renamed_options(SamplingParams, RESPONSES)}
 
 
-class ResponseBody(_AnyBody):
+if TYPE_CHECKING:
+    _SampledBody = _AnyBody
+    _CompactedBody = _AnyBody
+else:
+    _SampledBody = with_option_fields(_AnyBody, RESPONSES, SamplingParams, QueueFields)
+    _CompactedBody = with_option_fields(_AnyBody, COMPACT, QueueFields)
+
+
+class ResponseBody(_SampledBody):
     """Body of `POST /v1/responses`. Fields without a comment are those of OpenAI's API."""
+
+    endpoint: ClassVar[Endpoint] = RESPONSES
+    progress_needs: ClassVar[tuple[str, ...]] = ("stream", "background")
 
     input: Annotated[list[AnyItem], PlainValidator(items_of)]
     background: bool | None = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_progress: bool | None = None
 
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[str] | None, BeforeValidator(_includable)] = None
     text: TextConfig | None = None
@@ -250,13 +243,6 @@ class ResponseBody(_AnyBody):
         names += dropped_names(self._given_tools)
         return list(dict.fromkeys([*names, *(name for item in self.input for name in item.ignored)]))
 
-    @field_validator("return_progress")
-    @classmethod
-    def _needs_stream(cls, value: bool | None, info: ValidationInfo) -> bool | None:
-        if value and not (info.data.get("stream") or info.data.get("background")):
-            raise PydanticCustomError("unsupported_value", "allowed only when stream or background is true")
-        return value
-
     @property
     def template_kwargs(self) -> str | None:
         """The variables for the chat template as JSON text, or None: those of the reasoning effort."""
@@ -273,12 +259,12 @@ class ResponseBody(_AnyBody):
 
     def params(self) -> SamplingParams:
         """Return the sampling options. Raises pydantic's ValidationError."""
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*SHOWN_SAMPLING, *_OTHER_SAMPLING)}
-        given["max_tokens"] = self.max_output_tokens
-        given["structured_outputs"] = self.text and self.text.format.structured_outputs()
-        if self.top_logprobs or LOGPROBS in (self.include or ()):
-            given["logprobs"] = self.top_logprobs or 0
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        given = given_options(self, SamplingParams, RESPONSES)
+        if self.text is not None and (wanted := self.text.format.structured_outputs()) is not None:
+            given["structured_outputs"] = wanted
+        # Without include, a top_logprobs of 0 asks for nothing.
+        given["logprobs"] = self.top_logprobs or (0 if LOGPROBS in (self.include or ()) else None)
+        return SamplingParams(**given)
 
     def options(self) -> dict[str, Any]:
         """Return what only this API needs: how to run, store and show the response."""
@@ -290,7 +276,6 @@ class ResponseBody(_AnyBody):
             "items": [[item.id or "", json.dumps(item.stored(), ensure_ascii=False)] for item in self.input],
             **_conversation_options(self, found),
             "called": OfferedTools.of(self._given_tools).called(),
-            "return_progress": bool(self.return_progress),
         }
 
     def _echo(self) -> dict[str, Any]:
@@ -320,8 +305,10 @@ class ResponseBody(_AnyBody):
         }
 
 
-class CompactBody(_AnyBody):
+class CompactBody(_CompactedBody):
     """Body of `POST /v1/responses/compact`. Fields without a comment are those of OpenAI's API and of Codex CLI."""
+
+    endpoint: ClassVar[Endpoint] = COMPACT
 
     input: Annotated[list[AnyItem], PlainValidator(items_or_none), Field(default_factory=list)]
     # They shape an answer, and the summary has a form of its own.
@@ -374,7 +361,6 @@ def _conversation_options(body: ResponseBody | CompactBody, found: Messages) -> 
     return {
         "instructions": body.instructions,
         "previous": body.previous_response_id,
-        "deadline_s": body.deadline_s,
         "references": [[at, item_ids] for at, item_ids in found.references],
         "seals": [[at, *seal] for at, seal in found.seals],
         "num_calls": found.num_calls,

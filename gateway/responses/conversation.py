@@ -171,7 +171,7 @@ class Conversations:
             kept = record.items_of_user(job_id) if self._keeps_user else []
             record = replace(record.without_request(), items=kept)
         async with self._budget.taken(self._tenant, READ_RESULT_SIZE * bytes_to_claim(num_bytes.result)):
-            result = await self._client.responses.result(job_id, self._tenant)
+            result = await self._client.packed_result(job_id, tenant=self._tenant)
             if result is None or result.outcome.state != "done":
                 return record, None
             self._count_stored(result.num_bytes)

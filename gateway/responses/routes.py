@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import JobFailedError, NotFoundError, RequestError
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import RETURN_PROGRESS, SamplingParams
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.http.entry import caller_of
 from penstock.gateway.request.reading import MAX_NUMBER_DIGITS
@@ -106,7 +106,6 @@ def page_of(items: Items, job_id: str, query: Mapping[str, str]) -> tuple[Items,
 
 CANCEL_WAIT_S = 2.0
 """Seconds that a cancellation waits for a running job to end, which usually takes a step."""
-RETURN_PROGRESS = "return_progress"
 _INCLUDE = ("include", "include[]")
 
 ROUTES = (
@@ -136,7 +135,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     job_id, client, tenant = _named(request, response_id)
     record = stored_record(client, job_id, tenant)
     if is_stream:
-        reading = replace(_reading(job_id, tenant), return_progress=with_progress)
+        reading = replace(_reading(job_id, tenant), queueing={RETURN_PROGRESS: with_progress})
         return ResponseStream(request, reading, record, starting_after=int(starting_after))
     return ResponseState(request, _reading(job_id, tenant), record)
 

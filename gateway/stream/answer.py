@@ -385,7 +385,7 @@ class StreamAnswer(EventStream, Answer):
         numbers = {job.id: number for number, job in enumerate(jobs)}
         # A resumed stream checks each chunk before the one at which it was cut.
         sink = EventSink(encoder, writer) if self._generation.cut_at is None else None
-        async with aclosing(batches_of(jobs, sink, with_waiting=self._generation.return_progress)) as batches:
+        async with aclosing(batches_of(jobs, sink, with_waiting=self._generation.shows_waiting)) as batches:
             async for batch in batches:
                 if isinstance(batch, Waiting):
                     await writer.write(encoder.waiting(batch.job_id, batch.update))

@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from penstock.contract.errors import PenstockError
-from penstock.contract.job import JobKey, Priority, SamplingParams
+from penstock.contract.job import RETURN_PROGRESS, JobKey, Priority, QueueOptions, SamplingParams, SubmitOptions
 from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
 from penstock.contract.tasks import Task
 from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.request import Prompt, SubmitOptions
+from penstock.producer.client.request import Prompt
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 from penstock.runtime.gather import try_all
 
@@ -78,14 +79,10 @@ class GenerationRequest:
     tenant: str = "default"
     terms: Terms = UNLIMITED
     idempotency_key: str | None = None
-    deadline_s: float | None = None
-    """Seconds after which the jobs expire if they are not done."""
-    not_before_s: float | None = None
-    """Seconds that the jobs wait before they enter the queue."""
+    queueing: QueueOptions = field(default_factory=QueueOptions)
+    """What the body says about the queue."""
     lowers_max_tokens: bool = False
     """Whether `max_tokens` is lowered to what the model's context leaves after the prompt, instead of refused."""
-    return_progress: bool = False
-    """Whether a stream reports queue position and prompt progress of its jobs before their first chunks."""
     cut_at: StreamPosition | None = None
     """The position after which to resume an earlier stream. If set, no job is submitted."""
     event_ids: bool = False
@@ -105,6 +102,11 @@ class GenerationRequest:
     def read_after(self) -> int:
         """The index of the chunk after which to read a log; the chunk at `cut_at` is read again for comparison."""
         return -1 if self.cut_at is None or self.replay_from_start else self.cut_at.index - 1
+
+    @property
+    def shows_waiting(self) -> bool:
+        """Whether a stream reports queue position and prompt progress of its jobs before their first chunks."""
+        return bool(self.queueing.get(RETURN_PROGRESS))
 
     @property
     def key(self) -> JobKey | None:
@@ -172,10 +174,15 @@ def _prompt_name(names: Mapping[str, str], index: int) -> str:
     return f"prompt[{index}]"
 
 
+def queueing_in(options: Mapping[str, Any]) -> QueueOptions:
+    """Return the options of a body that say how its jobs are queued."""
+    return cast(QueueOptions, {name: options[name] for name in QueueOptions.__annotations__ if name in options})
+
+
 def submit_options(generation: GenerationRequest) -> SubmitOptions:
     """Return the options that all jobs of a request share."""
     content, tool_use = generation.content, generation.content.tool_use
-    return SubmitOptions(
+    options = SubmitOptions(
         model=content.model or None,
         task=content.task,
         params=content.params,
@@ -186,11 +193,9 @@ def submit_options(generation: GenerationRequest) -> SubmitOptions:
         priority=generation.priority,
         tenant=generation.tenant,
         terms=generation.terms,
-        deadline_s=generation.deadline_s,
-        not_before_s=generation.not_before_s,
         lower_max_tokens=generation.lowers_max_tokens,
-        return_progress=generation.return_progress,
     )
+    return {**options, **generation.queueing}
 
 
 async def _submit(client: AsyncClient, generation: GenerationRequest, index: int, prompt: Prompt) -> AsyncJob:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import MAX_MESSAGES, SamplingParams, TokenId
+from penstock.contract.job import MAX_MESSAGES, QueueOptions, SamplingParams, TokenId
 from penstock.contract.priority import ClassName
 from penstock.contract.tasks import MAX_TASK_TOKENS, Detokenize, Task, Tokenize
 from penstock.contract.tools import MAX_TOOLS
@@ -54,6 +54,10 @@ class TaskBody(Wire):
     def tool_use(self) -> ToolUse:
         """Return the tools that a chat offers."""
         return NO_TOOLS
+
+    def queueing(self) -> QueueOptions:
+        """Return that the jobs are queued as the caller's usually are."""
+        return {}
 
     def options(self) -> dict[str, Any]:
         """Return that the answer has no options."""

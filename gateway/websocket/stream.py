@@ -20,6 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Scope, Send
 
 from penstock.contract.errors import InvariantError, JobCancelledError, NotFoundError, PenstockError, RequestError
+from penstock.contract.job import RETURN_PROGRESS
 from penstock.gateway.openai.errors import ID_HEADER, error_body
 from penstock.gateway.request.parsed_body import ParsedBody
 from penstock.gateway.request.reading import AFTER, EVENT_IDS_HEADER, KEY_HEADER, PARSED_BODY
@@ -130,8 +131,6 @@ MESSAGES_PER_ROUND = 64
 """Messages that are sent before other tasks run. They take about a millisecond."""
 MAX_ERROR_BYTES = 64 << 10
 """Bytes of an answer that is not a stream. Only errors and the state of a submitted job are such answers."""
-RETURN_PROGRESS = "return_progress"
-"""The field of a job, and the query parameter of its stream."""
 _CREDENTIALS = (b"authorization", b"x-api-key")
 _NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
 

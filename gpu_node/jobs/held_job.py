@@ -15,7 +15,7 @@ from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.jobs.times import EndedJob, JobTimes, JobTrace
 from penstock.queue import msgpack_codec, results
 from penstock.queue.broker.node import Emission, Taken, UsedTokens
-from penstock.queue.chunks import NO_ROWS, Rows, encode_chunk, encode_progress, joined, rows_of
+from penstock.queue.chunks import NO_ROWS, RowParts, encode_chunk, encode_progress, joined, rows_of
 from penstock.queue.msgpack_codec import Pack
 from penstock.queue.results import encode_embedding
 
@@ -29,7 +29,7 @@ class ChoiceText:
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    rows: list[Rows] = field(default_factory=list)
+    rows: list[RowParts] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     fresh_ids: list[int] = field(default_factory=list)
     fresh_texts: list[str] = field(default_factory=list)
@@ -69,8 +69,8 @@ class SealedChunk(NamedTuple):
     """A packed chunk, and the packed log-probabilities in it. The job's log and its result share these bytes."""
 
     data: bytes
-    rows: Rows = NO_ROWS
-    prompt_rows: Rows = NO_ROWS
+    rows: RowParts = NO_ROWS
+    prompt_rows: RowParts = NO_ROWS
 
 
 def seal(chunk: Chunk, pack: Pack = msgpack_codec.pack) -> SealedChunk:
@@ -88,7 +88,7 @@ class PromptRows:
     """
 
     def __init__(self) -> None:
-        self._packed: list[Rows] = []
+        self._packed: list[RowParts] = []
         self._num_packed = 0
         self._pending: list[TokenLogprobs] = []
 
@@ -107,14 +107,14 @@ class PromptRows:
         del self._pending[: len(entries)]
         return Chunk(job_id, index, position=self._num_packed, prompt_logprobs=entries)
 
-    def note(self, rows: Rows) -> None:
+    def note(self, rows: RowParts) -> None:
         """Keep a chunk's packed prompt log-probabilities, if it has any."""
         if rows.num_rows:
             self._packed.append(rows)
             self._num_packed += rows.num_rows
 
     @property
-    def packed(self) -> Rows:
+    def packed(self) -> RowParts:
         """The packed log-probabilities of all chunks."""
         return joined(self._packed)
 

@@ -1,38 +1,48 @@
-"""Jobs and their sampling parameters. pydantic checks both where they enter: client, HTTP or batch file."""
+"""Jobs, and the options with which callers submit them. pydantic checks both where they enter."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypedDict
 
-from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, StringConstraints, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.named import NAME_PATTERN, CheckedInput
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
-from penstock.contract.sampling import StructuredOutputs
+from penstock.contract.response_record import ResponseRecord
+from penstock.contract.sampling import (
+    COMPACT,
+    COUNT_TOKENS,
+    EMBEDDINGS,
+    MESSAGES,
+    OPENAI,
+    RESPONSES,
+    Option,
+    SamplingOptions,
+    Text,
+)
+from penstock.contract.sampling import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
+from penstock.contract.sampling import SamplingParams as SamplingParams
+from penstock.contract.sampling import TokenId as TokenId
 from penstock.contract.tasks import GENERATE, Detokenize, Embed, Task
-from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT, CallId, TemplateKwargs, ToolCall, Tools, few_calls
+from penstock.contract.tenant import Terms
+from penstock.contract.tools import (
+    MAX_CALLS,
+    MAX_CALLS_OF_CHAT,
+    CallId,
+    TemplateKwargs,
+    ToolCall,
+    ToolChoice,
+    Tools,
+    few_calls,
+)
 
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from penstock.contract.sampling import SamplingOptions
-
-MAX_CHOICES = 16
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARS = 256
-MAX_STOP_TOKEN_IDS = 64
-MAX_BAD_WORDS = 64
-MAX_CACHE_SALT_CHARS = 256
-MAX_LOGIT_BIASES = 1024
-MAX_LOGIT_BIAS = 100.0
-MAX_TOKENS_LIMIT = 1 << 20
 PREDICTED_OUTPUT_TOKENS = 256
 """Predicted output tokens per choice, or max_tokens if less, until nodes report measured lengths."""
 MAX_MESSAGES = 4096
@@ -43,103 +53,8 @@ _UUID7_PATTERN = r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-
 JOB_ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,64}}(~[0-9]{{1,4}})?\.{_UUID7_PATTERN}$"
 
 
-def _encodable(text: str) -> str:
-    try:
-        # Fifteen times as fast as checking each character, which would block the event loop.
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("text must be valid Unicode, without lone surrogates") from None
-    return text
-
-
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
-StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
-Text = Annotated[str, AfterValidator(_encodable)]
-CacheSalt = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
 ParticipantName = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_PARTICIPANT_NAME_CHARS)]
-
-
-class SamplingParams(CheckedInput):
-    """How tokens are sampled and when a choice ends. Names and meanings follow vLLM's.
-
-    - `temperature`: 0 is greedy. `top_k`: 0 or -1 means no limit.
-    - `min_p` drops each token whose probability is below this fraction of the most likely token's probability.
-    - `repetition_penalty` counts prompt and output. `presence_penalty` and `frequency_penalty` count the output only;
-      a negative value favors tokens that already occurred.
-    - `logit_bias` maps a token id to an offset, which is added to its logit before all other steps.
-    - `bad_words` are texts; their token sequences are never generated.
-    - `include_stop_str_in_output` keeps the stop string that ended a choice in its text.
-    - `max_tokens`: None generates up to the model's limit.
-    - `logprobs` is the number of most likely tokens reported with each output token. Their log-probabilities are taken
-      before all steps above. `prompt_logprobs` does the same for prompt tokens.
-    - `truncate_prompt_tokens` keeps only that many of the prompt's last tokens.
-    - `return_token_ids` reports the token ids of the prompt: as `prompt_logprobs` without values.
-    - `cache_salt`: only the tenant's jobs with the same value share cached prefixes with this one.
-    - `seed`: None derives it from the job's id, so that a job submitted twice samples the same tokens.
-    """
-
-    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    temperature: float = Field(default=1.0, ge=0.0, le=10.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=-1, lt=1 << 31)
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
-    min_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS_LIMIT)
-    ignore_eos: bool = False
-    stop: tuple[StopString, ...] = Field(default=(), max_length=MAX_STOP_STRINGS)
-    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=MAX_STOP_TOKEN_IDS)
-    include_stop_str_in_output: bool = False
-    logit_bias: dict[TokenId, Bias] = Field(default={}, max_length=MAX_LOGIT_BIASES)
-    bad_words: tuple[StopString, ...] = Field(default=(), max_length=MAX_BAD_WORDS)
-    structured_outputs: StructuredOutputs | None = None
-    """The schema or grammar that the text must match."""
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    truncate_prompt_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
-    return_token_ids: bool = False
-    cache_salt: CacheSalt | None = None
-
-    if TYPE_CHECKING:
-        # A type checker would otherwise want what the fields hold, so a tuple for `stop`, where callers give a list.
-        def __init__(self, **given: Unpack[SamplingOptions]) -> None: ...
-
-    @property
-    def needs_token_details(self) -> bool:
-        """Whether log-probabilities or the prompt's token ids are asked for."""
-        return self.logprobs is not None or self.prompt_logprobs is not None or self.return_token_ids
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _by_id(cls, value: dict[int, float]) -> dict[int, float]:
-        return dict(sorted(value.items()))
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_stop_string(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("stop"), str):
-            return {**data, "stop": (data["stop"],)}
-        return data
-
-    @field_validator("min_tokens")
-    @classmethod
-    def _min_below_max(cls, value: int, info: ValidationInfo) -> int:
-        max_tokens = info.data.get("max_tokens")
-        if max_tokens is not None and value > max_tokens:
-            raise ValueError(f"{value} must not exceed max_tokens ({max_tokens})")
-        return value
-
-    @field_validator("structured_outputs")
-    @classmethod
-    def _ends_by_itself(cls, value: StructuredOutputs | None, info: ValidationInfo) -> StructuredOutputs | None:
-        if value is not None and (info.data.get("min_tokens") or info.data.get("ignore_eos")):
-            raise ValueError("determines where the text ends; it cannot be combined with min_tokens or ignore_eos")
-        return value
 
 
 class Message(CheckedInput):
@@ -161,6 +76,8 @@ class JobDef(CheckedInput):
     `id` is `<pool>.<uuidv7>`. The caller creates it, so that a retried submit is the same job. `deadline_ms` and
     `not_before_ms` are durations from the moment of submission. Until `not_before_ms` has passed, no node takes the job
     and its priority does not age. A job with `background` false is canceled when it loses all its readers.
+
+    The fields that `Request` has too travel to the node, in this order.
     """
 
     id: Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
@@ -173,6 +90,11 @@ class JobDef(CheckedInput):
     """The functions that the chat's assistant may call."""
     chat_template_kwargs: TemplateKwargs | None = None
     """Variables for the model's chat template."""
+    max_total_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    """The most tokens of prompt and output together, to which the node lowers `params.max_tokens`. It is part of the
+    job, so every node that runs it lowers the limit alike. None: a larger `max_tokens` is refused."""
+    return_progress: bool = False
+    """Whether the node reports to the readers how far it has computed the prompt."""
     adapter: AdapterRef | None = None
     """The LoRA adapter that the model runs with."""
     task: Task | None = None
@@ -183,11 +105,6 @@ class JobDef(CheckedInput):
     deadline_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
     not_before_ms: int | None = Field(default=None, ge=0, le=1000 * MAX_DEADLINE_S)
     background: bool = True
-    max_total_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
-    """The most tokens of prompt and output together, to which the node lowers `params.max_tokens`. It is part of the
-    job, so every node that runs it lowers the limit alike. None: a larger `max_tokens` is refused."""
-    return_progress: bool = False
-    """Whether the node reports to the readers how far it has computed the prompt."""
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 
     @field_validator("messages")
@@ -251,6 +168,108 @@ class JobDef(CheckedInput):
     def pool(self) -> str:
         """The pool (a served model and its nodes) that the id names."""
         return pool_of(self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The part of a job that its node needs, and what it carries of a trace."""
+
+    params: SamplingParams
+    prompt: str | None = None
+    prompt_token_ids: tuple[TokenId, ...] | None = None
+    messages: tuple[Message, ...] | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    max_total_tokens: int | None = None
+    return_progress: bool = False
+    adapter: AdapterRef | None = None
+    task: Task | None = None
+    trace: tuple[str, ...] = ()
+
+
+# How a caller says it: as fields of an HTTP body, and as keyword arguments.
+
+RETURN_PROGRESS: Final = "return_progress"
+"""Also the query parameter of a stream that is read later."""
+_ONLY_TEXT = {COMPACT: None, MESSAGES: None, COUNT_TOKENS: None, EMBEDDINGS: None}
+_ONLY_JOBS = {OPENAI: None, RESPONSES: None, **_ONLY_TEXT}
+
+
+class QueueFields(BaseModel):
+    """The fields with which HTTP bodies say how their jobs are queued. `JobOptions` says what each means."""
+
+    deadline_s: Annotated[float | None, Option({MESSAGES: None, COUNT_TOKENS: None})] = None
+    not_before_s: Annotated[float | None, Option({RESPONSES: None, **_ONLY_TEXT})] = None
+    return_progress: Annotated[bool | None, Option(_ONLY_TEXT)] = None
+    background: Annotated[bool | None, Option({OPENAI: None, **_ONLY_TEXT})] = None
+    queue_without_node: Annotated[bool | None, Option(_ONLY_JOBS)] = None
+    idempotency_key: Annotated[str | None, Option(_ONLY_JOBS)] = None
+
+
+class QueueOptions(TypedDict, total=False):
+    """The same as keyword arguments."""
+
+    deadline_s: float | None
+    not_before_s: float | None
+    return_progress: bool
+    background: bool
+    queue_without_node: bool | None
+    idempotency_key: str | None
+
+
+class JobOptions(SamplingOptions, QueueOptions, total=False):
+    """Keyword arguments of `submit`, `generate` and `map`: how jobs are queued, and every field of `SamplingParams`.
+
+    model: a served model, pool, alias or adapter; optional if only one model is served.
+    adapter: one of the model's LoRA adapters; naming it as the model has the same effect.
+    params: all sampling options at once, instead of the single arguments.
+    priority: the job's class.
+    deadline_s: seconds after which the job expires if it is not done.
+    not_before_s: seconds that the job waits before it enters the queue.
+    channel: also publish each chunk on the job's own channel, for any Redis client.
+    lower_max_tokens: lower `max_tokens` to what the context leaves after the prompt, instead of refusing the job.
+    background: continue without a reader; otherwise the job is canceled soon after its last reader has left.
+    return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
+    queue_without_node: queue the job even while its pool has no live node; by default the client's setting.
+    idempotency_key: a later submission with the same key and the same request returns the same job, also if several
+        pools serve the model.
+    tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.
+    tool_choice: `auto` (the default) lets the model decide; `required` and a named function allow only calls.
+    parallel_tool_calls: whether a text that is constrained to calls may have several (the default).
+    chat_template_kwargs: variables for the model's chat template, such as `enable_thinking`.
+    tenant: the tenant that the job belongs to; by default the client's.
+    terms: the tenant's limits and weight; by default no limits, and the client's weight.
+    """
+
+    model: str | None
+    adapter: str | None
+    params: SamplingParams | None
+    priority: Priority
+    channel: bool
+    lower_max_tokens: bool
+    tools: Sequence[Mapping[str, Any]] | str | None
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool
+    chat_template_kwargs: Mapping[str, Any] | str | None
+    tenant: str | None
+    terms: Terms | None
+
+
+class SubmitOptions(JobOptions, total=False):
+    """Keyword arguments of `submit`: those of `JobOptions`, and what only a single job can have.
+
+    job_id: `<pool>.<uuidv7>`; the client makes one by default.
+    task: what to do with the prompt instead of generating text from it; see `AsyncClient.tokenize`.
+    response: the record of a stored response, which is stored in the same step as the job.
+    """
+
+    job_id: str | None
+    task: Task | None
+    response: ResponseRecord | None
+
+
+OPTIONS_OF_QUEUE = SubmitOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()
+"""The options that are no sampling."""
 
 
 def lowered_max_tokens(max_tokens: int | None, max_total_tokens: int | None, num_prompt_tokens: int) -> int | None:

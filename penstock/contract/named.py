@@ -1,4 +1,4 @@
-"""Errors and values that name the field of a caller's input."""
+"""Base classes of records from callers, which refuse unknown fields by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
-
-# Base class of records parsed from untrusted input; it refuses unknown field names cheaply.
 
 UNKNOWN_FIELD = "unknown_field"
 """The pydantic error type, the API error code, and the key under which the error's context holds the field name."""
@@ -83,9 +81,6 @@ class CheckedInput(BaseModel):
     """Base of records from callers: frozen; unknown fields, NaN and infinity are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-# Translation of pydantic's validation errors into penstock errors that name the first invalid field.
 
 
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"

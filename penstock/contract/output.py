@@ -49,9 +49,8 @@ def members_of(update: WaitUpdate) -> dict[str, dict[str, int | None]]:
     return {"prompt_progress": {**tokens, "time_ms": update.time_ms}}
 
 
-# The output of jobs: token chunks, outcomes and results.
-#
-# They are plain frozen dataclasses, because the hot path creates thousands of them per second.
+# The output of jobs: token chunks, outcomes and results. They are plain frozen dataclasses, because the hot path
+# creates thousands of them per second.
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 TerminalState = Literal["done", "failed", "cancelled", "expired"]

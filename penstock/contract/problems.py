@@ -93,12 +93,13 @@ def problem_of(error: ValidationError, names: Mapping[str, str] | None = None) -
     context = first.get("ctx", {})
     loc += [context[name] for name in (UNKNOWN_FIELD, WRONG_MEMBER) if name in context]
     code = _CODES.get(first["type"])
-    message = _unknown(context.get(NEAREST_FIELD)) if code == UNKNOWN_FIELD else _text_of(first)
+    if code != UNKNOWN_FIELD:
+        message = _text_of(first)
+    elif (nearest := context.get(NEAREST_FIELD)) is None:
+        message = "unknown field"
+    else:
+        message = f"unknown field; the most similar known name is {nearest}"
     return Problem(message, _path(loc), code)
-
-
-def _unknown(nearest: str | None) -> str:
-    return "unknown field" if nearest is None else f"unknown field; the most similar known name is {nearest}"
 
 
 def _text_of(error: Mapping[str, Any]) -> str:

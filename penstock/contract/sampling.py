@@ -1,17 +1,36 @@
-"""Sampling options: structured outputs, and the options as keyword arguments for type checkers."""
+"""Sampling options, each declared once: type, default, bounds, names in HTTP bodies, and flag of `penstock submit`.
+
+Bodies, refusals, flags and tables of fields are made from `SamplingParams`.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict
+from dataclasses import dataclass
+from dataclasses import field as member
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict
 
-from pydantic import AliasChoices, FailFast, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    FailFast,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from penstock.contract.named import Named
+from penstock.contract.logprobs import MAX_LOGPROBS
+from penstock.contract.named import CheckedInput, Named
 from penstock.contract.tools import WantedCalls, json_of
 
-# Structured-output options of a request. Nodes compile them into masks of allowed tokens.
+if TYPE_CHECKING:
+    from typing import Unpack
+
+# Structured outputs. Nodes compile them into masks of allowed tokens.
 
 MAX_SCHEMA_CHARS = 1 << 18
 MAX_GRAMMAR_CHARS = 1 << 16
@@ -87,11 +106,206 @@ class StructuredOutputs(Named):
         return self
 
 
-# The sampling fields as keyword arguments: wider types than the checked record, whose fields they become.
+# What an option's field says beside type, default and bounds: its names in HTTP bodies, and its flag.
+
+Endpoint = Literal["openai", "responses", "compact", "messages", "count_tokens", "jobs", "embeddings"]
+OPENAI: Final = "openai"
+"""Chats, completions, and rows of batch files."""
+RESPONSES: Final = "responses"
+COMPACT: Final = "compact"
+MESSAGES: Final = "messages"
+COUNT_TOKENS: Final = "count_tokens"
+JOBS: Final = "jobs"
+EMBEDDINGS: Final = "embeddings"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Option:
+    """The mark of an option's field."""
+
+    named: Mapping[Endpoint, str | None] = member(default_factory=dict)
+    """Endpoint → the option's name in bodies there; a name with a dot is a part of another field. Endpoints that are
+    absent use the option's own name. None: the body has no field that only says this option."""
+    one_is_enough: bool = False
+    """Whether OpenAI's bodies may have one item in place of a list of one."""
+    flag: str = ""
+    """Help text of the flag of `penstock submit`; empty if it has none."""
+
+
+def option_of(record: type[BaseModel], name: str) -> Option:
+    """Return the mark of a record's field."""
+    return next((mark for mark in record.model_fields[name].metadata if isinstance(mark, Option)), _UNMARKED)
+
+
+def name_at(endpoint: Endpoint, record: type[BaseModel], name: str) -> str | None:
+    """Return what bodies of an endpoint call an option of the record; None if they have no field of it."""
+    return option_of(record, name).named.get(endpoint, name)
+
+
+def names_at(endpoint: Endpoint, record: type[BaseModel]) -> dict[str, str]:
+    """Map the record's options to their names in bodies of an endpoint, without those that have none there."""
+    found = ((name, name_at(endpoint, record, name)) for name in record.model_fields)
+    return {name: there for name, there in found if there is not None}
+
+
+_UNMARKED = Option()
+_NOT_ANTHROPIC: Mapping[Endpoint, None] = {MESSAGES: None}
+_ONLY_OPENAI: Mapping[Endpoint, None] = {RESPONSES: None, MESSAGES: None}
+_RECOMMENDED = "Default: what the model recommends."
+
+MAX_CHOICES = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_BAD_WORDS = 64
+MAX_CACHE_SALT_CHARS = 256
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_TOKENS_LIMIT = 1 << 20
+
+
+def _encodable(text: str) -> str:
+    try:
+        # Fifteen times as fast as checking each character, which would block the event loop.
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("text must be valid Unicode, without lone surrogates") from None
+    return text
+
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Text = Annotated[str, AfterValidator(_encodable)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
+CacheSalt = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
+
+
+class SamplingParams(CheckedInput):
+    """How tokens are sampled and when a choice ends. Names and meanings follow vLLM's.
+
+    - `temperature`: 0 is greedy. `top_k`: 0 or -1 means no limit.
+    - `min_p` drops each token whose probability is below this fraction of the most likely token's probability.
+    - `repetition_penalty` counts prompt and output. `presence_penalty` and `frequency_penalty` count the output only;
+      a negative value favors tokens that already occurred.
+    - `logit_bias` maps a token id to an offset, which is added to its logit before all other steps.
+    - `bad_words` are texts; their token sequences are never generated.
+    - `include_stop_str_in_output` keeps the stop string that ended a choice in its text.
+    - `max_tokens`: None generates up to the model's limit.
+    - `logprobs` is the number of most likely tokens reported with each output token. Their log-probabilities are taken
+      before all steps above. `prompt_logprobs` does the same for prompt tokens.
+    - `truncate_prompt_tokens` keeps only that many of the prompt's last tokens.
+    - `return_token_ids` reports the token ids of the prompt: as `prompt_logprobs` without values.
+    - `cache_salt`: only the tenant's jobs with the same value share cached prefixes with this one.
+    - `seed`: None derives it from the job's id, so that a job submitted twice samples the same tokens.
+    """
+
+    n: Annotated[int, Option(_ONLY_OPENAI)] = Field(default=1, ge=1, le=MAX_CHOICES)
+    temperature: Annotated[
+        float, Option(flag=f"Sampling temperature. 0 always picks the most likely token. {_RECOMMENDED}")
+    ] = Field(default=1.0, ge=0.0, le=10.0)
+    top_p: Annotated[
+        float, Option(flag=f"Sample from the most likely tokens that together reach this probability. {_RECOMMENDED}")
+    ] = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=-1, lt=1 << 31)
+    min_p: Annotated[
+        float,
+        Option(
+            _NOT_ANTHROPIC,
+            flag=f"Drop tokens below this fraction of the most likely token's probability. {_RECOMMENDED}",
+        ),
+    ] = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: Annotated[float, Option(_NOT_ANTHROPIC)] = Field(default=1.0, gt=0.0, le=10.0)
+    presence_penalty: Annotated[
+        float, Option(_NOT_ANTHROPIC, flag="Lower the score of tokens that already occurred in the answer. Default: 0.")
+    ] = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: Annotated[
+        float,
+        Option(
+            _NOT_ANTHROPIC, flag="Lower the score of a token for each earlier occurrence in the answer. Default: 0."
+        ),
+    ] = Field(default=0.0, ge=-2.0, le=2.0)
+    seed: Annotated[
+        int | None, Option(_NOT_ANTHROPIC, flag="Random seed. The same seed gives the same answer. Default: random.")
+    ] = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    max_tokens: Annotated[
+        int | None,
+        Option(
+            {RESPONSES: "max_output_tokens"},
+            flag="Most tokens of the answer. Default: up to the model's context length.",
+        ),
+    ] = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
+    min_tokens: Annotated[int, Option(_ONLY_OPENAI)] = Field(default=0, ge=0, le=MAX_TOKENS_LIMIT)
+    ignore_eos: Annotated[bool, Option(_NOT_ANTHROPIC)] = False
+    stop: Annotated[
+        tuple[StopString, ...],
+        Option(
+            {RESPONSES: None, MESSAGES: "stop_sequences"},
+            one_is_enough=True,
+            flag="End the answer before this text. Repeat it for several.",
+        ),
+    ] = Field(default=(), max_length=MAX_STOP_STRINGS)
+    stop_token_ids: Annotated[tuple[TokenId, ...], Option(_ONLY_OPENAI, one_is_enough=True)] = Field(
+        default=(), max_length=MAX_STOP_TOKEN_IDS
+    )
+    include_stop_str_in_output: Annotated[bool, Option(_ONLY_OPENAI)] = False
+    logit_bias: Annotated[dict[TokenId, Bias], Option(_ONLY_OPENAI)] = Field(default={}, max_length=MAX_LOGIT_BIASES)
+    bad_words: Annotated[tuple[StopString, ...], Option(_ONLY_OPENAI)] = Field(default=(), max_length=MAX_BAD_WORDS)
+    structured_outputs: Annotated[
+        StructuredOutputs | None, Option({RESPONSES: "text.format", MESSAGES: "output_config.format"})
+    ] = None
+    """The schema or grammar that the text must match."""
+    logprobs: Annotated[int | None, Option({OPENAI: None, RESPONSES: "top_logprobs", MESSAGES: None})] = Field(
+        default=None, ge=0, le=MAX_LOGPROBS
+    )
+    prompt_logprobs: Annotated[int | None, Option({OPENAI: None, RESPONSES: None, MESSAGES: None})] = Field(
+        default=None, ge=0, le=MAX_LOGPROBS
+    )
+    truncate_prompt_tokens: Annotated[int | None, Option(_ONLY_OPENAI)] = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
+    return_token_ids: Annotated[bool, Option(_ONLY_OPENAI)] = False
+    cache_salt: CacheSalt | None = None
+
+    if TYPE_CHECKING:
+        # A type checker would otherwise want what the fields hold, so a tuple for `stop`, where callers give a list.
+        def __init__(self, **given: Unpack[SamplingOptions]) -> None: ...
+
+    @property
+    def needs_token_details(self) -> bool:
+        """Whether log-probabilities or the prompt's token ids are asked for."""
+        return self.logprobs is not None or self.prompt_logprobs is not None or self.return_token_ids
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _by_id(cls, value: dict[int, float]) -> dict[int, float]:
+        return dict(sorted(value.items()))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stop_string(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("stop"), str):
+            return {**data, "stop": (data["stop"],)}
+        return data
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _min_below_max(cls, value: int, info: ValidationInfo) -> int:
+        max_tokens = info.data.get("max_tokens")
+        if max_tokens is not None and value > max_tokens:
+            raise ValueError(f"{value} must not exceed max_tokens ({max_tokens})")
+        return value
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _ends_by_itself(cls, value: StructuredOutputs | None, info: ValidationInfo) -> StructuredOutputs | None:
+        if value is not None and (info.data.get("min_tokens") or info.data.get("ignore_eos")):
+            raise ValueError("determines where the text ends; it cannot be combined with min_tokens or ignore_eos")
+        return value
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of `SamplingParams`, and of the client's `submit`; `SamplingParams` says what each means."""
+    """Keyword arguments of `SamplingParams`, and of the client's `submit`, for type checkers.
+
+    The types are wider than those of the fields that the arguments become.
+    """
 
     n: int
     temperature: float

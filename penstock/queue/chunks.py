@@ -18,7 +18,7 @@ from penstock.queue.msgpack_codec import Pack, WireError, array_header, checked_
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowParts:
     """Log-probabilities of several tokens: packed rows in parts, since those of a long prompt are several megabytes."""
 
     num_rows: int
@@ -30,19 +30,19 @@ class Rows:
         return (array_header(self.num_rows), *self.parts)
 
 
-NO_ROWS = Rows(0, ())
+NO_ROWS = RowParts(0, ())
 
 
-def rows_of(entries: Sequence[TokenLogprobs], pack: Pack = msgpack_codec.pack) -> Rows:
+def rows_of(entries: Sequence[TokenLogprobs], pack: Pack = msgpack_codec.pack) -> RowParts:
     """Pack log-probabilities into rows."""
     if not entries:
         return NO_ROWS
-    return Rows(len(entries), (pack(to_wire(entries))[len(array_header(len(entries))) :],))
+    return RowParts(len(entries), (pack(to_wire(entries))[len(array_header(len(entries))) :],))
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
+def joined(parts: Sequence[RowParts]) -> RowParts:
     """Return the rows of all parts, in order, as one. It copies no bytes."""
-    return Rows(sum(part.num_rows for part in parts), tuple(data for part in parts for data in part.parts))
+    return RowParts(sum(part.num_rows for part in parts), tuple(data for part in parts for data in part.parts))
 
 
 def to_wire(entries: Sequence[TokenLogprobs]) -> list[Any]:
@@ -78,7 +78,9 @@ def _entry_of(entry: Any) -> TokenLogprobs:
 # the bytes.
 
 
-def encode_chunk(chunk: Chunk, pack: Pack = pack, rows: Rows | None = None, prompt_rows: Rows | None = None) -> bytes:
+def encode_chunk(
+    chunk: Chunk, pack: Pack = pack, rows: RowParts | None = None, prompt_rows: RowParts | None = None
+) -> bytes:
     """Encode a chunk for the log and the channels. Terminal chunks are built by the scripts instead.
 
     `rows` and `prompt_rows` are the chunk's log-probabilities, if they are packed already.

@@ -14,7 +14,7 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Choice, FinishReason, Outcome, Result, Usage
 from penstock.contract.tasks import Detokenized, Embedding, TaskOutput, Tokenized
 from penstock.queue import chunks
-from penstock.queue.chunks import Rows, rows_of
+from penstock.queue.chunks import RowParts, rows_of
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.msgpack_codec import (
     MAX_BYTES,
@@ -263,7 +263,7 @@ def encode_tokenized(
     """Encode the output of `Tokenize`. None stands for what was not requested."""
     members: list[tuple[str, Iterable[bytes | bytearray]]] = []
     if token_ids is not None:
-        members.append(("tokens", binary(_packed_ints(token_ids))))
+        members.append(("tokens", binary(_little_endian(array(_INT, token_ids)).tobytes())))
     if token_strs is not None:
         strs, ends = bytearray(), array(_INT)
         for token in token_strs:
@@ -281,10 +281,6 @@ def encode_detokenized(text: str) -> bytes:
 def encode_embedding(vector: bytes, num_tokens: int) -> bytes:
     """Encode the output of `Embed`. `vector`: float32, little-endian."""
     return pack({"kind": "embed", "num": num_tokens, "vector": vector})
-
-
-def _packed_ints(values: Sequence[int]) -> bytes:
-    return _little_endian(array(_INT, values)).tobytes()
 
 
 def _little_endian(values: array[Number]) -> array[Number]:
@@ -325,8 +321,8 @@ def encode_result(
     choices: tuple[Choice, ...],
     usage: Usage,
     cuts: list[tuple[int, int, int]],
-    prompt_logprobs: Sequence[TokenLogprobs] | Rows = (),
-    logprobs: Sequence[Rows] = (),
+    prompt_logprobs: Sequence[TokenLogprobs] | RowParts = (),
+    logprobs: Sequence[RowParts] = (),
     *,
     output: bytes = b"",
 ) -> bytes:
@@ -336,7 +332,7 @@ def encode_result(
     `output` is the packed output of the job's task, if it has one.
     """
     rows = logprobs or [rows_of(choice.logprobs) for choice in choices]
-    prompt_rows = prompt_logprobs if isinstance(prompt_logprobs, Rows) else rows_of(prompt_logprobs)
+    prompt_rows = prompt_logprobs if isinstance(prompt_logprobs, RowParts) else rows_of(prompt_logprobs)
     members: list[tuple[str, Iterable[bytes]]] = [
         ("choices", (array_header(len(choices)), *map(_packed_choice, choices, rows))),
         ("u", (pack([usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]),)),
@@ -366,7 +362,7 @@ def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[in
         raise WireError(f"not a result: {error!r}") from error
 
 
-def _packed_choice(choice: Choice, rows: Rows) -> bytes:
+def _packed_choice(choice: Choice, rows: RowParts) -> bytes:
     data = pack({"c": choice.index, "s": choice.text, "t": choice.token_ids, "f": choice.finish_reason})
     return with_members(data, [("l", rows.array_parts)]) if rows.num_rows else data
 

@@ -5,41 +5,22 @@ Decoders ignore unknown keys; `msgpack_codec.py` defines the limits that they en
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import UnsupportedKindError
-from penstock.contract.job import JobDef, Message, SamplingParams, TokenId
+from penstock.contract.job import JobDef
+from penstock.contract.job import Request as Request
 from penstock.contract.pool import NodePressure, PoolEntry, PoolRecord
 from penstock.contract.problems import problem_of
 from penstock.contract.tasks import GENERATE, KINDS, Task
-from penstock.contract.tools import TemplateKwargs, Tools, few_calls
+from penstock.contract.tools import few_calls
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.msgpack_codec import WireError, checked_map, pack, unpack_all
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The request of a job, which a node needs to run it, and what it carries of a trace; stored in P:request:<id>."""
-
-    params: SamplingParams
-    prompt: str | None = None
-    prompt_token_ids: tuple[TokenId, ...] | None = None
-    messages: tuple[Message, ...] | None = None
-    tools: Tools | None = None
-    adapter: AdapterRef | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    task: Task | None = None
-    max_total_tokens: int | None = None
-    """The most tokens of prompt and output together, to which `params.max_tokens` is lowered."""
-    return_progress: bool = False
-    """Whether readers want to know how far the prompt is computed."""
-    trace: tuple[str, ...] = ()
 
 
 def unpack_map(data: bytes, *, of_any_version: bool = False) -> dict[str, Any]:
@@ -52,18 +33,12 @@ def unpack_map(data: bytes, *, of_any_version: bool = False) -> dict[str, Any]:
     return maps[0]
 
 
-# Requests ---------------------------------------------------------------------------------------
-
 _request_adapter = TypeAdapter(Request)
-_REQUEST_MEMBERS = (
-    "params",
-    "tools",
-    "adapter",
-    "chat_template_kwargs",
-    "max_total_tokens",
-    "return_progress",
-    "trace",
-)
+_OTHERWISE = {"prompt", "prompt_token_ids", "messages", "task", "params"}
+"""Fields that have other names or types in the bytes than in a job."""
+_MEMBERS = tuple(name for name in JobDef.model_fields if name in Request.__slots__ and name not in _OTHERWISE)
+"""The members that a job and its request call alike, in the order of the bytes."""
+_DEFAULTS = {name: JobDef.model_fields[name].default for name in _MEMBERS}
 _task_adapter: TypeAdapter[Task] = TypeAdapter(Task)
 
 
@@ -72,16 +47,9 @@ def encode_request(job: JobDef) -> bytes:
     head: dict[str, Any] = {"v": PROTOCOL_VERSION, "kind": job.kind}
     fields = dict(head)
     add_prompt(fields, job)
-    if job.tools is not None:
-        fields["tools"] = job.tools
-    if job.chat_template_kwargs is not None:
-        fields["chat_template_kwargs"] = job.chat_template_kwargs
-    if job.max_total_tokens is not None:
-        fields["max_total_tokens"] = job.max_total_tokens
-    if job.return_progress:
-        fields["return_progress"] = True
-    if job.adapter is not None:
-        fields["adapter"] = job.adapter.model_dump()
+    for name, default in _DEFAULTS.items():
+        if (value := getattr(job, name)) != default:
+            fields[name] = value.model_dump() if isinstance(value, BaseModel) else value
     if job.task is None:
         fields["params"] = job.params.model_dump(exclude_defaults=True)
     else:
@@ -121,7 +89,7 @@ def decode_request(data: bytes) -> Request:
         raise WireError("a request has exactly one prompt")
     try:
         few_calls(prompts["messages"])
-        given = {name: m[name] for name in _REQUEST_MEMBERS if name in m}
+        given = {name: m[name] for name in (*_MEMBERS, "params", "trace") if name in m}
         if kind != GENERATE:
             task = _task_adapter.validate_python({**checked_map(m.get("options")), "kind": kind})
             given |= {"params": task.sampling(), "task": task}
@@ -132,7 +100,7 @@ def decode_request(data: bytes) -> Request:
         raise WireError(f"not a request: messages: {error}") from error
 
 
-# Records of pools and nodes ---------------------------------------------------------------------
+# Records of pools and nodes.
 
 
 def encode_record(record: PoolRecord | NodePressure) -> bytes:

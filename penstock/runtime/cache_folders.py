@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 _STEM_BYTES = 100
 
 

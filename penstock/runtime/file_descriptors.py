@@ -14,7 +14,7 @@ import os
 import resource
 from typing import Any
 
-log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 
 LOOK_S = 1.0
 RECOVERED_AFTER_S = 5.0
@@ -73,12 +73,12 @@ class DescriptorWatch:
             self._note(why)
         elif self._short_s is not None and now_s - self._short_s >= self._recovered_after_s:
             self._short_s = None
-            log.warning("file descriptors are free again")
+            _LOG.warning("file descriptors are free again")
         self._timer = self._loop.call_later(self._look_s, self._look)
 
     def _note(self, why: str) -> None:
         if self._short_s is None:
-            log.error("too few file descriptors are free", extra={"reason": why})
+            _LOG.error("too few file descriptors are free", extra={"reason": why})
         self._short_s = self._loop.time()
 
 

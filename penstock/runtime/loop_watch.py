@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from penstock.runtime.histogram import Histogram
 
-log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 
 INTERVAL_S = 0.05
 WINDOW_S = 30.0
@@ -151,4 +151,4 @@ class _Sampler:
             frame = sys._current_frames().get(self._watched)
             frames = traceback.extract_stack(frame, _MAX_FRAMES) if frame is not None else []
             stack = [f"{one.filename}:{one.lineno} {one.name}" for one in frames]
-            log.warning("the event loop is blocked", extra={"held_ms": round(held_s * 1000), "stack": stack})
+            _LOG.warning("the event loop is blocked", extra={"held_ms": round(held_s * 1000), "stack": stack})

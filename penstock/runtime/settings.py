@@ -19,12 +19,43 @@ from pydantic_settings import (
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.problems import config_error
-from penstock.runtime.kubernetes import is_injected
 from penstock.runtime.local_redis import running_url
 
 _SHARED_PREFIX = "PENSTOCK_"
 _SHARED_NAMES = frozenset({"redis_url"})
 """Settings with one environment variable for all packages, instead of one per package prefix."""
+
+
+# Variables that Kubernetes injects for a namespace's services, such as `penstock-gateway`. Their names begin like our
+# settings. https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+
+_SERVICE = r"(?:[A-Z0-9_]+_)?"
+"""The rest of a service's name after our prefix: empty for `penstock-node`, METRICS_ for `penstock-node-metrics`."""
+_PROTOCOL = r"(?:TCP|UDP|SCTP)"
+_NUMBER = re.compile(r"\d{1,5}")
+_ADDRESS = re.compile(r"[0-9A-Fa-f.:]+")
+_ORIGIN = re.compile(r"(?:tcp|udp|sctp)://\S+")
+_FORMS = tuple(
+    (re.compile(_SERVICE + name), value)
+    for name, value in (
+        (r"SERVICE_HOST", _ADDRESS),
+        (r"SERVICE_PORT(?:_[A-Z0-9_]+)?", _NUMBER),
+        (r"PORT", _ORIGIN),
+        (rf"PORT_\d+_{_PROTOCOL}", _ORIGIN),
+        (rf"PORT_\d+_{_PROTOCOL}_PROTO", re.compile(r"tcp|udp|sctp")),
+        (rf"PORT_\d+_{_PROTOCOL}_PORT", _NUMBER),
+        (rf"PORT_\d+_{_PROTOCOL}_ADDR", _ADDRESS),
+    )
+)
+
+
+def _is_injected(name: str, value: str) -> bool:
+    """Return whether a variable looks injected by Kubernetes. `name` is the part after the prefix of our settings.
+
+    The value distinguishes ports: Kubernetes sets PENSTOCK_GATEWAY_PORT to `tcp://10.0.0.1:8000`, an operator to
+    `8000`.
+    """
+    return any(form.fullmatch(name) and known.fullmatch(value) for form, known in _FORMS)
 
 
 class _Environment(EnvSettingsSource):
@@ -36,7 +67,7 @@ class _Environment(EnvSettingsSource):
         secrets: frozenset[str] = cast(Any, self.settings_cls).secrets
         # docker-compose sets a variable that has no value to "", which must not hide a file with the secret.
         is_empty = value == "" and field_name in secrets
-        injected = isinstance(value, str) and is_injected(field_name.upper(), value)
+        injected = isinstance(value, str) and _is_injected(field_name.upper(), value)
         return None if injected or is_empty else value, key, is_complex
 
 
@@ -106,7 +137,7 @@ class Settings(BaseSettings):
         known = {name.upper() for name in own} | self.unchecked_env
         for variable, value in os.environ.items():
             name = variable.removeprefix(prefix)
-            if variable.startswith(prefix) and name not in known and not is_injected(name, value):
+            if variable.startswith(prefix) and name not in known and not _is_injected(name, value):
                 raise ValueError(f"unknown environment variable {variable}")
         return self
 

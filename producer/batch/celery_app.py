@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 from celery import Celery, signals
+from celery.app.log import Logging
 
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.task_leases import TaskLeases
 from penstock.producer.batch.task_traces import carry_trace
 from penstock.producer.batch.tasks import GENERATE, RUN_FILE, add_tasks
-from penstock.producer.batch.worker_logging import WorkerLogging
 from penstock.producer.batch.worker_metrics import WorkerMetrics, metrics_step
+from penstock.runtime.logging import LogSettings, log_formatter
 from penstock.runtime.settings import redis_url_of
 
 QUEUE = "penstock-batch"
@@ -19,6 +22,25 @@ KEY_PREFIX = "penstock:celery:"
 """Prefix of all of Celery's Redis keys. Keys of the job queue have braces after `penstock:`, so none collide."""
 _MAX_RESTORE_CHECK_S = 5
 """Most seconds between two checks for unacknowledged tasks past their visibility timeout."""
+
+
+class WorkerLogging(Logging):  # type: ignore[misc]
+    """Celery's setup of a worker's loggers, with penstock's formats. The level is Celery's own `--loglevel`."""
+
+    def setup_handlers(self, logger: logging.Logger, *args: Any, **kwargs: Any) -> logging.Logger:
+        """Add a handler to `logger` as Celery does, and give it penstock's format."""
+        super().setup_handlers(logger, *args, **kwargs)
+        formatter = log_formatter(LogSettings.load(), sys.stderr)
+        for handler in logger.handlers:
+            handler.setFormatter(formatter)
+            handler.addFilter(_without_contents)
+        return logger
+
+
+def _without_contents(record: logging.LogRecord) -> bool:
+    """Remove what Celery adds to a task's events: its arguments and its result, which are prompts and completions."""
+    vars(record).pop("data", None)
+    return True
 
 
 def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:

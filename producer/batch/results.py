@@ -1,5 +1,6 @@
 """The results file of a batch: append-only, with one writer, and published when it is complete.
 
+Its rows are those of OpenAI's batch format, around the response bodies of the HTTP API.
 A row counts as written once it is synced to disk. If a crash truncates the last row, the next run writes it again.
 """
 
@@ -16,9 +17,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from penstock.contract.errors import BusyError, RequestError
+from penstock.contract.errors import BusyError, PenstockError, RequestError
+from penstock.contract.output import Result
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import BatchProgress
+from penstock.producer.batch.request import CHAT_URL, BatchRequest
+from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 LOCKED_RETRY_MS = 10_000
 """Milliseconds after which to retry while another run has the file locked."""
@@ -27,6 +31,36 @@ LOCKED_RETRY_MS = 10_000
 def row_id_of(batch_id: str, custom_id: str) -> str:
     """Return a row's id, which is also the idempotency key of its job."""
     return "batch_req_" + hashlib.blake2b(f"{batch_id}\0{custom_id}".encode(), digest_size=16).hexdigest()
+
+
+def answer_row(row_id: str, custom_id: str, body: dict[str, Any], job_id: str) -> dict[str, Any]:
+    """Return the row of an answered request."""
+    response = {"status_code": 200, "request_id": job_id, "body": body}
+    return {"id": row_id, "custom_id": custom_id, "response": response, "error": None}
+
+
+def error_row(row_id: str, custom_id: str, error: PenstockError) -> dict[str, Any]:
+    """Return the row of a request that failed permanently."""
+    details = {"code": error.code, "message": error.message, "param": error.param}
+    return {"id": row_id, "custom_id": custom_id, "response": None, "error": details}
+
+
+def body_of(request: BatchRequest, model: str, result: Result, max_total_tokens: int | None = None) -> dict[str, Any]:
+    """Return OpenAI's response object for a result. The same result always gives the same object.
+
+    `max_total_tokens`: prompt and output together, to which `max_tokens` was lowered.
+    """
+    made = ChatRenderer if request.url == CHAT_URL else CompletionRenderer
+    renderer = made(
+        job_id=result.job_id,
+        model=model,
+        created_s=result.submitted_ms // 1000,
+        params=request.params,
+        include_usage=False,
+        echoes=request.echoes,
+    )
+    renderer.max_total_tokens = max_total_tokens
+    return renderer.whole([result])
 
 
 class ResultsFile:

@@ -19,11 +19,9 @@ from typing import Any
 from penstock.contract.errors import BusyError, JobFailedError, NotFoundError, RequestError, UnavailableError, error_of
 from penstock.contract.job import Priority
 from penstock.producer.batch import storage
-from penstock.producer.batch.answer import answer_row, body_of, error_row
-from penstock.producer.batch.input_lines import InputLine, lines_of, survey_of
 from penstock.producer.batch.records import Batch, BatchProgress
-from penstock.producer.batch.request import Request, request_of_line
-from penstock.producer.batch.results import ResultsFile, open_results, row_id_of
+from penstock.producer.batch.request import BatchRequest, InputLine, lines_of, request_of_line, survey_of
+from penstock.producer.batch.results import ResultsFile, answer_row, body_of, error_row, open_results, row_id_of
 from penstock.producer.client import AsyncClient
 
 _LOST_RESULT = ("job_not_found", "result_expired")
@@ -90,7 +88,7 @@ async def answer_batch(
 
 async def answer(
     client: AsyncClient,
-    request: Request,
+    request: BatchRequest,
     model: str | None,
     key: str,
     *,
@@ -114,7 +112,13 @@ async def answer(
 
 
 async def _ask(
-    client: AsyncClient, request: Request, model: str | None, key: str, *, delay_s: float | None, on_submit: OnSubmit
+    client: AsyncClient,
+    request: BatchRequest,
+    model: str | None,
+    key: str,
+    *,
+    delay_s: float | None,
+    on_submit: OnSubmit,
 ) -> tuple[str, dict[str, Any]]:
     job = await client.submit(
         request.prompt,
@@ -186,7 +190,7 @@ class _BatchRun:
             return error_row(row_id, line.custom_id, error)
         return answer_row(row_id, line.custom_id, body, job_id)
 
-    async def _answer_with_retries(self, request: Request, key: str) -> tuple[str, dict[str, Any]]:
+    async def _answer_with_retries(self, request: BatchRequest, key: str) -> tuple[str, dict[str, Any]]:
         while True:
             try:
                 return await answer(

@@ -21,7 +21,7 @@ from celery.worker.consumer.tasks import Tasks
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 
 RENEWALS_PER_LEASE = 5
 MAX_TASKS_LOOKED_AT = 10_000

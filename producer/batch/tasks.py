@@ -19,13 +19,13 @@ from celery.exceptions import Reject
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.producer.batch.records import Batch, BatchProgress
-from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, Request, request_of
+from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, BatchRequest, request_of
 from penstock.producer.batch.runner import OnSubmit, answer, run_batch
 from penstock.producer.batch.task_traces import TaskTraces
 from penstock.producer.batch.worker_metrics import WorkerMetrics
 from penstock.producer.client import AsyncClient
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 GENERATE = "penstock.generate"
 RUN_FILE = "penstock.run_file"
 PROGRESS_STATE = "PROGRESS"
@@ -109,7 +109,7 @@ def _retry_later(task: Task, error: BusyError | UnavailableError, pause_s: float
         _LOG.warning("task.retries_in_place", extra={"task_id": task.request.id, "reason": str(refused.reason)})
 
 
-async def _generate(redis_url: str, request: Request, key: str, on_submit: OnSubmit) -> dict[str, Any]:
+async def _generate(redis_url: str, request: BatchRequest, key: str, on_submit: OnSubmit) -> dict[str, Any]:
     async with AsyncClient(redis_url) as client:
         return (await answer(client, request, None, key, on_submit=on_submit))[1]
 

@@ -24,7 +24,7 @@ from penstock.contract.errors import ConfigError
 from penstock.producer.batch.records import BatchProgress
 from penstock.producer.batch.runner import OnProgress
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """The variable by which prometheus_client knows the folder. It is read when the package is imported."""

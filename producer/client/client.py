@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack, cast
 
+from redis.asyncio import Redis
+
 from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
-from penstock.contract.job import JobDef, JobKey, is_job_id
+from penstock.contract.job import JobKey, SubmitOptions, is_job_id, pool_of
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
+from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats
 from penstock.contract.priority import Priority, class_not_allowed
+from penstock.contract.prompts import prompts_of
 from penstock.contract.response_record import NO_RESPONSE
-from penstock.contract.tenant import Terms
-from penstock.producer.client.dead import DeadLetterBox
+from penstock.contract.tasks import Detokenized, Embedding, Tokenized
+from penstock.contract.tenant import ApiKey, Terms
+from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob, JobSource
-from penstock.producer.client.many import ManyCalls
-from penstock.producer.client.pools import ReportCalls
-from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool, fitting_pools, job_key_of
-from penstock.producer.client.responses import StoredResponses
+from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, checked
+from penstock.producer.client.pools import KEYS_TTL_S, POOLS_TTL_S, Admissions, CachedState
+from penstock.producer.client.request import Prompt, build_job, choose_pool, fitting_pools, job_key_of
+from penstock.producer.client.run import pairs_of, results_of
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
-from penstock.producer.client.tasks import TaskCalls
+from penstock.producer.client.tasks import (
+    CountOptions,
+    EmbedOptions,
+    TaskCallOptions,
+    TokenizeOptions,
+    embedded,
+    output_of,
+    submit_detokenize,
+    submit_tokenize,
+)
 from penstock.producer.client.waiting import QueueWatch
 from penstock.queue.admission import estimate_cost, rate_tokens
-from penstock.queue.broker.connection import Retries, connect, not_reached, refused_at
+from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.jobs import JobLists, JobPage, QueuePositions, ResponseBroker
-from penstock.queue.broker.producer import JobStatus, KnownJobs, ServedPool, Submission, Submitted
+from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.broker.pools import ActivityBroker, StatsBroker
+from penstock.queue.broker.producer import JobStatus, KnownJobs, ProducerBroker, ServedPool, Submission, Submitted
+from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.results import PackedResult
 from penstock.runtime.settings import redis_url_of, without_password
@@ -38,7 +55,38 @@ from penstock.runtime.settings import redis_url_of, without_password
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
 
 
-class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
+class DeadLetterBox(DeadLetters):
+    """A client's access to the dead letters of all pools, as `AsyncClient.dead`."""
+
+    def __init__(self, redis: Redis, patience: Patience, submit: Callable[..., Awaitable[AsyncJob]]) -> None:
+        super().__init__(redis, patience)
+        self._submit = submit
+
+    async def retry(self, job_id: str) -> AsyncJob:
+        """Submit a dead letter's request as a new job for the same tenant, and purge the letter.
+
+        A call after an interrupted one returns the same new job. Raises NotFoundError, and what `AsyncClient.submit`
+        raises.
+        """
+        letter, request = await self.get(job_id), await self.request(job_id)
+        job = await self._submit(
+            next(form for form in (request.prompt, request.prompt_token_ids, request.messages) if form is not None),
+            model=pool_of(job_id),
+            tools=request.tools,
+            chat_template_kwargs=request.chat_template_kwargs,
+            adapter=None if request.adapter is None else request.adapter.name,
+            params=None if request.task is not None else request.params,
+            task=request.task,
+            priority=letter.priority,
+            tenant=letter.tenant,
+            terms=Terms(weight=letter.weight),
+            idempotency_key=f"retry:{job_id}",
+        )
+        await self.purge([job_id])
+        return job
+
+
+class AsyncClient:
     """Submit jobs and stream their chunks.
 
         async with AsyncClient("redis://localhost") as client:
@@ -60,14 +108,22 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._highest_class = Priority.of(settings.highest_class)
         self._queues_without_node = settings.queue_without_node
-        ManyCalls.__init__(self, settings.outage_s)
-        ReportCalls.__init__(self, connect(url), Retries(settings.outage_s))
-        self._known_jobs = KnownJobs(self._redis)
-        self._job_lists = JobLists(self._redis)
-        self._inbox = ClientInbox(self._redis, self._broker, settings, self.stats)
-        self.dead = DeadLetterBox(self._retries, DeadLetters(self._redis), self.submit)
-        self.responses = StoredResponses(self._retries, ResponseBroker(self._redis), self._broker)
-        self._queue_watch = QueueWatch(self._retries, QueuePositions(self._redis), self._admissions)
+        self._redis = connect(url)
+        self._patience = patience = Patience(settings.outage_s)
+        self._broker = ProducerBroker(self._redis, patience)
+        self._known_jobs = KnownJobs(self._redis, patience)
+        self._job_lists = JobLists(self._redis, patience)
+        self._usage = UsageBroker(self._redis, patience)
+        self._stats_broker = StatsBroker(self._redis, patience)
+        self._activity = ActivityBroker(self._redis, patience)
+        self._pools = CachedState(self._broker.pools, POOLS_TTL_S)
+        self._admissions = Admissions(self._broker.pressure)
+        self._keys = CachedState(KeyStore(self._redis, patience).all, KEYS_TTL_S)
+        self._inbox = ClientInbox(self._redis, self._broker, patience, settings, self.stats)
+        self._queue_watch = QueueWatch(patience, QueuePositions(self._redis, patience), self._admissions)
+        self.runs = Runs(settings.outage_s)
+        self.dead = DeadLetterBox(self._redis, patience, self.submit)
+        self.responses = ResponseBroker(self._redis, patience)
         self._connecting = asyncio.Lock()
         self._is_closed = False
 
@@ -79,21 +135,21 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         async with self._connecting:
             if self._is_closed:
                 raise UnavailableError("the client was closed: make another one", code="client_closed")
-            if not self._retries.is_open:
+            if not self._patience.is_open:
                 try:
                     await self._inbox.open()
                 except UnavailableError as error:
                     raise not_reached(error, self._url) from None
                 except ConfigError as error:
                     raise refused_at(error, self._url) from None
-                self._retries.is_open = True
+                self._patience.is_open = True
         return self
 
     async def close(self) -> None:
         """End every stream, task and connection of this client. Only `background` jobs continue without a reader."""
         self._is_closed = True
-        await self.close_runs()
-        self._retries.is_open = False
+        await self.runs.close()
+        self._patience.is_open = False
         await self._pools.close()
         await self._queue_watch.close()
         await self._admissions.close()
@@ -109,13 +165,13 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         await self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "connected" if self._retries.is_open else "not connected"
+        state = "closed" if self._is_closed else "connected" if self._patience.is_open else "not connected"
         return f"<AsyncClient {self._url} tenant={self._tenant} {state}>"
 
     @property
     def is_alive(self) -> bool:
         """Whether this client is connected and receives chunks. Once this is false, make another client."""
-        return self._retries.is_open and self._inbox.is_running
+        return self._patience.is_open and self._inbox.is_running
 
     async def served_pool(
         self, *names: str | None, adapter: str | None = None, key: JobKey | None = None
@@ -138,7 +194,7 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         pools = {pool.pool: pool for pool in (chosen, *fitting) if pool.protocol_version == PROTOCOL_VERSION}
         if len(pools) == 1:
             return chosen
-        return pools.get(await self._retries.call(lambda: self._known_jobs.pool_of(key, list(pools))), chosen)
+        return pools.get(await self._known_jobs.pool_of(key, list(pools)), chosen)
 
     @with_options()
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
@@ -161,11 +217,11 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         """
         with self._admissions.counting(self.stats.decisions):
             submission = await self._admitted(prompt, options)
-            return await self._retries.call(lambda: self._broker.submit(submission))
+            return await self._broker.submit(submission)
 
     async def _admitted(self, prompt: Prompt, options: SubmitOptions) -> Submission:
         """Check and admit a job."""
-        self._retries.require_open()
+        self._patience.require_open()
         names, key = (options.get("model"), options.get("job_id")), job_key_of(options, self._tenant)
         record = await self.served_pool(*names, adapter=options.get("adapter"), key=key)
         tools = options.get("tools")
@@ -178,7 +234,7 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
             raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
         admission = self._admissions.of(record.pool)
         cost = estimate_cost(job, record, (await admission.recent()).nodes)
-        await self._retries.call(lambda: self._inbox.ensure_heartbeat(record.pool))
+        await self._inbox.ensure_heartbeat(record.pool)
         wish = options.get("queue_without_node")
         needs_node = not (self._queues_without_node if wish is None else wish)
         try:
@@ -186,15 +242,12 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
                 await admission.require_node()
         except UnavailableError as refusal:
             # A repeated submission adds no job, so it needs no node.
-            if refusal.code == "redis_away" or not await self._is_repeated(job, options):
+            has_name = job.idempotency_key or options.get("job_id")
+            if refusal.code == "redis_away" or not has_name or not await self._known_jobs.has(job):
                 raise
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
         tokens = rate_tokens(job, record.max_model_len)
         return Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE, tokens)
-
-    async def _is_repeated(self, job: JobDef, options: SubmitOptions) -> bool:
-        has_name = job.idempotency_key or options.get("job_id")
-        return bool(has_name) and await self._retries.call(lambda: self._known_jobs.has(job))
 
     @with_options(background=False)
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
@@ -206,6 +259,76 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         async with aclosing(job.stream()) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    @with_options(GenerateOptions, **DEFAULTS)
+    async def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Result]:
+        """Run prompts to their end and return their results, in the order of the prompts; `Engine.generate` is alike.
+
+        A single prompt (a text, token ids or a chat) counts as a list of one. `GenerateOptions` lists the options. Up
+        to `max_in_flight` jobs are open at once. While the pool is busy, the call waits as long as the pool asks for,
+        and keeps fewer jobs open. It raises other errors at once: RequestError for a wrong option, and
+        UnavailableError if there is no node at first, or none for `outage_s` later.
+
+        After `timeout` seconds it raises ResultTimeoutError. After that or another error, a cancellation or Ctrl-C, it
+        cancels its open jobs. With `background=True` they go on instead. If the process is killed, the queue cancels
+        them soon, unless they are `background`.
+
+        With an `idempotency_key`, the prompt at index i gets the key `<idempotency_key>:<i>`. If the call is repeated,
+        in any process, it finds the jobs of the first one. So an early end leaves such jobs to the queue, as a killed
+        process does.
+        """
+        run = self.runs.new(self.submit, options, in_order=False)
+        async with aclosing(run.answers(prompts_of(prompts))) as answers:
+            results = {answer.index: answer.result async for answer in answers}
+        return [results[index] for index in range(len(results))]
+
+    @with_options(GenerateOptions, **DEFAULTS)
+    def map(
+        self, prompts: Iterable[Prompt] | AsyncIterable[Prompt], **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[Result, None]:
+        """Run prompts and yield their results, in the order of the prompts.
+
+        It reads a prompt only when the pool can take it and the caller waits for a result. So a million prompts take
+        the memory of `max_in_flight` jobs and of four times as many results. The results before a failed one come
+        first. All else is as in `generate`. A loop that may end early needs `contextlib.aclosing`, as with any
+        asynchronous generator; otherwise the jobs are canceled when the garbage collector finds it.
+        """
+        run = self.runs.new(self.submit, options, in_order=True)
+        return results_of(run.answers(checked(prompts)))
+
+    @with_options(GenerateOptions, **DEFAULTS)
+    def map_unordered(
+        self, prompts: Iterable[Prompt] | AsyncIterable[Prompt], **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[tuple[Prompt, Result], None]:
+        """Run prompts and yield pairs of prompt and result as the jobs end. All else is as in `map`."""
+        run = self.runs.new(self.submit, options, in_order=False)
+        return pairs_of(run.answers(checked(prompts)))
+
+    async def tokenize(self, prompt: Prompt, **options: Unpack[TokenizeOptions]) -> Tokenized:
+        """Return the tokens of a text or a chat. A node answers from its tokenizer; no KV cache is needed.
+
+        `TokenizeOptions` lists the options. Raises what `submit` raises, and UnsupportedKindError if the model's nodes
+        belong to an older release.
+        """
+        job = await self.submit(prompt, **submit_tokenize(options, return_tokens=True))
+        return output_of(await job.result(), Tokenized)
+
+    async def count_tokens(self, prompt: Prompt, **options: Unpack[CountOptions]) -> int:
+        """Return the number of tokens of a text or a chat; see `tokenize`."""
+        job = await self.submit(prompt, **submit_tokenize(options, return_tokens=False))
+        return output_of(await job.result(), Tokenized).num_tokens
+
+    async def detokenize(self, token_ids: Sequence[int], **options: Unpack[TaskCallOptions]) -> str:
+        """Return the text of tokens, special tokens included. Raises what `tokenize` raises."""
+        job = await self.submit(token_ids, **submit_detokenize(options))
+        return output_of(await job.result(), Detokenized).text
+
+    async def embed(self, prompts: Sequence[Prompt], **options: Unpack[EmbedOptions]) -> list[Embedding]:
+        """Return the embeddings of prompts (texts, token ids or chats) in their order. Each prompt becomes a job.
+
+        `EmbedOptions` lists the options. Raises what `tokenize` raises. If one job fails, the others are canceled.
+        """
+        return await embedded(self.submit, prompts, options)
 
     async def attach(self, job_id: str, *, after: int = -1, tenant: str | None = None) -> AsyncJob:
         """Return a handle on a job that any process submitted, for reading the chunks after index `after`.
@@ -258,18 +381,50 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         `after` is the `next_after` of the page before. A page may have fewer jobs than `limit` although more follow.
         """
         owner = tenant or self._tenant
-        return await self._retries.call(
-            lambda: self._job_lists.page(owner, pool=pool, state=state, after=after, limit=limit)
-        )
+        return await self._job_lists.page(owner, pool=pool, state=state, after=after, limit=limit)
 
     async def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
         """Cancel a job and return its state; see `AsyncJob.cancel`."""
         return await self._source(job_id, tenant).cancel()
 
+    async def pools(self, *, renewed: bool = False) -> dict[str, ServedPool]:
+        """Return every announced model by pool, at most a second old; pools with a live node come first.
+
+        `renewed` fetches them anew, for a caller that misses a model in the copy. It waits up to a tenth of a second.
+        """
+        return await (self._pools.renewed() if renewed else self._pools.get())
+
+    async def pressure(self, pool: str) -> PoolPressure:
+        """Return a pool's live nodes and backlog, at most a quarter of a second old."""
+        return await self._admissions.of(pool).get()
+
+    async def api_keys(self, *, patience_s: float | None = None) -> dict[str, ApiKey]:
+        """Return every API key by id, at most two seconds old.
+
+        With `patience_s`, return the last known keys if Redis does not answer within that time.
+        """
+        return await (self._keys.get() if patience_s is None else self._keys.get_or_last(patience_s))
+
+    async def warn_of_eviction(self) -> None:
+        """Log a warning if Redis may evict keys."""
+        await warn_of_eviction(self._redis)
+
+    async def usage(self, query: UsageQuery, *, after: str | None = None, limit: int = MAX_PAGE_ROWS) -> UsagePage:
+        """Return a page of a report of used tokens. `after` is the `next_after` of the page before."""
+        return await self._usage.page(query, after=after, limit=limit)
+
+    async def pool_stats(self) -> tuple[list[PoolStats], tuple[int, int]]:
+        """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""
+        return await self._stats_broker.all(), await self._stats_broker.memory()
+
+    async def activity(self, pools: Sequence[str]) -> list[PoolActivity]:
+        """Return what happens in these pools: their queues, nodes and newest events."""
+        return await self._activity.of(pools)
+
     def _source(self, job_id: str, tenant: str | None, submission: Submission | None = None) -> JobSource:
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
-        parts = self._broker, self._retries, self._inbox, self._queue_watch
+        parts = self._broker, self._inbox, self._queue_watch
         return JobSource(*parts, job_id, tenant or self._tenant, submission)
 
     async def _enqueue(self, submission: Submission) -> AsyncJob:
@@ -277,7 +432,7 @@ class AsyncClient(TaskCalls, ManyCalls, ReportCalls):
         # Chunks may arrive before the answer, so the first reader's mailbox opens before the call.
         box = self._inbox.open_box(feed)
         try:
-            submitted = await self._retries.call(lambda: self._broker.submit(submission, self._inbox.name))
+            submitted = await self._broker.submit(submission, self._inbox.name)
         except BaseException:
             self._inbox.close_box(feed, box)
             raise

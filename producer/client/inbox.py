@@ -22,7 +22,7 @@ from penstock.contract.job import pool_of
 from penstock.producer.client.mailbox import Feed, Mailbox
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.queue import keys
-from penstock.queue.broker.connection import ignoring_retried_errors, pauses, translated
+from penstock.queue.broker.connection import Patience, ignoring_retried_errors, pauses, retried, translated
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.broker.shared_connection import SharedConnection
 from penstock.queue.chunks import decode_message
@@ -87,7 +87,7 @@ class Echoes:
             await self._bell.wait()
 
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 _RECEIVE_PUBLISHED_S = 1.0
 _LAST_LOOK_S = 0.1
 _SUBSCRIBE_TIMEOUT_S = 5.0
@@ -98,7 +98,10 @@ _WATCHES_PER_SILENCE = 5
 class ClientInbox:
     """A client's subscription, open as long as the client."""
 
-    def __init__(self, redis: Redis, broker: ProducerBroker, settings: ClientSettings, stats: ClientStats) -> None:
+    def __init__(
+        self, redis: Redis, broker: ProducerBroker, patience: Patience, settings: ClientSettings, stats: ClientStats
+    ) -> None:
+        self.patience = patience
         self._redis = redis
         self._broker = broker
         self._settings = settings
@@ -167,8 +170,12 @@ class ClientInbox:
         """Return whether chunks of this pool's jobs arrive here."""
         return keys.inbox_channel(pool, self.name).encode() in self._heard
 
+    @retried
     async def listen_to(self, pool: str) -> None:
         """Subscribe to this process's channel of a pool. Raises UnavailableError without a connection."""
+        await self._listen_to(pool)
+
+    async def _listen_to(self, pool: str) -> None:
         channel = keys.inbox_channel(pool, self.name).encode()
         if channel in self._heard:
             return
@@ -179,9 +186,10 @@ class ClientInbox:
             await self._connection.call("SUBSCRIBE", channel)
         self._heard.add(channel)
 
+    @retried
     async def ensure_heartbeat(self, pool: str) -> None:
         """Listen to a pool, and send it a heartbeat, unless one was sent within the interval."""
-        await self.listen_to(pool)
+        await self._listen_to(pool)
         now_s = asyncio.get_running_loop().time()
         if now_s - self._last_heartbeat_s.get(pool, -math.inf) >= self._settings.reader_heartbeat_interval_s:
             self._last_heartbeat_s[pool] = now_s

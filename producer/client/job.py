@@ -17,7 +17,6 @@ from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.mailbox import Mailbox
 from penstock.producer.client.stream import ChunkSink, StreamCursor, StreamReader
 from penstock.producer.client.waiting import QueueWatch, WaitWatcher
-from penstock.queue.broker.connection import Retries
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submission
 from penstock.queue.results import Fetches, PackedResult
 from penstock.runtime import crash_points
@@ -34,7 +33,6 @@ class JobSource:
     def __init__(
         self,
         broker: ProducerBroker,
-        retries: Retries,
         inbox: ClientInbox,
         queue_watch: QueueWatch,
         job_id: str,
@@ -42,7 +40,6 @@ class JobSource:
         submission: Submission | None = None,
     ) -> None:
         self._broker = broker
-        self._retries = retries
         self._inbox = inbox
         self._queue_watch = queue_watch
         self.job_id = job_id
@@ -64,18 +61,18 @@ class JobSource:
         await self._inbox.wait_for_detach(self.job_id)
         inbox = self._inbox.name
         try:
-            attached = await self._retries.call(lambda: self._broker.attach(self.job_id, self.tenant, inbox=inbox))
+            attached = await self._broker.attach(self.job_id, self.tenant, inbox=inbox)
             if not self._inbox.listens_to(pool := pool_of(self.job_id)):
                 # Only now, so that ids that name no job add no subscription. The answer above may already be old.
-                await self._retries.call(lambda: self._inbox.listen_to(pool))
-                attached = await self._retries.call(lambda: self._broker.attach(self.job_id, self.tenant, inbox=inbox))
+                await self._inbox.listen_to(pool)
+                attached = await self._broker.attach(self.job_id, self.tenant, inbox=inbox)
         except NotFoundError:
             if self._submission is None or self.feed.ended:
                 raise
             self._inbox.stats.resubmits += 1
             # The job was accepted once, so no limit may refuse it now.
             again = replace(self._submission, terms=self._submission.terms.without_limits())
-            attached = await self._retries.call(lambda: self._broker.submit(again, inbox))
+            attached = await self._broker.submit(again, inbox)
         self.feed.note(attached)
         return attached
 
@@ -87,21 +84,21 @@ class JobSource:
     async def log(self, start: int, count: int) -> list[Chunk]:
         """Return up to `count` chunks of the job's log, from index `start`."""
         self._inbox.stats.log_reads += 1
-        chunks = await self._retries.call(lambda: self._broker.log(self.job_id, start, count))
+        chunks = await self._broker.log(self.job_id, start, count)
         crash_points.point("after", "log")
         return chunks
 
     async def result(self) -> Result | None:
         """Return the job's result, or None before its end."""
-        return await self._retries.call(lambda: self._broker.result(self.job_id, self.tenant))
+        return await self._broker.result(self.job_id, self.tenant)
 
     async def packed_result(self, fetches: Fetches | None = None) -> PackedResult | None:
         """Return the job's result, with parts that are decoded on access, or None before its end."""
-        return await self._retries.call(lambda: self._broker.packed_result(self.job_id, self.tenant, fetches))
+        return await self._broker.packed_result(self.job_id, self.tenant, fetches)
 
     async def status(self) -> JobStatus:
         """Return the job's state, for people."""
-        status = await self._retries.call(lambda: self._broker.status(self.job_id, self.tenant))
+        status = await self._broker.status(self.job_id, self.tenant)
         if status.state != "queued":
             return status
         return replace(status, queue_position=await self._queue_watch.position_of(self.job_id))
@@ -120,7 +117,7 @@ class JobSource:
 
     async def cancel(self) -> str:
         """Cancel the job and return its state."""
-        return await self._retries.call(lambda: self._broker.cancel(self.job_id, self.tenant))
+        return await self._broker.cancel(self.job_id, self.tenant)
 
 
 AnyResult = TypeVar("AnyResult", Result, PackedResult)

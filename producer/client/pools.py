@@ -1,31 +1,20 @@
-"""What a client knows of pools, keys and usage: cached copies of slowly changing state, and reports."""
+"""What a client knows of pools and keys: cached copies of slowly changing state, which many callers share."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, TypeVar
 
-from redis.asyncio import Redis
-
 from penstock.contract.errors import PenstockError, UnavailableError
-from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats
-from penstock.contract.tenant import ApiKey
-from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
+from penstock.contract.pool import PoolPressure
 from penstock.producer.client.settings import ADMITTED, decision_of
 from penstock.queue import admission
-from penstock.queue.broker.connection import Retries, warn_of_eviction
-from penstock.queue.broker.key_store import KeyStore
-from penstock.queue.broker.pools import ActivityBroker, StatsBroker
-from penstock.queue.broker.producer import ProducerBroker, ServedPool
-from penstock.queue.broker.usage import UsageBroker
 from penstock.runtime.cancellation import cancel_until_done
-
-# Cached copies of slowly changing shared state. One caller at a time fetches a copy, which is valid for a while.
 
 T = TypeVar("T")
 PRESSURE_TTL_S = 0.25
@@ -183,56 +172,3 @@ class Admissions:
         """Cancel all background fetches."""
         for one in self._of.values():
             await one.close()
-
-
-# The client's calls for gateways and commands: API keys, usage and the state of pools.
-
-
-class ReportCalls:
-    """The calls of `AsyncClient` that read shared state: API keys, usage and the activity of pools."""
-
-    def __init__(self, redis: Redis, retries: Retries) -> None:
-        self._redis = redis
-        self._retries = retries
-        self._broker = ProducerBroker(redis)
-        self._pools = CachedState(lambda: retries.call(self._broker.pools), POOLS_TTL_S)
-        self._admissions = Admissions(lambda pool: retries.call(lambda: self._broker.pressure(pool)))
-        self._stats_broker = StatsBroker(redis)
-        self._activity = ActivityBroker(redis)
-        self._usage = UsageBroker(redis)
-        keys = KeyStore(redis)
-        self._keys = CachedState(lambda: retries.call(keys.all), KEYS_TTL_S)
-
-    async def pools(self, *, renewed: bool = False) -> dict[str, ServedPool]:
-        """Return every announced model by pool, at most a second old; pools with a live node come first.
-
-        `renewed` fetches them anew, for a caller that misses a model in the copy. It waits up to a tenth of a second.
-        """
-        return await (self._pools.renewed() if renewed else self._pools.get())
-
-    async def pressure(self, pool: str) -> PoolPressure:
-        """Return a pool's live nodes and backlog, at most a quarter of a second old."""
-        return await self._admissions.of(pool).get()
-
-    async def api_keys(self, *, patience_s: float | None = None) -> dict[str, ApiKey]:
-        """Return every API key by id, at most two seconds old.
-
-        With `patience_s`, return the last known keys if Redis does not answer within that time.
-        """
-        return await (self._keys.get() if patience_s is None else self._keys.get_or_last(patience_s))
-
-    async def warn_of_eviction(self) -> None:
-        """Log a warning if Redis may evict keys."""
-        await warn_of_eviction(self._redis)
-
-    async def usage(self, query: UsageQuery, *, after: str | None = None, limit: int = MAX_PAGE_ROWS) -> UsagePage:
-        """Return a page of a report of used tokens. `after` is the `next_after` of the page before."""
-        return await self._retries.call(lambda: self._usage.page(query, after=after, limit=limit))
-
-    async def pool_stats(self) -> tuple[list[PoolStats], tuple[int, int]]:
-        """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""
-        return await self._retries.call(self._stats_broker.all), await self._retries.call(self._stats_broker.memory)
-
-    async def activity(self, pools: Sequence[str]) -> list[PoolActivity]:
-        """Return what happens in these pools: their queues, nodes and newest events."""
-        return await self._retries.call(lambda: self._activity.of(pools))

@@ -12,15 +12,20 @@ from pydantic import ValidationError
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError, TooLargeError, UnavailableError, UnsupportedKindError
-from penstock.contract.job import MAX_DEADLINE_S, JobDef, JobKey, Message, Priority, SamplingParams, pool_of
+from penstock.contract.job import (
+    MAX_DEADLINE_S,
+    OPTIONS_OF_QUEUE,
+    JobDef,
+    JobKey,
+    Message,
+    SamplingParams,
+    SubmitOptions,
+    pool_of,
+)
 from penstock.contract.packed_prompt import PackedPrompt, PromptField
 from penstock.contract.pool import PoolRecord
 from penstock.contract.problems import request_error
-from penstock.contract.response_record import ResponseRecord
-from penstock.contract.sampling import SamplingOptions
-from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed, Task
-from penstock.contract.tenant import Terms
-from penstock.contract.tools import ToolChoice
+from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed
 from penstock.producer.client.building import with_choice
 from penstock.queue.admission import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes
 from penstock.queue.broker.producer import ServedPool
@@ -32,70 +37,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPro
 """Text, token ids, the messages of a chat, or any of these packed by `pack_prompt_of`."""
 
 
-class JobOptions(SamplingOptions, total=False):
-    """Keyword arguments of `submit`, `generate` and `map`: how jobs are queued, and every field of `SamplingParams`.
-
-    model: a served model, pool, alias or adapter; optional if only one model is served.
-    adapter: one of the model's LoRA adapters; naming it as the model has the same effect.
-    params: all sampling options at once, instead of the single arguments.
-    priority: the job's class.
-    deadline_s: seconds after which the job expires if it is not done.
-    not_before_s: seconds that the job waits before it enters the queue.
-    channel: also publish each chunk on the job's own channel, for any Redis client.
-    lower_max_tokens: lower `max_tokens` to what the context leaves after the prompt, instead of refusing the job.
-    background: continue without a reader; otherwise the job is canceled soon after its last reader has left.
-    return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
-    queue_without_node: queue the job even while its pool has no live node; by default the client's setting.
-    idempotency_key: a later submission with the same key and the same request returns the same job, also if several
-        pools serve the model.
-    tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.
-    tool_choice: `auto` (the default) lets the model decide; `required` and a named function allow only calls.
-    parallel_tool_calls: whether a text that is constrained to calls may have several (the default).
-    chat_template_kwargs: variables for the model's chat template, such as `enable_thinking`.
-    tenant: the tenant that the job belongs to; by default the client's.
-    terms: the tenant's limits and weight; by default no limits, and the client's weight.
-    """
-
-    model: str | None
-    adapter: str | None
-    params: SamplingParams | None
-    priority: Priority
-    deadline_s: float | None
-    not_before_s: float | None
-    channel: bool
-    lower_max_tokens: bool
-    background: bool
-    return_progress: bool
-    queue_without_node: bool | None
-    idempotency_key: str | None
-    tools: Sequence[Mapping[str, Any]] | str | None
-    tool_choice: ToolChoice
-    parallel_tool_calls: bool
-    chat_template_kwargs: Mapping[str, Any] | str | None
-    tenant: str | None
-    terms: Terms | None
-
-
-class SubmitOptions(JobOptions, total=False):
-    """Keyword arguments of `submit`: those of `JobOptions`, and what only a single job can have.
-
-    job_id: `<pool>.<uuidv7>`; the client makes one by default.
-    task: what to do with the prompt instead of generating text from it; see `AsyncClient.tokenize`.
-    response: the record of a stored response, which is stored in the same step as the job.
-    """
-
-    job_id: str | None
-    task: Task | None
-    response: ResponseRecord | None
-
-
-_OF_JOB = frozenset(
-    {"priority", "background", "return_progress", "idempotency_key", "tools", "chat_template_kwargs", "task"}
-)
-_ELSEWHERE = frozenset(
-    {"model", "adapter", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"}
-    | {"tool_choice", "parallel_tool_calls", "response", "queue_without_node", "lower_max_tokens"}
-)
+_OF_JOB = OPTIONS_OF_QUEUE & JobDef.model_fields.keys() - {"adapter", "params", "tenant"}
+"""Options that become a field of the job as they are."""
 _ANY_ID = "any.00000000-0000-7000-8000-000000000000"
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
 """Fields of a job to the arguments that callers pass for them."""
@@ -190,11 +133,12 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
     if isinstance(task := options.get("task"), Embed):
         of_job["task"] = task.within(record.max_model_len)
-    sampling = {name: value for name, value in options.items() if name not in _OF_JOB | _ELSEWHERE}
+    sampling = {name: value for name, value in options.items() if name not in OPTIONS_OF_QUEUE}
     try:
         params = _params_of(options, sampling, record)
         if options.get("lower_max_tokens") and params.max_tokens is not None:
             of_job["max_total_tokens"] = record.max_model_len or None
+        form, value = _prompt_field(prompt)
         job = JobDef(
             id=options.get("job_id") or f"{record.pool}.{uuid_utils.uuid7()}",
             adapter=_adapter_of(options, record),
@@ -202,7 +146,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
             params=params,
             deadline_ms=_duration_ms(options.get("deadline_s"), "deadline_s"),
             not_before_ms=_not_before_ms(options),
-            **_prompt_field(prompt),
+            **{form: value},
             **of_job,
         )
     except ValidationError as error:
@@ -230,7 +174,8 @@ def _check_task(job: JobDef, record: PoolRecord) -> None:
 def pack_prompt_of(prompt: Prompt) -> PackedPrompt:
     """Check a prompt as a job's prompt, and pack it. Raises RequestError with the name of the wrong field."""
     try:
-        job = JobDef(id=_ANY_ID, **_prompt_field(prompt))
+        form, value = _prompt_field(prompt)
+        job = JobDef(id=_ANY_ID, **{form: value})
     except ValidationError as error:
         raise request_error(error, _ARGUMENT_OF) from None
     if job.packed_prompt is not None:
@@ -253,11 +198,12 @@ def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None
     return None if name is None else AdapterRef(name=name, digest=record.adapters[name])
 
 
-def _prompt_field(prompt: Prompt) -> dict[str, Any]:
+def _prompt_field(prompt: Prompt) -> tuple[str, Any]:
+    """Return the field of a job that holds the prompt, and its value."""
     if isinstance(prompt, PackedPrompt):
-        return {"packed_prompt": prompt}
+        return "packed_prompt", prompt
     if isinstance(prompt, str):
-        return {"prompt": prompt}
+        return "prompt", prompt
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise RequestError("prompt must be text, a sequence of token ids or a sequence of messages", param="prompt")
     if not prompt:
@@ -265,21 +211,16 @@ def _prompt_field(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt[0], str):
         raise RequestError("prompt must be one text, not a list: `generate` and `map` take several", param="prompt")
     if isinstance(prompt[0], (Mapping, Message)):
-        return {"messages": tuple(prompt)}
-    return {"prompt_token_ids": tuple(prompt)}
-
-
-def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:
-    if params is None:
-        return SamplingParams(**sampling)
-    if sampling:
-        name = next(iter(sampling))
-        raise RequestError(f"{name}: give sampling as params or as single arguments, not both", param=name)
-    return params
+        return "messages", tuple(prompt)
+    return "prompt_token_ids", tuple(prompt)
 
 
 def _params_of(options: SubmitOptions, sampling: Mapping[str, Any], record: PoolRecord) -> SamplingParams:
-    params = _sampling_params(options.get("params"), sampling)
+    if (params := options.get("params")) is None:
+        params = SamplingParams(**sampling)
+    elif sampling:
+        name = next(iter(sampling))
+        raise RequestError(f"{name}: give sampling as params or as single arguments, not both", param=name)
     return params if options.get("task") is not None else with_defaults(params, record)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -75,7 +75,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Answered:
     """A prompt, its index and its result."""
 
     index: int
@@ -83,14 +83,14 @@ class Answer:
     result: Result
 
 
-class Step(Enum):
+class RunStep(Enum):
     """What `next_step` returns instead of an answer: the run wants a prompt, or it has ended."""
 
     WANTS_PROMPT = "wants a prompt"
     END = "end"
 
 
-ReadPrompt = Callable[[], Awaitable[Prompt | Step]]
+ReadPrompt = Callable[[], Awaitable[Prompt | RunStep]]
 """Reads the next prompt; END if there is none."""
 
 
@@ -137,7 +137,7 @@ class Run:
         self._changed = asyncio.Event()
         self._closing: asyncio.Task[None] | None = None
 
-    async def next_step(self) -> Answer | Step:
+    async def next_step(self) -> Answered | RunStep:
         """Wait for what the caller must do next: take an answer, offer a prompt, or end.
 
         Raises the error of a prompt instead of its answer. Raises ResultTimeoutError when the run's time is over, and
@@ -166,15 +166,15 @@ class Run:
         self._entries[entry.index] = entry
         self._tasks[entry] = asyncio.create_task(self._run_job(entry, read), name="penstock job of a run")
 
-    async def answers(self, prompts: Iterable[Prompt] | AsyncIterable[Prompt]) -> AsyncGenerator[Answer, None]:
+    async def answers(self, prompts: Iterable[Prompt] | AsyncIterable[Prompt]) -> AsyncGenerator[Answered, None]:
         """Run all prompts and yield their answers. Each prompt is read when the pool can take it."""
         source = aiter(prompts) if isinstance(prompts, AsyncIterable) else _each(prompts)
         try:
-            while (step := await self.next_step()) is not Step.END:
-                if isinstance(step, Answer):
+            while (step := await self.next_step()) is not RunStep.END:
+                if isinstance(step, Answered):
                     yield step
                 else:
-                    await self.offer(lambda: anext(source, Step.END))
+                    await self.offer(lambda: anext(source, RunStep.END))
         finally:
             await self.close()
 
@@ -193,20 +193,20 @@ class Run:
         if self._options.timeout is not None:
             self._end_s = asyncio.get_running_loop().time() + self._options.timeout
 
-    def _step(self) -> Answer | Step | None:
+    def _step(self) -> Answered | RunStep | None:
         if self._is_closed:
             raise UnavailableError("the client was closed", code="client_closed")
         if self._wants_prompt():
-            return Step.WANTS_PROMPT
+            return RunStep.WANTS_PROMPT
         if (answer := self._take_answer()) is not None:
             return answer
-        return Step.END if self._has_all_prompts and not self._entries else None
+        return RunStep.END if self._has_all_prompts and not self._entries else None
 
     def _wants_prompt(self) -> bool:
         may_open = len(self._tasks) < self._window.size and len(self._entries) < UNREAD_PER_OPEN * self._window.size
         return may_open and self._submitting is None and not self._has_all_prompts
 
-    def _take_answer(self) -> Answer | None:
+    def _take_answer(self) -> Answered | None:
         if self._options.in_order:
             entry = next(iter(self._entries.values()), None)
         else:
@@ -216,7 +216,7 @@ class Run:
         del self._entries[entry.index]
         if isinstance(entry.outcome, Exception):
             raise entry.outcome
-        return Answer(entry.index, entry.prompt, entry.outcome)
+        return Answered(entry.index, entry.prompt, entry.outcome)
 
     def _too_late(self) -> ResultTimeoutError:
         are_left = "left to the queue" if self._options.leaves_jobs else "canceled"
@@ -230,7 +230,7 @@ class Run:
     async def _run_job(self, entry: _Entry, read: ReadPrompt) -> None:
         try:
             prompt = await read()
-            if isinstance(prompt, Step):
+            if isinstance(prompt, RunStep):
                 self._has_all_prompts = True
                 del self._entries[entry.index]
                 return
@@ -302,3 +302,17 @@ class Run:
 async def _each(prompts: Iterable[Prompt]) -> AsyncGenerator[Prompt, None]:
     for prompt in prompts:
         yield prompt
+
+
+async def results_of(answers: AsyncGenerator[Answered, None]) -> AsyncGenerator[Result, None]:
+    """Yield the results of a run's answers. Its end is the run's end."""
+    async with aclosing(answers):
+        async for answer in answers:
+            yield answer.result
+
+
+async def pairs_of(answers: AsyncGenerator[Answered, None]) -> AsyncGenerator[tuple[Prompt, Result], None]:
+    """Yield the prompts and results of a run's answers. Its end is the run's end."""
+    async with aclosing(answers):
+        async for answer in answers:
+            yield answer.prompt, answer.result

@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from penstock.contract.job import JobDef, SamplingParams
-from penstock.producer.client.request import SubmitOptions
+from penstock.contract.job import JobDef, SamplingParams, SubmitOptions
 
 AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])
 

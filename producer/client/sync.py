@@ -14,16 +14,17 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
 from penstock.contract.errors import InvariantError, PenstockError, UnavailableError, error_of
+from penstock.contract.job import SubmitOptions
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.contract.tasks import Embedding, Tokenized
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, checked
-from penstock.producer.client.request import Prompt, SubmitOptions
-from penstock.producer.client.run import Answer, Run, Step
+from penstock.producer.client.request import Prompt
+from penstock.producer.client.run import Answered, Run, RunStep
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.producer.client.signature import with_options
-from penstock.producer.client.tasks import CountOptions, EmbedOptions, TaskOptions, TokenizeOptions
+from penstock.producer.client.tasks import CountOptions, EmbedOptions, TaskCallOptions, TokenizeOptions
 from penstock.queue.broker.jobs import JobPage
 from penstock.queue.broker.producer import JobStatus, ServedPool
 
@@ -116,16 +117,16 @@ class LoopThread:
 # The synchronous caller of a run: its prompts are read on the calling thread.
 
 
-def run_in_thread(loop: LoopThread, run: Run, prompts: Iterator[Prompt]) -> Generator[Answer, None, None]:
+def run_in_thread(loop: LoopThread, run: Run, prompts: Iterator[Prompt]) -> Generator[Answered, None, None]:
     """Run all prompts and yield their answers."""
     end: Callable[[Coroutine[Any, Any, None]], object] = loop.call
     try:
-        while (step := loop.call(run.next_step())) is not Step.END:
-            if isinstance(step, Answer):
+        while (step := loop.call(run.next_step())) is not RunStep.END:
+            if isinstance(step, Answered):
                 yield step
             else:
                 # On this thread, because an open file or a database cursor may belong to it.
-                loop.call(run.offer(partial(_given, next(prompts, Step.END))))
+                loop.call(run.offer(partial(_given, next(prompts, RunStep.END))))
     except GeneratorExit:
         # Without waiting: the garbage collector may close this generator on the loop's own thread.
         end = loop.post
@@ -135,7 +136,7 @@ def run_in_thread(loop: LoopThread, run: Run, prompts: Iterator[Prompt]) -> Gene
             end(run.close())
 
 
-async def _given(prompt: Prompt | Step) -> Prompt | Step:
+async def _given(prompt: Prompt | RunStep) -> Prompt | RunStep:
     return prompt
 
 
@@ -227,7 +228,7 @@ class Client:
         It reads the prompts one by one, on the calling thread, as the pool can take them. So a million of them need
         little memory. All else is as in `generate`.
         """
-        run = self._client.new_run(options, in_order=True)
+        run = self._client.runs.new(self._client.submit, options, in_order=True)
         answers = run_in_thread(self._loop, run, iter(checked(prompts)))
         return (answer.result for answer in answers)
 
@@ -236,7 +237,7 @@ class Client:
         self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
     ) -> Iterator[tuple[Prompt, Result]]:
         """Run prompts and yield pairs of prompt and result as the jobs end. All else is as in `map`."""
-        run = self._client.new_run(options, in_order=False)
+        run = self._client.runs.new(self._client.submit, options, in_order=False)
         answers = run_in_thread(self._loop, run, iter(checked(prompts)))
         return ((answer.prompt, answer.result) for answer in answers)
 
@@ -252,7 +253,7 @@ class Client:
         """Return the number of tokens of a text or a chat; see `tokenize`."""
         return self._loop.call(self._client.count_tokens(prompt, **options))
 
-    def detokenize(self, token_ids: Sequence[int], **options: Unpack[TaskOptions]) -> str:
+    def detokenize(self, token_ids: Sequence[int], **options: Unpack[TaskCallOptions]) -> str:
         """Return the text of tokens, special tokens included. Raises what `tokenize` raises."""
         return self._loop.call(self._client.detokenize(token_ids, **options))
 

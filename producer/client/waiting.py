@@ -17,11 +17,11 @@ from penstock.contract.output import PrefillProgress, QueuePosition, WaitUpdate
 from penstock.contract.pool import NodePressure
 from penstock.producer.client.pools import Admissions
 from penstock.queue.admission import expected_wait_ms, mean_held_cost
-from penstock.queue.broker.connection import Retries, ignoring_retried_errors
+from penstock.queue.broker.connection import Patience, ignoring_retried_errors
 from penstock.queue.broker.jobs import MAX_POSITIONS, JobWait, QueuePositions
 from penstock.runtime.cancellation import cancel_until_done
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 INTERVAL_S = 0.25
 """Seconds between two reads of positions. A read covers up to MAX_POSITIONS jobs."""
 REPEAT_S = 5.0
@@ -79,8 +79,8 @@ class WaitWatcher:
 class QueueWatch:
     """Reads the positions of watched jobs and passes them to the watchers. Without watchers it reads nothing."""
 
-    def __init__(self, retries: Retries, positions: QueuePositions, admissions: Admissions) -> None:
-        self._retries = retries
+    def __init__(self, patience: Patience, positions: QueuePositions, admissions: Admissions) -> None:
+        self._patience = patience
         self._positions = positions
         self._admissions = admissions
         self._watched: dict[WaitWatcher, str] = {}
@@ -89,7 +89,7 @@ class QueueWatch:
 
     def add(self, job_id: str, watcher: WaitWatcher) -> None:
         """Start watching a job's position, from the next read on. Raises UnavailableError if the client is closed."""
-        self._retries.require_open()
+        self._patience.require_open()
         self._watched[watcher] = job_id
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="penstock queue watch")
@@ -139,7 +139,7 @@ class QueueWatch:
                     watcher.note_position(position, now_s)
 
     async def _read(self, pool: str, job_ids: Sequence[str]) -> list[tuple[JobWait | None, QueuePosition | None]]:
-        waits = await self._retries.call(lambda: self._positions.of(pool, job_ids))
+        waits = await self._positions.of(pool, job_ids)
         nodes = (await self._admissions.of(pool).recent()).nodes
         return [(wait, _position_of(wait, nodes)) for wait in waits]
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict
+from annotated_types import MaxLen
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, create_model
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.named import Named
+from penstock.contract.sampling import Endpoint, names_at, option_of
 
 NO_EFFECT = "accepted without effect"
 """The mark of a field that is accepted with any value of its type and changes nothing."""
@@ -98,3 +102,78 @@ class OpenWire(Wire):
     """
 
     model_config = ConfigDict(extra="ignore")
+
+
+# Fields of bodies that are made from the declaration of the options.
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+def with_option_fields(
+    base: type[AnyBody], endpoint: Endpoint, *records: type[BaseModel], lenient: bool = False
+) -> type[AnyBody]:
+    """Return `base` with a field for each option of the records that the endpoint's bodies have, and that `base` lacks.
+
+    The records alone check ranges and texts. A body checks types and numbers of items, because pydantic
+    would validate a million items before the record refuses the list. A `lenient` body may write a whole number as 16.0
+    and, where the option says so, one item in place of a list.
+    """
+    fields: dict[str, Any] = {
+        there: _field_of(record.model_fields[name], lenient, option_of(record, name).one_is_enough)
+        for record in records
+        for name, there in names_at(endpoint, record).items()
+        if "." not in there and there not in base.model_fields
+    }
+    return create_model(base.__name__, __base__=base, __module__=base.__module__, **fields)
+
+
+def given_options(body: BaseModel, options: type[BaseModel], endpoint: Endpoint) -> dict[str, Any]:
+    """Return the options that a body sets, by their own names."""
+    values = ((name, getattr(body, there, None)) for name, there in names_at(endpoint, options).items())
+    return {name: value for name, value in values if value is not None}
+
+
+def renamed_options(options: type[BaseModel], endpoint: Endpoint) -> dict[str, str]:
+    """Map the options to their names in a body, where they differ."""
+    return {name: there for name, there in names_at(endpoint, options).items() if there != name}
+
+
+def max_items(field: FieldInfo) -> int | None:
+    """Return the most items of a list or an object; None for a field of another type."""
+    return next((mark.max_length for mark in field.metadata if isinstance(mark, MaxLen)), None)
+
+
+def _field_of(field: FieldInfo, lenient: bool, one_is_enough: bool) -> Any:
+    kind, items = _bare(field.annotation)
+    of_items, limit = tuple(_json_type(item, lenient) for item in items if item is not ...), max_items(field)
+    if kind is tuple and lenient and one_is_enough:
+        lengths: Any = Field(default_factory=list, max_length=limit)
+        return Annotated[list[of_items[0]], FailFast(), lengths, BeforeValidator(_list_of)]  # type: ignore[valid-type]
+    if kind is tuple:
+        return Annotated[list[of_items[0]] | None, FailFast(), Field(max_length=limit)], None  # type: ignore[valid-type]
+    if kind is dict and limit is not None:
+        return Annotated[dict[str, of_items[1]] | None, at_most(limit)], None  # type: ignore[valid-type]
+    return _json_type(field.annotation, lenient) | None, None
+
+
+def _json_type(annotation: Any, lenient: bool) -> Any:
+    """Return what an option's value is in JSON: a scalar, or an object for a record."""
+    kind, _ = _bare(annotation)
+    if kind is int:
+        return Whole if lenient else int
+    return dict[str, Any] if isinstance(kind, type) and issubclass(kind, BaseModel) else kind
+
+
+def _bare(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a type without None and metadata, and the types of its items."""
+    kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+    if NoneType in get_args(annotation):
+        (annotation,) = kinds
+    annotation = getattr(annotation, "__origin__", annotation) if hasattr(annotation, "__metadata__") else annotation
+    return get_origin(annotation) or annotation, get_args(annotation)
+
+
+def _list_of(value: object) -> object:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, field_validator, model_validator
+from pydantic import FailFast, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
-from penstock.contract.sampling import MAX_ALTERNATIVES
+from penstock.contract.priority import ClassName
+from penstock.contract.sampling import MAX_ALTERNATIVES, OPENAI, SamplingParams
 from penstock.contract.tools import closed
-from penstock.producer.openai.fields import NO_EFFECT, Hint, Whole, Wire, at_most, only
+from penstock.producer.openai.fields import NO_EFFECT, Hint, Wire, given_options, only, with_option_fields
 
-_LOGPROBS = {"logprobs", "prompt_logprobs"}
-"""Options that chats and completions express differently."""
 _GUIDED = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -22,11 +20,8 @@ _GUIDED = {
 }
 """Older names of vLLM → the members of `structured_outputs`."""
 
-
-def _list_of(value: object) -> object:
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else value
+CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactive"}
+"""OpenAI's service tiers that ask for a class. The other tiers ask for the caller's usual class."""
 
 
 class _NamedSchema(Wire):
@@ -92,35 +87,17 @@ class VllmFields(Wire):
     guided_decoding_backend: Annotated[Any, only(None)] = None
 
 
-class GenerationBody(VllmFields):
-    """Fields that chats and completions share. Fields without a comment are those of `SamplingParams`."""
+if TYPE_CHECKING:
+    _SampledBody = VllmFields
+else:
+    _SampledBody = with_option_fields(VllmFields, OPENAI, SamplingParams, lenient=True)
+
+
+class GenerationBody(_SampledBody):
+    """Fields that chats and completions share: the sampling options, and these."""
 
     prompt_field: ClassVar[str]
 
-    n: Whole | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Whole | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: Whole | None = None
-    max_tokens: Whole | None = None
-    min_tokens: Whole | None = None
-    ignore_eos: bool | None = None
-    # Lengths are checked here too, because pydantic would validate a million items before refusing the list.
-    stop: Annotated[
-        list[str], FailFast(), Field(default_factory=list, max_length=MAX_STOP_STRINGS), BeforeValidator(_list_of)
-    ]
-    stop_token_ids: Annotated[
-        list[Whole], FailFast(), Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS), BeforeValidator(_list_of)
-    ]
-
-    include_stop_str_in_output: bool | None = None
-    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIASES)] = None
-    bad_words: Annotated[list[str] | None, FailFast(), Field(max_length=MAX_BAD_WORDS)] = None
-    structured_outputs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     # Older names of vLLM for the members of `structured_outputs`.
     guided_json: dict[str, Any] | str | None = None
@@ -128,9 +105,6 @@ class GenerationBody(VllmFields):
     guided_choice: Annotated[list[str] | None, FailFast(), Field(max_length=MAX_ALTERNATIVES)] = None
     guided_grammar: str | None = None
 
-    truncate_prompt_tokens: Whole | None = None
-    return_token_ids: bool | None = None
-    cache_salt: str | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     """`flex` is the class `batch`, `priority` the class `interactive`. Each answer names the tier that it got."""
 
@@ -173,9 +147,9 @@ class GenerationBody(VllmFields):
         return None
 
     def _given(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in SamplingParams.model_fields if name not in _LOGPROBS}
-        if self.response_format is not None:
-            values["structured_outputs"] = self.response_format.structured_outputs()
+        values = given_options(self, SamplingParams, OPENAI)
+        if self.response_format is not None and (wanted := self.response_format.structured_outputs()) is not None:
+            values["structured_outputs"] = wanted
         elif (guided := self._guided) is not None:
             values["structured_outputs"] = {_GUIDED[guided]: getattr(self, guided)}
-        return {name: value for name, value in values.items() if value is not None}
+        return values

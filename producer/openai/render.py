@@ -6,6 +6,7 @@ An answer contains the log-probabilities of a prompt once, in the prompt's first
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -84,7 +85,7 @@ def limit_member(
     return {} if lowered is None else {"max_tokens": lowered}
 
 
-class Renderer:
+class Renderer(ABC):
     """Renders one answer. Subclasses implement the two dialects, chats and completions."""
 
     id_prefix: ClassVar[str]
@@ -234,20 +235,21 @@ class Renderer:
         logprobs = self._whole_logprobs_of(choice, echo) if choice.logprobs else None
         return {**self._whole_of(number, parsed, echo), "index": number, "logprobs": logprobs, "finish_reason": reason}
 
+    @abstractmethod
     def _skip(self, number: int, entries: Sequence[TokenLogprobs]) -> None:
         """Advance a choice's text offset past tokens whose log-probabilities are not shown."""
 
-    def _whole_logprobs_of(self, choice: AnyChoice, echo: PromptEcho) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _whole_logprobs_of(self, choice: AnyChoice, echo: PromptEcho) -> dict[str, Any]: ...
 
-    def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None: ...
 
-    def _piece_of(self, number: int, parsed: ParsedText, is_first: bool) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _piece_of(self, number: int, parsed: ParsedText, is_first: bool) -> dict[str, Any]: ...
 
-    def _whole_of(self, number: int, parsed: ParsedText, echo: PromptEcho) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _whole_of(self, number: int, parsed: ParsedText, echo: PromptEcho) -> dict[str, Any]: ...
 
 
 class ChatRenderer(Renderer):
@@ -278,6 +280,9 @@ class ChatRenderer(Renderer):
             message["content"] = content if parsed.content else None
             message["tool_calls"] = [self._call(number, call) for call in parsed.calls]
         return {"message": message, **_warnings(parsed)}
+
+    def _skip(self, number: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Do nothing: a chat's log-probabilities have no text offsets."""
 
     def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return chat_logprobs(entries)

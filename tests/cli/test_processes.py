@@ -17,7 +17,7 @@ import pytest
 from penstock.cli import serve
 from penstock.cli.processes import Child, ChildCommand, Event, ProcessDiedError, Supervisor, reason_in
 from penstock.cli.serve import BackOff, keep_child
-from penstock.runtime.console_format import ConsoleFormatter
+from penstock.runtime.logging import ConsoleFormatter
 
 READY = 'import json, time; print(json.dumps({"event": "ready", "pool": "p"}), flush=True)\n'
 SLEEP = "time.sleep(300)\n"

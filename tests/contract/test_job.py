@@ -11,20 +11,15 @@ import pytest
 from fakes.queue.harness import new_id, new_job
 from pydantic import ValidationError
 
-from penstock.contract.job import (
+from penstock.contract.job import JobDef, Message, Priority, created_at, is_job_id, pool_of, seed_of
+from penstock.contract.sampling import (
+    MAX_ALTERNATIVE_CHARS,
+    MAX_CHOICE_CHARS,
     MAX_CHOICES,
     MAX_STOP_STRINGS,
     MAX_TOKENS_LIMIT,
-    JobDef,
-    Message,
-    Priority,
     SamplingParams,
-    created_at,
-    is_job_id,
-    pool_of,
-    seed_of,
 )
-from penstock.contract.sampling import MAX_ALTERNATIVE_CHARS, MAX_CHOICE_CHARS
 from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT
 from penstock.queue.msgpack_codec import WireError
 from penstock.queue.wire import decode_request

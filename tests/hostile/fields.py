@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from penstock.contract import job, sampling, tools
@@ -57,19 +58,31 @@ def _response(**fields: Any) -> dict[str, Any]:
     return {"input": "x", "max_output_tokens": 2, "store": False, **fields}
 
 
+def _field(name: str, value_of: Callable[[int], Any], **beside: Any) -> Limited:
+    return lambda v: {**beside, name: value_of(v)}
+
+
+def _of_sampling() -> Iterator[tuple[str, tuple[int, Limited]]]:
+    """Yield the limits that the sampling options declare."""
+    for name, schema in sampling.SamplingParams.model_json_schema()["properties"].items():
+        for form in (schema, *schema.get("anyOf", ())):
+            if (limit := form.get("maximum")) is not None:
+                yield name, (int(limit), _field(name, int, max_tokens=1))
+            if (limit := form.get("maxLength")) is not None:
+                yield name, (limit, _field(name, "s".__mul__, max_tokens=1))
+            if (limit := form.get("maxProperties")) is not None:
+                yield name, (limit, _field(name, lambda v: {str(i): 1 for i in range(v)}))
+            if (limit := form.get("maxItems")) is not None:
+                is_text = form["items"]["type"] == "string"
+                yield name, (limit, _field(name, partial(_texts, chars=9) if is_text else lambda v: [*range(v)]))
+            if (limit := form.get("items", {}).get("maxLength")) is not None:
+                yield f"{name} characters", (limit, _field(name, lambda v: ["s" * v]))
+
+
 LIMITS: dict[str, tuple[int, Limited]] = {
-    "n": (job.MAX_CHOICES, lambda v: {"n": v, "max_tokens": 1}),
-    "stop": (job.MAX_STOP_STRINGS, lambda v: {"stop": _texts(v, 9)}),
-    "stop characters": (job.MAX_STOP_STRING_CHARS, lambda v: {"stop": ["s" * v]}),
-    "stop_token_ids": (job.MAX_STOP_TOKEN_IDS, lambda v: {"stop_token_ids": list(range(v))}),
-    "cache_salt": (job.MAX_CACHE_SALT_CHARS, lambda v: {"cache_salt": "s" * v, "max_tokens": 1}),
-    "cache_salt of a response": (job.MAX_CACHE_SALT_CHARS, lambda v: _response(cache_salt="s" * v)),
-    "bad_words": (job.MAX_BAD_WORDS, lambda v: {"bad_words": _texts(v, 9)}),
-    "bad_words characters": (job.MAX_STOP_STRING_CHARS, lambda v: {"bad_words": ["b" * v]}),
-    "logit_bias": (job.MAX_LOGIT_BIASES, lambda v: {"logit_bias": {str(i): 1 for i in range(v)}}),
-    "logprobs": (MAX_LOGPROBS, lambda v: {"logprobs": v}),
-    "prompt_logprobs": (MAX_LOGPROBS, lambda v: {"prompt_logprobs": v}),
+    **dict(_of_sampling()),
     "max_tokens": (job.MAX_TOKENS_LIMIT, lambda v: {"max_tokens": v, "stop": [" ", "e", "a"], "n": 1}),
+    "cache_salt of a response": (sampling.MAX_CACHE_SALT_CHARS, lambda v: _response(cache_salt="s" * v)),
     "prompts": (MAX_PROMPTS, lambda v: {"prompt": ["x"] * v, "max_tokens": 1}),
     "choices of a request": (
         MAX_CHOICES_OF_REQUEST,

@@ -7,9 +7,10 @@ import logging
 import random
 import re
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -30,6 +31,7 @@ MAX_CALLS = 64
 """Concurrent calls of one client: after an outage, all streams call at once."""
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def pauses() -> Iterator[float]:
@@ -40,10 +42,31 @@ def pauses() -> Iterator[float]:
         ceiling_s = min(2 * ceiling_s, LONGEST_PAUSE_S)
 
 
-class Retries:
-    """Retry a client's calls while Redis is unreachable, and bound their number.
+async def with_retries(
+    call: Callable[[], Awaitable[T]], outage_s: float, *, before_retry: Callable[[], None] = lambda: None
+) -> T:
+    """Return the answer of `call`, retried for up to `outage_s` seconds while Redis is unreachable.
 
-    `outage_s` is how long a call is retried. The client sets `is_open` while it is connected.
+    `call` must be idempotent. Raises UnavailableError after that time, and what `before_retry` raises.
+    """
+    clock = asyncio.get_running_loop().time
+    give_up_s = clock() + outage_s
+    waits = pauses()
+    while True:
+        try:
+            return await call()
+        except UnavailableError:
+            pause_s = next(waits)
+            if clock() + pause_s > give_up_s:
+                raise
+        await asyncio.sleep(pause_s)
+        before_retry()
+
+
+class Patience:
+    """How long the calls of one client are retried while Redis is unreachable, and how many may run at once.
+
+    The client gives it to its brokers, and sets `is_open` while it is connected.
     """
 
     def __init__(self, outage_s: float) -> None:
@@ -56,54 +79,54 @@ class Retries:
 
         Raises UnavailableError if Redis stays away for `outage_s`, or if the client is closed.
         """
-        return await with_retries(request, self._outage_s, self)
-
-    async def take_slot(self, give_up_s: float) -> None:
-        """Wait until fewer than MAX_CALLS calls run.
-
-        Raises UnavailableError at `give_up_s`, and at once if the client is closed.
-        """
         self.require_open()
-        if not self._slots.locked():
+        clock = asyncio.get_running_loop().time
+        give_up_s = clock() + self._outage_s
+        if self._slots.locked():
+            await self._wait_for_slot(give_up_s)
+        else:
             await self._slots.acquire()  # a slot is free, so this does not wait
-            return
         try:
-            async with asyncio.timeout_at(give_up_s):
-                await self._slots.acquire()
-        except TimeoutError:
-            raise UnavailableError(f"Redis is unreachable: {MAX_CALLS} calls wait for it", code="redis_away") from None
-
-    def free_slot(self) -> None:
-        """End a call that `take_slot` began."""
-        self._slots.release()
+            return await with_retries(request, give_up_s - clock(), before_retry=self.require_open)
+        finally:
+            self._slots.release()
 
     def require_open(self) -> None:
         """Raise UnavailableError unless the client is connected."""
         if not self.is_open:
             raise UnavailableError("the client is not connected: use `with` or connect()", code="client_closed")
 
-
-async def with_retries(call: Callable[[], Awaitable[T]], outage_s: float, bound: Retries | None = None) -> T:
-    """Return the answer of `call`, retried for up to `outage_s` seconds while Redis is unreachable.
-
-    `call` must be idempotent. `bound` limits how many calls run at once. Raises UnavailableError after that time.
-    """
-    clock = asyncio.get_running_loop().time
-    give_up_s = clock() + outage_s
-    patience = pauses()
-    while True:
-        if bound is not None:
-            await bound.take_slot(give_up_s)
+    async def _wait_for_slot(self, give_up_s: float) -> None:
         try:
-            return await call()
-        except UnavailableError:
-            pause_s = next(patience)
-            if clock() + pause_s > give_up_s:
-                raise
-        finally:
-            if bound is not None:
-                bound.free_slot()
-        await asyncio.sleep(pause_s)
+            async with asyncio.timeout_at(give_up_s):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise UnavailableError(f"Redis is unreachable: {MAX_CALLS} calls wait for it", code="redis_away") from None
+
+
+class _Patient(Protocol):
+    @property
+    def patience(self) -> Patience | None: ...
+
+
+Patient = TypeVar("Patient", bound=_Patient)
+
+
+def retried(
+    method: Callable[Concatenate[Patient, P], Awaitable[T]],
+) -> Callable[Concatenate[Patient, P], Coroutine[Any, Any, T]]:
+    """Retry a method with its object's patience; without a patience it is called once. It must be idempotent.
+
+    Such a method calls no other of the same client, because it would take a second place among the concurrent calls.
+    """
+
+    @wraps(method)
+    async def call(self: Patient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self.patience is None:
+            return await method(self, *args, **kwargs)
+        return await self.patience.call(lambda: method(self, *args, **kwargs))
+
+    return call
 
 
 @contextmanager
@@ -122,7 +145,7 @@ def ignoring_retried_errors(log: logging.Logger) -> Iterator[None]:
 
 # Warning for a Redis that may evict keys: an evicted key can be an accepted job.
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 
 SAFE_POLICY = "noeviction"
 
@@ -140,9 +163,6 @@ async def warn_of_eviction(redis: Redis) -> None:
     if policy != SAFE_POLICY:
         facts = {"policy": policy, "maxmemory": max_bytes, "want": f"maxmemory-policy {SAFE_POLICY}"}
         _LOG.warning("redis may evict keys: an evicted key is a lost job", extra=facts)
-
-
-# The sweep of a pool, which every node, gateway and client runs.
 
 
 # Connections to Redis, and the translation of Redis errors into penstock errors.

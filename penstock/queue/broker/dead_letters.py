@@ -15,7 +15,7 @@ from penstock.contract.errors import NotFoundError
 from penstock.contract.job import Priority, pool_of
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
-from penstock.queue.broker.connection import translated
+from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import LoggedOnce
 from penstock.queue.wire import Request
 
@@ -23,7 +23,7 @@ _FIELDS = ("tenant", "priority", "weight", "cost", "submitted", "finished", "chu
 
 _PURGED_AT_ONCE = 100
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,11 @@ class DeadLetter:
 class DeadLetters:
     """The dead letters of all pools. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
         self._redis, self._logged = cast(Any, redis), LoggedOnce(_LOG)
 
+    @retried
     async def newest(self, pool: str, limit: int = 100) -> list[DeadLetter]:
         """Return a pool's dead letters, newest first."""
         with translated():
@@ -66,6 +68,7 @@ class DeadLetters:
             found = await asyncio.gather(*(self._read(job_id.decode()) for job_id in job_ids))
         return [letter for letter in found if letter is not None]
 
+    @retried
     async def get(self, job_id: str) -> DeadLetter:
         """Return one dead letter. Raises NotFoundError."""
         with translated():
@@ -75,6 +78,7 @@ class DeadLetters:
             raise _no_letter(job_id)
         return letter
 
+    @retried
     async def request(self, job_id: str) -> Request:
         """Return the job's request. Raises NotFoundError."""
         with translated():
@@ -83,10 +87,12 @@ class DeadLetters:
             raise _no_letter(job_id)
         return wire.decode_request(data)
 
+    @retried
     async def purge(self, job_ids: Sequence[str]) -> int:
         """Delete dead letters and their requests. Returns how many were dead letters."""
         return sum([await scripts.call(self._redis, "purge", pool_of(job_id), job_id) for job_id in job_ids])
 
+    @retried
     async def purge_all(self, pool: str) -> int:
         """Delete all dead letters of a pool, also those whose jobs' records are gone. Returns how many there were."""
         num_purged = 0

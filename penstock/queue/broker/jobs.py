@@ -18,10 +18,8 @@ from penstock.contract.job import Priority, pool_of
 from penstock.contract.output import TERMINAL_STATES, JobLedger, LeaseEnd, Outcome, PastLease, QueuePosition, Usage
 from penstock.queue import keys
 from penstock.queue.broker import scripts
-from penstock.queue.broker.connection import translated
+from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import LoggedOnce, pool_names
-
-# Jobs' records as clients see them: the state of a job with its ledger.
 
 STATUS_FIELDS = (
     *("state", "tenant", "priority", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
@@ -138,7 +136,7 @@ def _used(text: str) -> tuple[Usage | None, int | None]:
 
 # Lists of tenants' jobs, newest first and in pages. A job is listed until its record expires.
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 JobState = str
 MAX_PAGE_JOBS = 100
 MAX_EXAMINED = 1000
@@ -159,9 +157,11 @@ class JobPage:
 class JobLists:
     """Reader of the lists. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
         self._redis, self._logged = cast(Any, redis), LoggedOnce(_LOG)
 
+    @retried
     async def page(
         self,
         tenant: str | None,
@@ -282,9 +282,11 @@ class JobWait:
 class QueuePositions:
     """The reader of queue positions."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
         self._redis = redis
 
+    @retried
     async def of(self, pool: str, job_ids: Sequence[str]) -> list[JobWait | None]:
         """Return where up to MAX_POSITIONS jobs of a pool are; None for a job that has begun, has ended or is unknown.
 
@@ -302,7 +304,8 @@ def _wait_of(counts: Sequence[int], costs: Sequence[int], priority: int, older: 
     return JobWait(sum(counts[:priority]) + older, sum(costs[:priority]) + own_class)
 
 
-# The records of stored responses. `submit` writes a record together with its job; this module reads and deletes it.
+# The records of stored responses. `submit` writes a record together with its job; `ResponseBroker` reads and deletes
+# it.
 
 SEAL_KEY_BYTES = 32
 
@@ -318,9 +321,11 @@ class StoredBytes(NamedTuple):
 class ResponseBroker:
     """The stored responses of all pools. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
         self._redis = redis
 
+    @retried
     async def num_bytes(self, job_id: str, tenant: str) -> StoredBytes:
         """Return how much `read` and the job's result would bring. Raises NotFoundError as `read` does."""
         with translated():
@@ -330,6 +335,7 @@ class ResponseBroker:
             raise _no_response(job_id)
         return StoredBytes(int(record), large_result_bytes_of({"stored": stored}))
 
+    @retried
     async def read(self, job_id: str, tenant: str) -> bytes:
         """Return the record of a stored response. Raises NotFoundError, also for the response of another tenant."""
         with translated():
@@ -341,12 +347,14 @@ class ResponseBroker:
             raise _no_response(job_id)
         return cast(bytes, record)
 
+    @retried
     async def delete(self, job_id: str, tenant: str) -> None:
         """Delete a stored response with its job's log and result. An open job is canceled. Raises NotFoundError."""
         answer = await cast(Any, scripts.call(self._redis, "delete_response", pool_of(job_id), job_id, tenant))
         if answer != b"OK":
             raise _no_response(job_id)
 
+    @retried
     async def seal_key(self) -> bytes:
         """Return the secret of all gateways for the seals of summaries. The first call of all stores a random one."""
         redis = cast(Any, self._redis)

@@ -15,9 +15,9 @@ from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.tenant import ANONYMOUS, ApiKey, Terms, mint
 from penstock.queue import keys
-from penstock.queue.broker.connection import translated
+from penstock.queue.broker.connection import Patience, retried, translated
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 MAX_SHOWN = 64
 """Characters of a name, and ids, that an error message shows."""
 
@@ -25,9 +25,11 @@ MAX_SHOWN = 64
 class KeyStore:
     """The installation's API keys. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
         self._redis = cast(Any, redis)
 
+    @retried
     async def all(self) -> dict[str, ApiKey]:
         """Return all keys by id, revoked ones included. An unreadable record becomes a revoked key without a tenant."""
         with translated():

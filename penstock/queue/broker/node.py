@@ -36,7 +36,7 @@ Why = Literal["drain", "pressure", "lacking"]
 _SET = "redis.call('DEL', KEYS[1]); return redis.call('SET', KEYS[1], ARGV[1])"
 _HSET = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
 """Writes behind a free write. A full Redis refuses a plain one, but a full Redis needs new nodes most."""
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 
 
 @dataclass(frozen=True, slots=True)

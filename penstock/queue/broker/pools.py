@@ -19,7 +19,7 @@ from penstock.contract.named import NAME_PATTERN
 from penstock.contract.pool import EVENTS, LiveNode, PoolActivity, PoolEntry, PoolEvent, PoolRecord, PoolStats
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.queue import keys, wire
-from penstock.queue.broker.connection import translated
+from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.msgpack_codec import WireError
 
@@ -29,7 +29,7 @@ from penstock.queue.msgpack_codec import WireError
 # its own, so a node whose rules confine it to one pool cannot claim the names of another. Readers look at a bounded
 # number of fields in each read, and skip what they cannot read.
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 MAX_POOLS = 1000
 """Pools that a process reads; further names are ignored."""
 MAX_SCANNED = 10_000
@@ -198,15 +198,18 @@ def with_allowed_names(record: PoolRecord, entry: PoolEntry) -> PoolRecord:
 class StatsBroker:
     """Reader of pool statistics. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
         self._redis = cast(Any, redis)
 
+    @retried
     async def all(self) -> list[PoolStats]:
         """Return the statistics of every announced pool."""
         with translated():
             pools = await pool_names(self._redis)
             return list(await asyncio.gather(*map(self._of, pools)))
 
+    @retried
     async def memory(self) -> tuple[int, int]:
         """Return the bytes that Redis uses and its `maxmemory` (0: no limit)."""
         with translated():
@@ -275,9 +278,11 @@ _CLASSES = range(NUM_PRIORITIES)
 class ActivityBroker:
     """Reader of pools' activity. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
         self._redis = cast(Any, redis)
 
+    @retried
     async def of(self, pools: Sequence[str]) -> list[PoolActivity]:
         """Return the activity of each pool."""
         with translated():

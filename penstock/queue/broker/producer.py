@@ -31,7 +31,7 @@ from penstock.contract.tenant import NO_LIMIT, UNLIMITED, Terms
 from penstock.queue import keys, results, wire
 from penstock.queue.admission import RateTokens, estimate_output_bytes
 from penstock.queue.broker import scripts
-from penstock.queue.broker.connection import translated
+from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, outcome_of, status_of, times_ms_of
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
@@ -145,9 +145,11 @@ def _busy_error(limit_name: str, limit: int, retry_after_ms: int, num_ahead: int
 class KnownJobs:
     """Looks for jobs that were submitted before. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
         self._redis = redis
 
+    @retried
     async def has(self, job: JobDef) -> bool:
         """Return whether a job of this id or with this idempotency key was submitted before to its pool."""
         names = [keys.job(job.id)]
@@ -156,6 +158,7 @@ class KnownJobs:
         with translated():
             return bool(await self._redis.exists(*names))
 
+    @retried
     async def pool_of(self, key: JobKey, pools: Sequence[str]) -> str:
         """Return which of the pools has a job of this key; of several, the first one; of none, an empty text.
 
@@ -167,7 +170,7 @@ class KnownJobs:
         return next((pool for pool, has_key in zip(pools, found, strict=True) if has_key), "")
 
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 LARGE_RESULT_BYTES = 65_536
 """A larger result expires log_ttl_ms after it was delivered. prelude.lua has the same value."""
 
@@ -220,10 +223,12 @@ class Submitted(Attached):
 class ProducerBroker:
     """The producer's side of the queue. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
         self._redis, self._yielder = redis, LoopYielder()
         self._list, self._logged = PoolList(redis), LoggedOnce(_LOG)
 
+    @retried
     async def submit(self, submission: Submission, inbox: str = "") -> Submitted:
         """Enqueue a job. `inbox` is the process to push chunks to. The job carries the caller's trace context.
 
@@ -266,6 +271,7 @@ class ProducerBroker:
             return Submitted(state.decode(), num_chunks, bool(pushed), known_id.decode(), kind == "EXISTS")
         raise submit_error(kind, answer, job)
 
+    @retried
     async def attach(self, job_id: str, tenant: str, *, inbox: str = "", channel: bool = False) -> Attached:
         """Add a reader to a job. Raises NotFoundError for an unknown id or a job of another tenant."""
         answer = await scripts.call(self._redis, "attach", pool_of(job_id), job_id, tenant, inbox, int(channel))
@@ -277,6 +283,7 @@ class ProducerBroker:
         """Remove a reader. A job without readers is canceled after a grace time, unless it is a background job."""
         await scripts.call(self._redis, "detach", pool_of(job_id), job_id, inbox)
 
+    @retried
     async def cancel(self, job_id: str, tenant: str) -> str:
         """Cancel a job. Returns `cancelled`, `running` (it ends within a step), or its earlier terminal state."""
         state = cast(bytes, await scripts.call(self._redis, "cancel", pool_of(job_id), job_id, tenant)).decode()
@@ -284,6 +291,7 @@ class ProducerBroker:
             raise _no_job(job_id)
         return state
 
+    @retried
     async def status(self, job_id: str, tenant: str) -> JobStatus:
         """Return a job's state. Raises NotFoundError."""
         fields = await self._record(job_id, tenant)
@@ -298,12 +306,14 @@ class ProducerBroker:
         num_ahead = 0 if older is None else older + sum(more_urgent_ones)
         return status_of(job_id, fields, length, num_ahead)
 
+    @retried
     async def log(self, job_id: str, start: int, count: int = 1000) -> list[Chunk]:
         """Return up to `count` chunks of a job's log from `start` on; empty after the log has expired."""
         with translated():
             entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, start + count - 1))
         return await decoded(entries, self._yielder)
 
+    @retried
     async def result(self, job_id: str, tenant: str) -> Result | None:
         """Return a job's result, None while the job is open.
 
@@ -315,6 +325,7 @@ class ProducerBroker:
             return None
         return await result_of(await self._result_data(job_id, tenant, outcome), job_id, outcome, times_ms_of(fields))
 
+    @retried
     async def packed_result(self, job_id: str, tenant: str, fetches: Fetches | None = None) -> PackedResult | None:
         """Return a job's result as `result` does, with its parts decoded on access.
 
@@ -342,6 +353,7 @@ class ProducerBroker:
         """Send the heartbeat of a reading process, and sweep, so that jobs progress while any process is alive."""
         await asyncio.gather(scripts.call(self._redis, "reader_heartbeat", pool, inbox), sweep(self._redis, pool))
 
+    @retried
     async def pressure(self, pool: str) -> PoolPressure:
         """Return the input of admission: the pressure records of all live nodes, and jobs and cost queued per class.
 
@@ -374,6 +386,7 @@ class ProducerBroker:
             except WireError as error:
                 self._logged.warn("unreadable pressure record", keys.pressure(pool), error)
 
+    @retried
     async def pools(self) -> dict[str, ServedPool]:
         """Return every listed pool that has a record, by name, pools with a live node first."""
         with translated():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -125,7 +125,8 @@ class ProfileBroker:
     async def send(self, pool: str, request: ProfileRequest, summary: ProfileSummary, files: list[bytes]) -> None:
         """Send the answer. Raises UnavailableError if the caller stops reading it."""
         key = keys.profile(pool, request.id)
-        for piece in (pack({"v": PROTOCOL_VERSION, **asdict(summary)}), *_pieces(files)):
+        pieces = [data[at : at + PIECE_BYTES] for data in files for at in range(0, len(data), PIECE_BYTES)]
+        for piece in (pack({"v": PROTOCOL_VERSION, **asdict(summary)}), *pieces):
             end_s = time.monotonic() + PIECE_TTL_MS / 1000
             with translated():
                 while await self._redis.llen(key) >= MAX_PIECES:
@@ -134,12 +135,6 @@ class ProfileBroker:
                     await asyncio.sleep(_POLL_S)
                 await self._redis.rpush(key, piece)
                 await self._redis.pexpire(key, PIECE_TTL_MS)
-
-
-def _pieces(files: list[bytes]) -> Iterator[bytes]:
-    for data in files:
-        for start in range(0, len(data), PIECE_BYTES):
-            yield data[start : start + PIECE_BYTES]
 
 
 def _decoded(adapter: TypeAdapter[T], data: bytes) -> T:

@@ -18,7 +18,7 @@ from penstock.queue.broker.connection import translated
 from penstock.queue.broker.shared_connection import SharedRedis
 from penstock.runtime import crash_points
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 Argument = bytes | str | int | float
 
 _WITHOUT_QUEUE = frozenset(("attach", "detach", "emit", "join", "leave", "positions", "reader_heartbeat"))

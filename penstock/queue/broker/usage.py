@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.usage import MAX_PAGE_ROWS, Periods, PeriodUsage, UsagePage, UsageQuery, periods_of
 from penstock.queue import keys
-from penstock.queue.broker.connection import translated
+from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import pool_names
 
 _COUNTERS = ("jobs", "prompt", "completion", "cached")
@@ -32,9 +32,11 @@ Position = tuple[int, str, str, str]
 class UsageBroker:
     """Reader of usage. Raises UnavailableError when Redis is unreachable."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
         self._redis = cast(Any, redis)
 
+    @retried
     async def page(self, query: UsageQuery, *, after: str | None = None, limit: int = MAX_PAGE_ROWS) -> UsagePage:
         """Return up to `limit` rows in the order of period, pool, tenant and account.
 
@@ -57,7 +59,8 @@ class UsageBroker:
                 for owner in owners[at : at + _ROWS_AT_ONCE]:
                     if len(rows) == limit:
                         return UsagePage(rows, periods, ":".join(map(str, last or ())))
-                    rows.append(_row(periods, number, pool, owner, counts[owner]))
+                    used = (counts[owner].get(counter, 0) for counter in _COUNTERS)
+                    rows.append(PeriodUsage(periods.start_of(number), periods.by, pool, *owner, *used))
                     last = (number, pool, *owner)
                 await asyncio.sleep(0)
         return UsagePage(rows, periods, None)
@@ -114,12 +117,6 @@ def _hashes(periods: Periods, pools: list[str], query: UsageQuery, begin: Positi
         for pool in pools:
             if (query.pools is None or pool in query.pools) and (begin is None or (number, pool) >= begin[:2]):
                 yield number, pool
-
-
-def _row(periods: Periods, number: int, pool: str, owner: Owner, counts: dict[str, int]) -> PeriodUsage:
-    return PeriodUsage(
-        periods.start_of(number), periods.by, pool, *owner, *(counts.get(counter, 0) for counter in _COUNTERS)
-    )
 
 
 def _position_of(after: str) -> Position:

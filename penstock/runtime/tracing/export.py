@@ -18,7 +18,7 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 
 from penstock.runtime.tracing.context import SCOPE
 
-log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 
 CLOSE_S = 2.0
 """Longest time that the end of a process waits for its last spans."""
@@ -45,10 +45,10 @@ class QuietExporter(SpanExporter):
             result, reason = SpanExportResult.FAILURE, repr(error)
         if result is SpanExportResult.FAILURE:
             if not self._num_lost:
-                log.warning("tracing.collector_unavailable", extra={"reason": reason})
+                _LOG.warning("tracing.collector_unavailable", extra={"reason": reason})
             self._num_lost += len(spans)
         elif self._num_lost:
-            log.info("tracing.collector_available", extra={"num_lost_spans": self._num_lost})
+            _LOG.info("tracing.collector_available", extra={"num_lost_spans": self._num_lost})
             self._num_lost = 0
         return result
 

@@ -11,7 +11,7 @@ from penstock.contract.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.runtime.tracing.export import Tracing
 
-log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__package__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 TRACES_PATH = "/v1/traces"
@@ -35,7 +35,7 @@ def tracing_of(endpoint: str | None, service: str) -> Tracing | None:
             message = f"otlp_traces_endpoint: {error.name} is not installed: {_ADVICE}"
             raise ConfigError(message, param="otlp_traces_endpoint") from error
         # Clusters may set the variables for every process, so that is no reason to refuse to start.
-        log.warning("tracing.not_installed", extra={"missing": error.name, "advice": _ADVICE})
+        _LOG.warning("tracing.not_installed", extra={"missing": error.name, "advice": _ADVICE})
         return None
     return Tracing(endpoint and with_path(endpoint), service)
 

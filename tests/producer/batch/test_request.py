@@ -12,9 +12,15 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Outcome, Result, Usage
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
-from penstock.producer.batch.answer import body_of
-from penstock.producer.batch.input_lines import MAX_LINE_BYTES, survey_of
-from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, request_of, request_of_line
+from penstock.producer.batch.request import (
+    CHAT_URL,
+    COMPLETIONS_URL,
+    MAX_LINE_BYTES,
+    request_of,
+    request_of_line,
+    survey_of,
+)
+from penstock.producer.batch.results import body_of
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -363,7 +363,7 @@ async def test_a_submission_whose_answer_is_lost_is_one_job(
     quick_client: AsyncClient, told_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker = quick_client._broker
-    submit, calls = broker.submit, []
+    submit, calls = broker._submit, []
 
     async def submit_and_lose_the_answer(*args: object, **kwargs: object) -> object:
         answer = await submit(*args, **kwargs)  # type: ignore[arg-type]
@@ -372,7 +372,7 @@ async def test_a_submission_whose_answer_is_lost_is_one_job(
             raise UnavailableError("connection lost", code="redis_away")
         return answer
 
-    monkeypatch.setattr(broker, "submit", submit_and_lose_the_answer)
+    monkeypatch.setattr(broker, "_submit", submit_and_lose_the_answer)
     job = await quick_client.submit("hello", max_tokens=5)
     assert len(calls) == 3
     runs: list[FakeJob] = await told_node.take()
