@@ -187,7 +187,7 @@ class Conversations:
 
 
 def _items_of(result: PackedResult, record: StoredResponse) -> list[OutputItem]:
-    reader = OutputReader(result.job_id, record.form, record.called)
+    reader = OutputReader(result.job_id, record.format, record.called)
     for _ in reading_of(result, reader):
         pass
     reader.join_texts()

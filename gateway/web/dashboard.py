@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -139,9 +139,8 @@ MAX_STREAM_S = 600.0
 class Dashboard:
     """The states of this gateway's dashboard, shared by its viewers."""
 
-    def __init__(self, client_of: Callable[[], AsyncClient], metrics: GatewayMetrics) -> None:
-        """`client_of` returns the gateway's client, which is made after the app."""
-        self._client_of = client_of
+    def __init__(self, client: AsyncClient, metrics: GatewayMetrics) -> None:
+        self._client = client
         self._metrics = metrics
         self._states = CachedState(self._read, INTERVAL_S)
         self._num_viewers = 0
@@ -177,7 +176,7 @@ class Dashboard:
         self._stopped.set()
 
     async def _read(self) -> bytes:
-        client = self._client_of()
+        client = self._client
         try:
             async with asyncio.timeout(REDIS_TIMEOUT_S):
                 records = dict(islice((await client.pools()).items(), MAX_POOLS))
