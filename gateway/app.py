@@ -12,9 +12,12 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.routing import Route
 
 from penstock.gateway.anthropic.routes import ANTHROPIC
@@ -22,7 +25,7 @@ from penstock.gateway.api_docs.page import ApiDocs
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.embeddings.routes import EMBEDDINGS
 from penstock.gateway.errors import ErrorHandlers, ErrorShapes
-from penstock.gateway.health import Health
+from penstock.gateway.health import HealthRoutes
 from penstock.gateway.http.dialect import Services
 from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
 from penstock.gateway.http.listen_address import check_address
@@ -41,17 +44,17 @@ from penstock.gateway.http.middleware import (
 from penstock.gateway.http.protocol import BoundedHead
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
 from penstock.gateway.jobs.routes import JOBS
-from penstock.gateway.metrics import GatewayMetrics, Metrics
+from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes
 from penstock.gateway.openai.routes import OPENAI
 from penstock.gateway.request.parser_process import BodySchemas
-from penstock.gateway.request.reading import Parser, RequestReader
+from penstock.gateway.request.reading import Parser, RequestReader, body_budget_of
 from penstock.gateway.responses.routes import RESPONSES
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER, Answers, WholeSender
 from penstock.gateway.tokens.routes import TOKENS
-from penstock.gateway.usage import Usage
+from penstock.gateway.usage import UsageRoutes
 from penstock.gateway.web.dashboard import Dashboard
-from penstock.gateway.web.routes import ASSET_PATHS, Web
+from penstock.gateway.web.routes import ASSET_PATHS, WebRoutes
 from penstock.gateway.websocket.handshake import StreamSocket, SubprotocolKey, socket_routes
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
@@ -63,9 +66,13 @@ from penstock.runtime.settings import KeySettings
 from penstock.runtime.stall_guard import StallGuard
 from penstock.runtime.tracing.setup import tracing_of
 
+if TYPE_CHECKING:
+    from penstock.runtime.tracing.export import Tracing
+
 DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS)
 """The APIs of this gateway."""
 BODIES = tuple(schema for dialect in DIALECTS for schema in dialect.bodies)
+_SOCKET_BODIES = {path: schema for dialect in DIALECTS for path, schema in dialect.socket_bodies.items()}
 _ERROR_SHAPES = [dialect.errors for dialect in DIALECTS if dialect.errors is not None]
 MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results and of records of responses that a gateway holds while it sends them. Others wait."""
@@ -84,64 +91,116 @@ def _client_of(settings: GatewaySettings) -> AsyncClient:
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """The app, and the parts of it that the server process starts and stops."""
+    """The app, and the part of it that the server process stops."""
 
     app: FastAPI
     dashboard: Dashboard
 
 
+def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> FastAPI:
+    """Return the ASGI app of a gateway."""
+    return create_gateway(settings, client).app
+
+
 def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None) -> Gateway:
-    """Build the gateway. Its app owns the only queue client, which connects in the app's lifespan."""
+    """Build the gateway from its parts. Its only queue client connects in the app's lifespan."""
     client = client or _client_of(settings)
-    metrics, errors = GatewayMetrics(), ErrorShapes(_ERROR_SHAPES)
+    metrics, errors, yielder = GatewayMetrics(), ErrorShapes(_ERROR_SHAPES), LoopYielder()
     dashboard = Dashboard(client, metrics)
-    of_paths = {path: schema for dialect in DIALECTS for path, schema in dialect.socket_bodies.items()}
-    parser = Parser(settings.unknown_fields, BodySchemas(BODIES, of_paths))
+    parser = Parser(settings.unknown_fields, BodySchemas(BODIES, _SOCKET_BODIES))
+    body_budget, result_budget = body_budget_of(settings), _result_budget()
+    reader = RequestReader(settings, parser, body_budget)
+    sender = WholeSender(settings, metrics, yielder, result_budget)
+    answers = Answers(client, settings, metrics, yielder, sender)
+    services = Services(client, settings, reader, answers, sender, result_budget, yielder)
     loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-gateway")
-    services = _services_of(client, settings, metrics, parser)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with client:
-            await tell_without_keys(client, settings)
-            loop_watch.start()
-            descriptors, guard = DescriptorWatch(), StallGuard(settings.loop_stall_s)
-            descriptors.start()
-            guard.start()
-            try:
-                yield
-            finally:
-                guard.stop()
-                descriptors.stop()
-                loop_watch.stop()
-                await parser.close()
-                if tracing is not None:
-                    await asyncio.to_thread(tracing.close)
+    own_routers = [
+        HealthRoutes(client).router,
+        MetricsRoutes(client, metrics, loop_watch, body_budget, result_budget).router,
+        UsageRoutes(client, yielder).router,
+        WebRoutes(dashboard, settings).router,
+    ]
+    socket = StreamSocket(client, settings, metrics, errors, reader, parser)
 
     # FastAPI's own document would lack the routes that take a body.
+    lifespan = partial(
+        _lifespan, settings=settings, client=client, parser=parser, loop_watch=loop_watch, tracing=tracing
+    )
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     ErrorHandlers(errors, metrics.refused).install(app)
+    described = _add_routes(app, services, own_routers, socket)
+    _add_middleware(app, settings, client, metrics, errors, described)
+    if tracing is not None:
+        app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_paths_of(described))
+    return Gateway(app, dashboard)
+
+
+def _result_budget() -> SharedBudget:
+    per_owner, max_wait_s = MAX_RESULT_BYTES_HELD_OF_TENANT, MAX_RESULT_WAIT_S
+    return SharedBudget(MAX_RESULT_BYTES_HELD, per_owner=per_owner, max_wait_s=max_wait_s, has_reserve=True)
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(
+    _: FastAPI,
+    *,
+    settings: GatewaySettings,
+    client: AsyncClient,
+    parser: Parser,
+    loop_watch: LoopWatch,
+    tracing: Tracing | None,
+) -> AsyncIterator[None]:
+    async with client:
+        await tell_without_keys(client, settings)
+        loop_watch.start()
+        descriptors, guard = DescriptorWatch(), StallGuard(settings.loop_stall_s)
+        descriptors.start()
+        guard.start()
+        try:
+            yield
+        finally:
+            guard.stop()
+            descriptors.stop()
+            loop_watch.stop()
+            await parser.close()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
+
+
+def _add_routes(
+    app: FastAPI, services: Services, own_routers: Sequence[APIRouter], socket: StreamSocket
+) -> list[Route]:
+    """Add all routes, and those of their description. Return the described ones."""
     of_dialects = [route for dialect in DIALECTS for route in dialect.routes(services)]
     plain = [route for route in of_dialects if isinstance(route, Route)]
-    memory = {
-        "num_body_bytes": lambda: services.reader.num_bytes_held,
-        "num_result_bytes": lambda: services.result_budget.num_used,
-    }
-    routers = [
-        *(route for route in of_dialects if isinstance(route, APIRouter)),
-        Health(client).router,
-        Metrics(client, metrics, loop_watch, **memory).router,
-        Usage(client, services.yielder).router,
-        Web(dashboard, settings).router,
-    ]
-    routers.append(ApiDocs([*plain, *_routes_in(routers)], BODIES).router)
-    socket = StreamSocket(client, settings, metrics, errors, services.reader, parser)
+    routers = [*(route for route in of_dialects if isinstance(route, APIRouter)), *own_routers]
+    docs = ApiDocs([*plain, *_routes_in(routers)], BODIES)
+    routers.append(docs.router)
     app.router.routes.extend((*plain, *socket_routes(socket)))
     for router in routers:
         app.include_router(router)
-    paths = frozenset(route.path for route in plain)
-    # From the innermost to the outermost.
+    return [*plain, *_routes_in(routers)]
+
+
+def _routes_in(routers: Sequence[APIRouter]) -> list[Route]:
+    return [route for router in routers for route in router.routes if isinstance(route, Route)]
+
+
+def _paths_of(routes: Sequence[Route]) -> frozenset[str]:
+    """Return the paths of the plain Starlette routes. FastAPI reports its own."""
+    return frozenset(route.path for route in routes if not isinstance(route, APIRoute))
+
+
+def _add_middleware(
+    app: FastAPI,
+    settings: GatewaySettings,
+    client: AsyncClient,
+    metrics: GatewayMetrics,
+    errors: ErrorShapes,
+    routes: Sequence[Route],
+) -> None:
+    """Add the middleware from the innermost to the outermost."""
     app.add_middleware(HeadRequests)
     app.add_middleware(
         Entry,
@@ -154,33 +213,8 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     )
     app.add_middleware(SubprotocolKey)
     app.add_middleware(Drain, errors=errors)
-    _add_cors(app, settings, errors, [*plain, *_routes_in(routers)])
-    app.add_middleware(AccessLog, metrics=metrics, errors=errors, paths=paths)
-    if tracing is not None:
-        app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=paths)
-    return Gateway(app, dashboard)
-
-
-def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> FastAPI:
-    """Return the ASGI app of a gateway."""
-    return create_gateway(settings, client).app
-
-
-def _services_of(client: AsyncClient, settings: GatewaySettings, metrics: GatewayMetrics, parser: Parser) -> Services:
-    yielder = LoopYielder()
-    result_budget = SharedBudget(
-        MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT, max_wait_s=MAX_RESULT_WAIT_S, has_reserve=True
-    )
-    sender = WholeSender(settings, metrics, yielder, result_budget)
-    return Services(
-        client=client,
-        settings=settings,
-        reader=RequestReader(settings, parser),
-        answers=Answers(client, settings, metrics, yielder, sender),
-        sender=sender,
-        result_budget=result_budget,
-        yielder=yielder,
-    )
+    _add_cors(app, settings, errors, routes)
+    app.add_middleware(AccessLog, metrics=metrics, errors=errors, paths=_paths_of(routes))
 
 
 def _add_cors(app: FastAPI, settings: GatewaySettings, errors: ErrorShapes, routes: Sequence[Route]) -> None:
@@ -194,10 +228,6 @@ def _add_cors(app: FastAPI, settings: GatewaySettings, errors: ErrorShapes, rout
             methods=sorted({method for route in routes for method in route.methods or ()}),
             exposed=[*exposed, "Retry-After-Ms", TRACE_HEADER],
         )
-
-
-def _routes_in(routers: Sequence[APIRouter]) -> list[Route]:
-    return [route for router in routers for route in router.routes if isinstance(route, Route)]
 
 
 IDLE_S = 75

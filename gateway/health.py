@@ -17,7 +17,7 @@ from penstock.gateway.route_doc import PROBE_METHODS
 from penstock.producer.client import AsyncClient
 
 
-class Health:
+class HealthRoutes:
     """The routes of the health checks."""
 
     def __init__(self, client: AsyncClient) -> None:

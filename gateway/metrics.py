@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 from http import HTTPStatus
@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
 from penstock.contract.pool import EVENTS, PoolStats
+from penstock.gateway.budget import SharedBudget
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.settings import DECISIONS
 from penstock.runtime.loop_metrics import loop_metrics
@@ -258,7 +259,7 @@ class StreamMeter:
             self._metrics.per_token((time.monotonic() - self._first_s) / (num_tokens - 1))
 
 
-class Metrics:
+class MetricsRoutes:
     """The route `/metrics`: what this process counts, and what Redis says of the pools."""
 
     def __init__(
@@ -266,16 +267,15 @@ class Metrics:
         client: AsyncClient,
         metrics: GatewayMetrics,
         loop_watch: LoopWatch,
-        *,
-        num_body_bytes: Callable[[], int],
-        num_result_bytes: Callable[[], int],
+        body_budget: SharedBudget,
+        result_budget: SharedBudget,
     ) -> None:
-        """`num_body_bytes` and `num_result_bytes` return the memory that is held for bodies and for results."""
+        """The budgets hold the memory of bodies that arrive, and of results that are sent."""
         self._client = client
         self._metrics = metrics
         self._loop_watch = loop_watch
-        self._num_body_bytes = num_body_bytes
-        self._num_result_bytes = num_result_bytes
+        self._body_budget = body_budget
+        self._result_budget = result_budget
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self.metrics, response_class=PlainTextResponse)
 
@@ -299,9 +299,9 @@ class Metrics:
 
     def _of_memory(self) -> Iterator[Metric]:
         text = "Bytes of large request bodies that are held in memory until they are parsed."
-        yield GaugeMetricFamily("penstock_gateway_body_bytes", text, value=self._num_body_bytes())
+        yield GaugeMetricFamily("penstock_gateway_body_bytes", text, value=self._body_budget.num_used)
         text = "Bytes of large results and records of responses that are held in memory while they are sent."
-        yield GaugeMetricFamily("penstock_gateway_result_bytes", text, value=self._num_result_bytes())
+        yield GaugeMetricFamily("penstock_gateway_result_bytes", text, value=self._result_budget.num_used)
 
 
 class _FixedCollector(Collector):

@@ -95,7 +95,7 @@ def _documented() -> dict[str, Any]:
     return {"parameters": parameters, "responses": {"200": {"content": content}}}
 
 
-class Usage:
+class UsageRoutes:
     """The route of the report."""
 
     def __init__(self, client: AsyncClient, yielder: LoopYielder) -> None:

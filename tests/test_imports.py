@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
@@ -34,6 +35,19 @@ ARROWS = {
     CLI: {CLI, GATEWAY, PRODUCER, SERVICE, KERNELS, QUEUE, RUNTIME, CONTRACT, TOP},
     TOP: {CONTRACT, QUEUE, RUNTIME, PRODUCER, GATEWAY, SERVICE, ENGINE, CLI},
 }
+GATEWAY_FLOORS = (
+    {"settings", "budget", "metrics", "route_doc", "errors"},
+    {"request"},
+    {"stream"},
+    {"http"},
+    {
+        *("openai", "responses", "anthropic", "jobs", "embeddings", "tokens"),
+        *("websocket", "web", "api_docs", "health", "usage"),
+    },
+    {"app"},
+)
+"""The rooms of the gateway, lowest first. A room imports from its own floor and from those below it."""
+FLOORS: dict[str, tuple[set[str], ...]] = {GATEWAY: GATEWAY_FLOORS}
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
 TORCH = {"torch", "transformers", "triton", "safetensors", "gguf"}
 NODES_ONLY = TORCH | {"numpy", "tokenizers", "huggingface_hub", "llguidance"}
@@ -153,6 +167,47 @@ def test_there_are_no_import_circles() -> None:
 
     for name in sorted(graph):
         visit(name, ())
+
+
+def rooms_of(package: str) -> dict[str, dict[str, Module]]:
+    """The rooms of a package: its folders, and the modules that stand in it directly. Each with an importer."""
+    graph: dict[str, dict[str, Module]] = {}
+    for module in modules().values():
+        room = room_within(package, module.name)
+        if room is None:
+            continue
+        targets = {room_within(package, found.target) for found in imports_of(module)} - {room, None}
+        graph.setdefault(room, {}).update({str(target): module for target in targets})
+    return graph
+
+
+def room_within(package: str, name: str) -> str | None:
+    inner = name.removeprefix(f"{package}.")
+    return None if inner == name else inner.partition(".")[0]
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_rooms_import_only_from_their_floor_and_below(package: str) -> None:
+    floor_of = {room: number for number, rooms in enumerate(FLOORS[package]) for room in rooms}
+    graph = rooms_of(package)
+    assert graph.keys() <= floor_of.keys(), "a room has no floor"
+    up = [
+        f"{module.path}: {room} → {target}"
+        for room, targets in graph.items()
+        for target, module in targets.items()
+        if floor_of[target] > floor_of[room]
+    ]
+    assert up == []
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_rooms_import_each_other_in_no_circle(package: str) -> None:
+    """Also in none that only type checkers see."""
+    graph = rooms_of(package)
+    try:
+        [*TopologicalSorter(graph).static_order()]
+    except CycleError as error:
+        pytest.fail(f"circle: {' ← '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize("name", ["Client", "AsyncClient", "Engine", "SamplingParams", "PenstockError"])

@@ -68,17 +68,16 @@ def _section(document: dict[str, Any], path: str, method: str, operation: dict[s
     if scopes := [scope for one in operation.get("security", ()) for scope in one.get("key", ())]:
         parts.append(f"<p>Scope of the API key: {' or '.join(f'<code>{scope}</code>' for scope in scopes)}</p>")
     if operation.get("parameters"):
-        parts.append(_table(_parameters(operation)))
+        parameters = (
+            (each["name"], f"{each['in']}, {_type_of(each['schema'])}", each.get("description", ""))
+            for each in operation["parameters"]
+        )
+        parts.append(_table(parameters))
     if body:
         parts.append(f"<details open><summary>Fields of the body</summary>{_table(_fields(body))}</details>")
     if example := _example(path, method, operation, body):
         parts.append(f'<p>Example:</p><pre class="example">{escape(example)}</pre>')
     return "".join([*parts, "</section>"])
-
-
-def _parameters(operation: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for parameter in operation["parameters"]:
-        yield parameter["name"], f"{parameter['in']}, {_type_of(parameter['schema'])}", parameter.get("description", "")
 
 
 def _fields(schema: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

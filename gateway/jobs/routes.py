@@ -91,7 +91,7 @@ _CANCEL_DOC = (
 )
 
 
-class Jobs:
+class JobRoutes:
     """The routes of the jobs of a caller's tenant."""
 
     def __init__(
@@ -182,7 +182,7 @@ def _truth_of(request: Request, name: str) -> bool:
 
 def _routes(services: Services) -> list[Route | APIRouter]:
     submit = SubmitJob(services.client, services.reader, services.settings.max_logprobs)
-    jobs = Jobs(services.client, services.settings, services.answers, services.yielder, services.result_budget)
+    jobs = JobRoutes(services.client, services.settings, services.answers, services.yielder, services.result_budget)
     return [Route("/v1/jobs", submit, methods=["POST"]), jobs.router]
 
 

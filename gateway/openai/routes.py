@@ -91,7 +91,7 @@ COMPLETION_DOC = RouteDoc(
 # `GET /v1/models` and `GET /v1/models/{id}`, which Anthropic's API has too.
 
 
-class Models:
+class ModelRoutes:
     """The routes of the list of models."""
 
     def __init__(self, client: AsyncClient) -> None:
@@ -161,7 +161,7 @@ def _routes(services: Services) -> list[Route | APIRouter]:
     return [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chats, methods=["POST"]),
-        Models(services.client).router,
+        ModelRoutes(services.client).router,
     ]
 
 

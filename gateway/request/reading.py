@@ -43,6 +43,12 @@ BODY_STEP_BYTES = 256 << 10
 """Bytes by which the claim of a body grows while it arrives. Bodies up to this size need no claim."""
 
 
+def body_budget_of(settings: GatewaySettings) -> SharedBudget:
+    """Return the memory for large bodies and messages until they are parsed."""
+    per_owner, most = MAX_BODY_BYTES_HELD_OF_TENANT, settings.max_body_bytes
+    return SharedBudget(MAX_BODY_BYTES_HELD, per_owner=per_owner, step=BODY_STEP_BYTES, most=most)
+
+
 async def read_json_body(request: Request, claim: Claim, *, max_bytes: int, timeout_s: float) -> bytes:
     """Read and return the body, at most `max_bytes` long. Its claim grows as it arrives.
 
@@ -270,20 +276,11 @@ _TRUTH = {"true": True, "false": False}
 class RequestReader:
     """Reads the requests of a gateway: their bodies within its limits of size, time and memory, and their headers."""
 
-    def __init__(self, settings: GatewaySettings, parser: Parser) -> None:
+    def __init__(self, settings: GatewaySettings, parser: Parser, budget: SharedBudget) -> None:
+        """`budget` is `body_budget_of(settings)`, which the gateway's metrics show."""
         self._settings = settings
         self._parser = parser
-        self._budget = SharedBudget(
-            MAX_BODY_BYTES_HELD,
-            per_owner=MAX_BODY_BYTES_HELD_OF_TENANT,
-            step=BODY_STEP_BYTES,
-            most=settings.max_body_bytes,
-        )
-
-    @property
-    def num_bytes_held(self) -> int:
-        """Bytes of large bodies and messages that are held in memory until they are parsed."""
-        return self._budget.num_used
+        self._budget = budget
 
     async def read(self, request: Request, schema: type[RequestBody]) -> ParsedBody:
         """Read and check the request's body. The body of a message has been parsed with the message."""

@@ -121,7 +121,7 @@ RETURN_PROGRESS = "return_progress"
 _INCLUDE = ("include", "include[]")
 
 
-class Responses:
+class ResponseRoutes:
     """The routes of stored responses."""
 
     def __init__(
@@ -241,7 +241,7 @@ def _routes(services: Services) -> list[Route | APIRouter]:
         Route("/v1/responses", create, methods=["POST"]),
         Route("/v1/responses/input_tokens", count_tokens, methods=["POST"]),
         Route("/v1/responses/compact", compact, methods=["POST"]),
-        Responses(client, settings, answers, budget, services.yielder).router,
+        ResponseRoutes(client, settings, answers, budget, services.yielder).router,
     ]
 
 

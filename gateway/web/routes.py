@@ -69,7 +69,7 @@ _DASHBOARD_DOC = (
 )
 
 
-class Web:
+class WebRoutes:
     """The routes of the web page and its dashboard."""
 
     def __init__(self, feed: Dashboard, settings: GatewaySettings) -> None:
