@@ -34,6 +34,8 @@ from penstock.producer.client.settings import DECISIONS
 from penstock.runtime.loop_metrics import loop_metrics
 from penstock.runtime.loop_watch import LoopWatch
 
+logger = logging.getLogger("penstock.gateway")
+
 # Percentiles of the times that a gateway measured in the last minutes.
 
 TIMES_WINDOW_S = 300
@@ -146,7 +148,7 @@ def pool_metrics(pools: Sequence[PoolStats]) -> Iterator[Metric]:
     yield accepted
 
 
-logger = logging.getLogger("penstock.gateway")
+# What a gateway counts itself, and the answer of `/metrics`.
 
 SCRAPE_TIMEOUT_S = 2.0
 """Seconds that a scrape waits for Redis. After that it reports only the process's own metrics."""

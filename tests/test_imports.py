@@ -46,7 +46,7 @@ GATEWAY_FLOORS = (
     },
     {"app"},
 )
-"""The rooms of the gateway, lowest first. A room imports from its own floor and from those below it."""
+"""Packages of the gateway, and modules beside them, lowest first. Each imports from its own floor and those below."""
 FLOORS: dict[str, tuple[set[str], ...]] = {GATEWAY: GATEWAY_FLOORS}
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
 TORCH = {"torch", "transformers", "triton", "safetensors", "gguf"}
@@ -170,7 +170,7 @@ def test_there_are_no_import_circles() -> None:
 
 
 def rooms_of(package: str) -> dict[str, dict[str, Module]]:
-    """The rooms of a package: its folders, and the modules that stand in it directly. Each with an importer."""
+    """What each folder of a package, and each module that stands in it directly, imports of the others, and where."""
     graph: dict[str, dict[str, Module]] = {}
     for module in modules().values():
         room = room_within(package, module.name)
@@ -190,7 +190,7 @@ def room_within(package: str, name: str) -> str | None:
 def test_rooms_import_only_from_their_floor_and_below(package: str) -> None:
     floor_of = {room: number for number, rooms in enumerate(FLOORS[package]) for room in rooms}
     graph = rooms_of(package)
-    assert graph.keys() <= floor_of.keys(), "a room has no floor"
+    assert graph.keys() <= floor_of.keys(), "a package or module has no floor"
     up = [
         f"{module.path}: {room} → {target}"
         for room, targets in graph.items()

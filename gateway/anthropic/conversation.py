@@ -1,4 +1,4 @@
-"""The messages of a conversation in Anthropic's form, and their translation to penstock's messages.
+"""The messages of a conversation in Anthropic's shape, and their translation to penstock's messages.
 
 Anthropic's user message may hold tool results beside text. penstock has one message with role `tool` for each result.
 Earlier reasoning is not passed to the model. System messages at the start belong to the system prompt. Coding agents

@@ -27,7 +27,7 @@ from penstock.gateway.anthropic.conversation import (
 from penstock.producer.openai.fields import NO_EFFECT, Hint, Wire, only
 from penstock.producer.openai.messages import ToolUse
 
-# The tools of a request in Anthropic's form, and their translation to OpenAI's form, which penstock uses.
+# The tools of a request in Anthropic's shape, and their translation to OpenAI's, which penstock uses.
 
 _WORDS = {"auto": "auto", "any": "required", "none": "none"}
 """Types of Anthropic's `tool_choice` to OpenAI's words."""

@@ -23,6 +23,8 @@ from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient
 
+logger = logging.getLogger("penstock.gateway")
+
 # The check of the Host header while a gateway has no API keys, against DNS rebinding.
 #
 # A web site can point its own name at this machine. Its pages then call the gateway as their own origin, and no check
@@ -97,8 +99,6 @@ def is_loopback(address: str) -> bool:
 # Callers without a key are refused while keys exist, and if keys existed before and are missing. If there were never
 # any, a gateway on a loopback address serves them with all scopes, unless a proxy passed their request on. On other
 # addresses it refuses them. With `allow_anonymous` it serves them in all of these cases, with the scope `infer` alone.
-
-logger = logging.getLogger("penstock.gateway")
 
 PUBLIC_PATHS = frozenset(("/health", "/ready", "/", "/version", "/openapi.json", "/docs"))
 """Paths that need no API key: probes, and the description of this release."""

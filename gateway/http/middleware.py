@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 
-# The access log: one structured line for each request. It never contains a query, a header or a body.
-
+logger = logging.getLogger("penstock.gateway")
 access_logger = logging.getLogger("penstock.gateway.access")
+
+# The access log: one structured line for each request. It never contains a query, a header or a body.
 
 NO_STATUS = 499
 """Status that is logged when the caller disconnects before the answer begins, as nginx does."""
@@ -209,8 +210,6 @@ def _noting(span: Span, send: Send) -> Send:
 
 
 # The end of a planned shutdown: answers still open after the drain end with an error that gives the reason.
-
-logger = logging.getLogger("penstock.gateway")
 
 SAY_TIMEOUT_S = 1.0
 """Seconds for sending the error to one client. A client that reads nothing does not get it."""

@@ -33,6 +33,8 @@ from penstock.gateway.request.parser_process import HEAD, IS_MESSAGE, BodySchema
 from penstock.gateway.request.socket_message import SocketMessage, decode_socket_message, parse_socket_message
 from penstock.gateway.settings import GatewaySettings, UnknownFields
 
+logger = logging.getLogger("penstock.gateway")
+
 # Reading of request bodies, which must be JSON and are bounded in size and time.
 
 MAX_BODY_BYTES_HELD = 64 << 20
@@ -109,8 +111,6 @@ def _check_kind(request: Request) -> None:
 
 
 # Parsing of request bodies: small bodies on the event loop, large bodies in a separate process.
-
-logger = logging.getLogger("penstock.gateway")
 
 MAX_BYTES_ON_LOOP = 256 << 10
 _FEW_BYTES = 8 << 10

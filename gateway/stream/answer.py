@@ -1,9 +1,9 @@
 """Answers in any dialect: a stream of events, or one JSON object.
 
-An answer has a source of what it sends, an encoder, and a writer: the source reads jobs, the encoder of the dialect
-makes bytes of what it reads, and the writer sends these. An answer sends nothing until the queue delivers the first
-chunk or a refusal, so that a refusal gets a real HTTP status. A stream waits at most `first_chunk_wait_s` for that;
-then it sends status 200 and reports errors as events.
+An answer has a source, an encoder and a writer. The source reads jobs, the encoder of the dialect makes bytes of what
+it reads, and the writer sends these. An answer sends nothing until the queue delivers the first chunk or a refusal, so
+that a refusal gets a real HTTP status. A stream waits at most `first_chunk_wait_s` for that; then it sends status 200
+and reports errors as events.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.websocket.session import SocketSession
 from penstock.producer.client import AsyncClient
 
+logger = logging.getLogger("penstock.gateway.access")
+
 # Checks before a WebSocket is accepted: the page that opens it, its key, and the number of WebSockets.
 
 SUBPROTOCOL = "penstock"
@@ -98,8 +100,6 @@ class SocketCounter:
 
 
 # The route `/v1/stream`: a WebSocket, or for a plain HTTP request the advice to open one.
-
-logger = logging.getLogger("penstock.gateway.access")
 
 
 class StreamSocket:

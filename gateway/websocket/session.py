@@ -26,7 +26,13 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.websocket.stream import SocketChannel, SocketStream, error_message
 from penstock.producer.client import AsyncClient
 
-# Sending of messages over one WebSocket, and the pace at which its messages are handled.
+logger = logging.getLogger("penstock.gateway")
+
+MESSAGES_PER_S = 100.0
+BURST_MESSAGES = 200
+"""A WebSocket's messages above this rate wait unread."""
+NOT_TEXT, RESTART = 1003, 1012
+"""Close codes (RFC 6455, 7.4.1, and IANA's registry)."""
 
 
 class MessagePace:
@@ -42,18 +48,6 @@ class MessagePace:
         now_s = time.monotonic()
         self._due_s = max(self._due_s, now_s - self._burst_s) + self._interval_s
         await asyncio.sleep(max(0.0, self._due_s - now_s))
-
-
-# The messages that a client receives over a WebSocket.
-
-
-logger = logging.getLogger("penstock.gateway")
-
-MESSAGES_PER_S = 100.0
-BURST_MESSAGES = 200
-"""A WebSocket's messages above this rate wait unread."""
-NOT_TEXT, RESTART = 1003, 1012
-"""Close codes (RFC 6455, 7.4.1, and IANA's registry)."""
 
 
 class SocketSession:

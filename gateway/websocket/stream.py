@@ -28,6 +28,10 @@ from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKEN
 from penstock.gateway.stream.framing import LineFraming, framing_extension
 from penstock.producer.client import AsyncClient
 
+logger = logging.getLogger("penstock.gateway")
+
+# What a client receives: the types of messages, the events of a stream as messages, and the channel that sends them.
+
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for sending the close frame."""
 BROKEN_MESSAGE = 1011
@@ -124,7 +128,7 @@ class SocketChannel:
                 self._is_open = False
 
 
-logger = logging.getLogger("penstock.gateway")
+# One stream: its requests, and their answers.
 
 MESSAGES_PER_ROUND = 64
 """Messages that are sent before other tasks run. They take about a millisecond."""
