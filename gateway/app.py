@@ -10,20 +10,23 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.routing import Route
 
-from penstock.gateway import health, metrics, usage
-from penstock.gateway.anthropic import routes as anthropic_routes
-from penstock.gateway.anthropic.errors import ID_HEADER as ANTHROPIC_ID_HEADER
+from penstock.gateway.anthropic.routes import ANTHROPIC
 from penstock.gateway.api_docs.page import ApiDocs
-from penstock.gateway.api_docs.page import router as api_docs_router
 from penstock.gateway.budget import SharedBudget
-from penstock.gateway.embeddings import routes as embedding_routes
-from penstock.gateway.errors import install_error_handlers
+from penstock.gateway.embeddings.routes import EMBEDDINGS
+from penstock.gateway.errors import ErrorHandlers, ErrorShapes
+from penstock.gateway.health import HealthRoutes
+from penstock.gateway.http.dialect import Services
 from penstock.gateway.http.entry import Entry, is_closed_without_keys, tell_without_keys
 from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.http.middleware import (
@@ -40,19 +43,19 @@ from penstock.gateway.http.middleware import (
 )
 from penstock.gateway.http.protocol import BoundedHead
 from penstock.gateway.http.socket_protocol import PING_INTERVAL_S, PING_TIMEOUT_S, BoundedSocket
-from penstock.gateway.jobs import routes as job_routes
-from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.openai import routes
-from penstock.gateway.openai import routes as openai_routes
-from penstock.gateway.openai.errors import ID_HEADER
-from penstock.gateway.request.reading import BODY_STEP_BYTES, MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT, Parser
-from penstock.gateway.responses import routes as response_routes
+from penstock.gateway.jobs.routes import JOBS
+from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes
+from penstock.gateway.openai.routes import OPENAI
+from penstock.gateway.request.parser_process import BodySchemas
+from penstock.gateway.request.reading import Parser, RequestReader, body_budget_of
+from penstock.gateway.responses.routes import RESPONSES
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER
-from penstock.gateway.tokens import routes as tokens_routes
-from penstock.gateway.web import routes as web_routes
+from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER, Answers, WholeSender
+from penstock.gateway.tokens.routes import TOKENS
+from penstock.gateway.usage import UsageRoutes
 from penstock.gateway.web.dashboard import Dashboard
-from penstock.gateway.websocket.handshake import ADVICE_ROUTE, SOCKET_ROUTE, SocketCounter, SubprotocolKey
+from penstock.gateway.web.routes import ASSET_PATHS, WebRoutes
+from penstock.gateway.websocket.handshake import StreamSocket, SubprotocolKey, socket_routes
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.file_descriptors import DescriptorWatch
@@ -63,6 +66,14 @@ from penstock.runtime.settings import KeySettings
 from penstock.runtime.stall_guard import StallGuard
 from penstock.runtime.tracing.setup import tracing_of
 
+if TYPE_CHECKING:
+    from penstock.runtime.tracing.export import Tracing
+
+DIALECTS = (JOBS, OPENAI, ANTHROPIC, RESPONSES, TOKENS, EMBEDDINGS)
+"""The APIs of this gateway."""
+BODIES = tuple(schema for dialect in DIALECTS for schema in dialect.bodies)
+_SOCKET_BODIES = {path: schema for dialect in DIALECTS for path, schema in dialect.socket_bodies.items()}
+_ERROR_SHAPES = [dialect.errors for dialect in DIALECTS if dialect.errors is not None]
 MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results and of records of responses that a gateway holds while it sends them. Others wait."""
 MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
@@ -70,21 +81,6 @@ MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
 response and need their result, too."""
 MAX_RESULT_WAIT_S = 30.0
 """Seconds that an answer waits for that memory. After that, it is refused with a 503."""
-ROUTES = (
-    *openai_routes.ROUTES,
-    *anthropic_routes.ROUTES,
-    *response_routes.ROUTES,
-    *job_routes.ROUTES,
-    *tokens_routes.ROUTES,
-    *embedding_routes.ROUTES,
-)
-"""The routes that take a body. They are plain Starlette routes, not FastAPI's."""
-_PATHS = frozenset(route.path for route in ROUTES)
-ROUTERS = (
-    *(routes.router, health.router, metrics.router, usage.router),
-    *(response_routes.router, job_routes.router, api_docs_router, web_routes.router),
-)
-"""FastAPI's routes."""
 PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
 """Environment variable. With the value `json`, the gateway prints its URL to stdout as JSON for a supervisor."""
 
@@ -93,93 +89,145 @@ def _client_of(settings: GatewaySettings) -> AsyncClient:
     return AsyncClient(settings.redis_url, settings=ClientSettings.load(name="gateway"))
 
 
-def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
-    """Store on the app the objects that all requests share."""
-    app.state.settings = settings
-    app.state.metrics = GatewayMetrics()
-    app.state.dashboard = Dashboard(lambda: app.state.client, app.state.metrics)
-    app.state.parser = Parser(settings.unknown_fields)
-    app.state.loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
-    app.state.body_budget = SharedBudget(
-        MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT, step=BODY_STEP_BYTES, most=settings.max_body_bytes
-    )
-    app.state.yielder = LoopYielder()
-    app.state.sockets = SocketCounter(settings.max_sockets, settings.max_key_sockets)
-    app.state.result_budget = SharedBudget(
-        MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT, max_wait_s=MAX_RESULT_WAIT_S, has_reserve=True
-    )
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """The app, and the part of it that the server process stops."""
+
+    app: FastAPI
+    dashboard: Dashboard
 
 
-def create_app(settings: GatewaySettings) -> FastAPI:
-    """Return the ASGI app. Its lifespan owns the gateway's only queue client."""
+def create_app(settings: GatewaySettings, client: AsyncClient | None = None) -> FastAPI:
+    """Return the ASGI app of a gateway."""
+    return create_gateway(settings, client).app
+
+
+def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None) -> Gateway:
+    """Build the gateway from its parts. Its only queue client connects in the app's lifespan."""
+    client = client or _client_of(settings)
+    metrics, errors, yielder = GatewayMetrics(), ErrorShapes(_ERROR_SHAPES), LoopYielder()
+    dashboard = Dashboard(client, metrics)
+    parser = Parser(settings.unknown_fields, BodySchemas(BODIES, _SOCKET_BODIES))
+    body_budget, result_budget = body_budget_of(settings), _result_budget()
+    reader = RequestReader(settings, parser, body_budget)
+    sender = WholeSender(settings, metrics, yielder, result_budget)
+    answers = Answers(client, settings, metrics, yielder, sender)
+    services = Services(client, settings, reader, answers, sender, result_budget, yielder)
+    loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-gateway")
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with _client_of(settings) as client:
-            app.state.client = client
-            await tell_without_keys(client, settings)
-            app.state.loop_watch.start()
-            descriptors, guard = DescriptorWatch(), StallGuard(settings.loop_stall_s)
-            descriptors.start()
-            guard.start()
-            try:
-                yield
-            finally:
-                guard.stop()
-                descriptors.stop()
-                app.state.loop_watch.stop()
-                await app.state.parser.close()
-                if tracing is not None:
-                    await asyncio.to_thread(tracing.close)
+    own_routers = [
+        HealthRoutes(client).router,
+        MetricsRoutes(client, metrics, loop_watch, body_budget, result_budget).router,
+        UsageRoutes(client, yielder).router,
+        WebRoutes(dashboard, settings).router,
+    ]
+    socket = StreamSocket(client, settings, metrics, errors, reader, parser)
 
     # FastAPI's own document would lack the routes that take a body.
+    lifespan = partial(
+        _lifespan, settings=settings, client=client, parser=parser, loop_watch=loop_watch, tracing=tracing
+    )
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
-    _add_state(app, settings)
-    install_error_handlers(app)
-    _add_routes(app)
-    _add_middleware(app, settings)
+    ErrorHandlers(errors, metrics.refused).install(app)
+    described = _add_routes(app, services, own_routers, socket)
+    _add_middleware(app, settings, client, metrics, errors, described)
     if tracing is not None:
-        app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_PATHS)
-    return app
+        app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_paths_of(described))
+    return Gateway(app, dashboard)
 
 
-def _add_routes(app: FastAPI) -> None:
-    app.router.routes.extend((*ROUTES, SOCKET_ROUTE, ADVICE_ROUTE))
-    for router in ROUTERS:
+def _result_budget() -> SharedBudget:
+    per_owner, max_wait_s = MAX_RESULT_BYTES_HELD_OF_TENANT, MAX_RESULT_WAIT_S
+    return SharedBudget(MAX_RESULT_BYTES_HELD, per_owner=per_owner, max_wait_s=max_wait_s, has_reserve=True)
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(
+    _: FastAPI,
+    *,
+    settings: GatewaySettings,
+    client: AsyncClient,
+    parser: Parser,
+    loop_watch: LoopWatch,
+    tracing: Tracing | None,
+) -> AsyncIterator[None]:
+    async with client:
+        await tell_without_keys(client, settings)
+        loop_watch.start()
+        descriptors, guard = DescriptorWatch(), StallGuard(settings.loop_stall_s)
+        descriptors.start()
+        guard.start()
+        try:
+            yield
+        finally:
+            guard.stop()
+            descriptors.stop()
+            loop_watch.stop()
+            await parser.close()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
+
+
+def _add_routes(
+    app: FastAPI, services: Services, own_routers: Sequence[APIRouter], socket: StreamSocket
+) -> list[Route]:
+    """Add all routes, and those of their description. Return the described ones."""
+    of_dialects = [route for dialect in DIALECTS for route in dialect.routes(services)]
+    plain = [route for route in of_dialects if isinstance(route, Route)]
+    routers = [*(route for route in of_dialects if isinstance(route, APIRouter)), *own_routers]
+    docs = ApiDocs([*plain, *_routes_in(routers)], BODIES)
+    routers.append(docs.router)
+    app.router.routes.extend((*plain, *socket_routes(socket)))
+    for router in routers:
         app.include_router(router)
-    app.state.api_docs = ApiDocs(_all_routes())
+    return [*plain, *_routes_in(routers)]
 
 
-def _add_middleware(app: FastAPI, settings: GatewaySettings) -> None:
+def _routes_in(routers: Sequence[APIRouter]) -> list[Route]:
+    return [route for router in routers for route in router.routes if isinstance(route, Route)]
+
+
+def _paths_of(routes: Sequence[Route]) -> frozenset[str]:
+    """Return the paths of the plain Starlette routes. FastAPI reports its own."""
+    return frozenset(route.path for route in routes if not isinstance(route, APIRoute))
+
+
+def _add_middleware(
+    app: FastAPI,
+    settings: GatewaySettings,
+    client: AsyncClient,
+    metrics: GatewayMetrics,
+    errors: ErrorShapes,
+    routes: Sequence[Route],
+) -> None:
     """Add the middleware from the innermost to the outermost."""
     app.add_middleware(HeadRequests)
-    app.add_middleware(Entry, settings=settings, pepper=KeySettings.load().key_pepper)
+    app.add_middleware(
+        Entry,
+        settings=settings,
+        pepper=KeySettings.load().key_pepper,
+        client=client,
+        metrics=metrics,
+        errors=errors,
+        public_paths=ASSET_PATHS,
+    )
     app.add_middleware(SubprotocolKey)
-    app.add_middleware(Drain)
+    app.add_middleware(Drain, errors=errors)
+    _add_cors(app, settings, errors, routes)
+    app.add_middleware(AccessLog, metrics=metrics, errors=errors, paths=_paths_of(routes))
+
+
+def _add_cors(app: FastAPI, settings: GatewaySettings, errors: ErrorShapes, routes: Sequence[Route]) -> None:
     needs_keys = is_closed_without_keys(settings) and not settings.allow_anonymous
     check_origins(settings.cors_origins, needs_keys=needs_keys)
     if settings.cors_origins:
+        exposed = [JOB_HEADER, *errors.all_id_headers, IGNORED_HEADER, MAX_TOKENS_HEADER, "Retry-After"]
         app.add_middleware(
             Cors,
             origins=settings.cors_origins,
-            methods=sorted({method for route in _all_routes() for method in route.methods or ()}),
-            exposed=[
-                JOB_HEADER,
-                ID_HEADER,
-                ANTHROPIC_ID_HEADER,
-                IGNORED_HEADER,
-                MAX_TOKENS_HEADER,
-                "Retry-After",
-                "Retry-After-Ms",
-                TRACE_HEADER,
-            ],
+            methods=sorted({method for route in routes for method in route.methods or ()}),
+            exposed=[*exposed, "Retry-After-Ms", TRACE_HEADER],
         )
-    app.add_middleware(AccessLog, paths=_PATHS)
-
-
-def _all_routes() -> list[Route]:
-    return [*ROUTES, *(route for router in ROUTERS for route in router.routes if isinstance(route, Route))]
 
 
 IDLE_S = 75
@@ -235,9 +283,9 @@ def max_connections_of(settings: GatewaySettings) -> int:
 
 def make_server(settings: GatewaySettings) -> uvicorn.Server:
     """Return the server of one gateway process. It is not started yet."""
-    app = create_app(settings)
+    gateway = create_gateway(settings)
     config = uvicorn.Config(
-        app,
+        gateway.app,
         host=settings.host,
         port=settings.port,
         http=BoundedHead,
@@ -253,7 +301,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         # BoundedHead closes any connection beyond `max_connections`. So uvicorn's own refusal never applies.
         limit_concurrency=max_connections_of(settings) + 1,
     )
-    return _Server(config, drain_s=settings.drain_s, dashboard=app.state.dashboard)
+    return _Server(config, drain_s=settings.drain_s, dashboard=gateway.dashboard)
 
 
 def run(settings: GatewaySettings) -> None:

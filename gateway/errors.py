@@ -1,48 +1,32 @@
-"""Translation of errors to HTTP responses, in the shape of the API that the request's path belongs to."""
+"""Errors as HTTP responses, in the shape of the API that the request's path belongs to.
+
+OpenAI's shape is the default. An API with another one registers a subclass of `ErrorShape`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from penstock.contract.errors import PenstockError, UnavailableError
+from penstock.contract.errors import BusyError, ConflictError, PenstockError, RequestError, UnavailableError
 from penstock.contract.problems import MAX_NAME_CHARS
-from penstock.gateway.anthropic import errors as anthropic
-from penstock.gateway.openai import errors as openai
-from penstock.gateway.openai.errors import ID_HEADER
-from penstock.gateway.stream.writer import event
 
-VERSION_HEADER = "anthropic-version"
+ID_HEADER = "X-Request-Id"
+"""Response header with the request's id in the access log. OpenAI's client shows it in its errors."""
 READ_TIMEOUT_S = 2.0
 """Seconds that probes and other requests that only read wait for Redis."""
-
-
-def request_id_headers(path: str) -> tuple[str, ...]:
-    """Return the names of the response headers that hold the request's id."""
-    return (ID_HEADER, anthropic.ID_HEADER) if anthropic.is_messages_path(path) else (ID_HEADER,)
-
-
-def speaks_anthropic(scope: Scope) -> bool:
-    """Return whether the answer has Anthropic's shape. Both APIs have `/v1/models`; only Anthropic's has a version."""
-    path = scope["path"]
-    is_models_path = path == "/v1/models" or path.startswith("/v1/models/")
-    return anthropic.is_messages_path(path) or (is_models_path and VERSION_HEADER in Headers(scope=scope))
-
-
-def error_response(error: PenstockError, scope: Scope) -> JSONResponse:
-    """Return the HTTP response for an error of a request."""
-    if speaks_anthropic(scope):
-        return anthropic.error_response(error, _request_id_of(scope))
-    return openai.error_response(error)
+_WILL_FAIL_AGAIN = frozenset(("node_lost", "model_error"))
+"""Error codes of jobs that probably caused their own failure. A `node_lost` job was running when three nodes died, so
+each retry may kill as many."""
 
 
 @asynccontextmanager
@@ -58,48 +42,135 @@ async def soon() -> AsyncIterator[None]:
         raise UnavailableError("Redis is unreachable", code="redis_away") from None
 
 
-def error_event(error: PenstockError, scope: Scope) -> bytes:
-    """Return an error as the last event of a stream."""
-    if speaks_anthropic(scope):
-        return anthropic.error_event(error)
-    return event(openai.error_body(error))
+def error_body(error: PenstockError) -> dict[str, Any]:
+    """Return OpenAI's error object for an error.
+
+    If a retry makes sense, it says after how long. A 429 also says what is known of the queue.
+    """
+    body = _body(error.message, error.type, error.code, error.param)
+    if isinstance(error, BusyError | UnavailableError):
+        body["error"]["retry_after_ms"] = error.retry_after_ms
+    if isinstance(error, BusyError):
+        waiting = {"num_waiting_ahead": error.num_waiting_ahead, "estimated_wait_ms": error.estimated_wait_ms}
+        body["error"] |= {name: value for name, value in waiting.items() if value is not None}
+    return body
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Install the handlers for penstock's errors, for framework errors such as 404, and for bugs."""
-    app.add_exception_handler(PenstockError, _on_penstock_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_bug)
+def _body(message: str, kind: str, code: str, param: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def retry_headers(error: PenstockError) -> dict[str, str]:
+    """Return Retry-After if a retry makes sense.
+
+    OpenAI's and Anthropic's clients retry every 409 and 5xx by themselves unless X-Should-Retry is "false".
+    """
+    headers = {}
+    if isinstance(error, ConflictError) or error.code in _WILL_FAIL_AGAIN:
+        headers["X-Should-Retry"] = "false"
+    if isinstance(error, BusyError | UnavailableError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
+        # OpenAI's clients prefer this one.
+        headers["Retry-After-Ms"] = str(error.retry_after_ms)
+    return headers
+
+
+class ErrorShape:
+    """How an API writes its errors. This is OpenAI's shape, for every path that no other shape claims."""
+
+    id_headers: tuple[str, ...] = (ID_HEADER,)
+    """Response headers that hold the request's id."""
+    event_name = b""
+    """The name of the event that ends a failed stream. Empty: the event has no name."""
+
+    def has_path(self, path: str) -> bool:
+        """Return whether the path belongs to the API."""
+        return True
+
+    def is_for(self, scope: Scope) -> bool:
+        """Return whether the answer to a request has this shape. An API may share a path with others."""
+        return self.has_path(scope["path"])
+
+    def response(self, error: PenstockError, request_id: str | None) -> JSONResponse:
+        """Return the HTTP response for an error."""
+        return JSONResponse(error_body(error), error.status, retry_headers(error))
+
+    def framework_body(self, message: str, status: int, request_id: str | None) -> dict[str, Any]:
+        """Return the body for an error of the web framework, such as an unknown path."""
+        code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
+        return _body(message, RequestError.type, code, None)
+
+    def bug_body(self, request_id: str | None) -> dict[str, Any]:
+        """Return the body for a bug in penstock."""
+        return _body("internal error", PenstockError.type, PenstockError.code, None)
+
+    def event_payload(self, error: PenstockError) -> dict[str, Any]:
+        """Return the data of the event that ends a failed stream."""
+        return error_body(error)
+
+
+class ErrorShapes:
+    """Writes each error in the shape of its request's API."""
+
+    def __init__(self, registered: Sequence[ErrorShape] = ()) -> None:
+        self._shapes = (*registered, ErrorShape())
+
+    @property
+    def all_id_headers(self) -> list[str]:
+        """The response headers that hold a request's id, of all APIs; the default one comes first."""
+        return [*dict.fromkeys((ID_HEADER, *(name for shape in self._shapes for name in shape.id_headers)))]
+
+    def id_headers(self, path: str) -> tuple[str, ...]:
+        """Return the names of the response headers that hold the request's id."""
+        return next(shape.id_headers for shape in self._shapes if shape.has_path(path))
+
+    def shape_of(self, scope: Scope) -> ErrorShape:
+        """Return the shape of a request's API."""
+        return next(shape for shape in self._shapes if shape.is_for(scope))
+
+    def response(self, error: PenstockError, scope: Scope) -> JSONResponse:
+        """Return the HTTP response for an error of a request."""
+        return self.shape_of(scope).response(error, _request_id_of(scope))
+
+
+class ErrorHandlers:
+    """The app's handlers for penstock's errors, for framework errors such as 404, and for bugs."""
+
+    def __init__(self, shapes: ErrorShapes, count: Callable[[PenstockError], None]) -> None:
+        """`count` counts a refusal in the metrics."""
+        self._shapes = shapes
+        self._count = count
+
+    def install(self, app: FastAPI) -> None:
+        """Install them."""
+        app.add_exception_handler(PenstockError, self._on_penstock_error)
+        app.add_exception_handler(HTTPException, self._on_http_exception)
+        app.add_exception_handler(Exception, self._on_bug)
+
+    async def _on_penstock_error(self, request: Request, error: Exception) -> JSONResponse:
+        if not isinstance(error, PenstockError):
+            raise error
+        self._count(error)
+        return self._shapes.response(error, request.scope)
+
+    async def _on_http_exception(self, request: Request, error: Exception) -> JSONResponse:
+        if not isinstance(error, HTTPException):
+            raise error
+        message = f"{error.detail}: {request.method} {request.url.path[:MAX_NAME_CHARS]}"
+        shape, request_id = self._shapes.shape_of(request.scope), _request_id_of(request.scope)
+        return JSONResponse(
+            shape.framework_body(message, error.status_code, request_id), error.status_code, error.headers
+        )
+
+    async def _on_bug(self, request: Request, _: Exception) -> JSONResponse:
+        # This response bypasses the middleware that sets the id of other responses.
+        path, request_id = request.scope["path"], _request_id_of(request.scope)
+        headers = dict.fromkeys(self._shapes.id_headers(path), request_id) if request_id else {}
+        body = self._shapes.shape_of(request.scope).bug_body(request_id)
+        return JSONResponse(body, HTTPStatus.INTERNAL_SERVER_ERROR, headers)
 
 
 def _request_id_of(scope: Scope) -> str | None:
     """Return the id that the access log gave to the request. Probes have none."""
     request_id: str | None = scope.get("state", {}).get("request_id")
     return request_id
-
-
-async def _on_penstock_error(request: Request, error: Exception) -> JSONResponse:
-    if not isinstance(error, PenstockError):
-        raise error
-    request.app.state.metrics.refused(error)
-    return error_response(error, request.scope)
-
-
-async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    if not isinstance(error, HTTPException):
-        raise error
-    message = f"{error.detail}: {request.method} {request.url.path[:MAX_NAME_CHARS]}"
-    body: dict[str, Any] = openai.http_error_body(message, error.status_code)
-    if speaks_anthropic(request.scope):
-        body = anthropic.error_body(message, error.status_code, _request_id_of(request.scope))
-    return JSONResponse(body, error.status_code, error.headers)
-
-
-async def _on_bug(request: Request, _: Exception) -> JSONResponse:
-    # This response bypasses the middleware that sets the id of other responses.
-    path, request_id = request.scope["path"], _request_id_of(request.scope)
-    body: dict[str, Any] = openai.bug_body()
-    if speaks_anthropic(request.scope):
-        body = anthropic.error_body("internal error", HTTPStatus.INTERNAL_SERVER_ERROR, request_id)
-    headers = dict.fromkeys(request_id_headers(path), request_id) if request_id else {}
-    return JSONResponse(body, HTTPStatus.INTERNAL_SERVER_ERROR, headers)

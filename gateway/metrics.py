@@ -18,20 +18,23 @@ from heapq import nlargest
 from http import HTTPStatus
 from pathlib import Path
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
-from starlette.datastructures import State
 
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
 from penstock.contract.pool import EVENTS, PoolStats
+from penstock.gateway.budget import SharedBudget
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.settings import DECISIONS
 from penstock.runtime.loop_metrics import loop_metrics
+from penstock.runtime.loop_watch import LoopWatch
+
+logger = logging.getLogger("penstock.gateway")
 
 # Percentiles of the times that a gateway measured in the last minutes.
 
@@ -145,7 +148,7 @@ def pool_metrics(pools: Sequence[PoolStats]) -> Iterator[Metric]:
     yield accepted
 
 
-_LOG = logging.getLogger(__name__)
+# What a gateway counts itself, and the answer of `/metrics`.
 
 SCRAPE_TIMEOUT_S = 2.0
 """Seconds that a scrape waits for Redis. After that it reports only the process's own metrics."""
@@ -162,8 +165,6 @@ _OF_CLIENT = {
     "resubscribes": "Times that this process subscribed to its inbox channel again.",
     "resubmits": "Jobs that Redis had lost and this process submitted again.",
 }
-
-router = APIRouter()
 
 
 class GatewayMetrics:
@@ -212,7 +213,7 @@ class GatewayMetrics:
         """
         self._refusals.labels(error.code).inc()
         if error.status == HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, JobFailedError):
-            _LOG.error("a request failed", exc_info=error)
+            logger.error("a request failed", exc_info=error)
 
     @contextmanager
     def socket(self) -> Iterator[None]:
@@ -260,24 +261,49 @@ class StreamMeter:
             self._metrics.per_token((time.monotonic() - self._first_s) / (num_tokens - 1))
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(request: Request) -> Response:
-    """Return the metrics in Prometheus's text format."""
-    state, client = request.app.state, request.app.state.client
-    own = [
-        *_of_client(client),
-        *loop_metrics("penstock_gateway_loop_late_seconds", "penstock_gateway_loop_hold_seconds", state.loop_watch),
-        *_of_budgets(state),
-        *process_metrics(state.metrics.rate, state.metrics.usage),
-    ]
-    text = generate_latest(state.metrics.registry) + generate_latest(_registry_of(own))
-    try:
-        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            pools, memory = await client.pool_stats()
-        text += generate_latest(_registry_of([*_of_pools(pools), *pool_metrics(pools), *_of_redis(memory)]))
-    except (TimeoutError, UnavailableError):
-        text += generate_latest(_registry_of(_of_redis(None)))
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+class MetricsRoutes:
+    """The route `/metrics`: what this process counts, and what Redis says of the pools."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        metrics: GatewayMetrics,
+        loop_watch: LoopWatch,
+        body_budget: SharedBudget,
+        result_budget: SharedBudget,
+    ) -> None:
+        """The budgets hold the memory of bodies that arrive, and of results that are sent."""
+        self._client = client
+        self._metrics = metrics
+        self._loop_watch = loop_watch
+        self._body_budget = body_budget
+        self._result_budget = result_budget
+        self.router = APIRouter()
+        self.router.add_api_route("/metrics", self.metrics, response_class=PlainTextResponse)
+
+    async def metrics(self) -> Response:
+        """Return the metrics in Prometheus's text format."""
+        loop_names = ("penstock_gateway_loop_late_seconds", "penstock_gateway_loop_hold_seconds")
+        own = [
+            *_of_client(self._client),
+            *loop_metrics(*loop_names, self._loop_watch),
+            *self._of_memory(),
+            *process_metrics(self._metrics.rate, self._metrics.usage),
+        ]
+        text = generate_latest(self._metrics.registry) + generate_latest(_registry_of(own))
+        try:
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                pools, memory = await self._client.pool_stats()
+            text += generate_latest(_registry_of([*_of_pools(pools), *pool_metrics(pools), *_of_redis(memory)]))
+        except (TimeoutError, UnavailableError):
+            text += generate_latest(_registry_of(_of_redis(None)))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    def _of_memory(self) -> Iterator[Metric]:
+        text = "Bytes of large request bodies that are held in memory until they are parsed."
+        yield GaugeMetricFamily("penstock_gateway_body_bytes", text, value=self._body_budget.num_used)
+        text = "Bytes of large results and records of responses that are held in memory while they are sent."
+        yield GaugeMetricFamily("penstock_gateway_result_bytes", text, value=self._result_budget.num_used)
 
 
 class _FixedCollector(Collector):
@@ -304,13 +330,6 @@ def _of_client(client: AsyncClient) -> Iterator[Metric]:
     for decision in DECISIONS:
         decisions.add_metric((decision,), client.stats.decisions[decision])
     yield decisions
-
-
-def _of_budgets(state: State) -> Iterator[Metric]:
-    text = "Bytes of large request bodies that are held in memory until they are parsed."
-    yield GaugeMetricFamily("penstock_gateway_body_bytes", text, value=state.body_budget.num_used)
-    text = "Bytes of large results and records of responses that are held in memory while they are sent."
-    yield GaugeMetricFamily("penstock_gateway_result_bytes", text, value=state.result_budget.num_used)
 
 
 def _of_redis(memory: tuple[int, int] | None) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""Descriptions of the routes that take a body, for the OpenAPI document: summary, answer and events."""
+"""What routes declare: their methods, and for those that take a body their description in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+PROBE_METHODS = ["GET", "HEAD"]
+"""The methods of routes that a probe may ask. Some load balancers probe with HEAD."""
 EXAMPLE_MODEL = "MODEL"
 """The model's name in the examples of bodies. `/docs` puts a shell variable in its place."""
 

@@ -20,7 +20,7 @@ from penstock.contract.problems import request_error
 from penstock.contract.tenant import ACCOUNT_PATTERN, ApiKey
 from penstock.contract.usage import MAX_DAYS, MAX_PAGE_ROWS, Period, UsagePage, UsageQuery, csv_of, usage_object
 from penstock.gateway.errors import soon
-from penstock.gateway.http.entry import caller_of
+from penstock.gateway.request.reading import caller_of
 from penstock.gateway.route_doc import NUMBER, TEXT, list_of, object_of
 from penstock.producer.client import AsyncClient
 from penstock.runtime.cooperative import LoopYielder
@@ -95,29 +95,34 @@ def _documented() -> dict[str, Any]:
     return {"parameters": parameters, "responses": {"200": {"content": content}}}
 
 
-router = APIRouter()
+class UsageRoutes:
+    """The route of the report."""
 
+    def __init__(self, client: AsyncClient, yielder: LoopYielder) -> None:
+        self._client = client
+        self._yielder = yielder
+        self.router = APIRouter()
+        self.router.add_api_route("/v1/usage", self.usage, response_class=Response, openapi_extra=_documented())
 
-@router.get("/v1/usage", response_class=Response, openapi_extra=_documented())
-async def usage(request: Request) -> Response:
-    """Return the tokens that the caller's API key used: a row for each day or hour and pool with usage.
+    async def usage(self, request: Request) -> Response:
+        """Return the tokens that the caller's API key used: a row for each day or hour and pool with usage.
 
-    A key with the scope `admin` sees all keys. As CSV, the answer has the columns of the rows.
-    """
-    params, client = _params_of(request), _client_of(request)
-    is_csv = _wants_csv(request, params)
-    limit = params.limit or (MAX_PAGE_ROWS if is_csv else DEFAULT_ROWS)
-    async with soon():
-        models = {pool: record.model for pool, record in (await client.pools()).items()}
-        query = await _query_of(caller_of(request), params, client)
-        page = await client.usage(query, after=params.after, limit=limit)
-    headers = {"Vary": "Accept"}
-    if page.next_after is not None:
-        following = urlencode({**request.query_params, "after": page.next_after})
-        headers["Link"] = f'<{request.url.path}?{following}>; rel="next"'
-    encode = _encoded_csv if is_csv else _encoded_json
-    content = await encode(page, models, request.app.state.yielder)
-    return Response(content, media_type=_CSV if is_csv else _JSON, headers=headers)
+        A key with the scope `admin` sees all keys. As CSV, the answer has the columns of the rows.
+        """
+        params, client = _params_of(request), self._client
+        is_csv = _wants_csv(request, params)
+        limit = params.limit or (MAX_PAGE_ROWS if is_csv else DEFAULT_ROWS)
+        async with soon():
+            models = {pool: record.model for pool, record in (await client.pools()).items()}
+            query = await _query_of(caller_of(request), params, client)
+            page = await client.usage(query, after=params.after, limit=limit)
+        headers = {"Vary": "Accept"}
+        if page.next_after is not None:
+            following = urlencode({**request.query_params, "after": page.next_after})
+            headers["Link"] = f'<{request.url.path}?{following}>; rel="next"'
+        encode = _encoded_csv if is_csv else _encoded_json
+        content = await encode(page, models, self._yielder)
+        return Response(content, media_type=_CSV if is_csv else _JSON, headers=headers)
 
 
 def _params_of(request: Request) -> UsageParams:
@@ -125,11 +130,6 @@ def _params_of(request: Request) -> UsageParams:
         return UsageParams.model_validate(dict(request.query_params))
     except ValidationError as error:
         raise request_error(error) from error
-
-
-def _client_of(request: Request) -> AsyncClient:
-    client: AsyncClient = request.app.state.client
-    return client
 
 
 def _wants_csv(request: Request, params: UsageParams) -> bool:

@@ -1,4 +1,4 @@
-"""The messages of a conversation in Anthropic's form, and their translation to penstock's messages.
+"""The messages of a conversation in Anthropic's shape, and their translation to penstock's messages.
 
 Anthropic's user message may hold tool results beside text. penstock has one message with role `tool` for each result.
 Earlier reasoning is not passed to the model. System messages at the start belong to the system prompt. Coding agents
@@ -194,7 +194,9 @@ class ConversationMessage(Nested):
     def parts(self) -> Iterator[dict[str, Any]]:
         """Yield the message as penstock's messages, except that a user's `content` is a list of texts."""
         if self.role == "assistant":
-            yield self._of_assistant()
+            calls = [block.call() for block in self.content if block.type == "tool_use"]
+            message = {"role": "assistant", "content": self.text}
+            yield {**message, "tool_calls": calls} if calls else message
             return
         if self.role == "system":
             if self.text:
@@ -211,11 +213,6 @@ class ConversationMessage(Nested):
             yield {"role": "tool", "content": block.content or "", "tool_call_id": block.tool_use_id}
         if texts:
             yield {"role": "user", "content": texts}
-
-    def _of_assistant(self) -> dict[str, Any]:
-        calls = [block.call() for block in self.content if block.type == "tool_use"]
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
-        return {**message, "tool_calls": calls} if calls else message
 
 
 def tool_changes(conversation: Sequence[ConversationMessage]) -> dict[str, bool]:

@@ -10,9 +10,10 @@ from pydantic_core import from_json, to_json
 
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.output import Chunk, FinishReason, Usage
-from penstock.gateway.anthropic.errors import error_event, event
+from penstock.gateway.anthropic.errors import AnthropicErrors, event
 from penstock.gateway.anthropic.schemas import SHOWS_THINKING
 from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder
+from penstock.gateway.stream.writer import error_event
 from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText
 from penstock.producer.openai.render import is_cut, limit_member
@@ -204,8 +205,8 @@ class MessageStreamEncoder(ChunkEncoder):
     def __init__(self, head: AnswerHead) -> None:
         super().__init__(head.cut_at)
         self._head = head
-        self._reader = AnswerReader(head.form)
-        self._is_plain = head.form == PLAIN
+        self._reader = AnswerReader(head.format)
+        self._is_plain = head.format == PLAIN
         self._blocks = BlockEvents(head.job_ids[0], shows_thinking=bool(head.options.get(SHOWS_THINKING)))
         self._has_begun = False
         self._finish_reason: FinishReason | None = None
@@ -255,7 +256,7 @@ class MessageWholeEncoder(WholeEncoder):
         """Yield the content and the stop reason."""
         choice, params = result.choices[0], self._head.params
         text, stop = without_stop(choice.text, choice.finish_reason, params.stop)
-        parsed = self._head.form.read(text, is_cut=is_cut(choice.finish_reason))
+        parsed = self._head.format.read(text, is_cut=is_cut(choice.finish_reason))
         blocks = blocks_of(parsed, shows_thinking=bool(self._head.options.get(SHOWS_THINKING)))
         for number, block in enumerate(blocks):
             yield b"," if number else b""
@@ -293,4 +294,4 @@ class MessagesDialect(Dialect):
 
     def error_event(self, error: PenstockError) -> bytes:
         """Return the error as the last event of a stream."""
-        return error_event(error)
+        return error_event(error, AnthropicErrors())

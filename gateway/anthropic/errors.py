@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from pydantic_core import to_json
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from penstock.contract.errors import BusyError, PenstockError, PromptTooLongError
-from penstock.gateway.openai.errors import retry_headers
+from penstock.gateway.errors import ID_HEADER as COMMON_ID_HEADER
+from penstock.gateway.errors import ErrorShape, retry_headers
 
 ID_HEADER = "request-id"
 """Response header with the request's id in the access log. Anthropic's client shows it in its errors."""
+VERSION_HEADER = "anthropic-version"
 OVERLOADED = 529
 """Anthropic's status for a busy service. A caller that reached its own limit gets 429 instead."""
 _OF_ALL_CALLERS = frozenset(("pool_busy", "redis_full"))
@@ -34,9 +39,51 @@ _NO_THREADS = "thread_unsupported_request"
 """Anthropic's code for a refused `thread`. Its client then sends the whole conversation instead."""
 
 
-def is_messages_path(path: str) -> bool:
-    """Return whether errors at this path have Anthropic's shape."""
+def speaks_anthropic(scope: Scope) -> bool:
+    """Return whether the answer has Anthropic's shape. Both APIs have `/v1/models`; only Anthropic's has a version."""
+    path = scope["path"]
+    is_models_path = path == "/v1/models" or path.startswith("/v1/models/")
+    return _is_messages_path(path) or (is_models_path and VERSION_HEADER in Headers(scope=scope))
+
+
+def _is_messages_path(path: str) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+class AnthropicErrors(ErrorShape):
+    """Anthropic's shape of errors."""
+
+    id_headers = (COMMON_ID_HEADER, ID_HEADER)
+    event_name = b"error"
+
+    def has_path(self, path: str) -> bool:
+        """Return whether the path belongs to Anthropic's API alone."""
+        return _is_messages_path(path)
+
+    def is_for(self, scope: Scope) -> bool:
+        """Return whether the answer to a request has Anthropic's shape."""
+        return speaks_anthropic(scope)
+
+    def response(self, error: PenstockError, request_id: str | None) -> JSONResponse:
+        """Return the HTTP response for an error."""
+        status = status_of(error)
+        body = error_body(message_of(error), status, request_id)
+        if error.param == "thread":
+            body["error"]["details"] = {"error_code": _NO_THREADS}
+        return JSONResponse(body, status, retry_headers(error))
+
+    def framework_body(self, message: str, status: int, request_id: str | None) -> dict[str, Any]:
+        """Return the body for an error of the web framework."""
+        return error_body(message, status, request_id)
+
+    def bug_body(self, request_id: str | None) -> dict[str, Any]:
+        """Return the body for a bug in penstock."""
+        return error_body("internal error", HTTPStatus.INTERNAL_SERVER_ERROR, request_id)
+
+    def event_payload(self, error: PenstockError) -> dict[str, Any]:
+        """Return the data of the event that ends a failed stream."""
+        body = error_body(message_of(error), status_of(error), None)
+        return {"type": body["type"], "error": body["error"]}
 
 
 def status_of(error: PenstockError) -> int:
@@ -48,21 +95,6 @@ def error_body(message: str, status: int, request_id: str | None) -> dict[str, A
     """Return Anthropic's error object."""
     kind = _TYPES.get(status, "api_error" if status >= _API_FAILS_FROM else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
-
-
-def error_response(error: PenstockError, request_id: str | None) -> JSONResponse:
-    """Return the HTTP response for an error."""
-    status = status_of(error)
-    body = error_body(message_of(error), status, request_id)
-    if error.param == "thread":
-        body["error"]["details"] = {"error_code": _NO_THREADS}
-    return JSONResponse(body, status, retry_headers(error))
-
-
-def error_event(error: PenstockError) -> bytes:
-    """Return the error as an event."""
-    body = error_body(message_of(error), status_of(error), None)
-    return event({"type": body["type"], "error": body["error"]})
 
 
 def message_of(error: PenstockError) -> str:

@@ -1,4 +1,4 @@
-"""Anthropic's routes: `/v1/messages`, `/v1/messages/count_tokens`, and its form of the list of models."""
+"""Anthropic's routes: `/v1/messages`, `/v1/messages/count_tokens`, and its shape of the list of models."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import RequestError
 from penstock.gateway.anthropic.encoder import MessagesDialect
-from penstock.gateway.prompt_counter import count_prompt_tokens
-from penstock.gateway.request.reading import generation_request_of, read_body
+from penstock.gateway.anthropic.errors import AnthropicErrors
+from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
+from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.request.jobs import count_prompt_tokens
+from penstock.gateway.request.reading import RequestReader
 from penstock.gateway.route_doc import RouteDoc
 from penstock.gateway.stream.answer import Generate
 from penstock.gateway.stream.flow import until_disconnected, while_connected
 from penstock.gateway.stream.writer import CallerGoneError
+from penstock.producer.client import AsyncClient
 
 # The ASGI app of `POST /v1/messages/count_tokens`.
 
@@ -27,15 +31,19 @@ from penstock.gateway.stream.writer import CallerGoneError
 class CountTokens:
     """Answers with the number of tokens of a conversation, its system prompt and its tools."""
 
-    form = "count_tokens"
+    schema = CountTokensRequest
+
+    def __init__(self, client: AsyncClient, reader: RequestReader) -> None:
+        self._client = client
+        self._reader = reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         request = Request(scope, receive, send)
-        generation = generation_request_of(request, await read_body(request, self.form))
+        generation = self._reader.generation_of(request, await self._reader.read(request, self.schema))
 
         async def answer() -> None:
-            num_tokens = await count_prompt_tokens(request.app.state.client, generation)
+            num_tokens = await count_prompt_tokens(self._client, generation)
             await JSONResponse({"input_tokens": num_tokens})(scope, receive, send)
 
         with contextlib.suppress(CallerGoneError):
@@ -83,11 +91,20 @@ def page_of(models: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> di
 
 # `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
-ROUTES = (
-    Route(
-        "/v1/messages",
-        Generate("messages", MessagesDialect(), RouteDoc("Answer with a message, whole or as a stream.")),
-        methods=["POST"],
-    ),
-    Route("/v1/messages/count_tokens", CountTokens(), methods=["POST"]),
+
+def _routes(services: Services) -> list[Route]:
+    doc = RouteDoc("Answer with a message, whole or as a stream.")
+    messages = Generate(MessagesRequest, MessagesDialect(), services.reader, services.answers, doc)
+    count_tokens = CountTokens(services.client, services.reader)
+    return [
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    ]
+
+
+ANTHROPIC = HttpDialect(
+    _routes,
+    bodies=(MessagesRequest, CountTokensRequest),
+    socket_bodies={"/v1/messages": MessagesRequest},
+    errors=AnthropicErrors(),
 )

@@ -28,7 +28,7 @@ from penstock.gateway.request.queued_body import QueuedBody
 from penstock.producer.openai.fields import NO_EFFECT, Hint, given_options, only, renamed_options, with_option_fields
 from penstock.producer.openai.messages import ToolUse
 
-# The tools of a request in Anthropic's form, and their translation to OpenAI's form, which penstock uses.
+# The tools of a request in Anthropic's shape, and their translation to OpenAI's, which penstock uses.
 
 _WORDS = {"auto": "auto", "any": "required", "none": "none"}
 """Types of Anthropic's `tool_choice` to OpenAI's words."""
@@ -39,7 +39,7 @@ _KNOWN_TO_CLAUDE = ("bash_", "computer_", "memory_", "text_editor_")
 """Types of tools that the client runs, but whose schema only Anthropic's models know."""
 
 
-class OfferedTool(Nested):
+class MessagesTool(Nested):
     """A function that the assistant may call, or a tool that runs at Anthropic, which is not offered to the model."""
 
     type: str | None = None
@@ -95,7 +95,7 @@ class WantedToolChoice(Nested):
         return _WORDS[self.type]
 
 
-def tool_use_of(tools: Sequence[OfferedTool], wanted: WantedToolChoice | None, changes: Mapping[str, bool]) -> ToolUse:
+def tool_use_of(tools: Sequence[MessagesTool], wanted: WantedToolChoice | None, changes: Mapping[str, bool]) -> ToolUse:
     """Return the tools that the assistant may or must call. `changes` says which ones the conversation has."""
     choice = "auto" if wanted is None else wanted.choice()
     parallel = wanted is None or not wanted.disable_parallel_tool_use
@@ -113,7 +113,7 @@ def tool_use_of(tools: Sequence[OfferedTool], wanted: WantedToolChoice | None, c
     return ToolUse(json.dumps(offers), choice, parallel)
 
 
-def dropped_tools(tools: Sequence[OfferedTool]) -> list[str]:
+def dropped_tools(tools: Sequence[MessagesTool]) -> list[str]:
     """Return the names under which the answer lists the tools that were not offered to the model."""
     return [f"tools.{tool.type}" for tool in tools if not tool.is_custom]
 
@@ -179,7 +179,7 @@ class _ConversationBody(QueuedBody):
     model: Annotated[str, Field(min_length=1, max_length=256)]
     messages: Annotated[list[ConversationMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Annotated[str | None, BeforeValidator(system_text)] = None
-    tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
+    tools: Annotated[list[MessagesTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
     tool_choice: WantedToolChoice | None = None
     thinking: Thinking | None = None
     cache_salt: str | None = None

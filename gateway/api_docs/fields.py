@@ -16,8 +16,7 @@ from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesReque
 from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
-from penstock.gateway.responses.body import CompactBody, ResponseBody
-from penstock.gateway.responses.body import StreamOptions as ResponseStreamOptions
+from penstock.gateway.responses.body import CompactBody, ResponseBody, ResponseStreamOptions
 from penstock.gateway.tokens.schemas import DetokenizeRequest, TokenizeRequest
 from penstock.producer.batch.request import ROWS
 from penstock.producer.openai.fields import NO_EFFECT, Accepts, neutral_values_of, renamed_options

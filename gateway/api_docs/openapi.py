@@ -1,7 +1,7 @@
 """The OpenAPI document, built from the app's routes.
 
-FastAPI describes its own routes. A plain route is described by the schema of its body, which `parsed_body.BODIES` has
-under the route's form, and by its `RouteDoc`. So a new route or field is in the document without further work.
+FastAPI describes its own routes. A plain route is described by the `schema` of its body and by its `RouteDoc`. So a new
+route or field is in the document without further work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
@@ -19,7 +19,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
 from penstock.gateway.http.entry import PUBLIC_PATHS, scopes_for
-from penstock.gateway.request.parsed_body import BODIES
+from penstock.gateway.request.generation import RequestBody
 from penstock.gateway.route_doc import TEXT, RouteDoc, object_of
 from penstock.gateway.stream.framing import EVENT_STREAM, NDJSON
 
@@ -53,8 +53,8 @@ _UNUSED = ("HTTPValidationError", "ValidationError")
 """Schemas of FastAPI's own validation errors, which this gateway answers in the form of `Error`."""
 
 
-def document_of(routes: Sequence[Route]) -> dict[str, Any]:
-    """Return the OpenAPI document of these routes."""
+def document_of(routes: Sequence[Route], bodies: tuple[type[RequestBody], ...]) -> dict[str, Any]:
+    """Return the OpenAPI document of these routes, which take these bodies."""
     own = [route for route in routes if isinstance(route, APIRoute)]
     with warnings.catch_warnings():
         # A route with several methods has one operation id; `_finish` gives each method its own.
@@ -63,12 +63,12 @@ def document_of(routes: Sequence[Route]) -> dict[str, Any]:
     schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
     for name in _UNUSED:
         schemas.pop(name, None)
-    refs, bodies = _body_schemas()
-    schemas |= {"Error": _ERROR, **bodies}
+    refs, definitions = body_schemas(bodies)
+    schemas |= {"Error": _ERROR, **definitions}
     paths: dict[str, Any] = document.setdefault("paths", {})
     for route in routes:
         if not isinstance(route, APIRoute):
-            paths.setdefault(route.path_format, {}).update(_operations_of(route, refs, bodies))
+            paths.setdefault(route.path_format, {}).update(_operations_of(route, refs, definitions))
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, method, operation in operations_in(document):
         _finish(path, method, operation)
@@ -84,36 +84,30 @@ def operations_in(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str
 
 
 @cache
-def _body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a reference to the schema of each form of body, and all schemas by name."""
-    keyed, definitions = models_json_schema([(schema, "validation") for schema in BODIES.values()], ref_template=_REF)
-    refs = {form: keyed[schema, "validation"] for form, schema in BODIES.items()}
+def body_schemas(bodies: tuple[type[RequestBody], ...]) -> tuple[dict[type[RequestBody], Any], dict[str, Any]]:
+    """Return a reference to the JSON schema of each body, and all JSON schemas by name."""
+    models: Any = [(schema, "validation") for schema in bodies]
+    keyed, definitions = models_json_schema(models, ref_template=_REF)
+    refs = {schema: keyed[cast("Any", schema), "validation"] for schema in bodies}
     return refs, definitions.get("$defs", {})
 
 
-def _operations_of(route: Route, refs: dict[str, Any], bodies: dict[str, Any]) -> dict[str, Any]:
+def _operations_of(route: Route, refs: dict[type[RequestBody], Any], definitions: dict[str, Any]) -> dict[str, Any]:
     endpoint: Any = route.endpoint
-    doc: RouteDoc = getattr(endpoint, "doc", None) or RouteDoc(_first_line(endpoint.__doc__))
-    operation: dict[str, Any] = {"summary": doc.summary, "parameters": _path_parameters(route)}
+    doc: RouteDoc = getattr(endpoint, "doc", None) or RouteDoc((endpoint.__doc__ or "").strip().partition("\n")[0])
+    parameters = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in route.param_convertors]
+    operation: dict[str, Any] = {"summary": doc.summary, "parameters": parameters}
     content: dict[str, Any] = {"application/json": {"schema": dict(doc.answer)}}
-    form = getattr(endpoint, "form", None)
-    if form in refs:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[form]}}}
+    schema = getattr(endpoint, "schema", None)
+    if schema in refs:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[schema]}}}
         operation["parameters"].append(_KEY_HEADER)
-        if doc.has_streams and "stream" in bodies[refs[form]["$ref"].rpartition("/")[2]].get("properties", {}):
+        if doc.has_streams and "stream" in definitions[refs[schema]["$ref"].rpartition("/")[2]].get("properties", {}):
             operation["parameters"].append(_AFTER)
             for framing in (EVENT_STREAM, NDJSON):
                 content[framing] = {"schema": dict(doc.event or {"type": "object"})}
     operation["responses"] = {"200": {"description": "The answer.", "content": content}}
     return {method.lower(): dict(operation) for method in sorted(route.methods or ())}
-
-
-def _path_parameters(route: Route) -> list[dict[str, Any]]:
-    return [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in route.param_convertors]
-
-
-def _first_line(text: str | None) -> str:
-    return (text or "").strip().partition("\n")[0]
 
 
 def _finish(path: str, method: str, operation: dict[str, Any]) -> None:

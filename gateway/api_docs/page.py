@@ -12,8 +12,8 @@ from fastapi.responses import HTMLResponse
 from starlette.routing import Route
 
 from penstock.gateway.api_docs.openapi import VERSION, document_of, operations_in
-from penstock.gateway.health import PROBE_METHODS
-from penstock.gateway.route_doc import EXAMPLE_MODEL
+from penstock.gateway.request.generation import RequestBody
+from penstock.gateway.route_doc import EXAMPLE_MODEL, PROBE_METHODS
 from penstock.gateway.web.routes import PAGE, asset_response, wants_page
 
 # The page `/docs`: the OpenAPI document as HTML, without scripts and without requests to other hosts.
@@ -68,17 +68,16 @@ def _section(document: dict[str, Any], path: str, method: str, operation: dict[s
     if scopes := [scope for one in operation.get("security", ()) for scope in one.get("key", ())]:
         parts.append(f"<p>Scope of the API key: {' or '.join(f'<code>{scope}</code>' for scope in scopes)}</p>")
     if operation.get("parameters"):
-        parts.append(_table(_parameters(operation)))
+        parameters = (
+            (each["name"], f"{each['in']}, {_type_of(each['schema'])}", each.get("description", ""))
+            for each in operation["parameters"]
+        )
+        parts.append(_table(parameters))
     if body:
         parts.append(f"<details open><summary>Fields of the body</summary>{_table(_fields(body))}</details>")
     if example := _example(path, method, operation, body):
         parts.append(f'<p>Example:</p><pre class="example">{escape(example)}</pre>')
     return "".join([*parts, "</section>"])
-
-
-def _parameters(operation: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for parameter in operation["parameters"]:
-        yield parameter["name"], f"{parameter['in']}, {_type_of(parameter['schema'])}", parameter.get("description", "")
 
 
 def _fields(schema: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -149,45 +148,41 @@ def _marked(text: str) -> str:
 
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
-router = APIRouter()
-
 
 class ApiDocs:
-    """The description of the API with these routes, rendered once."""
+    """The description of the API, rendered once, and its routes."""
 
-    def __init__(self, routes: Sequence[Route]) -> None:
-        document = document_of(routes)
-        self.document = json.dumps(document, ensure_ascii=False).encode()
-        self.page = page_of(document)
-        self.endpoints = [f"{method.upper()} {path}" for path, method, _ in operations_in(document) if method != "head"]
+    def __init__(self, others: Sequence[Route], bodies: Sequence[type[RequestBody]]) -> None:
+        """`others` are the gateway's routes beside these, and `bodies` the schemas of all bodies."""
+        self.router = APIRouter()
+        self.router.add_api_route("/", self.index, methods=PROBE_METHODS)
+        self.router.add_api_route("/version", self.version, methods=PROBE_METHODS)
+        self.router.add_api_route("/openapi.json", self.openapi, methods=PROBE_METHODS)
+        self.router.add_api_route("/docs", self.docs, methods=PROBE_METHODS, response_class=HTMLResponse)
+        own = [route for route in self.router.routes if isinstance(route, Route)]
+        document = document_of([*others, *own], tuple(bodies))
+        self._document = json.dumps(document, ensure_ascii=False).encode()
+        self._page = page_of(document)
+        self._endpoints = [
+            f"{method.upper()} {path}" for path, method, _ in operations_in(document) if method != "head"
+        ]
 
+    async def index(self, request: Request, response: Response) -> Any:
+        """Return what this server is, and its endpoints. A browser gets the web page instead."""
+        if wants_page(request):
+            return asset_response(request, PAGE)
+        response.headers["Vary"] = "Accept"
+        links = {"docs": "/docs", "openapi": "/openapi.json"}
+        return {"name": "penstock", "version": VERSION, **links, "endpoints": self._endpoints}
 
-@router.api_route("/", methods=PROBE_METHODS)
-async def index(request: Request, response: Response) -> Any:
-    """Return what this server is, and its endpoints. A browser gets the web page instead."""
-    if wants_page(request):
-        return asset_response(request, PAGE)
-    response.headers["Vary"] = "Accept"
-    docs: ApiDocs = request.app.state.api_docs
-    links = {"docs": "/docs", "openapi": "/openapi.json"}
-    return {"name": "penstock", "version": VERSION, **links, "endpoints": docs.endpoints}
+    async def version(self) -> dict[str, str]:
+        """Return the release of this gateway."""
+        return {"version": VERSION}
 
+    async def openapi(self) -> Response:
+        """Return the OpenAPI document of this gateway."""
+        return Response(self._document, media_type="application/json")
 
-@router.api_route("/version", methods=PROBE_METHODS)
-async def version() -> dict[str, str]:
-    """Return the release of this gateway."""
-    return {"version": VERSION}
-
-
-@router.api_route("/openapi.json", methods=PROBE_METHODS)
-async def openapi(request: Request) -> Response:
-    """Return the OpenAPI document of this gateway."""
-    docs: ApiDocs = request.app.state.api_docs
-    return Response(docs.document, media_type="application/json")
-
-
-@router.api_route("/docs", methods=PROBE_METHODS, response_class=HTMLResponse)
-async def docs(request: Request) -> Response:
-    """Return the API's documentation as a page."""
-    page: ApiDocs = request.app.state.api_docs
-    return HTMLResponse(page.page, headers=_PAGE_HEADERS)
+    async def docs(self) -> Response:
+        """Return the API's documentation as a page."""
+        return HTMLResponse(self._page, headers=_PAGE_HEADERS)

@@ -16,6 +16,8 @@ from penstock.contract.errors import InvariantError
 from penstock.contract.job import pool_of
 from penstock.contract.output import Usage
 from penstock.contract.packed_prompt import PackedPrompt
+from penstock.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.stream.answer import Generate
 from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncoder
@@ -188,11 +190,18 @@ _SCORE_DOC = RouteDoc(
     "Return the cosine similarity of the embeddings of texts.",
     object_of(id=TEXT, object={"const": "list"}, created=NUMBER, model=TEXT, data=list_of(_SCORE), usage=_USAGE),
 )
-_RERANK = Generate("rerank", TaskDialect(RerankEncoder, shows_prompts=True), _RERANK_DOC)
-_SCORE_APP = Generate("score", TaskDialect(ScoreEncoder), _SCORE_DOC)
 
-ROUTES = (
-    Route("/v1/embeddings", Generate("embedding", TaskDialect(EmbeddingEncoder), _EMBEDDINGS_DOC), methods=["POST"]),
-    *(Route(path, _RERANK, methods=["POST"]) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-    *(Route(path, _SCORE_APP, methods=["POST"]) for path in ("/score", "/v1/score")),
-)
+
+def _routes(services: Services) -> list[Route]:
+    reader, answers = services.reader, services.answers
+    embeddings = Generate(EmbeddingRequest, TaskDialect(EmbeddingEncoder), reader, answers, _EMBEDDINGS_DOC)
+    rerank = Generate(RerankRequest, TaskDialect(RerankEncoder, shows_prompts=True), reader, answers, _RERANK_DOC)
+    score = Generate(ScoreRequest, TaskDialect(ScoreEncoder), reader, answers, _SCORE_DOC)
+    return [
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
+        *(Route(path, rerank, methods=["POST"]) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        *(Route(path, score, methods=["POST"]) for path in ("/score", "/v1/score")),
+    ]
+
+
+EMBEDDINGS = HttpDialect(_routes, bodies=(EmbeddingRequest, RerankRequest, ScoreRequest))

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import get_args
 from urllib.parse import urlsplit
 
-from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.contract.errors import ForbiddenError, PenstockError, UnauthorizedError
 from penstock.contract.tenant import ANONYMOUS, ApiKey, identify
 from penstock.contract.tenant import Scope as KeyScope
-from penstock.gateway.errors import error_response, soon
+from penstock.gateway.errors import ErrorShapes, soon
+from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.web.routes import ASSET_PATHS
 from penstock.producer.client import AsyncClient
+
+logger = logging.getLogger("penstock.gateway")
 
 # The check of the Host header while a gateway has no API keys, against DNS rebinding.
 #
@@ -99,10 +100,8 @@ def is_loopback(address: str) -> bool:
 # any, a gateway on a loopback address serves them with all scopes, unless a proxy passed their request on. On other
 # addresses it refuses them. With `allow_anonymous` it serves them in all of these cases, with the scope `infer` alone.
 
-logger = logging.getLogger(__name__)
-
-PUBLIC_PATHS = ASSET_PATHS.union(("/health", "/ready", "/", "/version", "/openapi.json", "/docs"))
-"""Paths that need no API key: probes, the description of this release, and the files of the web page."""
+PUBLIC_PATHS = frozenset(("/health", "/ready", "/", "/version", "/openapi.json", "/docs"))
+"""Paths that need no API key: probes, and the description of this release."""
 READING_SCOPES: Mapping[str, tuple[KeyScope, ...]] = {
     "/metrics": ("metrics", "admin"),
     "/health/nodes": ("admin",),
@@ -154,8 +153,23 @@ class Entry:
     checks the Host header.
     """
 
-    def __init__(self, app: ASGIApp, *, settings: GatewaySettings, pepper: str) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        settings: GatewaySettings,
+        pepper: str,
+        client: AsyncClient,
+        metrics: GatewayMetrics,
+        errors: ErrorShapes,
+        public_paths: frozenset[str] = frozenset(),
+    ) -> None:
+        """`client` knows the API keys. `public_paths` need no key, as PUBLIC_PATHS."""
         self._app = app
+        self._client = client
+        self._metrics = metrics
+        self._errors = errors
+        self._public_paths = PUBLIC_PATHS | public_paths
         self._hosts = AllowedHosts(settings.host, settings.allowed_hosts)
         self._settings = settings
         self._seen = KeysSeen(settings.keys_seen_file)
@@ -164,17 +178,17 @@ class Entry:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Authenticate one request and pass it on, or send the refusal."""
-        if scope["type"] == "websocket" or (scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS):
+        if scope["type"] == "websocket" or (scope["type"] == "http" and scope["path"] not in self._public_paths):
             try:
                 # A WebSocket has no method.
-                client, needed = scope["app"].state.client, scopes_for(scope.get("method", ""), scope["path"])
+                needed = scopes_for(scope.get("method", ""), scope["path"])
                 async with soon() if _only_reads(scope) else nullcontext():
-                    known = await client.api_keys(patience_s=None if "infer" in needed else OPERATOR_PATIENCE_S)
+                    known = await self._client.api_keys(patience_s=None if "infer" in needed else OPERATOR_PATIENCE_S)
                 caller = self._identify(known, Headers(scope=scope))
                 caller.require(*needed)
             except PenstockError as error:
-                scope["app"].state.metrics.refused(error)
-                answer = error_response(error, scope)
+                self._metrics.refused(error)
+                answer = self._errors.response(error, scope)
                 if isinstance(error, UnauthorizedError):
                     answer.headers["WWW-Authenticate"] = "Bearer"
                 await answer(scope, receive, send)
@@ -237,12 +251,6 @@ def _only_reads(scope: Scope) -> bool:
     """Return whether a request only reads shared state. A stream that is resumed waits longer for Redis."""
     is_stream = scope["path"].endswith("/stream") or b"stream=" in scope["query_string"]
     return scope.get("method") in ("GET", "HEAD") and not is_stream
-
-
-def caller_of(request: Request) -> ApiKey:
-    """Return the caller of an authenticated request."""
-    caller: ApiKey = request.state.caller
-    return caller
 
 
 async def tell_without_keys(client: AsyncClient, settings: GatewaySettings) -> None:

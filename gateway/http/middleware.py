@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +16,21 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.contract.errors import ConfigError, UnavailableError
-from penstock.gateway.errors import error_event, error_response, request_id_headers
-from penstock.gateway.openai.errors import ID_HEADER
+from penstock.gateway.errors import ID_HEADER, ErrorShapes
+from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.gateway.stream.framing import framing_of, has_broken_event
+from penstock.gateway.stream.writer import error_event
 from penstock.runtime.tracing.context import TRACER_KEY, carried_by, context_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 
-# The access log: one structured line for each request. It never contains a query, a header or a body.
-
+logger = logging.getLogger("penstock.gateway")
 access_logger = logging.getLogger("penstock.gateway.access")
+
+# The access log: one structured line for each request. It never contains a query, a header or a body.
 
 NO_STATUS = 499
 """Status that is logged when the caller disconnects before the answer begins, as nginx does."""
@@ -38,28 +40,17 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _PROBES = ("/health", "/ready")
 
 
-def _request_id_of(scope: Scope) -> str:
-    """Return the client's request id, or a new one if it sent none or an unusable one."""
-    given = Headers(scope=scope).get(ID_HEADER, "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _ids_in(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the ids that inner and outer parts noted: of the caller's key, and of a recorded trace."""
-    caller, trace_id = state.get("caller"), state.get("trace_id")
-    key = {"key_id": caller.key_id} if caller is not None and caller.key_id else {}
-    return key | ({"trace_id": trace_id} if trace_id else {})
-
-
 class AccessLog:
     """ASGI middleware that logs and counts each request, and gives each answer a request id.
 
     It does not use Starlette's BaseHTTPMiddleware, which would add a task and a queue to every event of a stream.
     """
 
-    def __init__(self, app: ASGIApp, *, paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, errors: ErrorShapes, paths: frozenset[str]) -> None:
         """`paths` are the paths of the plain Starlette routes; FastAPI reports its own."""
         self._app = app
+        self._metrics = metrics
+        self._errors = errors
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,15 +58,17 @@ class AccessLog:
         if scope["type"] != "http" or scope["path"] in _PROBES:
             await self._app(scope, receive, send)
             return
-        started_s = time.monotonic()
-        status, request_id, jobs = NO_STATUS, _request_id_of(scope), {}
-        scope.setdefault("state", {})["request_id"] = request_id
+        started_s, state = time.monotonic(), scope.setdefault("state", {})
+        given = Headers(scope=scope).get(ID_HEADER, "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        status, jobs = NO_STATUS, {}
+        state["request_id"] = request_id
 
         def noting_status(message: Message) -> Awaitable[None]:
             nonlocal status, jobs
             if message["type"] == "http.response.start":
                 status, headers = message["status"], MutableHeaders(scope=message)
-                for name in request_id_headers(scope["path"]):
+                for name in self._errors.id_headers(scope["path"]):
                     headers[name] = request_id
                 jobs = {"job": headers[JOB_HEADER]} if JOB_HEADER in headers else {}
             return send(message)
@@ -95,15 +88,16 @@ class AccessLog:
                 "path": scope["path"][:MAX_PATH_CHARS],
             }
             line |= {"status": int(status), "duration_ms": duration_ms}
-            access_logger.info("request", extra={**line, **jobs, **_ids_in(scope["state"])})
-            metrics = scope["app"].state.metrics
-            metrics.requests.labels(self._route_of(scope), int(status)).inc()
+            # Inner and outer parts noted the caller and the trace.
+            caller, trace_id = scope["state"].get("caller"), scope["state"].get("trace_id")
+            ids = {"key_id": caller.key_id if caller is not None else "", "trace_id": trace_id}
+            access_logger.info("request", extra={**line, **jobs, **{name: one for name, one in ids.items() if one}})
+            # The label is the path of the route. A raw path would create a Prometheus series for every URL.
+            is_known = scope["path"] in self._paths
+            route = scope["path"] if is_known else getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(route, int(status)).inc()
             if scope["method"] == "POST":
-                metrics.rate.note()
-
-    def _route_of(self, scope: Scope) -> str:
-        """Return the route's path for the metric label. A raw path would create a Prometheus series for every URL."""
-        return scope["path"] if scope["path"] in self._paths else getattr(scope.get("route"), "path", "other")
+                self._metrics.rate.note()
 
 
 # HEAD on every route that has GET: the same status and headers, without the body (RFC 9110, 9.3.2).
@@ -217,8 +211,6 @@ def _noting(span: Span, send: Send) -> Send:
 
 # The end of a planned shutdown: answers still open after the drain end with an error that gives the reason.
 
-logger = logging.getLogger(__name__)
-
 SAY_TIMEOUT_S = 1.0
 """Seconds for sending the error to one client. A client that reads nothing does not get it."""
 END_GRACE_S = 5
@@ -232,8 +224,9 @@ class Drain:
     continue the stream at another gateway with its last event id.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, errors: ErrorShapes) -> None:
         self._app = app
+        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and send an error if its answer is canceled."""
@@ -256,20 +249,20 @@ class Drain:
         except asyncio.CancelledError:
             # Within an event nothing valid can follow, so the server closes the connection.
             if not is_complete and not has_broken_event(scope):
-                await _send_error(started, scope, receive, send)
+                await self._send_error(started, scope, receive, send)
 
-
-async def _send_error(started: Headers | None, scope: Scope, receive: Receive, send: Send) -> None:
-    error = UnavailableError("this gateway was stopped before the answer was complete", code="gateway_stopped")
-    try:
-        async with asyncio.timeout(SAY_TIMEOUT_S):
-            if started is None:
-                await error_response(error, scope)(scope, receive, send)
-            elif started.get("content-type", "").startswith((framing := framing_of(scope)).media_type):
-                body = framing.error(error, error_event(error, scope))
-                await send({"type": "http.response.body", "body": body, "more_body": False})
-    except TimeoutError:
-        logger.info("a client did not receive the shutdown error", extra={"path": scope["path"]})
+    async def _send_error(self, started: Headers | None, scope: Scope, receive: Receive, send: Send) -> None:
+        error = UnavailableError("this gateway was stopped before the answer was complete", code="gateway_stopped")
+        try:
+            async with asyncio.timeout(SAY_TIMEOUT_S):
+                if started is None:
+                    await self._errors.response(error, scope)(scope, receive, send)
+                elif started.get("content-type", "").startswith((framing := framing_of(scope)).media_type):
+                    event = error_event(error, self._errors.shape_of(scope))
+                    body = framing.error(error, event)
+                    await send({"type": "http.response.body", "body": body, "more_body": False})
+        except TimeoutError:
+            logger.info("a client did not receive the shutdown error", extra={"path": scope["path"]})
 
 
 async def cut_off_after(drain_s: float, answers: Iterable[asyncio.Task[None]]) -> None:

@@ -18,7 +18,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError, UnavailableError
-from penstock.gateway.openai.errors import error_body
+from penstock.gateway.errors import error_body
 from penstock.gateway.stream.writer import offer_direct_body
 
 # A bound on how long unsent bytes wait for a client that has stopped reading.

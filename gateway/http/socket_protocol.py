@@ -126,7 +126,7 @@ _CHECKED_BYTES = 256 << 10
 """Bytes of a text that are checked at once."""
 EXTENSION = "penstock.socket"
 """The name under which the ASGI scope holds the protocol."""
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("penstock.gateway.sockets")
 # The libraries log each connection at this level, with its query.
 _LOG.setLevel(logging.WARNING)
 

@@ -8,22 +8,25 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request
+from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, StreamDivergedError
 from penstock.contract.output import Chunk, Usage
-from penstock.gateway.http.entry import caller_of
-from penstock.gateway.openai.errors import error_body
-from penstock.gateway.stream.answer import JOB_HEADER, EventStream, JobResponse
+from penstock.gateway.budget import SharedBudget
+from penstock.gateway.errors import error_body
+from penstock.gateway.metrics import StreamMeter
+from penstock.gateway.stream.answer import JOB_HEADER, ChunkWriter, EventSource
 from penstock.gateway.stream.dialect import ChunkEncoder
 from penstock.gateway.stream.flow import EventSink, Waiting, batches_of, until_disconnected, while_connected
 from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, CallerGoneError, EventWriter, event
+from penstock.producer.client import AsyncClient
 from penstock.producer.client.job_objects import job_object, outcome_object, queue_members, usage_object
 from penstock.producer.openai.json_parts import Items, Rows, Text, json_parts
 from penstock.producer.openai.logprobs import chat_logprobs, prompt_logprobs, whole_chat_logprobs
 from penstock.queue.broker.producer import JobStatus
 from penstock.queue.results import PackedChoice, PackedResult
+from penstock.runtime.cooperative import LoopYielder
 
 # Encoding of a job's chunks as server-sent events, and of its result as a JSON object.
 
@@ -124,12 +127,25 @@ def links_of(job_id: str) -> dict[str, str]:
     return {"self": path, "stream": f"{path}/stream", "cancel": path}
 
 
-class JobAnswer(JobResponse):
+class JobAnswer(Response):
     """A job with its result, if it has ended. The result is encoded and sent in pieces."""
 
-    def __init__(self, request: Request, status: JobStatus) -> None:
-        super().__init__(request)
+    def __init__(
+        self,
+        status: JobStatus,
+        client: AsyncClient,
+        yielder: LoopYielder,
+        result_budget: SharedBudget,
+        *,
+        timeout_s: float,
+    ) -> None:
+        """timeout_s: how long the caller may delay the body (see BodyWriter)."""
+        super().__init__()
         self._status = status
+        self._client = client
+        self._yielder = yielder
+        self._result_budget = result_budget
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Fetch the result and send the answer."""
@@ -145,8 +161,7 @@ class JobAnswer(JobResponse):
             answer |= await self._result()
             if status.large_result_bytes > PIECE_BYTES:
                 await self._yielder.wait()
-            timeout_s = self._settings.send_timeout_s
-            writer = BodyWriter(send, {JOB_HEADER: status.job_id}, self._yielder, timeout_s=timeout_s)
+            writer = BodyWriter(send, {JOB_HEADER: status.job_id}, self._yielder, timeout_s=self._timeout_s)
             await writer.send_all(_parts_of(answer))
 
     async def _result(self) -> dict[str, Any]:
@@ -167,29 +182,39 @@ async def _parts_of(answer: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         yield part
 
 
-class JobStream(EventStream):
+class JobEvents(EventSource):
     """The chunks of a job as events. A caller that leaves ends no background job."""
 
-    def __init__(self, request: Request, job_id: str, start: StreamStart, *, with_waiting: bool) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        yielder: LoopYielder,
+        job_id: str,
+        tenant: str,
+        start: StreamStart,
+        *,
+        with_waiting: bool,
+    ) -> None:
         """`with_waiting`: send events with the queue position and the prompt progress before the first chunk."""
-        super().__init__(request)
-        self._tenant = caller_of(request).tenant
+        self._client = client
+        self._yielder = yielder
         self._job_id = job_id
+        self._tenant = tenant
         self._start = start
         self._with_waiting = with_waiting
+        self.is_new = start.index < 0
 
-    @property
-    def _is_new(self) -> bool:
-        return self._start.index < 0
-
-    def _error_event(self, error: PenstockError) -> bytes:
+    def error_event(self, error: PenstockError) -> bytes:
+        """Return the last event of a stream that fails."""
         return event(error_body(error))
 
-    async def _send_events(self, writer: EventWriter) -> None:
+    async def send_events(self, writer: EventWriter, meter: StreamMeter) -> None:
+        """Attach to the job and send its events."""
         job = await self._client.attach(self._job_id, after=self._start.read_after, tenant=self._tenant)
         writer.headers[JOB_HEADER] = job.id
-        self._show_position(job, writer)
+        self.show_position(job, writer)
         encoder = JobEncoder(self._start)
+        chunks = ChunkWriter(encoder, writer, meter, self._yielder)
         # A resumed stream checks its first chunk.
         sink = EventSink(encoder, writer) if self._start.end is None else None
         async with aclosing(batches_of([job], sink, with_waiting=self._with_waiting)) as batches:
@@ -197,4 +222,4 @@ class JobStream(EventStream):
                 if isinstance(batch, Waiting):
                     await writer.write(encoder.waiting(job.id, batch.update))
                 else:
-                    await self._write(encoder, batch, writer)
+                    await chunks.write(batch)

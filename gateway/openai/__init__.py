@@ -1,1 +1,1 @@
-"""The OpenAI HTTP API: routes, errors, and answers as JSON or as streams. It uses no Redis, model or tokenizer."""
+"""The OpenAI HTTP API: routes, bodies, and answers as JSON or as streams. It uses no Redis, model or tokenizer."""

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-from penstock.contract.errors import PenstockError
 from penstock.contract.output import Chunk, Usage, WaitUpdate
-from penstock.gateway.openai.errors import error_body
 from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder, event_id
 from penstock.gateway.stream.writer import DONE, event
 from penstock.producer.openai.json_parts import json_parts
@@ -254,17 +252,13 @@ class _OpenAIDialect(Dialect):
         if head.cut_at is not None and not head.replays:
             renderer.mark_resumed()
         needs_details = head.echoes or head.params.needs_token_details
-        if head.form == PLAIN and not needs_details and not head.replays:
+        if head.format == PLAIN and not needs_details and not head.replays:
             return SseEncoder(renderer, head)
         return ParsedSseEncoder(renderer, head)
 
     def whole(self, head: AnswerHead) -> WholeEncoder:
         """Return the encoder of a whole answer."""
         return OpenAIWholeEncoder(self._renderer(head))
-
-    def error_event(self, error: PenstockError) -> bytes:
-        """Return the error as an event; the stream ends without [DONE] after it."""
-        return event(error_body(error))
 
     def _renderer(self, head: AnswerHead) -> Renderer:
         renderer = self.renderer(
@@ -273,7 +267,7 @@ class _OpenAIDialect(Dialect):
             created_s=head.created_s,
             params=head.params,
             include_usage=bool(head.options.get("include_usage")),
-            form=head.form,
+            form=head.format,
             echoes=head.echoes,
             service_tier=head.options.get("service_tier"),
         )

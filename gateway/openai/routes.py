@@ -10,11 +10,13 @@ from starlette.routing import Route
 
 from penstock.contract.errors import NotFoundError
 from penstock.gateway.anthropic import routes as anthropic_models
-from penstock.gateway.errors import soon, speaks_anthropic
-from penstock.gateway.health import PROBE_METHODS
-from penstock.gateway.http.entry import caller_of
+from penstock.gateway.anthropic.errors import speaks_anthropic
+from penstock.gateway.errors import soon
+from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.openai.encoder import ChatDialect, CompletionDialect
-from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
+from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
+from penstock.gateway.request.reading import caller_of
+from penstock.gateway.route_doc import NUMBER, PROBE_METHODS, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.stream.answer import Generate
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.producer import ServedPool
@@ -86,39 +88,41 @@ COMPLETION_DOC = RouteDoc(
 )
 
 
-# `GET /v1/models` and `GET /v1/models/{id}`.
-
-router = APIRouter()
+# `GET /v1/models` and `GET /v1/models/{id}`, which Anthropic's API has too.
 
 
-@router.api_route("/v1/models", methods=PROBE_METHODS)
-async def list_models(request: Request) -> dict[str, Any]:
-    """List the models that live nodes serve, under each of their names, and their adapters.
+class ModelRoutes:
+    """The routes of the list of models."""
 
-    With the header `anthropic-version`, the list has Anthropic's shape.
-    """
-    client: AsyncClient = request.app.state.client
-    async with soon():
-        models = _models(await client.pools())
-    seen = [one for name, one in models.items() if caller_of(request).sees(name)]
-    if speaks_anthropic(request.scope):
-        return anthropic_models.page_of(seen, request.query_params)
-    return {"object": "list", "data": seen}
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self.router = APIRouter()
+        self.router.add_api_route("/v1/models", self.list_models, methods=PROBE_METHODS)
+        self.router.add_api_route("/v1/models/{model:path}", self.retrieve_model, methods=PROBE_METHODS)
 
+    async def list_models(self, request: Request) -> dict[str, Any]:
+        """List the models that live nodes serve, under each of their names, and their adapters.
 
-@router.api_route("/v1/models/{model:path}", methods=PROBE_METHODS)
-async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
-    """Return one model. Its name may contain slashes."""
-    client: AsyncClient = request.app.state.client
-    async with soon():
-        models = _models(await client.pools())
-        if model not in models:
-            # The model's first node may have joined after the pools were cached.
-            models = _models(await client.pools(renewed=True))
-    if model not in models or not caller_of(request).sees(model):
-        raise NotFoundError(f"no model {model[:256]!r} is served", code="model_not_found", param="model")
-    found = models[model]
-    return anthropic_models.model_of(found) if speaks_anthropic(request.scope) else found
+        With the header `anthropic-version`, the list has Anthropic's shape.
+        """
+        async with soon():
+            models = _models(await self._client.pools())
+        seen = [one for name, one in models.items() if caller_of(request).sees(name)]
+        if speaks_anthropic(request.scope):
+            return anthropic_models.page_of(seen, request.query_params)
+        return {"object": "list", "data": seen}
+
+    async def retrieve_model(self, request: Request, model: str) -> dict[str, Any]:
+        """Return one model. Its name may contain slashes."""
+        async with soon():
+            models = _models(await self._client.pools())
+            if model not in models:
+                # The model's first node may have joined after the pools were cached.
+                models = _models(await self._client.pools(renewed=True))
+        if model not in models or not caller_of(request).sees(model):
+            raise NotFoundError(f"no model {model[:256]!r} is served", code="model_not_found", param="model")
+        found = models[model]
+        return anthropic_models.model_of(found) if speaks_anthropic(request.scope) else found
 
 
 def _models(pools: Mapping[str, ServedPool]) -> dict[str, dict[str, Any]]:
@@ -149,7 +153,20 @@ def _model(name: str, record: ServedPool) -> dict[str, Any]:
 
 # `POST /v1/completions` and `POST /v1/chat/completions`.
 
-ROUTES = (
-    Route("/v1/completions", Generate("completion", CompletionDialect(), COMPLETION_DOC), methods=["POST"]),
-    Route("/v1/chat/completions", Generate("chat", ChatDialect(), CHAT_DOC), methods=["POST"]),
+
+def _routes(services: Services) -> list[Route | APIRouter]:
+    reader, answers = services.reader, services.answers
+    completions = Generate(CompletionRequest, CompletionDialect(), reader, answers, COMPLETION_DOC)
+    chats = Generate(ChatRequest, ChatDialect(), reader, answers, CHAT_DOC)
+    return [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chats, methods=["POST"]),
+        ModelRoutes(services.client).router,
+    ]
+
+
+OPENAI = HttpDialect(
+    _routes,
+    bodies=(ChatRequest, CompletionRequest),
+    socket_bodies={"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest},
 )

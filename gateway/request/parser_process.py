@@ -1,7 +1,7 @@
 """The process that parses large bodies, and large messages of WebSockets.
 
-Its command is `python -m penstock.gateway.request.parser_process UNKNOWN_FIELDS`. The argument is the gateway's setting
-`unknown_fields`.
+Its command is `python -m penstock.gateway.request.parser_process UNKNOWN_FIELDS SCHEMA...`. The first argument is the
+gateway's setting `unknown_fields`; the others are `BodySchemas.arguments`, so that this process knows no API.
 
 Parsing holds Python's global interpreter lock, so a thread would still block the gateway's event loop. This process
 reads bodies one by one from a socket, its stdin, and ends with the gateway. Its memory is limited: a body that needs
@@ -18,18 +18,33 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Self, cast
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
-from penstock.gateway.request.parsed_body import BODIES, encode_parsed_body, encode_refusal, parse, with_packed_prompts
-from penstock.gateway.request.socket_message import FORM, SocketMessage, encode_socket_message, parse_socket_message
+from penstock.gateway.request.generation import (
+    RequestBody,
+    encode_parsed_body,
+    encode_refusal,
+    parse,
+    with_packed_prompts,
+)
+from penstock.gateway.request.socket_message import (
+    BodiesOfPaths,
+    SocketMessage,
+    encode_socket_message,
+    parse_socket_message,
+)
 from penstock.queue.msgpack_codec import MAX_BYTES
 from penstock.runtime.process_memory import keep_large_blocks_apart
 
 HEAD = struct.Struct(">BI")
-"""Header of a message on the socket. Body: the index of its form in FORMS, then its length in bytes.
-Answer: 0, then its length in bytes."""
-FORMS = (*BODIES, FORM)
+"""Header of what is sent over the socket. Body: the index of its schema in `BodySchemas.bodies`, or IS_MESSAGE; then
+its length in bytes. Answer: 0, then its length in bytes."""
+IS_MESSAGE = 255
+"""In place of the index: what follows is a message of a WebSocket."""
 MAX_PARSED_BYTES = 128 << 20
 """Limit in bytes on the memory of a body's parsed values, estimated with the values below."""
 BYTES_PER_VALUE = 72
@@ -41,8 +56,40 @@ MAX_GROWTH_BYTES = 192 << 20
 _WINDOW_BYTES = 256 << 10
 
 
+@dataclass(frozen=True, slots=True)
+class BodySchemas:
+    """The schemas of all bodies that a gateway parses."""
+
+    bodies: Sequence[type[RequestBody]]
+    of_paths: BodiesOfPaths
+    """Those of the paths that a message of a WebSocket may name."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """The schemas as `MODULE:CLASS`, and for the paths of messages as `PATH=MODULE:CLASS`."""
+        of_paths = [f"{path}={_name_of(schema)}" for path, schema in self.of_paths.items()]
+        return [*map(_name_of, self.bodies), *of_paths]
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> Self:
+        """Import the schemas."""
+        of_paths = dict(argument.split("=") for argument in arguments if "=" in argument)
+        bodies = [_schema_of(argument) for argument in arguments if "=" not in argument]
+        return cls(bodies, {path: _schema_of(name) for path, name in of_paths.items()})
+
+
+def _name_of(schema: type[RequestBody]) -> str:
+    return f"{schema.__module__}:{schema.__qualname__}"
+
+
+def _schema_of(name: str) -> type[RequestBody]:
+    module, _, class_name = name.partition(":")
+    return cast("type[RequestBody]", getattr(import_module(module), class_name))
+
+
 def main() -> None:
     """Answer bodies until the gateway closes the socket."""
+    ignores_unknown, schemas = sys.argv[1] == "ignore", BodySchemas.of(sys.argv[2:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the gateway, which ends this process.
     os.nice(10)  # Large bodies must not take the cores from token streams.
     gc.disable()  # A parsed body is a tree without cycles, so a collection would scan millions of values for nothing.
@@ -51,48 +98,55 @@ def main() -> None:
     _limit_memory()
     with socket.socket(fileno=sys.stdin.fileno()) as line:
         while (head := _receive(line, HEAD.size)) is not None:
-            form, num_bytes = HEAD.unpack(head)
+            index, num_bytes = HEAD.unpack(head)
             raw = _receive(line, num_bytes)
             if raw is None:
                 return
-            answer = answer_to(FORMS[form], bytes(raw), ignores_unknown=sys.argv[1] == "ignore")
+            if index == IS_MESSAGE:
+                answer = answer_to_message(bytes(raw), schemas.of_paths, ignores_unknown=ignores_unknown)
+            else:
+                answer = answer_to_body(bytes(raw), schemas.bodies[index], ignores_unknown=ignores_unknown)
             line.sendall(HEAD.pack(0, len(answer)) + answer)
             del raw, answer
             gc.collect()
 
 
-def answer_to(form: str, raw: bytes, *, ignores_unknown: bool = False) -> bytes:
-    """Parse a body or, if `form` is that of a message, a message. Return the encoded result or the encoded refusal."""
+def answer_to_body(raw: bytes, schema: type[RequestBody], *, ignores_unknown: bool = False) -> bytes:
+    """Parse a body. Return it encoded, or the encoded refusal."""
+
+    def encoded() -> bytes:
+        return encode_parsed_body(with_packed_prompts(parse(schema, raw, ignores_unknown=ignores_unknown)))
+
+    return _answer(raw, encoded, encode_refusal)
+
+
+def answer_to_message(raw: bytes, bodies: BodiesOfPaths, *, ignores_unknown: bool = False) -> bytes:
+    """Parse a message of a WebSocket. Return it encoded, or the encoded refusal."""
+
+    def encoded() -> bytes:
+        return encode_socket_message(parse_socket_message(raw, bodies, ignores_unknown=ignores_unknown, packs=True))
+
+    return _answer(raw, encoded, lambda error: encode_socket_message(SocketMessage(error=error)))
+
+
+def _answer(raw: bytes, encode: Callable[[], bytes], refusal_of: Callable[[PenstockError], bytes]) -> bytes:
     try:
         check_structure(raw)
-        encoded = _encoded(form, raw, ignores_unknown=ignores_unknown)
+        encoded = encode()
         if len(encoded) > MAX_BYTES:
             # A body whose input is also stored, as a response's is, takes up to twice its bytes.
             raise TooLargeError(f"the checked body has more than {MAX_BYTES} bytes", code="body_too_large")
         return encoded
     except PenstockError as error:
-        return _encoded_refusal(form, error)
+        return refusal_of(error)
     except (MemoryError, RecursionError):
-        return _encoded_refusal(form, RequestError("the body is too complex to parse", code="body_too_complex"))
+        return refusal_of(RequestError("the body is too complex to parse", code="body_too_complex"))
     except Exception as error:
         # A bug refuses one body. If it ended this process, the bodies of all other tenants would wait for a new one.
-        return _encoded_refusal(form, InvariantError(f"a body was not parsed: {_place_of(error)}"))
-
-
-def _place_of(error: Exception) -> str:
-    """Return an error's type and place. Its text is left out, because it may quote the body."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} in {frame.name}, {os.path.basename(frame.filename)}:{frame.lineno}"
-
-
-def _encoded(form: str, raw: bytes, *, ignores_unknown: bool) -> bytes:
-    if form == FORM:
-        return encode_socket_message(parse_socket_message(raw, ignores_unknown=ignores_unknown, packs=True))
-    return encode_parsed_body(with_packed_prompts(parse(form, raw, ignores_unknown=ignores_unknown)))
-
-
-def _encoded_refusal(form: str, error: PenstockError) -> bytes:
-    return encode_socket_message(SocketMessage(error=error)) if form == FORM else encode_refusal(error)
+        # The error's text is left out, because it may quote the body.
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{type(error).__name__} in {frame.name}, {os.path.basename(frame.filename)}:{frame.lineno}"
+        return refusal_of(InvariantError(f"a body was not parsed: {place}"))
 
 
 def check_structure(raw: bytes) -> None:

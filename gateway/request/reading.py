@@ -8,8 +8,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 
 from fastapi import Request
@@ -20,13 +20,21 @@ from penstock.contract.job import is_job_id
 from penstock.contract.priority import allowed_class
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.budget import Claim, SharedBudget
-from penstock.gateway.http.entry import caller_of
-from penstock.gateway.request import socket_message
-from penstock.gateway.request.parsed_body import ParsedBody, decode_parsed_body, parse
-from penstock.gateway.request.parser_process import FORMS, HEAD
+from penstock.gateway.request.generation import (
+    FIRST_OF_TWO,
+    GenerationRequest,
+    ParsedBody,
+    RequestBody,
+    StreamPosition,
+    decode_parsed_body,
+    parse,
+    queueing_in,
+)
+from penstock.gateway.request.parser_process import HEAD, IS_MESSAGE, BodySchemas
 from penstock.gateway.request.socket_message import SocketMessage, decode_socket_message, parse_socket_message
 from penstock.gateway.settings import GatewaySettings, UnknownFields
-from penstock.gateway.stream.generation_request import FIRST_OF_TWO, GenerationRequest, StreamPosition, queueing_in
+
+logger = logging.getLogger("penstock.gateway")
 
 # Reading of request bodies, which must be JSON and are bounded in size and time.
 
@@ -36,6 +44,12 @@ MAX_BODY_BYTES_HELD_OF_TENANT = 16 << 20
 """The share of MAX_BODY_BYTES_HELD that one tenant may use."""
 BODY_STEP_BYTES = 256 << 10
 """Bytes by which the claim of a body grows while it arrives. Bodies up to this size need no claim."""
+
+
+def body_budget_of(settings: GatewaySettings) -> SharedBudget:
+    """Return the memory for large bodies and messages until they are parsed."""
+    per_owner, most = MAX_BODY_BYTES_HELD_OF_TENANT, settings.max_body_bytes
+    return SharedBudget(MAX_BODY_BYTES_HELD, per_owner=per_owner, step=BODY_STEP_BYTES, most=most)
 
 
 async def read_json_body(request: Request, claim: Claim, *, max_bytes: int, timeout_s: float) -> bytes:
@@ -99,8 +113,6 @@ def _check_kind(request: Request) -> None:
 
 # Parsing of request bodies: small bodies on the event loop, large bodies in a separate process.
 
-log = logging.getLogger(__name__)
-
 MAX_BYTES_ON_LOOP = 256 << 10
 _FEW_BYTES = 8 << 10
 """A body up to this size parses within a millisecond, whatever its content."""
@@ -127,41 +139,42 @@ def is_heavy(raw: bytes) -> bool:
 class Parser:
     """Parses request bodies for one gateway. The parser process starts with the first large body."""
 
-    def __init__(self, unknown_fields: UnknownFields = "refuse") -> None:
+    def __init__(self, unknown_fields: UnknownFields, schemas: BodySchemas) -> None:
         self._unknown_fields = unknown_fields
+        self._schemas = schemas
         self._parsing = SharedBudget(1, per_owner=1)
         self._child: _Child | None = None
         self._is_closed = False
 
-    async def parse(self, form: str, raw: bytes, owner: str) -> ParsedBody:
-        """Return the checked content of a body of the given form, a key of `parsed_body.BODIES`.
+    async def parse(self, schema: type[RequestBody], raw: bytes, owner: str) -> ParsedBody:
+        """Return the checked content of a body with one of the `schemas`.
 
         Large bodies are parsed one at a time, and owners are served round robin. Raises RequestError for an invalid
         body and UnavailableError if the parser process cannot start.
         """
         if not is_heavy(raw):
-            return parse(form, raw, ignores_unknown=self._unknown_fields == "ignore")
+            return parse(schema, raw, ignores_unknown=self._unknown_fields == "ignore")
         async with self._parsing.taken(owner, 1):
-            return decode_parsed_body(await self._ask(form, raw))
+            return decode_parsed_body(await self._ask(self._schemas.bodies.index(schema), raw))
 
     async def parse_message(self, raw: bytes, owner: str) -> SocketMessage:
         """Return the parsed message of a WebSocket. Raises what `parse` raises where no message was parsed."""
         if not is_heavy(raw):
-            return parse_socket_message(raw, ignores_unknown=self._unknown_fields == "ignore")
+            return parse_socket_message(raw, self._schemas.of_paths, ignores_unknown=self._unknown_fields == "ignore")
         async with self._parsing.taken(owner, 1):
-            return decode_socket_message(await self._ask(socket_message.FORM, raw))
+            return decode_socket_message(await self._ask(IS_MESSAGE, raw))
 
     async def close(self) -> None:
         """Kill the parser process. A body that it is parsing is refused with UnavailableError."""
         self._is_closed = True
         await self._end_child()
 
-    async def _ask(self, form: str, raw: bytes) -> bytes:
+    async def _ask(self, index: int, raw: bytes) -> bytes:
         if self._child is None:
-            self._child = await _Child.start(self._unknown_fields)
+            self._child = await _Child.start([self._unknown_fields, *self._schemas.arguments])
         try:
             async with asyncio.timeout(PARSE_TIMEOUT_S):
-                return await self._child.ask(form, raw)
+                return await self._child.ask(index, raw)
         except TimeoutError:
             await self._end_child()
             message = f"the body takes longer than {PARSE_TIMEOUT_S:g} s to parse"
@@ -170,7 +183,7 @@ class Parser:
             await self._end_child()
             if self._is_closed:
                 raise UnavailableError("this gateway is stopping", code="gateway_stopped") from error
-            log.warning("the parser process ended", extra={"reason": repr(error), "body_bytes": len(raw)})
+            logger.warning("the parser process ended", extra={"reason": repr(error), "body_bytes": len(raw)})
             raise RequestError("the body takes too much memory to parse", code="body_too_complex") from None
         except asyncio.CancelledError:
             # Otherwise the next body would receive the answer to this one.
@@ -191,25 +204,25 @@ class _Child:
         self._line = line
 
     @classmethod
-    async def start(cls, unknown_fields: UnknownFields) -> _Child:
+    async def start(cls, arguments: Sequence[str]) -> _Child:
         """Start a parser process. It starts on a thread, because forking a large process is slow."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
-            process = await asyncio.to_thread(_spawn, theirs, unknown_fields)
+            process = await asyncio.to_thread(_spawn, theirs, arguments)
         except OSError as error:
             ours.close()
-            log.warning("the parser process cannot be started", extra={"reason": str(error)})
+            logger.warning("the parser process cannot be started", extra={"reason": str(error)})
             raise UnavailableError("large bodies cannot be parsed at the moment", code="no_parser") from error
         except BaseException:
             ours.close()
             raise
         return cls(process, ours)
 
-    async def ask(self, form: str, raw: bytes) -> bytes:
-        """Send a body to the process and return its answer. Raises OSError or EOFError if the process ends."""
+    async def ask(self, index: int, raw: bytes) -> bytes:
+        """Send a body, with its `index` for the HEAD. Return the answer. Raises OSError or EOFError at its end."""
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._line, HEAD.pack(FORMS.index(form), len(raw)))
+        await loop.sock_sendall(self._line, HEAD.pack(index, len(raw)))
         await loop.sock_sendall(self._line, raw)
         _, num_bytes = HEAD.unpack(await self._receive(HEAD.size))
         return bytes(await self._receive(num_bytes))
@@ -232,7 +245,7 @@ class _Child:
             await asyncio.to_thread(self._process.wait, _REAP_TIMEOUT_S)
 
 
-def _spawn(line: socket.socket, unknown_fields: UnknownFields) -> subprocess.Popen[bytes]:
+def _spawn(line: socket.socket, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a parser process whose stdin is `line`, and close the gateway's copy of it.
 
     Both happen on one thread. If the caller closed the copy after a cancellation, its descriptor could belong to a
@@ -240,10 +253,10 @@ def _spawn(line: socket.socket, unknown_fields: UnknownFields) -> subprocess.Pop
     """
     with line:
         environment = os.environ | {"RUST_BACKTRACE": "0"}
-        return subprocess.Popen([*_PARSER, unknown_fields], stdin=line.fileno(), env=environment)
+        return subprocess.Popen([*_PARSER, *arguments], stdin=line.fileno(), env=environment)
 
 
-# Parsing of an HTTP request: from bytes to a checked body, and from the body to a GenerationRequest.
+# From an HTTP request to a GenerationRequest.
 
 KEY_HEADER = "idempotency-key"
 MAX_KEY_CHARS = 200
@@ -261,35 +274,69 @@ PARSED_BODY = "penstock.parsed_body"
 _TRUTH = {"true": True, "false": False}
 
 
-async def read_body(request: Request, form: str) -> ParsedBody:
-    """Read and check the request's body. `form` is a key of `parsed_body.BODIES`.
+class RequestReader:
+    """Reads the requests of a gateway: their bodies within its limits of size, time and memory, and their headers."""
 
-    The body of a message has been parsed with the message.
-    """
-    async with held_body(request, form) as body:
-        return body
+    def __init__(self, settings: GatewaySettings, parser: Parser, budget: SharedBudget) -> None:
+        """`budget` is `body_budget_of(settings)`, which the gateway's metrics show."""
+        self._settings = settings
+        self._parser = parser
+        self._budget = budget
+
+    async def read(self, request: Request, schema: type[RequestBody]) -> ParsedBody:
+        """Read and check the request's body. The body of a message has been parsed with the message."""
+        async with self.held(request, schema) as body:
+            return body
+
+    @asynccontextmanager
+    async def held(self, request: Request, schema: type[RequestBody]) -> AsyncIterator[ParsedBody]:
+        """Read a body as `read` does, and keep the memory that was claimed for it in the block."""
+        # Remove it from the scope, which would otherwise keep it in memory until the end of the answer.
+        parsed: ParsedBody | PenstockError | None = request.scope.get("extensions", {}).pop(PARSED_BODY, None)
+        if isinstance(parsed, PenstockError):
+            raise parsed
+        if parsed is not None:
+            yield parsed
+            return
+        owner = caller_of(request).tenant
+        async with self._budget.taken(owner) as claim:
+            max_bytes, timeout_s = self._settings.max_body_bytes, self._settings.body_timeout_s
+            raw = await read_json_body(request, claim, max_bytes=max_bytes, timeout_s=timeout_s)
+            parsed = await self._parser.parse(schema, raw, owner)
+            del raw
+            yield parsed
+
+    def message_memory(self, tenant: str) -> AbstractAsyncContextManager[Claim]:
+        """Return the memory of one message of a WebSocket, for the duration of a block."""
+        return self._budget.taken(tenant)
+
+    def generation_of(self, request: Request, body: ParsedBody) -> GenerationRequest:
+        """Combine the caller, the headers and the body into one GenerationRequest.
+
+        Raises RequestError for invalid headers and ForbiddenError for a priority class above the caller's.
+        """
+        caller = caller_of(request)
+        content = replace(body.content, model=caller.model_of(body.content.model)) if caller.models else body.content
+        key, cut_at = idempotency_key_of(request), stream_position_of(request, body)
+        owner = "this API key" if caller.key_id else "this gateway while it has no API keys (open_highest_class)"
+        return GenerationRequest(
+            content,
+            allowed_class(body.priority, caller.highest_class, owner),
+            tenant=caller.tenant,
+            terms=caller.metered_terms,
+            idempotency_key=key,
+            lowers_max_tokens=self._settings.max_tokens_beyond_context == "lower",
+            queueing=queueing_in(body.options),
+            cut_at=cut_at,
+            event_ids=_wants_event_ids(request, body, may_resume=key is not None or cut_at is not None),
+            hides_models=bool(caller.models),
+        )
 
 
-@asynccontextmanager
-async def held_body(request: Request, form: str) -> AsyncIterator[ParsedBody]:
-    """Read a body as `read_body` does, and keep the memory that was claimed for it in the block."""
-    # Remove it from the scope, which would otherwise keep it in memory until the end of the answer.
-    parsed: ParsedBody | PenstockError | None = request.scope.get("extensions", {}).pop(PARSED_BODY, None)
-    if isinstance(parsed, PenstockError):
-        raise parsed
-    if parsed is not None:
-        yield parsed
-        return
-    state, owner = request.app.state, caller_of(request).tenant
-    settings: GatewaySettings = state.settings
-    budget: SharedBudget = state.body_budget
-    parser: Parser = state.parser
-    async with budget.taken(owner) as claim:
-        max_bytes, timeout_s = settings.max_body_bytes, settings.body_timeout_s
-        raw = await read_json_body(request, claim, max_bytes=max_bytes, timeout_s=timeout_s)
-        parsed = await parser.parse(form, raw, owner)
-        del raw
-        yield parsed
+def caller_of(request: Request) -> ApiKey:
+    """Return the caller of an authenticated request."""
+    caller: ApiKey = request.state.caller
+    return caller
 
 
 def idempotency_key_of(request: Request) -> str | None:
@@ -309,7 +356,11 @@ def stream_position_of(request: Request, body: ParsedBody) -> StreamPosition | N
     if not event_id:
         return None
     job_id, *numbers = event_id.removesuffix(FIRST_OF_TWO).split(":")
-    if not is_job_id(job_id) or len(numbers) != 2 or not all(map(_is_number, numbers)):
+    if (
+        not is_job_id(job_id)
+        or len(numbers) != 2
+        or not all(number.isdecimal() and len(number) <= MAX_NUMBER_DIGITS for number in numbers)
+    ):
         raise RequestError("after: an event id has the form <job>:<chunk>:<tokens>", param=AFTER)
     if not body.stream or len(body.content.prompts) != 1:
         raise RequestError("after: only a streaming request with one prompt can be resumed", param=AFTER)
@@ -328,33 +379,3 @@ def _wants_event_ids(request: Request, body: ParsedBody, *, may_resume: bool) ->
     if header.lower() not in _TRUTH:
         raise RequestError("X-Penstock-Event-Ids must be true or false", param=EVENT_IDS_HEADER)
     return _TRUTH[header.lower()]
-
-
-def _is_number(text: str) -> bool:
-    return text.isdecimal() and len(text) <= MAX_NUMBER_DIGITS
-
-
-def _limit_of(caller: ApiKey) -> str:
-    return "this API key" if caller.key_id else "this gateway while it has no API keys (open_highest_class)"
-
-
-def generation_request_of(request: Request, body: ParsedBody) -> GenerationRequest:
-    """Combine the caller, the headers and the body into one GenerationRequest.
-
-    Raises RequestError for invalid headers and ForbiddenError for a priority class above the caller's.
-    """
-    caller, settings = caller_of(request), request.app.state.settings
-    content = replace(body.content, model=caller.model_of(body.content.model)) if caller.models else body.content
-    key, cut_at = idempotency_key_of(request), stream_position_of(request, body)
-    return GenerationRequest(
-        content,
-        allowed_class(body.priority, caller.highest_class, _limit_of(caller)),
-        tenant=caller.tenant,
-        terms=caller.metered_terms,
-        idempotency_key=key,
-        lowers_max_tokens=settings.max_tokens_beyond_context == "lower",
-        queueing=queueing_in(body.options),
-        cut_at=cut_at,
-        event_ids=_wants_event_ids(request, body, may_resume=key is not None or cut_at is not None),
-        hides_models=bool(caller.models),
-    )

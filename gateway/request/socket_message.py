@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError, from_json, to_json
 
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import is_job_id
 from penstock.contract.problems import request_error
-from penstock.gateway.request.parsed_body import (
-    BODIES,
+from penstock.gateway.request.generation import (
     ParsedBody,
+    RequestBody,
     decode_parsed_body,
     encode_parsed_body,
     encode_refusal,
@@ -23,24 +24,17 @@ from penstock.gateway.request.parsed_body import (
 from penstock.producer.openai.fields import Wire
 from penstock.queue.msgpack_codec import pack, unpack_all
 
-FORM = "socket_message"
-"""The name of this form beside the forms of bodies in the parser process."""
 JOBS_PATH = "/v1/jobs"
-FORMS = {
-    JOBS_PATH: "job",
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completion",
-    "/v1/messages": "messages",
-    "/v1/responses": "response",
-}
-"""The form of body, a key of `parsed_body.BODIES`, of each path that a message may name."""
+BodiesOfPaths = Mapping[str, type[RequestBody]]
+"""The schema of the body for each path that a message may name."""
 MAX_TAG_CHARS = 64
 MAX_POSITION_CHARS = 256
 
 
-def _is_known(path: str) -> str:
-    if path not in FORMS:
-        raise PydanticCustomError("unsupported_value", f"must be one of {', '.join(FORMS)}")
+def _is_known(path: str, info: ValidationInfo) -> str:
+    bodies: BodiesOfPaths = cast("BodiesOfPaths", info.context)
+    if path not in bodies:
+        raise PydanticCustomError("unsupported_value", f"must be one of {', '.join(bodies)}")
     return path
 
 
@@ -110,7 +104,9 @@ class SocketMessage:
     error: PenstockError | None = None
 
 
-def parse_socket_message(raw: bytes, *, ignores_unknown: bool = False, packs: bool = False) -> SocketMessage:
+def parse_socket_message(
+    raw: bytes, bodies: BodiesOfPaths, *, ignores_unknown: bool = False, packs: bool = False
+) -> SocketMessage:
     """Parse and check a message and its body. With `packs`, the prompts of the body are packed.
 
     The body is checked as that of an HTTP request to its path, which streams its answer.
@@ -128,29 +124,29 @@ def parse_socket_message(raw: bytes, *, ignores_unknown: bool = False, packs: bo
     if schema is None:
         return SocketMessage(tag, error=RequestError(f"type: must be one of {', '.join(TYPES)}", param="type"))
     try:
-        content = schema.model_validate(data)
+        content = schema.model_validate(data, context=bodies)
     except ValidationError as error:
         return SocketMessage(tag, error=request_error(error))
     if not isinstance(content, Submit):
         return SocketMessage(tag, content)
     body, content = content.body, content.model_copy(update={"body": {}})
     try:
-        checked = _checked(FORMS[content.path], body, ignores_unknown=ignores_unknown)
+        checked = _checked(bodies[content.path], body, ignores_unknown=ignores_unknown)
         return SocketMessage(tag, content, with_packed_prompts(checked) if packs else checked)
     except PenstockError as error:
         return SocketMessage(tag, content, error=error)
 
 
-def _checked(form: str, body: dict[str, Any], *, ignores_unknown: bool) -> ParsedBody:
-    if "stream" in BODIES[form].model_fields:
+def _checked(schema: type[RequestBody], body: dict[str, Any], *, ignores_unknown: bool) -> ParsedBody:
+    if "stream" in cast("type[Wire]", schema).model_fields:
         if body.get("stream") not in (None, True):
             raise RequestError("stream: must be true or absent; a WebSocket streams every answer", param="stream")
         body["stream"] = True
     # The schemas are those of JSON: checked as Python values, some fields would accept less.
-    return parse(form, to_json(body, inf_nan_mode="constants"), ignores_unknown=ignores_unknown)
+    return parse(schema, to_json(body, inf_nan_mode="constants"), ignores_unknown=ignores_unknown)
 
 
-# Between processes ------------------------------------------------------------------------------
+# The encoding of messages for the parser process.
 
 
 def encode_socket_message(message: SocketMessage) -> bytes:

@@ -135,7 +135,7 @@ class Reasoning(_Options):
         return [*super().ignored, *(["effort"] if self.effort != self.known_effort else ())]
 
 
-class StreamOptions(_Options):
+class ResponseStreamOptions(_Options):
     """Options of the stream."""
 
     include_obfuscation: Annotated[Any, only(None, False)] = None
@@ -187,7 +187,7 @@ class ResponseBody(_SampledBody):
     background: bool | None = None
     store: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
 
     max_output_tokens: int | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

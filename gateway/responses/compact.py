@@ -9,20 +9,20 @@ from fastapi import Request
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import InvariantError, JobFailedError, PenstockError, PromptTooLongError
+from penstock.contract.errors import InvariantError, JobFailedError, PromptTooLongError
 from penstock.contract.output import Usage
-from penstock.gateway.openai.errors import error_body
-from penstock.gateway.request.parsed_body import ParsedBody
-from penstock.gateway.request.reading import generation_request_of, held_body
-from penstock.gateway.responses.answers import conversation_of, conversations_of, naming_fields, seal_of
+from penstock.gateway.request.generation import ParsedBody
+from penstock.gateway.request.reading import RequestReader
+from penstock.gateway.responses.body import CompactBody
 from penstock.gateway.responses.compaction import MIN_SUMMARY_TOKENS, sealed, summary_limit
+from penstock.gateway.responses.create import ConversationReader, naming_fields
 from penstock.gateway.responses.encoder import usage_of
 from penstock.gateway.responses.output import OutputReader, reading_of
 from penstock.gateway.responses.record import compaction_id, input_item_id, response_id_of
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
-from penstock.gateway.stream.answer import Answer, WholeAnswer
+from penstock.gateway.stream.answer import Answers, WholeAnswer
 from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
-from penstock.gateway.stream.writer import PIECE_BYTES, event
+from penstock.gateway.stream.writer import PIECE_BYTES
 from penstock.queue.results import PackedResult
 
 _ANSWER = object_of(
@@ -37,30 +37,36 @@ _ANSWER = object_of(
 class Compact:
     """The ASGI app of the route. The summary is an ordinary job, whose text the answer seals. Nothing is stored."""
 
-    form = "compact"
+    schema = CompactBody
     doc = RouteDoc("Shorten a conversation to the user's messages and a sealed summary of the rest.", _ANSWER)
+
+    def __init__(self, reader: RequestReader, conversations: ConversationReader, answers: Answers) -> None:
+        self._reader = reader
+        self._conversations = conversations
+        self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         request = Request(scope, receive, send)
-        async with held_body(request, self.form) as body:
+        async with self._reader.held(request, self.schema) as body:
             answer = await self._answer_to(request, body)
             del body
         await answer(scope, receive, send)
 
-    async def _answer_to(self, request: Request, body: ParsedBody) -> Answer:
-        generation = replace(generation_request_of(request, body), lowers_max_tokens=True)
+    async def _answer_to(self, request: Request, body: ParsedBody) -> WholeAnswer:
+        generation = replace(self._reader.generation_of(request, body), lowers_max_tokens=True)
         with naming_fields(body):
-            conversations = conversations_of(request, generation, keeps_user=True)
-            _, prompt = await conversation_of(request, generation, body, conversations)
-            key, model = await seal_of(request.app.state.client, generation)
+            conversations = self._conversations.conversations_of(generation.tenant, keeps_user=True)
+            _, prompt = await self._conversations.conversation_of(generation, body, conversations)
+            key, model = await self._conversations.seal_of(generation)
         max_tokens = summary_limit(prompt.num_text_bytes + prompt.num_tool_bytes)
         params = generation.content.params.model_copy(update={"max_tokens": max_tokens})
         content = replace(generation.content, prompts=[prompt], params=params)
         kept = [(item_id, text.encode()) for item_id, text in body.options["kept"]]
         seal = {"key": key, "tenant": generation.tenant, "model": model}
         options = {"kept": [*conversations.user_items, *kept], "seal": seal}
-        return WholeAnswer(request, replace(generation, content=content), CompactionDialect(), options, body.ignored)
+        plan = self._answers.plan(replace(generation, content=content), CompactionDialect(), options, body.ignored)
+        return self._answers.whole(plan)
 
 
 class CompactionDialect(Dialect):
@@ -73,10 +79,6 @@ class CompactionDialect(Dialect):
     def whole(self, head: AnswerHead) -> WholeEncoder:
         """Return the encoder of the answer."""
         return CompactionEncoder(head)
-
-    def error_event(self, error: PenstockError) -> bytes:
-        """Return the error as an event."""
-        return event(error_body(error))
 
 
 class CompactionEncoder(WholeEncoder):
@@ -113,7 +115,7 @@ class CompactionEncoder(WholeEncoder):
 
     def _summary_of(self, result: PackedResult) -> str:
         """Return the summary. Raises PromptTooLongError if none fits, and JobFailedError if there is none."""
-        reader = OutputReader(result.job_id, self._head.form)
+        reader = OutputReader(result.job_id, self._head.format)
         for _ in reading_of(result, reader):
             pass
         self._reasoning_share = reader.reasoning_share

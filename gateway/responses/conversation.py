@@ -67,7 +67,8 @@ class Conversations:
         self, prompt: Prompt, num_calls: int, references: Sequence[tuple[int, Sequence[str]]]
     ) -> PackedMessages:
         """Return a request's own messages. Each reference becomes the items of the stored response that it names."""
-        own = PackedMessages.of(_packed(prompt), num_calls)
+        packed = prompt if isinstance(prompt, PackedPrompt) else pack_prompt_of(prompt)
+        own = PackedMessages.of(packed, num_calls)
         if not references:
             return own
         items = await self._referenced(item_id for _, item_ids in references for item_id in item_ids)
@@ -187,7 +188,7 @@ class Conversations:
 
 
 def _items_of(result: PackedResult, record: StoredResponse) -> list[OutputItem]:
-    reader = OutputReader(result.job_id, record.form, record.called)
+    reader = OutputReader(result.job_id, record.format, record.called)
     for _ in reading_of(result, reader):
         pass
     reader.join_texts()
@@ -203,10 +204,6 @@ def _rows_of(items: Iterable[OutputItem]) -> list[list[OutputItem]]:
     """Return the items in rows, of which each becomes a message: those of one response, one after another."""
     rows = [list(row) for _, row in groupby(items, key=lambda item: item.job_id)]
     return [row for row in rows if any(item.kind != "reasoning" for item in row)]
-
-
-def _packed(prompt: Prompt) -> PackedPrompt:
-    return prompt if isinstance(prompt, PackedPrompt) else pack_prompt_of(prompt)
 
 
 def _message(prompt: PackedPrompt, num_calls: int = 0) -> PackedMessages:

@@ -13,7 +13,7 @@ from penstock.contract.errors import PenstockError
 from penstock.contract.job import lowered_max_tokens
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk, Outcome, Usage, WaitUpdate, members_of
-from penstock.gateway.openai.errors import error_body
+from penstock.gateway.errors import error_body
 from penstock.gateway.responses.output import (
     Closed,
     Grown,
@@ -193,7 +193,7 @@ class ResponseEncoder(StreamEncoder):
         self._starting_after = starting_after
         self._next = 0
         self._has_begun = self._is_running = False
-        self._reader = OutputReader(job_id, record.form, record.called)
+        self._reader = OutputReader(job_id, record.format, record.called)
         self._logprobs = HeldLogprobs()
         self._usage: Usage | None = None
         self._deltas: dict[int, tuple[bytes, bytes]] = {}
@@ -380,7 +380,7 @@ class ResponseWholeEncoder(WholeEncoder):
 
     def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
         """Yield the items of the output. Empty parts come while the text is parsed."""
-        reader = OutputReader(self._job_id, self._record.form, self._record.called)
+        reader = OutputReader(self._job_id, self._record.format, self._record.called)
         for _ in reading_of(result, reader):
             yield b""
         self._members = end_of(self._record, result.outcome, self._finished_s, result.usage, reader).members

@@ -78,13 +78,13 @@ OutputStep = Opened | Grown | Closed
 class OutputReader:
     """Reads the chunks of a response's job, in order."""
 
-    def __init__(self, job_id: str, form: AnswerFormat, called: Mapping[str, CalledTool] = NO_NAMES) -> None:
+    def __init__(self, job_id: str, answer_format: AnswerFormat, called: Mapping[str, CalledTool] = NO_NAMES) -> None:
         """`called` is that of the response's record."""
         self.items: list[OutputItem] = []
         self.finish_reason: FinishReason | None = None
         self._num_chars = self._num_reasoning_chars = 0
         self._job_id = job_id
-        self._reader = None if form == PLAIN else AnswerReader(form)
+        self._reader = None if answer_format == PLAIN else AnswerReader(answer_format)
         self._called = called
         self._open: OutputItem | None = None
         self._input: TextInputReader | None = None

@@ -139,7 +139,7 @@ class StoredResponse:
 
     created_s: int
     background: bool
-    form: AnswerFormat
+    format: AnswerFormat
     """How to parse the text of the job."""
     echo: bytes = field(repr=False)
     """The members that repeat the request: a JSON object in ASCII."""
@@ -164,7 +164,7 @@ class StoredResponse:
             fields["limits"] = self.limits
         if self.called:
             fields["called"] = [(name, *called) for name, called in self.called.items()]
-        return pack({"v": RECORD_VERSION, **fields, "form": astuple(self.form), "messages": asdict(self.messages)})
+        return pack({"v": RECORD_VERSION, **fields, "form": astuple(self.format), "messages": asdict(self.messages)})
 
     def items_of_user(self, job_id: str) -> list[tuple[str, bytes]]:
         """Return the input items that are messages of the user, with the ids under which they are listed."""
@@ -191,8 +191,8 @@ def decode_stored_response(data: bytes) -> StoredResponse:
     try:
         fields = _with_names(found)
         items: list[tuple[str, bytes]] = [(item_id.decode(), text) for item_id, text in fields.pop("items")]
-        form: list[Any] = [part.decode() if isinstance(part, bytes) else part for part in fields.pop("form")]
-        parts: dict[str, Any] = {"form": AnswerFormat(*form), "previous": fields.pop("previous").decode()}
+        given: list[Any] = [part.decode() if isinstance(part, bytes) else part for part in fields.pop("form")]
+        parts: dict[str, Any] = {"format": AnswerFormat(*given), "previous": fields.pop("previous").decode()}
         limits = fields.pop("limits", None)
         parts["limits"] = limits and tuple(limits)
         called = [[text.decode() for text in row] for row in fields.pop("called", ())]

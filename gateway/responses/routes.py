@@ -16,11 +16,13 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import JobFailedError, NotFoundError, RequestError
 from penstock.contract.job import RETURN_PROGRESS, SamplingParams
 from penstock.gateway.budget import SharedBudget
-from penstock.gateway.http.entry import caller_of
-from penstock.gateway.request.reading import MAX_NUMBER_DIGITS
-from penstock.gateway.responses.answers import CountInputTokens, CreateResponse, ResponseState, ResponseStream, leave
-from penstock.gateway.responses.body import INCLUDABLE
+from penstock.gateway.http.dialect import HttpDialect, Services
+from penstock.gateway.request.generation import GenerationRequest, RequestContent, StreamPosition
+from penstock.gateway.request.reading import MAX_NUMBER_DIGITS, caller_of
+from penstock.gateway.responses.answers import ResponseAnswers, leave
+from penstock.gateway.responses.body import INCLUDABLE, CompactBody, ResponseBody
 from penstock.gateway.responses.compact import Compact
+from penstock.gateway.responses.create import ConversationReader, CountInputTokens, CreateResponse
 from penstock.gateway.responses.record import (
     MAX_SHOWN_CHARS,
     bytes_to_claim,
@@ -30,7 +32,7 @@ from penstock.gateway.responses.record import (
     record_of,
     stored_record,
 )
-from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, StreamPosition
+from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, CallerGoneError
 from penstock.producer.client import AsyncClient
 from penstock.runtime.cooperative import LoopYielder
@@ -49,17 +51,26 @@ Items = Sequence[tuple[str, bytes]]
 class InputItemList(Response):
     """One page of a stored response's input items."""
 
-    def __init__(self, request: Request, job_id: str, query: Mapping[str, str]) -> None:
-        """`query` asks for the page."""
+    def __init__(
+        self,
+        client: AsyncClient,
+        result_budget: SharedBudget,
+        yielder: LoopYielder,
+        job_id: str,
+        tenant: str,
+        query: Mapping[str, str],
+        *,
+        timeout_s: float,
+    ) -> None:
+        """`query` asks for the page. timeout_s: how long the caller may delay the body (see BodyWriter)."""
         super().__init__()
-        state = request.app.state
-        self._client: AsyncClient = state.client
-        self._budget: SharedBudget = state.result_budget
-        self._yielder: LoopYielder = state.yielder
-        self._timeout_s: float = state.settings.send_timeout_s
-        self._tenant = caller_of(request).tenant
+        self._client = client
+        self._budget = result_budget
+        self._yielder = yielder
         self._job_id = job_id
+        self._tenant = tenant
         self._query = query
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the record and send the page. Raises RequestError for a wrong query."""
@@ -108,76 +119,81 @@ CANCEL_WAIT_S = 2.0
 """Seconds that a cancellation waits for a running job to end, which usually takes a step."""
 _INCLUDE = ("include", "include[]")
 
-ROUTES = (
-    Route("/v1/responses", CreateResponse(), methods=["POST"]),
-    Route("/v1/responses/input_tokens", CountInputTokens(), methods=["POST"]),
-    Route("/v1/responses/compact", Compact(), methods=["POST"]),
-)
-router = APIRouter()
 
+class ResponseRoutes:
+    """The routes of stored responses."""
 
-@router.get("/v1/responses/{response_id}")
-async def retrieve_response(request: Request, response_id: str) -> Response:
-    """Return a stored response, or with `?stream=true` its events, after the one that `starting_after` names.
+    def __init__(
+        self,
+        client: AsyncClient,
+        settings: GatewaySettings,
+        answers: ResponseAnswers,
+        result_budget: SharedBudget,
+        yielder: LoopYielder,
+    ) -> None:
+        self._client = client
+        self._timeout_s = settings.send_timeout_s
+        self._answers = answers
+        self._result_budget = result_budget
+        self._yielder = yielder
+        self.router = APIRouter()
+        path = "/v1/responses/{response_id}"
+        self.router.add_api_route(path, self.retrieve_response)
+        self.router.add_api_route(f"{path}/cancel", self.cancel_response, methods=["POST"])
+        self.router.add_api_route(path, self.delete_response, methods=["DELETE"])
+        self.router.add_api_route(f"{path}/input_items", self.list_input_items)
 
-    With `?return_progress=true`, further events report queue position and prompt progress before the first token.
-    """
-    query = _query_of(request, "stream", "starting_after", RETURN_PROGRESS, "include_obfuscation", *_INCLUDE)
-    is_stream, with_progress = _truth_of(query, "stream"), _truth_of(query, RETURN_PROGRESS)
-    starting_after = query.get("starting_after", "-1")
-    if query.get("include_obfuscation", "false") != "false":
-        raise RequestError("include_obfuscation: not supported; omit it or send false", param="include_obfuscation")
-    for name in () if is_stream else ("starting_after", RETURN_PROGRESS):
-        if name in query:
-            raise RequestError(f"{name}: allowed only when stream is true", param=name)
-    if starting_after != "-1" and not (starting_after.isdecimal() and len(starting_after) <= MAX_NUMBER_DIGITS):
-        raise RequestError("starting_after must be the sequence number of an event", param="starting_after")
-    job_id, client, tenant = _named(request, response_id)
-    record = stored_record(client, job_id, tenant)
-    if is_stream:
-        reading = replace(_reading(job_id, tenant), queueing={RETURN_PROGRESS: with_progress})
-        return ResponseStream(request, reading, record, starting_after=int(starting_after))
-    return ResponseState(request, _reading(job_id, tenant), record)
+    async def retrieve_response(self, request: Request, response_id: str) -> Response:
+        """Return a stored response, or with `?stream=true` its events, after the one that `starting_after` names.
 
+        With `?return_progress=true`, further events report queue position and prompt progress before the first token.
+        """
+        query = _query_of(request, "stream", "starting_after", RETURN_PROGRESS, "include_obfuscation", *_INCLUDE)
+        is_stream, with_progress = _truth_of(query, "stream"), _truth_of(query, RETURN_PROGRESS)
+        starting_after = query.get("starting_after", "-1")
+        if query.get("include_obfuscation", "false") != "false":
+            raise RequestError("include_obfuscation: not supported; omit it or send false", param="include_obfuscation")
+        for name in () if is_stream else ("starting_after", RETURN_PROGRESS):
+            if name in query:
+                raise RequestError(f"{name}: allowed only when stream is true", param=name)
+        if starting_after != "-1" and not (starting_after.isdecimal() and len(starting_after) <= MAX_NUMBER_DIGITS):
+            raise RequestError("starting_after must be the sequence number of an event", param="starting_after")
+        job_id, tenant = job_id_of(response_id), caller_of(request).tenant
+        record = stored_record(self._client, job_id, tenant)
+        if is_stream:
+            reading = replace(_reading(job_id, tenant), queueing={RETURN_PROGRESS: with_progress})
+            return self._answers.stream(reading, record, starting_after=int(starting_after))
+        return self._answers.body(_reading(job_id, tenant), record, waits=False)
 
-@router.post("/v1/responses/{response_id}/cancel")
-async def cancel_response(request: Request, response_id: str) -> Response:
-    """Cancel a background response and return it. A response that has ended stays as it is."""
-    _query_of(request)
-    job_id, client, tenant = _named(request, response_id)
-    stored, budget = stored_record(client, job_id, tenant), request.app.state.result_budget
-    async with budget.taken(tenant) as claim:
-        is_background = (await stored(claim)).background
-    if not is_background:
-        message = "Only responses created with background=true can be cancelled; close the connection of this one."
-        raise RequestError(message, code="not_a_background_response", param="response_id")
-    if await client.cancel(job_id, tenant=tenant) == "running":
-        await _wait_for_end(client, job_id, tenant)
-    return ResponseState(request, _reading(job_id, tenant), stored)
+    async def cancel_response(self, request: Request, response_id: str) -> Response:
+        """Cancel a background response and return it. A response that has ended stays as it is."""
+        _query_of(request)
+        job_id, tenant = job_id_of(response_id), caller_of(request).tenant
+        stored = stored_record(self._client, job_id, tenant)
+        async with self._result_budget.taken(tenant) as claim:
+            is_background = (await stored(claim)).background
+        if not is_background:
+            message = "Only responses created with background=true can be cancelled; close the connection of this one."
+            raise RequestError(message, code="not_a_background_response", param="response_id")
+        if await self._client.cancel(job_id, tenant=tenant) == "running":
+            await _wait_for_end(self._client, job_id, tenant)
+        return self._answers.body(_reading(job_id, tenant), stored, waits=False)
 
+    async def delete_response(self, request: Request, response_id: str) -> dict[str, Any]:
+        """Delete a stored response with its output. A response that has not ended is canceled."""
+        _query_of(request)
+        try:
+            await self._client.responses.delete(job_id_of(response_id), caller_of(request).tenant)
+        except NotFoundError:
+            raise no_response(response_id) from None
+        return {"id": response_id, "object": "response", "deleted": True}
 
-@router.delete("/v1/responses/{response_id}")
-async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-    """Delete a stored response with its output. A response that has not ended is canceled."""
-    _query_of(request)
-    job_id, client, tenant = _named(request, response_id)
-    try:
-        await client.responses.delete(job_id, tenant)
-    except NotFoundError:
-        raise no_response(response_id) from None
-    return {"id": response_id, "object": "response", "deleted": True}
-
-
-@router.get("/v1/responses/{response_id}/input_items")
-async def list_input_items(request: Request, response_id: str) -> Response:
-    """Return a page of the input items that the response was created with, without those of earlier responses."""
-    query = _query_of(request, "after", "limit", "order", *_INCLUDE)
-    return InputItemList(request, job_id_of(response_id), query)
-
-
-def _named(request: Request, response_id: str) -> tuple[str, AsyncClient, str]:
-    """Return the job that a path names, the client, and the caller's tenant."""
-    return job_id_of(response_id), request.app.state.client, caller_of(request).tenant
+    async def list_input_items(self, request: Request, response_id: str) -> Response:
+        """Return a page of the input items that the response was created with, without those of earlier responses."""
+        query = _query_of(request, "after", "limit", "order", *_INCLUDE)
+        job_id, tenant, timeout_s = job_id_of(response_id), caller_of(request).tenant, self._timeout_s
+        shared = (self._client, self._result_budget, self._yielder)
+        return InputItemList(*shared, job_id, tenant, query, timeout_s=timeout_s)
 
 
 def _reading(job_id: str, tenant: str) -> GenerationRequest:
@@ -211,3 +227,21 @@ async def _wait_for_end(client: AsyncClient, job_id: str, tenant: str) -> None:
         async with asyncio.timeout(CANCEL_WAIT_S):
             await job.packed_result(lambda _: False)
     await leave(job)
+
+
+def _routes(services: Services) -> list[Route | APIRouter]:
+    client, settings, reader, budget = services.client, services.settings, services.reader, services.result_budget
+    conversations = ConversationReader(client, budget, settings.max_body_bytes)
+    answers = ResponseAnswers(client, services.answers, services.sender, budget, services.yielder)
+    create = CreateResponse(client, settings, reader, conversations, answers, budget)
+    count_tokens = CountInputTokens(client, reader, conversations)
+    compact = Compact(reader, conversations, services.answers)
+    return [
+        Route("/v1/responses", create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", count_tokens, methods=["POST"]),
+        Route("/v1/responses/compact", compact, methods=["POST"]),
+        ResponseRoutes(client, settings, answers, budget, services.yielder).router,
+    ]
+
+
+RESPONSES = HttpDialect(_routes, bodies=(ResponseBody, CompactBody), socket_bodies={"/v1/responses": ResponseBody})

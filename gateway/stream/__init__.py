@@ -1,1 +1,1 @@
-"""Streaming of token chunks to an HTTP response: merging of jobs, server-sent events, disconnects. No OpenAI shapes."""
+"""Answers: merging of jobs, server-sent events, bodies in pieces, disconnects. Only the default error has a shape."""

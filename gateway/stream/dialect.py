@@ -10,8 +10,8 @@ from typing import Any
 from penstock.contract.errors import InvariantError, PenstockError, StreamDivergedError
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Chunk, Usage, WaitUpdate, members_of
-from penstock.gateway.openai.errors import error_body
-from penstock.gateway.stream.generation_request import FIRST_OF_TWO, StreamPosition
+from penstock.gateway.errors import error_body
+from penstock.gateway.request.generation import FIRST_OF_TWO, StreamPosition
 from penstock.gateway.stream.writer import PIECE_BYTES, event
 from penstock.producer.client.request import Prompt
 from penstock.producer.openai.parsed_text import AnswerFormat
@@ -29,7 +29,7 @@ class AnswerHead:
     model: str
     created_s: int
     params: SamplingParams
-    form: AnswerFormat
+    format: AnswerFormat
     """How to parse the text."""
     echoes: bool = False
     """Whether the text begins with the prompt."""
@@ -43,7 +43,6 @@ class AnswerHead:
     """Whether the events of a stream have ids."""
     prompts: Sequence[Prompt] = ()
     """The prompts of the request, if the dialect shows them. Not known of a resumed stream."""
-
     max_total_tokens: int | None = None
     """The most tokens of prompt and output together, to which `params.max_tokens` is lowered."""
 
@@ -110,9 +109,9 @@ class Dialect(ABC):
     def whole(self, head: AnswerHead) -> WholeEncoder:
         """Return the encoder of a whole answer."""
 
-    @abstractmethod
     def error_event(self, error: PenstockError) -> bytes:
-        """Return the last event of a stream that fails after it has begun."""
+        """Return the last event of a stream that fails after it has begun. This one is OpenAI's."""
+        return event(error_body(error))
 
 
 # Encoding of a job's chunks as server-sent events: the base of all APIs' encoders.
@@ -219,7 +218,3 @@ class TaskDialect(Dialect):
     def whole(self, head: AnswerHead) -> WholeEncoder:
         """Return the encoder of the answer."""
         return self._encoder(head)
-
-    def error_event(self, error: PenstockError) -> bytes:
-        """Return the error as an event."""
-        return event(error_body(error))

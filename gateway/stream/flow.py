@@ -65,6 +65,8 @@ async def waiting_comment(job: AsyncJob, plain: bytes) -> bytes:
     return plain.replace(b"\n", words.encode() + b"\n", 1)
 
 
+# Merging of the jobs of one request.
+
 MAX_BATCHES = 64
 """Batches that the merged flow buffers. Beyond that, the client's bounded mailboxes fill; beyond those, chunks are read
 from the jobs' logs."""

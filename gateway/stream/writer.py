@@ -15,6 +15,7 @@ from starlette.types import Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.contract.errors import InvariantError, PenstockError
+from penstock.gateway.errors import ErrorShape
 from penstock.gateway.stream.framing import END_OF_EVENT, SSE, Framing
 from penstock.runtime import crash_points
 from penstock.runtime.cooperative import LoopYielder
@@ -42,6 +43,12 @@ def event(payload: Mapping[str, Any], event_id: str = "") -> bytes:
     """Encode one event. It is ASCII only, because many readers also split lines at characters such as U+2028."""
     data = b"data: " + to_json(payload, ensure_ascii=True) + b"\n\n"
     return b"id: " + event_id.encode() + b"\n" + data if event_id else data
+
+
+def error_event(error: PenstockError, shape: ErrorShape) -> bytes:
+    """Return an error as the last event of a stream, in the shape of its API."""
+    data = event(shape.event_payload(error))
+    return b"event: " + shape.event_name + b"\n" + data if shape.event_name else data
 
 
 class EventWriter:
@@ -200,9 +207,6 @@ class BodyWriter:
         except TimeoutError:
             raise CallerGoneError from None
         self._patience_s += len(body) / MIN_BYTES_PER_S - (time.monotonic() - since_s)
-
-
-# Delivery of tokens without waking their stream's task.
 
 
 # The short way from a streamed answer to its connection, offered as an extension of the ASGI scope.

@@ -11,9 +11,11 @@ from starlette.routing import Route
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.output import Usage
+from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.route_doc import NUMBER, TEXT, RouteDoc, list_of, object_of
 from penstock.gateway.stream.answer import Generate
 from penstock.gateway.stream.dialect import AnswerHead, TaskDialect, WholeEncoder
+from penstock.gateway.tokens.schemas import DetokenizeRequest, TokenizeRequest
 from penstock.producer.openai.json_parts import Text, json_parts
 from penstock.queue.results import PackedOutput, PackedResult
 
@@ -87,7 +89,12 @@ _TOKENIZED = object_of(
 _TOKENIZE = RouteDoc("Return the tokens of a text or a chat.", _TOKENIZED)
 _DETOKENIZE = RouteDoc("Return the text of tokens, special tokens included.", object_of(prompt=TEXT))
 
-ROUTES = (
-    Route("/tokenize", Generate("tokenize", TaskDialect(TokenizeEncoder), _TOKENIZE), methods=["POST"]),
-    Route("/detokenize", Generate("detokenize", TaskDialect(DetokenizeEncoder), _DETOKENIZE), methods=["POST"]),
-)
+
+def _routes(services: Services) -> list[Route]:
+    reader, answers = services.reader, services.answers
+    tokenize = Generate(TokenizeRequest, TaskDialect(TokenizeEncoder), reader, answers, _TOKENIZE)
+    detokenize = Generate(DetokenizeRequest, TaskDialect(DetokenizeEncoder), reader, answers, _DETOKENIZE)
+    return [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]
+
+
+TOKENS = HttpDialect(_routes, bodies=(TokenizeRequest, DetokenizeRequest))

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -39,6 +39,8 @@ _OF_NODE = (
     *("prefill_tokens", "decode_tokens", "num_preemptions", "step_ms_p50", "step_ms_p99"),
 )
 """The fields of a pressure record that the dashboard shows."""
+_SUMMED = ("kv_blocks_total", "kv_blocks_free", "kv_blocks_cached", "num_jobs", "num_preemptions")
+"""The fields that it shows as sums over all nodes of a pool."""
 
 
 def gateway_of(metrics: GatewayMetrics) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def pool_of(record: ServedPool, activity: PoolActivity) -> dict[str, Any]:
         "counts": dict(activity.counts),
         "num_nodes": len(activity.nodes),
         "nodes": [_node(node) for node in activity.nodes[:MAX_NODES]],
-        "totals": _totals(activity.nodes),
+        "totals": {name: _sum(activity.nodes, name) for name in _SUMMED},
         "events": [
             {"at_ms": event.at_ms, "kind": event.kind, "node": event.node_id, "job": event.job_id}
             | {"from": event.source, "reason": event.reason}
@@ -102,22 +104,14 @@ def _tenants(activity: PoolActivity) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {"tenant": tenant, "running": running[tenant], "queued": queued[tenant]} for tenant in shown
     ]
-    others = _others(rows, {"running": _sum(activity.nodes, "num_jobs"), "queued": sum(activity.depth)})
-    return [*rows, {"tenant": None, **others}] if any(others.values()) else rows
-
-
-def _others(rows: Sequence[Mapping[str, Any]], totals: Mapping[str, int]) -> dict[str, int]:
+    totals = {"running": _sum(activity.nodes, "num_jobs"), "queued": sum(activity.depth)}
     # Numbers of one moment come from several reads, so a difference may be negative.
-    return {name: max(0, total - sum(row[name] for row in rows)) for name, total in totals.items()}
+    others = {name: max(0, total - sum(row[name] for row in rows)) for name, total in totals.items()}
+    return [*rows, {"tenant": None, **others}] if any(others.values()) else rows
 
 
 def _node(node: LiveNode) -> dict[str, Any]:
     return {"silent_ms": node.silent_ms, **{name: getattr(node.pressure, name) for name in _OF_NODE}}
-
-
-def _totals(nodes: Sequence[LiveNode]) -> dict[str, int]:
-    names = ("kv_blocks_total", "kv_blocks_free", "kv_blocks_cached", "num_jobs", "num_preemptions")
-    return {name: _sum(nodes, name) for name in names}
 
 
 def _sum(nodes: Sequence[LiveNode], name: str) -> int:
@@ -139,9 +133,8 @@ MAX_STREAM_S = 600.0
 class Dashboard:
     """The states of this gateway's dashboard, shared by its viewers."""
 
-    def __init__(self, client_of: Callable[[], AsyncClient], metrics: GatewayMetrics) -> None:
-        """`client_of` returns the gateway's client, which is made after the app."""
-        self._client_of = client_of
+    def __init__(self, client: AsyncClient, metrics: GatewayMetrics) -> None:
+        self._client = client
         self._metrics = metrics
         self._states = CachedState(self._read, INTERVAL_S)
         self._num_viewers = 0
@@ -177,7 +170,7 @@ class Dashboard:
         self._stopped.set()
 
     async def _read(self) -> bytes:
-        client = self._client_of()
+        client = self._client
         try:
             async with asyncio.timeout(REDIS_TIMEOUT_S):
                 records = dict(islice((await client.pools()).items(), MAX_POOLS))

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from penstock.gateway.health import PROBE_METHODS
+from penstock.gateway.route_doc import PROBE_METHODS
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.flow import until_disconnected, while_connected
 from penstock.gateway.stream.framing import EVENT_STREAM
@@ -64,25 +64,32 @@ def asset_response(request: Request, name: str) -> Response | None:
     return Response(content, media_type=_TYPES[name.rpartition(".")[2]], headers=headers)
 
 
-router = APIRouter()
+_DASHBOARD_DOC = (
+    "Return the state of all pools and nodes. With `Accept: text/event-stream`, stream such states, one per second."
+)
 
 
-@router.api_route("/web/{name}", methods=PROBE_METHODS, include_in_schema=False)
-async def asset(request: Request, name: str) -> Response:
-    """Return a file of the web page."""
-    answer = asset_response(request, name)
-    if answer is None:
-        raise HTTPException(404, "the web page has no such file")
-    return answer
+class WebRoutes:
+    """The routes of the web page and its dashboard."""
 
+    def __init__(self, feed: Dashboard, settings: GatewaySettings) -> None:
+        self._feed = feed
+        self._settings = settings
+        self.router = APIRouter()
+        self.router.add_api_route("/web/{name}", self.asset, methods=PROBE_METHODS, include_in_schema=False)
+        self.router.add_api_route("/dashboard", self.dashboard, description=_DASHBOARD_DOC)
 
-@router.get("/dashboard")
-async def dashboard(request: Request) -> Response:
-    """Return the state of all pools and nodes. With `Accept: text/event-stream`, stream such states, one per second."""
-    feed: Dashboard = request.app.state.dashboard
-    if EVENT_STREAM in request.headers.get("accept", ""):
-        return _StateStream(feed, request.app.state.settings)
-    return Response(await feed.state(), media_type="application/json", headers={"Vary": "Accept"})
+    async def asset(self, request: Request, name: str) -> Response:
+        """Return a file of the web page."""
+        answer = asset_response(request, name)
+        if answer is None:
+            raise HTTPException(404, "the web page has no such file")
+        return answer
+
+    async def dashboard(self, request: Request) -> Response:
+        if EVENT_STREAM in request.headers.get("accept", ""):
+            return _StateStream(self._feed, self._settings)
+        return Response(await self._feed.state(), media_type="application/json", headers={"Vary": "Accept"})
 
 
 class _StateStream(Response):

@@ -13,15 +13,20 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, WebSocketRoute
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.contract.errors import BusyError, ForbiddenError, PenstockError, RequestError
 from penstock.contract.tenant import ApiKey
-from penstock.gateway.errors import error_response
+from penstock.gateway.errors import ErrorShapes, error_body
 from penstock.gateway.http.protocol import SOCKET_PATH
-from penstock.gateway.openai.errors import error_body
+from penstock.gateway.metrics import GatewayMetrics
+from penstock.gateway.request.reading import Parser, RequestReader
+from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.websocket.session import SocketSession
+from penstock.producer.client import AsyncClient
+
+logger = logging.getLogger("penstock.gateway.access")
 
 # Checks before a WebSocket is accepted: the page that opens it, its key, and the number of WebSockets.
 
@@ -96,26 +101,50 @@ class SocketCounter:
 
 # The route `/v1/stream`: a WebSocket, or for a plain HTTP request the advice to open one.
 
-logger = logging.getLogger("penstock.gateway.access")
-
 
 class StreamSocket:
     """The ASGI app of the WebSocket."""
 
+    def __init__(
+        self,
+        client: AsyncClient,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        errors: ErrorShapes,
+        reader: RequestReader,
+        parser: Parser,
+    ) -> None:
+        self._client = client
+        self._settings = settings
+        self._metrics = metrics
+        self._errors = errors
+        self._reader = reader
+        self._parser = parser
+        self._counter = SocketCounter(settings.max_sockets, settings.max_key_sockets)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Accept a WebSocket and serve it to its end, or answer why not."""
-        state, caller = scope["app"].state, scope["state"]["caller"]
+        caller = scope["state"]["caller"]
         started_s, session = time.monotonic(), None
         try:
-            check_origin(Headers(scope=scope), state.settings.cors_origins)
-            with state.sockets.counted(caller), state.metrics.socket():
+            check_origin(Headers(scope=scope), self._settings.cors_origins)
+            with self._counter.counted(caller), self._metrics.socket():
                 subprotocol = SUBPROTOCOL if SUBPROTOCOL in scope["subprotocols"] else None
                 await send({"type": "websocket.accept", "subprotocol": subprotocol, "headers": []})
-                session = SocketSession(scope, receive, send)
+                session = SocketSession(
+                    scope,
+                    receive,
+                    send,
+                    client=self._client,
+                    settings=self._settings,
+                    metrics=self._metrics,
+                    reader=self._reader,
+                    parser=self._parser,
+                )
                 await session.run()
         except PenstockError as error:
-            state.metrics.refused(error)
-            await error_response(error, scope)(scope, receive, send)
+            self._metrics.refused(error)
+            await self._errors.response(error, scope)(scope, receive, send)
         finally:
             key = {"key_id": caller.key_id} if caller.key_id else {}
             facts = {"path": scope["path"], "num_streams": session.num_streams if session else 0, **key}
@@ -128,5 +157,7 @@ def _advise(request: Request) -> Response:
     return JSONResponse(error_body(error), 426, {"Upgrade": "websocket", "Connection": "Upgrade"})
 
 
-SOCKET_ROUTE = WebSocketRoute(SOCKET_PATH.decode(), StreamSocket())
-ADVICE_ROUTE = Route(SOCKET_PATH.decode(), _advise, methods=["GET"], include_in_schema=False)
+def socket_routes(socket: StreamSocket) -> list[BaseRoute]:
+    """Return the routes of `/v1/stream`."""
+    path = SOCKET_PATH.decode()
+    return [WebSocketRoute(path, socket), Route(path, _advise, methods=["GET"], include_in_schema=False)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
@@ -18,18 +18,24 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.contract.tenant import ApiKey
-from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.http.socket_protocol import EXTENSION, BoundedSocket
 from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.request.reading import Parser
+from penstock.gateway.request.reading import Parser, RequestReader
 from penstock.gateway.request.socket_message import Attach, Cancel, SocketMessage, Submit
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.websocket.stream import SocketChannel, SocketStream, error_message
+from penstock.producer.client import AsyncClient
 
-# Sending of messages over one WebSocket, and the pace at which its messages are handled.
+logger = logging.getLogger("penstock.gateway")
+
+MESSAGES_PER_S = 100.0
+BURST_MESSAGES = 200
+"""A WebSocket's messages above this rate wait unread."""
+NOT_TEXT, RESTART = 1003, 1012
+"""Close codes (RFC 6455, 7.4.1, and IANA's registry)."""
 
 
-class Pace:
+class MessagePace:
     """A limit on how many messages of one WebSocket are handled per second. Further ones wait unread."""
 
     def __init__(self, per_s: float, burst: int) -> None:
@@ -44,34 +50,33 @@ class Pace:
         await asyncio.sleep(max(0.0, self._due_s - now_s))
 
 
-# The messages that a client receives over a WebSocket.
-
-
-log = logging.getLogger(__name__)
-
-MESSAGES_PER_S = 100.0
-BURST_MESSAGES = 200
-"""A WebSocket's messages above this rate wait unread."""
-NOT_TEXT, RESTART = 1003, 1012
-"""Close codes (RFC 6455, 7.4.1, and IANA's registry)."""
-
-
 class SocketSession:
     """The state of one accepted WebSocket."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = scope["app"].state
-        self._settings: GatewaySettings = state.settings
-        self._metrics: GatewayMetrics = state.metrics
-        self._parser: Parser = state.parser
-        self._body_budget: SharedBudget = state.body_budget
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        client: AsyncClient,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        reader: RequestReader,
+        parser: Parser,
+    ) -> None:
+        self._client = client
+        self._settings = settings
+        self._metrics = metrics
+        self._reader = reader
+        self._parser = parser
         caller: ApiKey = scope["state"]["caller"]
         self._tenant = caller.tenant
         self._connection: BoundedSocket = scope["extensions"][EXTENSION]
         self._scope = scope
         self._receive = receive
         self._channel = SocketChannel(send)
-        self._pace = Pace(MESSAGES_PER_S, BURST_MESSAGES)
+        self._pace = MessagePace(MESSAGES_PER_S, BURST_MESSAGES)
         self._streams: dict[str, SocketStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_idle = asyncio.Event()
@@ -81,7 +86,8 @@ class SocketSession:
 
     async def run(self) -> None:
         """Handle messages until the client leaves or the gateway stops. The streams end with the session."""
-        self._connection.memory.set_budget(self._memory_of_message, self._settings.body_timeout_s)
+        memory = partial(self._reader.message_memory, self._tenant)
+        self._connection.memory.set_budget(memory, self._settings.body_timeout_s)
         closing = asyncio.create_task(self._close_when_drained())
         try:
             while (raw := await self._next()) is not None:
@@ -100,9 +106,6 @@ class SocketSession:
 
     async def _wait_for_streams(self) -> None:
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _memory_of_message(self) -> AbstractAsyncContextManager[Claim]:
-        return self._body_budget.taken(self._tenant)
 
     async def _next(self) -> bytes | None:
         """Return the next message, or None at the end of the connection."""
@@ -124,7 +127,7 @@ class SocketSession:
             message = SocketMessage(error=error)
         except Exception:
             # A bug refuses one message. The other streams of this WebSocket go on.
-            log.exception("a message of a WebSocket was not parsed", extra={"message_bytes": len(raw)})
+            logger.exception("a message of a WebSocket was not parsed", extra={"message_bytes": len(raw)})
             message = SocketMessage(error=InvariantError("internal error"))
         finally:
             self._connection.release_message()
@@ -132,7 +135,10 @@ class SocketSession:
             if message.content is None:
                 raise message.error or InvariantError("a message has neither content nor an error")
             if isinstance(message.content, Cancel):
-                await self._cancel(message.content)
+                tag = message.content.id
+                if tag not in self._open_tags():
+                    raise NotFoundError(f"id: {tag!r} is not an open stream", code="stream_not_found", param="id")
+                await self._streams[tag].cancel()
             else:
                 self._begin(message, message.content)
         except PenstockError as error:
@@ -148,7 +154,7 @@ class SocketSession:
             raise ConflictError(f"id: {tag!r} is an open stream of this WebSocket", code="id_in_use", param="id")
         if len(open_tags) >= (limit := self._settings.max_socket_streams):
             raise BusyError(f"a WebSocket may have {limit} open streams", retry_after_ms=1000, code="too_many_streams")
-        stream = SocketStream(tag, self._channel, self._scope)
+        stream = SocketStream(tag, self._channel, self._client, self._scope)
         work = (
             stream.submit(content, message.error or message.body)
             if isinstance(content, Submit)
@@ -170,11 +176,6 @@ class SocketSession:
         self._tasks.discard(task)
         if not self._tasks:
             self._is_idle.set()
-
-    async def _cancel(self, request: Cancel) -> None:
-        if request.id not in self._open_tags():
-            raise NotFoundError(f"id: {request.id!r} is not an open stream", code="stream_not_found", param="id")
-        await self._streams[request.id].cancel()
 
     async def _close_when_drained(self) -> None:
         await self._connection.draining.wait()

@@ -21,13 +21,17 @@ from starlette.types import Message, Scope, Send
 
 from penstock.contract.errors import InvariantError, JobCancelledError, NotFoundError, PenstockError, RequestError
 from penstock.contract.job import RETURN_PROGRESS
-from penstock.gateway.openai.errors import ID_HEADER, error_body
-from penstock.gateway.request.parsed_body import ParsedBody
+from penstock.gateway.errors import ID_HEADER, error_body
+from penstock.gateway.request.generation import ParsedBody
 from penstock.gateway.request.reading import AFTER, EVENT_IDS_HEADER, KEY_HEADER, PARSED_BODY
 from penstock.gateway.request.socket_message import JOBS_PATH, Attach, Submit
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER
 from penstock.gateway.stream.framing import LineFraming, framing_extension
 from penstock.producer.client import AsyncClient
+
+logger = logging.getLogger("penstock.gateway")
+
+# What a client receives: the types of messages, the events of a stream as messages, and the channel that sends them.
 
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for sending the close frame."""
@@ -125,7 +129,7 @@ class SocketChannel:
                 self._is_open = False
 
 
-log = logging.getLogger(__name__)
+# One stream: its requests, and their answers.
 
 MESSAGES_PER_ROUND = 64
 """Messages that are sent before other tasks run. They take about a millisecond."""
@@ -140,13 +144,13 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 class SocketStream:
     """One stream: the requests that a submit or attach message causes, and their answers."""
 
-    def __init__(self, tag: str, channel: SocketChannel, socket_scope: Scope) -> None:
+    def __init__(self, tag: str, channel: SocketChannel, client: AsyncClient, socket_scope: Scope) -> None:
         """`socket_scope` is the ASGI scope of the WebSocket."""
         self._tag = tag
         self._channel = channel
         self._socket_scope = socket_scope
         self._app: Any = socket_scope["app"]
-        self._client: AsyncClient = self._app.state.client
+        self._client = client
         self._tenant: str = socket_scope["state"]["caller"].tenant
         self._framing = SocketFraming(tag)
         self._job_ids: list[str] = []
@@ -239,7 +243,7 @@ class SocketStream:
             await self._app(scope, self._receive, self._send)
         except Exception:
             # The app has answered what it could, as for an HTTP request.
-            log.exception("a request of a WebSocket failed", extra={"path": path})
+            logger.exception("a request of a WebSocket failed", extra={"path": path})
 
     async def _receive(self) -> Message:
         if not self._has_read:

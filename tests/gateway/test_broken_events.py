@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from penstock.contract.errors import PenstockError, UnavailableError
+from penstock.gateway.errors import ErrorShapes, error_body
 from penstock.gateway.http.middleware import Drain
-from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.openai.errors import error_body
+from penstock.gateway.metrics import GatewayMetrics, StreamMeter
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.answer import EventStream
+from penstock.gateway.stream.answer import EventSource, EventStream
 from penstock.gateway.stream.framing import NdjsonFraming
 from penstock.gateway.stream.writer import EventWriter, event
 
@@ -20,16 +20,15 @@ WHOLE = event({"n": 1})
 HALF = b'data: {"n":'
 
 
-class TwoEvents(EventStream):
+class TwoEvents(EventSource):
     """Yields a whole event and a part of the next one, then fails, or waits for a slow reader."""
 
     def __init__(self, part: bytes, *, fails: bool) -> None:
-        self._settings, self._metrics = GatewaySettings(), GatewayMetrics()
         self._part = part
         self._fails = fails
         self.has_sent = asyncio.Event()
 
-    async def _send_events(self, writer: EventWriter) -> None:
+    async def send_events(self, writer: EventWriter, meter: StreamMeter) -> None:
         await writer.write(WHOLE)
         await writer.write(self._part)
         self.has_sent.set()
@@ -37,11 +36,11 @@ class TwoEvents(EventStream):
             raise UnavailableError("Redis is away")
         await asyncio.sleep(60)
 
-    def _error_event(self, error: PenstockError) -> bytes:
+    def error_event(self, error: PenstockError) -> bytes:
         return event(error_body(error))
 
 
-async def sent_by(stream: TwoEvents) -> tuple[list[bytes], bool]:
+async def sent_by(source: TwoEvents) -> tuple[list[bytes], bool]:
     """Return what the stream sends until it fails or the gateway stops, and whether the body is complete."""
     messages: list[dict[str, Any]] = []
 
@@ -52,8 +51,9 @@ async def sent_by(stream: TwoEvents) -> tuple[list[bytes], bool]:
         await asyncio.sleep(60)
 
     scope = {"type": "http", "path": "/v1/responses", "headers": [], "extensions": {}}
-    answering = asyncio.create_task(Drain(stream)(scope, receive, send))
-    await stream.has_sent.wait()
+    stream = EventStream(source, GatewaySettings(), GatewayMetrics())
+    answering = asyncio.create_task(Drain(stream, errors=ErrorShapes())(scope, receive, send))
+    await source.has_sent.wait()
     await asyncio.sleep(0)
     answering.cancel()
     await asyncio.wait((answering,))

@@ -101,7 +101,7 @@ def routes_of(router):
 
 def test_every_route_but_probes_and_the_description_needs_a_key(closed):
     url, _ = closed
-    routes = [*routes_of(create_app(GatewaySettings()))]
+    routes = [*routes_of(create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")))]
     # `tests/gateway/websocket/test_socket_keys.py` opens the WebSocket.
     asked = {(route.path, method) for route in routes for method in getattr(route, "methods", ())}
     # The files of the web page have one route.

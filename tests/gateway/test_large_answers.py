@@ -29,8 +29,9 @@ from faults.tools.processes import GatewayProcess
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.tenant import UNLIMITED
+from penstock.gateway.openai.schemas import ChatRequest
 from penstock.gateway.request import parser_process
-from penstock.gateway.request.parsed_body import decode_parsed_body
+from penstock.gateway.request.generation import decode_parsed_body
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -262,7 +263,7 @@ def test_no_body_ends_the_parser_process(front, name):
 def test_a_bug_in_parsing_is_an_answer_of_the_parser_process(monkeypatch):
     monkeypatch.setattr(parser_process, "parse", lambda *_, **__: int("secret"))
     with pytest.raises(InvariantError, match="ValueError") as caught:
-        decode_parsed_body(parser_process.answer_to("chat", b"{}"))
+        decode_parsed_body(parser_process.answer_to_body(b"{}", ChatRequest))
     assert "secret" not in str(caught.value)
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -18,13 +18,15 @@ from penstock.contract.errors import BusyError, ConflictError, JobFailedError, S
 from penstock.contract.job import SamplingParams
 from penstock.contract.output import Chunk
 from penstock.gateway.app import create_app
+from penstock.gateway.errors import ErrorShape
 from penstock.gateway.openai.encoder import SseEncoder
-from penstock.gateway.openai.errors import error_response
+from penstock.gateway.request.generation import GenerationRequest, RequestContent
+from penstock.gateway.request.jobs import open_jobs
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.dialect import AnswerHead
 from penstock.gateway.stream.flow import batches_of, until_disconnected, while_connected
-from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
 from penstock.gateway.stream.writer import KEEP_ALIVE, CallerGoneError, EventWriter, event
+from penstock.producer.client import AsyncClient
 from penstock.producer.openai.parsed_text import PLAIN, ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
@@ -189,16 +191,16 @@ def test_events_hold_the_renderers_pieces_whatever_the_text(dialect, model, even
 
 def test_a_429_says_what_is_known_of_the_queue():
     known = json.loads(
-        error_response(BusyError("full", retry_after_ms=1, num_waiting_ahead=0, estimated_wait_ms=9)).body
+        ErrorShape().response(BusyError("full", retry_after_ms=1, num_waiting_ahead=0, estimated_wait_ms=9), None).body
     )
     assert (known["error"]["num_waiting_ahead"], known["error"]["estimated_wait_ms"]) == (0, 9)
-    unknown = json.loads(error_response(BusyError("full", retry_after_ms=1)).body)
+    unknown = json.loads(ErrorShape().response(BusyError("full", retry_after_ms=1), None).body)
     assert unknown["error"].keys() == {"message", "type", "param", "code", "retry_after_ms"}
 
 
 @pytest.mark.parametrize(("retry_after_ms", "header"), [(1, "1"), (1000, "1"), (1001, "2"), (59_999, "60")])
 def test_retry_after_is_whole_seconds_and_never_too_early(retry_after_ms, header):
-    response = error_response(BusyError("full", retry_after_ms=retry_after_ms))
+    response = ErrorShape().response(BusyError("full", retry_after_ms=retry_after_ms), None)
     assert (response.status_code, response.headers["retry-after"]) == (429, header)
 
 
@@ -212,7 +214,7 @@ def test_retry_after_is_whole_seconds_and_never_too_early(retry_after_ms, header
     ],
 )
 def test_clients_do_not_retry_permanent_errors(error, header):
-    assert error_response(error).headers.get("x-should-retry") == header
+    assert ErrorShape().response(error, None).headers.get("x-should-retry") == header
 
 
 class FakeClient:
@@ -254,8 +256,7 @@ async def test_a_bug_is_a_500_without_details(caplog):
         async def pools(self) -> None:
             raise ZeroDivisionError("s3cret")
 
-    app = create_app(GatewaySettings())
-    app.state.client = Broken()
+    app = create_app(GatewaySettings(), cast("AsyncClient", Broken()))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         response, probed = await http.get("/v1/models"), await http.get("/ready")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import cast
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from fakes.older_pool import REFUSAL, make_older_pool
 from penstock.contract.pool import PoolRecord
 from penstock.gateway.app import create_app
 from penstock.gateway.settings import GatewaySettings
+from penstock.producer.client import AsyncClient
 from penstock.queue import keys
 
 
@@ -79,8 +81,7 @@ async def test_gateway_whose_inbox_has_ended_is_not_ready():
     class Deaf:
         is_alive = False
 
-    app = create_app(GatewaySettings())
-    app.state.client = Deaf()
+    app = create_app(GatewaySettings(), cast("AsyncClient", Deaf()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
         response = await http.get("/ready")
         assert (response.status_code, response.json()["error"]["code"]) == (503, "inbox_ended")

@@ -154,7 +154,8 @@ def import_services() -> None:
     for name in PRELOADED:
         import_module(name)
     # Each gateway describes its API when it starts. The schemas in that are made once in a process.
-    import_module("penstock.gateway.api_docs.openapi")._body_schemas()
+    bodies = import_module("penstock.gateway.app").BODIES
+    import_module("penstock.gateway.api_docs.openapi").body_schemas(bodies)
 
 
 def run_command(request: Request, address: str) -> None:

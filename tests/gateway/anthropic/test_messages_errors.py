@@ -18,7 +18,8 @@ from penstock.contract.errors import (
     PenstockError,
     UnavailableError,
 )
-from penstock.gateway.anthropic.errors import error_response
+from penstock.gateway.anthropic.errors import AnthropicErrors
+from penstock.gateway.errors import ErrorShapes
 from penstock.gateway.http.middleware import Drain
 
 MODEL = "acme/echo"
@@ -172,7 +173,7 @@ def test_headers_of_the_protocol_are_accepted_in_any_version(http: httpx.Client)
     ],
 )
 def test_errors_have_anthropics_types_and_statuses(error: PenstockError, status: int, kind: str) -> None:
-    answer = error_response(error, "id")
+    answer = AnthropicErrors().response(error, "id")
     assert answer.status_code == status
     assert f'"type":"{kind}"'.encode() in answer.body
     assert ("retry-after" in answer.headers) == isinstance(error, BusyError | UnavailableError)
@@ -197,7 +198,8 @@ async def test_answer_that_a_shutdown_cuts_off_ends_in_the_shape_of_its_path(
         raise asyncio.CancelledError
 
     receive: Any = None
-    await Drain(cut_off)({"type": "http", "path": path, "headers": [], "state": {"request_id": "r1"}}, receive, send)
+    drain = Drain(cut_off, errors=ErrorShapes([AnthropicErrors()]))
+    await drain({"type": "http", "path": path, "headers": [], "state": {"request_id": "r1"}}, receive, send)
     said = sent[-1]["body"].decode()
     assert ('"type":"api_error"' in said) == is_anthropic
     assert said.startswith("event: error\n") == (is_anthropic and is_begun)

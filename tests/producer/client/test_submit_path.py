@@ -18,7 +18,8 @@ from pydantic import BaseModel
 import penstock
 from penstock.contract.job import SamplingParams
 from penstock.contract.tenant import Terms
-from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
+from penstock.gateway.request.generation import GenerationRequest, RequestContent
+from penstock.gateway.request.jobs import open_jobs
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import pack_prompt_of
 

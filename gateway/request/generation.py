@@ -1,0 +1,327 @@
+"""A request for generation, from its checked body to what is submitted for it, as pure data."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast, runtime_checkable
+
+from pydantic import TypeAdapter, ValidationError
+
+from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
+from penstock.contract.job import RETURN_PROGRESS, JobKey, Priority, QueueOptions, SamplingParams
+from penstock.contract.named import UNKNOWN_FIELD, IgnoredFields
+from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.priority import ClassName
+from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
+from penstock.contract.response_record import ResponseRecord
+from penstock.contract.tasks import Task
+from penstock.contract.tenant import UNLIMITED, Terms
+from penstock.producer.client.request import Prompt, pack_prompt_of
+from penstock.producer.openai.fields import Wire
+from penstock.producer.openai.messages import NO_TOOLS, ToolUse
+from penstock.queue.msgpack_codec import pack, unpack_all
+
+MAX_CHOICES_OF_REQUEST = 256
+"""Most choices of one HTTP request for text, over all its prompts."""
+MAX_IGNORED_SHOWN = 32
+"""Most ignored fields of a body that its answer lists."""
+FIRST_OF_TWO = ".1"
+"""The end of the id of a chunk's first event, if the chunk has two."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPosition:
+    """The position in a stream after the last chunk that the caller received."""
+
+    job_id: str
+    index: int
+    """Index of that chunk in the job's log."""
+    num_tokens: int
+    """Tokens of the stream up to the end of that chunk."""
+    lacks_end: bool = False
+    """Whether the caller received only the first of that chunk's two events."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContent:
+    """What the body of a request asks for, without the caller and the headers."""
+
+    model: str
+    """The model's name. Empty if the request names none, which is allowed while only one model is served."""
+    prompts: Sequence[Prompt]
+    """Each prompt becomes one job."""
+    params: SamplingParams
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Maps penstock's field names to the names in the body where they differ. Errors use the latter."""
+    tool_use: ToolUse = NO_TOOLS
+    """The tools that the assistant of a chat may or must call."""
+    echoes: bool = False
+    """Whether the answer begins with the prompt."""
+    template_kwargs: str | None = None
+    """Variables for the model's chat template, as JSON text."""
+    task: Task | None = None
+    """What the jobs do instead of generating text."""
+
+    @property
+    def needs_token_details(self) -> bool:
+        """Whether the answer needs more than text of the tokens: an echo of the prompt, or log-probabilities."""
+        return self.echoes or self.params.needs_token_details
+
+
+FIRST_PROMPT = "first prompt"
+"""The entry of `RequestContent.names` for a first prompt that has a field of its own, such as a query."""
+PAIRED_PROMPT = "paired prompt"
+"""The entry for every other prompt, beginning with the first, where prompts come in pairs of two fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A generation request: one job for each prompt, all with the same options."""
+
+    content: RequestContent
+    priority: Priority = Priority.STANDARD
+    tenant: str = "default"
+    terms: Terms = UNLIMITED
+    idempotency_key: str | None = None
+    queueing: QueueOptions = field(default_factory=QueueOptions)
+    """What the body says about the queue."""
+    lowers_max_tokens: bool = False
+    """Whether `max_tokens` is lowered to what the model's context leaves after the prompt, instead of refused."""
+    cut_at: StreamPosition | None = None
+    """The position after which to resume an earlier stream. If set, no job is submitted."""
+    event_ids: bool = False
+    """Whether the events of a stream have ids, or numbers of a stored response. Only such a stream can be resumed."""
+    replay_from_start: bool = False
+    """Whether a resumed stream is read from its start, because its later chunks depend on earlier ones."""
+    job_id: str | None = None
+    """The id of the job, for a request with one prompt. The client makes one by default."""
+    background: bool = False
+    """Whether the jobs continue without a reader."""
+    hides_models: bool = False
+    """Whether the caller may use only some models. Then an error must not list what else is served."""
+    response: ResponseRecord | None = None
+    """The record that is stored with the job of a stored response."""
+
+    @property
+    def read_after(self) -> int:
+        """The index of the chunk after which to read a log; the chunk at `cut_at` is read again for comparison."""
+        return -1 if self.cut_at is None or self.replay_from_start else self.cut_at.index - 1
+
+    @property
+    def shows_waiting(self) -> bool:
+        """Whether a stream reports queue position and prompt progress of its jobs before their first chunks."""
+        return bool(self.queueing.get(RETURN_PROGRESS))
+
+    @property
+    def key(self) -> JobKey | None:
+        """The idempotency key of a request with one prompt."""
+        return None if self.idempotency_key is None else JobKey(self.tenant, self.idempotency_key)
+
+    def key_of(self, index: int) -> str | None:
+        """Return the idempotency key for the job of the prompt at `index`, or None."""
+        if self.idempotency_key is None or len(self.content.prompts) == 1:
+            return self.idempotency_key
+        return f"{self.idempotency_key}:{index}"
+
+
+@contextlib.contextmanager
+def naming_prompt(content: RequestContent, index: int) -> Iterator[None]:
+    """Let an error of the block name the prompt that it is about, if there are several."""
+    try:
+        yield
+    except PenstockError as error:
+        if error.param == "prompt" and len(content.prompts) > 1:
+            error.param = _prompt_name(content.names, index)
+        raise
+
+
+def _prompt_name(names: Mapping[str, str], index: int) -> str:
+    """Return the name of a prompt among several; `rename` then replaces `prompt` by the caller's name."""
+    if (first := names.get(FIRST_PROMPT)) is not None:
+        return first if index == 0 else f"prompt[{index - 1}]"
+    if (paired := names.get(PAIRED_PROMPT)) is not None:
+        return f"prompt[{index // 2}]" if index % 2 else f"{paired}[{index // 2}]"
+    return f"prompt[{index}]"
+
+
+# From the bytes of a body to its checked content.
+
+
+class RequestBody(Protocol):
+    """What the gateway needs of a checked body, in any dialect. Its class is a Wire, the schema."""
+
+    @property
+    def model(self) -> str | None:
+        """The model's name, if the body has it."""
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether the answer is streamed."""
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+
+    @property
+    def asked_class(self) -> ClassName | None:
+        """The class that the body asks for."""
+
+    @property
+    def template_kwargs(self) -> str | None:
+        """Variables for the model's chat template, as JSON text."""
+
+    @property
+    def dropped(self) -> Sequence[str]:
+        """Names of the parts that have no effect, if the answer must list them."""
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+
+    def prompts(self) -> list[Any]:
+        """Return the prompts. Each becomes one job."""
+
+    def params(self) -> SamplingParams:
+        """Return the sampling options. Raises pydantic's ValidationError."""
+
+    def tool_use(self) -> ToolUse:
+        """Return the tools that the assistant may or must call."""
+
+    def queueing(self) -> QueueOptions:
+        """Return how to queue the jobs, as far as the body says it."""
+
+    def options(self) -> dict[str, Any]:
+        """Return how to answer the request: plain values."""
+
+
+@runtime_checkable
+class HasTask(Protocol):
+    """A body whose jobs do something else than generate text."""
+
+    def task(self) -> Task:
+        """Return what the jobs do with the prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedBody:
+    """A checked request body: its content, and how to queue and answer it."""
+
+    content: RequestContent
+    priority: ClassName | None = None
+    """The class that the body asks for. The caller's rights decide whether it is allowed."""
+    stream: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """How to queue the jobs (`QueueOptions`), and the options of the answer that only this API has. Plain values."""
+    ignored: Sequence[str] = ()
+    """Names of ignored fields and parts of fields, at most MAX_IGNORED_SHOWN of them."""
+
+
+def parse(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody:
+    """Parse and check a body by its schema. Raises RequestError that names the invalid field.
+
+    With `ignores_unknown`, unknown fields of the body itself are dropped instead of refused.
+    """
+    record = cast("type[Wire]", schema)
+    ignored = IgnoredFields(record)
+    try:
+        body = cast("RequestBody", record.model_validate_json(raw, context=ignored if ignores_unknown else None))
+    except ValidationError as error:
+        refusal = request_error(error)
+        if refusal.code == UNKNOWN_FIELD and not re.search(r"[.\[]", refusal.param or ""):
+            refusal.message += "; a gateway with --unknown-fields ignore accepts it without effect"
+        raise refusal from None
+    try:
+        params = body.params()
+    except ValidationError as error:
+        raise request_error(error, body.names()) from None
+    prompts = body.prompts()
+    task = body.task() if isinstance(body, HasTask) else None
+    if task is None and len(prompts) * params.n > MAX_CHOICES_OF_REQUEST:
+        message = (
+            f"n: {len(prompts)} prompts × {params.n} choices exceed the limit of {MAX_CHOICES_OF_REQUEST} "
+            "choices per request"
+        )
+        raise RequestError(message, param="n")
+    content = RequestContent(
+        body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes, body.template_kwargs, task
+    )
+    names = [name[:MAX_NAME_CHARS] for name in (*ignored.names, *body.dropped)[:MAX_IGNORED_SHOWN]]
+    return ParsedBody(content, body.asked_class, bool(body.stream), {**body.queueing(), **body.options()}, names)
+
+
+def with_packed_prompts(body: ParsedBody) -> ParsedBody:
+    """Return the body with its prompts checked and packed for the queue. Raises RequestError for an invalid prompt."""
+    prompts: list[Prompt] = []
+    try:
+        for number, prompt in enumerate(body.content.prompts):
+            with naming_prompt(body.content, number):
+                prompts.append(pack_prompt_of(prompt))
+    except RequestError as error:
+        rename(error, body.content.names)
+        raise
+    return replace(body, content=replace(body.content, prompts=prompts))
+
+
+def queueing_in(options: Mapping[str, Any]) -> QueueOptions:
+    """Return the options of a body that say how its jobs are queued."""
+    return cast(QueueOptions, {name: options[name] for name in QueueOptions.__annotations__ if name in options})
+
+
+# The encoding of checked bodies for the parser process.
+
+_TASKS: TypeAdapter[Task | None] = TypeAdapter(Task | None)
+_REFUSALS: dict[str, type[PenstockError]] = {
+    kind.__name__: kind for kind in (RequestError, TooLargeError, InvariantError)
+}
+
+
+def encode_parsed_body(body: ParsedBody) -> bytes:
+    """Encode a body with packed prompts as bytes."""
+    content, use = body.content, body.content.tool_use
+    params = content.params.model_dump(exclude_unset=True)
+    if "logit_bias" in params:
+        params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
+    small = {
+        "model": content.model,
+        "priority": body.priority,
+        "names": dict(content.names),
+        "tool_use": [use.tools, use.choice, use.parallel],
+        "flags": [content.echoes, body.stream],
+        "options": dict(body.options),
+        "ignored": list(body.ignored),
+        "template_kwargs": content.template_kwargs,
+        "task": None if content.task is None else content.task.model_dump(),
+    }
+    return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in content.prompts]})
+
+
+def encode_refusal(error: PenstockError) -> bytes:
+    """Encode an error as bytes that `decode_parsed_body` raises."""
+    return pack({"refusal": [type(error).__name__, error.message, error.code, error.param]})
+
+
+def decode_parsed_body(data: bytes) -> ParsedBody:
+    """Decode a body, or raise the error that the bytes hold instead."""
+    (fields,) = unpack_all(data)
+    if "refusal" in fields:
+        kind, message, code, param = fields["refusal"]
+        raise _REFUSALS.get(kind, RequestError)(message, code=code, param=param)
+    echoes, stream = fields["flags"]
+    tools, choice, parallel = fields["tool_use"]
+    content = RequestContent(
+        fields["model"],
+        [PackedPrompt(*prompt) for prompt in fields["prompts"]],
+        SamplingParams(**fields["params"]),
+        fields["names"],
+        ToolUse(tools, choice, parallel),
+        echoes,
+        fields["template_kwargs"],
+        _TASKS.validate_python(fields["task"]),
+    )
+    return ParsedBody(content, fields["priority"], stream, fields["options"], fields["ignored"])
+
+
+def _fields_of(prompt: Any) -> list[Any]:
+    return [prompt.form, prompt.data, prompt.num_text_bytes, prompt.num_tokens, prompt.num_tool_bytes]

@@ -1,0 +1,176 @@
+"""The jobs of a request: limits that are checked before, their submission, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+
+from penstock.contract.errors import PenstockError, RequestError
+from penstock.contract.job import SamplingParams, SubmitOptions
+from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.pool import PoolRecord
+from penstock.contract.problems import rename
+from penstock.contract.sampling import MAX_TOKENS_LIMIT
+from penstock.contract.tasks import Tokenize, Tokenized
+from penstock.contract.tenant import NO_LIMIT, Terms
+from penstock.gateway.request.generation import GenerationRequest, RequestContent, naming_prompt
+from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.client.request import Prompt
+from penstock.producer.client.tasks import output_of
+from penstock.queue.admission import REQUEST_BYTES_PER_TOKEN
+from penstock.queue.broker.producer import ServedPool
+from penstock.runtime.gather import try_all
+
+LEAVE_TIMEOUT_S = 5.0
+"""Seconds for canceling the jobs of a caller that is gone. If Redis is unreachable, the queue ends the jobs later."""
+
+
+@contextlib.asynccontextmanager
+async def open_jobs(
+    client: AsyncClient, generation: GenerationRequest, *, has_begun: Callable[[], bool] = lambda: False
+) -> AsyncIterator[list[AsyncJob]]:
+    """Submit all jobs of a request, or none, and yield them. If an error ends the block, the jobs are canceled.
+
+    Two kinds of jobs are released instead of canceled. A job with an idempotency key may be shared with another
+    caller. The caller of a stream that `has_begun` may resume it, if its events have ids. The queue ends such a job
+    after its grace time without a reader, unless it is a background job.
+    """
+    jobs: list[AsyncJob] = []
+    names, event_ids = generation.content.names, generation.event_ids
+    is_shared = generation.idempotency_key is not None or generation.cut_at is not None or generation.background
+    try:
+        if generation.cut_at is not None:
+            jobs.append(
+                await client.attach(generation.cut_at.job_id, after=generation.read_after, tenant=generation.tenant)
+            )
+        else:
+            for number, prompt in enumerate(generation.content.prompts):
+                with naming_prompt(generation.content, number):
+                    jobs.append(await _submit(client, generation, number, prompt))
+                del prompt
+        del generation  # Its prompts may have megabytes, and the block lasts as long as the jobs.
+        yield jobs
+    except BaseException as error:
+        if isinstance(error, PenstockError):
+            rename(error, names)
+        is_canceled = isinstance(error, asyncio.CancelledError)
+        may_resume = event_ids and is_canceled and has_begun()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await try_all([job.detach if is_shared or may_resume else job.cancel for job in jobs])
+        raise
+
+
+def submit_options(generation: GenerationRequest) -> SubmitOptions:
+    """Return the options that all jobs of a request share."""
+    content, tool_use = generation.content, generation.content.tool_use
+    options = SubmitOptions(
+        model=content.model or None,
+        task=content.task,
+        params=content.params,
+        tools=tool_use.tools,
+        tool_choice=tool_use.choice,
+        parallel_tool_calls=tool_use.parallel,
+        chat_template_kwargs=content.template_kwargs,
+        priority=generation.priority,
+        tenant=generation.tenant,
+        terms=generation.terms,
+        lower_max_tokens=generation.lowers_max_tokens,
+    )
+    return {**options, **generation.queueing}
+
+
+async def _submit(client: AsyncClient, generation: GenerationRequest, index: int, prompt: Prompt) -> AsyncJob:
+    options = submit_options(generation)
+    options["background"], options["idempotency_key"] = generation.background, generation.key_of(index)
+    options["job_id"], options["response"] = generation.job_id, generation.response
+    with hiding_models(generation):
+        return await client.submit(prompt, **options)
+
+
+@contextlib.contextmanager
+def hiding_models(generation: GenerationRequest) -> Iterator[None]:
+    """Remove the list of served models from an error if the caller may not see all of them."""
+    try:
+        yield
+    except PenstockError as error:
+        if generation.hides_models and error.param == "model":
+            error.message = error.message.partition("; served:")[0]
+            error.args = (error.message,)
+        raise
+
+
+# Limits on the size of one answer, checked before its jobs are queued.
+
+
+def check_num_jobs(content: RequestContent, terms: Terms, record: ServedPool) -> None:
+    """Raise RequestError if a request has more prompts than jobs may be open at once. A retry could not help it."""
+    num_jobs = len(content.prompts)
+    for limit, owner in ((terms.max_open_jobs, "this tenant"), (record.max_open_jobs, "this model's pool")):
+        if NO_LIMIT < limit < num_jobs:
+            message = (
+                f"prompt: {num_jobs} prompts become as many jobs, and {owner} may have at most {limit} open jobs "
+                "(max_open_jobs); send fewer prompts in one request"
+            )
+            error = RequestError(message, code="too_many_jobs", param="prompt")
+            rename(error, content.names)
+            raise error
+
+
+def check_logprobs(content: RequestContent, record: PoolRecord, limit: int) -> None:
+    """Raise RequestError if the answer may hold more than `limit` log-probabilities.
+
+    The count covers the tokens of all prompts and all tokens that may be generated. For a prompt given as text it
+    estimates tokens from bytes, as the queue does; the node later checks each job with exact counts.
+    """
+    params = content.params
+    limit_of_prompt = params.truncate_prompt_tokens or math.inf
+    num_tokens = int(sum(min(num_prompt_tokens(prompt, record), limit_of_prompt) for prompt in content.prompts))
+    of_prompts = num_tokens * (_per_token(params.prompt_logprobs) or params.return_token_ids)
+    # Without max_tokens, the node ends a choice when the job reaches its limit of log-probabilities.
+    num_choices = len(content.prompts) * params.n
+    max_tokens = min(params.max_tokens or 1, record.max_model_len or MAX_TOKENS_LIMIT)
+    of_choices = num_choices * max_tokens * _per_token(params.logprobs)
+    if of_prompts + of_choices > limit:
+        of_prompt = "return_token_ids" if params.prompt_logprobs is None else "prompt_logprobs"
+        name = of_prompt if of_prompts >= of_choices else "logprobs"
+        message = (
+            f"{name}: {len(content.prompts)} prompts and {num_choices} choices ask for up to "
+            f"{of_prompts + of_choices} log-probabilities; a request may ask for at most {limit}"
+        )
+        error = RequestError(message, param=name)
+        rename(error, content.names)
+        raise error
+
+
+def num_prompt_tokens(prompt: Prompt, record: PoolRecord) -> int:
+    """Return the number of tokens in a prompt: exact for token ids, estimated from bytes for text."""
+    if isinstance(prompt, PackedPrompt):
+        num_tokens, num_bytes = prompt.num_tokens, prompt.num_text_bytes
+    elif isinstance(prompt, str):
+        num_tokens, num_bytes = None, len(prompt.encode(errors="replace"))
+    else:
+        # A chat cannot ask for log-probabilities of its prompt, so the length of its messages does not matter.
+        num_tokens, num_bytes = len(prompt), 0
+    counted = math.ceil(num_bytes / REQUEST_BYTES_PER_TOKEN) if num_tokens is None else num_tokens
+    return min(counted, record.max_model_len or counted)
+
+
+def _per_token(num_logprobs: int | None) -> int:
+    return 0 if num_logprobs is None else 1 + num_logprobs
+
+
+# The gateway has no tokenizer, so a node counts the tokens of a prompt.
+
+
+async def count_prompt_tokens(client: AsyncClient, generation: GenerationRequest) -> int:
+    """Return the number of tokens of a request's only prompt, as the model would receive it.
+
+    A node's tokenizer counts them as a job without KV cache. Raises what a submission and its job raise.
+    """
+    content = replace(generation.content, params=SamplingParams(), task=Tokenize(return_tokens=False))
+    async with open_jobs(client, replace(generation, content=content)) as (job,):
+        return output_of(await job.result(), Tokenized).num_tokens
