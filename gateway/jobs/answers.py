@@ -16,8 +16,9 @@ from penstock.contract.output import Chunk, Usage
 from penstock.gateway.budget import SharedBudget
 from penstock.gateway.errors import error_body
 from penstock.gateway.metrics import StreamMeter
-from penstock.gateway.stream.answer import JOB_HEADER, ChunkWriter, EventSource
+from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.gateway.stream.dialect import ChunkEncoder
+from penstock.gateway.stream.event_stream import ChunkWriter, EventSource
 from penstock.gateway.stream.flow import EventSink, Waiting, batches_of, until_disconnected, while_connected
 from penstock.gateway.stream.writer import PIECE_BYTES, BodyWriter, CallerGoneError, EventWriter, event
 from penstock.producer.client import AsyncClient
