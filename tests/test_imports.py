@@ -43,7 +43,7 @@ NODE_FLOORS = (
     {"node"},
     {"process"},
 )
-"""Packages and modules of the node, lowest first. Each imports from its own floor and those below. `engine` is below."""
+"""Packages and modules of the node, lowest first. Each imports from its own floor and those below."""
 MODEL_FLOORS = (
     {"protocol", "options"},
     {"architecture"},
