@@ -42,7 +42,7 @@ class FoundModel:
     config: Mapping[str, Any]
     described: Description
     stamps: list[tuple[int, ...]]
-    """What tells whether one of its files is replaced."""
+    """File stamps (inode, size, mtime); they change when a file is replaced."""
     tokenizer: WrittenTokenizer | None
     """Its tokenizer, if this process has just converted it. The loaded model does not keep it."""
 

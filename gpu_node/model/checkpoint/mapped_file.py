@@ -20,7 +20,7 @@ class MappedFile:
         """Raises ConfigError for an empty file."""
         with path.open("rb") as file:
             self.stamp = stamp_of(os.fstat(file.fileno()))
-            """What tells this file from any that takes its path later."""
+            """Stamp (inode, size, mtime) of this file; a file that takes its path later has another one."""
             try:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError as error:

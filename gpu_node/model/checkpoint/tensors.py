@@ -14,7 +14,7 @@ from penstock.gpu_node.model.checkpoint.files import Checkpoint, Stored
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """A matrix made of parts whose rows follow one another."""
+    """A matrix of parts that are concatenated by rows."""
 
     weights: tuple[Stored, ...]
     biases: tuple[Stored, ...] = ()

@@ -31,7 +31,7 @@ class StoredLinearLoader:
         """The formats in use, out of `none`, `int4`, `int8` and `fp8`."""
 
     def __call__(self, stored: StoredLinear, convert: Convert) -> KeptLinear:
-        """Load a matrix whose parts' rows follow one another."""
+        """Load a matrix whose parts are concatenated by rows."""
         bias = convert(stored.biases) if stored.biases else None
         name = self._stored_format(stored.weights) if self._quantization == "auto" else None
         if name is None:

@@ -31,7 +31,7 @@ def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
     if bits != _BITS:
         raise ConfigError(f"awq of {bits} bits is not supported; supported: {_BITS}")
     if format_name.lower() != "gemm":
-        raise ConfigError(f"awq in the format {format_name} is not supported; supported: gemm")
+        raise ConfigError(f"AWQ format {format_name!r} is not supported; supported: gemm")
     group_size = int(settings["group_size"] if "group_size" in settings else settings["q_group_size"])
 
     def read(name: str, find: FindStored) -> ScaledTensor | None:

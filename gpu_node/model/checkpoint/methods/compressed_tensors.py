@@ -27,7 +27,7 @@ def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
     format_name = settings["format"]
     if format_name not in _FORMATS:
         raise ConfigError(
-            f"compressed-tensors in the format {format_name} is not supported; supported: {', '.join(_FORMATS)}"
+            f"compressed-tensors format {format_name!r} is not supported; supported: {', '.join(_FORMATS)}"
         )
     sparse = (settings.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":

@@ -28,9 +28,7 @@ def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
     if bits not in KINDS:
         raise ConfigError(f"gptq of {bits} bits is not supported; supported: 4, 8")
     if format_name not in _HAS_ZEROS_MINUS_ONE:
-        raise ConfigError(
-            f"gptq in the format {format_name} is not supported; supported: {', '.join(_HAS_ZEROS_MINUS_ONE)}"
-        )
+        raise ConfigError(f"GPTQ format {format_name!r} is not supported; supported: {', '.join(_HAS_ZEROS_MINUS_ONE)}")
     group_size = int(settings["group_size"])
     if settings.get("dynamic"):
         raise ConfigError("gptq with settings for single modules (dynamic) is not supported")
