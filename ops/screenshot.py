@@ -1,4 +1,4 @@
-"""Take the screenshot in README: the web page in front of real nodes under load, after one of them was killed.
+"""Take the screenshot in docs/HTTP.md: the web page in front of real nodes under load, after one of them was killed.
 
 `.venv/bin/python ops/screenshot.py` writes ops/screenshot.png. It needs Chromium, the demo model, and two minutes.
 """

@@ -49,7 +49,7 @@ def test_a_missing_password_is_named(guarded_redis: str) -> None:
 
 def test_a_wrong_password_is_named_and_not_shown(guarded_redis: str) -> None:
     _, line = _refusal(f"{guarded_redis}?password=opened")
-    assert line.startswith(f"penstock: Redis at {guarded_redis}?password=*** refuses our credentials")
+    assert line.startswith(f"penstock: Redis at {guarded_redis}?password=*** rejected the credentials")
     assert "opened" not in line
 
 
@@ -70,7 +70,7 @@ def test_a_client_names_the_redis_that_refuses_it(guarded_redis: str) -> None:
         async with AsyncClient(f"{guarded_redis}?password=opened"):
             pass
 
-    with pytest.raises(ConfigError, match=r"Redis at unix:\S*\*\*\* refuses our credentials"):
+    with pytest.raises(ConfigError, match=r"Redis at unix:\S*\*\*\* rejected the credentials"):
         asyncio.run(open_client())
 
 

@@ -16,7 +16,7 @@ ROLES = ("gateway", "node", "worker", "admin")
 OBSERVER = "user watcher on >watcher ~* &* +@all\n"
 """The tests' own user: it reads Redis's log of refusals, and what no role may see."""
 REFUSED = re.compile(
-    r"NOPERM|NOAUTH|WRONGPASS|no permission|ACL failure|refuses this user|refuses our credentials"
+    r"NOPERM|NOAUTH|WRONGPASS|no permission|ACL failure|refuses this user|rejected the credentials"
     r"|user executing the script can't|can't (?:run|access)",
     re.IGNORECASE,
 )

@@ -315,4 +315,4 @@ def _refused_credentials(text: str) -> ConfigError:
     if text.startswith(("NOAUTH", "Authentication required")):
         message = "Redis requires a password, and its URL has none (redis://:PASSWORD@HOST)"
         return ConfigError(message, param="redis_url")
-    return ConfigError(f"Redis refuses our credentials: {text}", param="redis_url")
+    return ConfigError(f"Redis rejected the credentials: {text}", param="redis_url")
