@@ -172,7 +172,7 @@ class JobDef(CheckedInput):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The part of a job that its node needs, and what it carries of a trace."""
+    """The part of a job that its node needs, and what it carries of a trace; stored in P:request:<id>."""
 
     params: SamplingParams
     prompt: str | None = None
@@ -187,27 +187,27 @@ class Request:
     trace: tuple[str, ...] = ()
 
 
-# How a caller says it: as fields of an HTTP body, and as keyword arguments.
+# Options of a job as callers give them: fields of HTTP bodies, and keyword arguments.
 
 RETURN_PROGRESS: Final = "return_progress"
 """Also the query parameter of a stream that is read later."""
-_ONLY_TEXT = {COMPACT: None, MESSAGES: None, COUNT_TOKENS: None, EMBEDDINGS: None}
-_ONLY_JOBS = {OPENAI: None, RESPONSES: None, **_ONLY_TEXT}
+_ONLY_ANSWERS = {COMPACT: None, MESSAGES: None, COUNT_TOKENS: None, EMBEDDINGS: None}
+_ONLY_JOBS = {OPENAI: None, RESPONSES: None, **_ONLY_ANSWERS}
 
 
 class QueueFields(BaseModel):
     """The fields with which HTTP bodies say how their jobs are queued. `JobOptions` says what each means."""
 
     deadline_s: Annotated[float | None, Option({MESSAGES: None, COUNT_TOKENS: None})] = None
-    not_before_s: Annotated[float | None, Option({RESPONSES: None, **_ONLY_TEXT})] = None
-    return_progress: Annotated[bool | None, Option(_ONLY_TEXT)] = None
-    background: Annotated[bool | None, Option({OPENAI: None, **_ONLY_TEXT})] = None
+    not_before_s: Annotated[float | None, Option({RESPONSES: None, **_ONLY_ANSWERS})] = None
+    return_progress: Annotated[bool | None, Option(_ONLY_ANSWERS)] = None
+    background: Annotated[bool | None, Option({OPENAI: None, **_ONLY_ANSWERS})] = None
     queue_without_node: Annotated[bool | None, Option(_ONLY_JOBS)] = None
     idempotency_key: Annotated[str | None, Option(_ONLY_JOBS)] = None
 
 
 class QueueOptions(TypedDict, total=False):
-    """The same as keyword arguments."""
+    """The options of `QueueFields` as keyword arguments."""
 
     deadline_s: float | None
     not_before_s: float | None
@@ -269,7 +269,7 @@ class SubmitOptions(JobOptions, total=False):
 
 
 OPTIONS_OF_QUEUE = SubmitOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()
-"""The options that are no sampling."""
+"""Options that say how a job is queued, not how its tokens are sampled."""
 
 
 def lowered_max_tokens(max_tokens: int | None, max_total_tokens: int | None, num_prompt_tokens: int) -> int | None:

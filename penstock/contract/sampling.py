@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as member
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict
 
 from pydantic import (
@@ -137,14 +138,10 @@ def option_of(record: type[BaseModel], name: str) -> Option:
     return next((mark for mark in record.model_fields[name].metadata if isinstance(mark, Option)), _UNMARKED)
 
 
-def name_at(endpoint: Endpoint, record: type[BaseModel], name: str) -> str | None:
-    """Return what bodies of an endpoint call an option of the record; None if they have no field of it."""
-    return option_of(record, name).named.get(endpoint, name)
-
-
-def names_at(endpoint: Endpoint, record: type[BaseModel]) -> dict[str, str]:
+@cache
+def names_at(endpoint: Endpoint, record: type[BaseModel]) -> Mapping[str, str]:
     """Map the record's options to their names in bodies of an endpoint, without those that have none there."""
-    found = ((name, name_at(endpoint, record, name)) for name in record.model_fields)
+    found = ((name, option_of(record, name).named.get(endpoint, name)) for name in record.model_fields)
     return {name: there for name, there in found if there is not None}
 
 

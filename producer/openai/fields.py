@@ -114,9 +114,9 @@ def with_option_fields(
 ) -> type[AnyBody]:
     """Return `base` with a field for each option of the records that the endpoint's bodies have, and that `base` lacks.
 
-    The records alone check ranges and texts. A body checks types and numbers of items, because pydantic
-    would validate a million items before the record refuses the list. A `lenient` body may write a whole number as 16.0
-    and, where the option says so, one item in place of a list.
+    The records alone check ranges and texts. A body checks types and numbers of items, because pydantic would validate
+    a million items before the record refuses the list. A `lenient` body may write a whole number as 16.0 and, where the
+    option says so, one item in place of a list.
     """
     fields: dict[str, Any] = {
         there: _field_of(record.model_fields[name], lenient, option_of(record, name).one_is_enough)
@@ -129,8 +129,8 @@ def with_option_fields(
 
 def given_options(body: BaseModel, options: type[BaseModel], endpoint: Endpoint) -> dict[str, Any]:
     """Return the options that a body sets, by their own names."""
-    values = ((name, getattr(body, there, None)) for name, there in names_at(endpoint, options).items())
-    return {name: value for name, value in values if value is not None}
+    values, names = vars(body), names_at(endpoint, options)
+    return {name: values[there] for name, there in names.items() if values.get(there) is not None}
 
 
 def renamed_options(options: type[BaseModel], endpoint: Endpoint) -> dict[str, str]:
