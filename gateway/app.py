@@ -108,7 +108,10 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     metrics, errors, yielder = GatewayMetrics(), ErrorShapes(_ERROR_SHAPES), LoopYielder()
     dashboard = Dashboard(client, metrics)
     parser = Parser(settings.unknown_fields, BodySchemas(BODIES, _SOCKET_BODIES))
-    body_budget, result_budget = body_budget_of(settings), _result_budget()
+    body_budget = body_budget_of(settings)
+    result_budget = SharedBudget(
+        MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT, max_wait_s=MAX_RESULT_WAIT_S, has_reserve=True
+    )
     reader = RequestReader(settings, parser, body_budget)
     sender = WholeSender(settings, metrics, yielder, result_budget)
     answers = Answers(client, settings, metrics, yielder, sender)
@@ -134,11 +137,6 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     if tracing is not None:
         app.add_middleware(TracedRequests, tracer=tracing.tracer, paths=_paths_of(described))
     return Gateway(app, dashboard)
-
-
-def _result_budget() -> SharedBudget:
-    per_owner, max_wait_s = MAX_RESULT_BYTES_HELD_OF_TENANT, MAX_RESULT_WAIT_S
-    return SharedBudget(MAX_RESULT_BYTES_HELD, per_owner=per_owner, max_wait_s=max_wait_s, has_reserve=True)
 
 
 @contextlib.asynccontextmanager

@@ -219,7 +219,8 @@ class ResponseEncoder(StreamEncoder):
             yield from self._step_events(step)
         end = end_of(self._record, outcome, finished_s, self._usage, self._reader)
         output = output_parts(self._reader.items, self._logprobs.repeated)
-        yield from self._response_event(_LAST_EVENTS[end.status], end, output)
+        response = response_parts(self._job_id, self._record, end.members, output)
+        yield from self._numbered(_LAST_EVENTS[end.status], response)
         yield DONE
 
     def waiting(self, job_id: str, update: WaitUpdate) -> bytes:
@@ -318,9 +319,6 @@ class ResponseEncoder(StreamEncoder):
 
     def _state_event(self, name: str, status: Status) -> Parts:
         yield from self._numbered(name, response_parts(self._job_id, self._record, open_members(status)))
-
-    def _response_event(self, name: str, end: ResponseEnd, output: Parts) -> Parts:
-        yield from self._numbered(name, response_parts(self._job_id, self._record, end.members, output))
 
     def _numbered(self, name: str, response: Parts) -> Parts:
         number, self._next = self._next, self._next + 1
