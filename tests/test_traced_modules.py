@@ -27,7 +27,7 @@ CHAT = {
 
 @pytest.fixture(scope="module")
 def runs(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TracedRun]]:
-    """Recordings of three chats with a gateway and a node in this process, after a chat that warms their caches."""
+    """Recordings of five chats with a gateway and a node in this process, after a chat that warms their caches."""
     model = str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
     engine = Engine(EngineConfig(model=model, dtype="bfloat16", num_kv_blocks=256, num_threads=1, weight_cache=False))
     traced = TracedModules()
@@ -39,7 +39,7 @@ def runs(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             url = f"{stack.start_gateway()}/v1/chat/completions"
             with httpx.Client(timeout=60) as client:
                 chat(client, url)
-                yield [traced_chat(traced, client, url) for _ in range(3)]
+                yield [traced_chat(traced, client, url) for _ in range(5)]
     finally:
         stack.close()
 

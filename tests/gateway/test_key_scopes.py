@@ -19,8 +19,8 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
+from tests.gateway.api_docs.test_api_docs import routes_of
 from tests.gateway.conftest import EchoEngine, Stack, clients_with
-from tests.gateway.test_api_docs import routes_of
 from tests.source_tree import ROOT
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
