@@ -56,7 +56,7 @@ decltype(auto) with_panel(Format format, const Use& use) {
   }
 }
 
-// How the activations of a product are encoded: bf16; bytes with one scale per row; bytes with a scale per 32 columns.
+// How the other side of a product is encoded: bf16; bytes with one scale per row; bytes with a scale per 32 columns.
 enum class Encoding : int { kBf16 = 0, kByRow = 1, kByGroup = 2 };
 constexpr int kNumEncodings = 3;
 
