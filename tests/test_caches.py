@@ -95,6 +95,7 @@ OF_ONE_USER = {
     "cli.main:_loaded",
     "cli.options:_docstrings_in",
     "cli.top.reader:_seen",
+    "contract.sampling:names_at",
     "gateway.api_docs.openapi:_body_schemas",
     "gpu_node.model.architecture.families:families",
     "gpu_node.model.checkpoint.files:_can_dequantize",
