@@ -10,27 +10,6 @@ from tests.source_tree import Module, modules
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 80
-TWINS = frozenset(
-    (
-        "AdaptedRows",
-        "Adapter",
-        "Answer",
-        "Device",
-        "InFlightStep",
-        "OfferedTool",
-        "Pace",
-        "Request",
-        "Rows",
-        "Step",
-        "StreamOptions",
-        "TaskOptions",
-        "Trial",
-        "Worker",
-    )
-)
-"""Names that two public classes still have."""
-
-
 def num_body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines from the first statement to the last; signature and docstring are no code."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
@@ -64,4 +43,4 @@ def test_a_class_name_exists_once() -> None:
         node.name for module in modules().values() for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)
     ]
     numbers = Counter(name for name in classes if not name.startswith("_"))
-    assert {name for name, number in numbers.items() if number > 1} == TWINS
+    assert {name for name, number in numbers.items() if number > 1} == set()

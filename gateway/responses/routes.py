@@ -191,9 +191,15 @@ class ResponseRoutes:
     async def list_input_items(self, request: Request, response_id: str) -> Response:
         """Return a page of the input items that the response was created with, without those of earlier responses."""
         query = _query_of(request, "after", "limit", "order", *_INCLUDE)
-        job_id, tenant, timeout_s = job_id_of(response_id), caller_of(request).tenant, self._timeout_s
-        shared = (self._client, self._result_budget, self._yielder)
-        return InputItemList(*shared, job_id, tenant, query, timeout_s=timeout_s)
+        return InputItemList(
+            self._client,
+            self._result_budget,
+            self._yielder,
+            job_id_of(response_id),
+            caller_of(request).tenant,
+            query,
+            timeout_s=self._timeout_s,
+        )
 
 
 def _reading(job_id: str, tenant: str) -> GenerationRequest:
