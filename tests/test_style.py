@@ -10,6 +10,8 @@ from tests.source_tree import Module, modules
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 80
+
+
 def num_body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines from the first statement to the last; signature and docstring are no code."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body

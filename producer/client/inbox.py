@@ -50,11 +50,6 @@ class Echoes:
         self._unheard_since_s: float | None = None
         self._bell = asyncio.Event()
 
-    @staticmethod
-    def is_echo(message: bytes) -> bool:
-        """Whether a message is an echo."""
-        return message.startswith(_MARK)
-
     def next(self, now_s: float) -> bytes:
         """Return the echo to publish now."""
         self._num_sent += 1
