@@ -36,6 +36,7 @@ from penstock.gateway.http.middleware import (
     Cors,
     Drain,
     HeadRequests,
+    SubprotocolKey,
     TracedRequests,
     allows_any_page,
     check_origins,
@@ -55,7 +56,7 @@ from penstock.gateway.tokens.routes import TOKENS
 from penstock.gateway.usage import UsageRoutes
 from penstock.gateway.web.dashboard import Dashboard
 from penstock.gateway.web.routes import ASSET_PATHS, WebRoutes
-from penstock.gateway.websocket.handshake import StreamSocket, SubprotocolKey, socket_routes
+from penstock.gateway.websocket.handshake import StreamSocket, socket_routes
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.file_descriptors import DescriptorWatch

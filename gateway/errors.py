@@ -78,14 +78,16 @@ def retry_headers(error: PenstockError) -> dict[str, str]:
 class ErrorShape:
     """How an API writes its errors. This is OpenAI's shape, for every path that no other shape claims."""
 
+    paths: tuple[str, ...] = ()
+    """Paths that belong to the API alone, with all below them. Empty: all."""
     id_headers: tuple[str, ...] = (ID_HEADER,)
     """Response headers that hold the request's id."""
     event_name = b""
     """The name of the event that ends a failed stream. Empty: the event has no name."""
 
     def has_path(self, path: str) -> bool:
-        """Return whether the path belongs to the API."""
-        return True
+        """Return whether the path belongs to the API alone."""
+        return not self.paths or any(path == one or path.startswith(f"{one}/") for one in self.paths)
 
     def is_for(self, scope: Scope) -> bool:
         """Return whether the answer to a request has this shape. An API may share a path with others."""

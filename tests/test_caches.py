@@ -96,7 +96,7 @@ OF_ONE_USER = {
     "cli.options:_docstrings_in",
     "cli.top.reader:_seen",
     "contract.sampling:names_at",
-    "gateway.api_docs.openapi:_body_schemas",
+    "gateway.api_docs.openapi:body_schemas",
     "gpu_node.model.architecture.families:families",
     "gpu_node.model.checkpoint.files:_can_dequantize",
     "gpu_node.model.checkpoint.methods:methods",

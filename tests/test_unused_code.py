@@ -28,6 +28,7 @@ ALLOWED = {
     "settings_customise_sources": "pydantic calls it",
     "execute_command": "redis-py calls it",
     "map_unordered": "a method of the public clients",
+    "create_app": "the ASGI app for a server of one's own, and for tests",
     "own_channel": "the channel of a plain subscriber, in the table of keys; clients in other languages use it",
     "effects": "the part of make fields that its test compares with the endpoints",
     **dict.fromkeys(("paged_attention", "multiply_quantized", "sample_row"), "a reference that defines an operation"),

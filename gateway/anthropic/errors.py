@@ -39,30 +39,23 @@ _NO_THREADS = "thread_unsupported_request"
 """Anthropic's code for a refused `thread`. Its client then sends the whole conversation instead."""
 
 
-def speaks_anthropic(scope: Scope) -> bool:
-    """Return whether the answer has Anthropic's shape. Both APIs have `/v1/models`; only Anthropic's has a version."""
-    path = scope["path"]
-    is_models_path = path == "/v1/models" or path.startswith("/v1/models/")
-    return _is_messages_path(path) or (is_models_path and VERSION_HEADER in Headers(scope=scope))
-
-
-def _is_messages_path(path: str) -> bool:
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
+def names_version(scope: Scope) -> bool:
+    """Return whether Anthropic's client sent a request to a path that several APIs have, such as `/v1/models`."""
+    return VERSION_HEADER in Headers(scope=scope)
 
 
 class AnthropicErrors(ErrorShape):
     """Anthropic's shape of errors."""
 
+    paths = ("/v1/messages",)
     id_headers = (COMMON_ID_HEADER, ID_HEADER)
     event_name = b"error"
 
-    def has_path(self, path: str) -> bool:
-        """Return whether the path belongs to Anthropic's API alone."""
-        return _is_messages_path(path)
-
     def is_for(self, scope: Scope) -> bool:
         """Return whether the answer to a request has Anthropic's shape."""
-        return speaks_anthropic(scope)
+        path = scope["path"]
+        is_models_path = path == "/v1/models" or path.startswith("/v1/models/")
+        return self.has_path(path) or (is_models_path and names_version(scope))
 
     def response(self, error: PenstockError, request_id: str | None) -> JSONResponse:
         """Return the HTTP response for an error."""

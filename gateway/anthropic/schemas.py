@@ -24,7 +24,7 @@ from penstock.gateway.anthropic.conversation import (
     system_text,
     tool_changes,
 )
-from penstock.gateway.request.queued_body import QueuedBody
+from penstock.gateway.request.generation import QueuedBody
 from penstock.producer.openai.fields import NO_EFFECT, Hint, given_options, only, renamed_options, with_option_fields
 from penstock.producer.openai.messages import ToolUse
 

@@ -21,8 +21,7 @@ from penstock.contract.priority import ClassName
 from penstock.contract.sampling import EMBEDDINGS, Endpoint
 from penstock.contract.tasks import MAX_DIMENSIONS, Embed, Pooling, Task, TruncatedTokens
 from penstock.gateway.openai.schemas import class_of
-from penstock.gateway.request.generation import FIRST_PROMPT, PAIRED_PROMPT
-from penstock.gateway.request.queued_body import QueuedBody
+from penstock.gateway.request.generation import FIRST_PROMPT, PAIRED_PROMPT, QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.gateway.tokens.schemas import TaskBody
 from penstock.producer.client.request import Prompt

@@ -324,3 +324,25 @@ class Cors:
         """Pass a request on, with or without the headers of CORS."""
         is_operators = scope["type"] == "http" and scope["path"].startswith(OPERATORS_PATHS)
         await (self._app if is_operators else self._open)(scope, receive, send)
+
+
+_KEY_PREFIX = "pk-"
+
+
+class SubprotocolKey:
+    """ASGI middleware that takes a WebSocket's API key from the offered subprotocols.
+
+    A browser can set no header: `new WebSocket(url, ["penstock", "pk-…"])`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, with the key as a header."""
+        if scope["type"] == "websocket" and "authorization" not in Headers(scope=scope):
+            for offered in scope["subprotocols"]:
+                if offered.startswith(_KEY_PREFIX):
+                    scope["headers"] = [*scope["headers"], (b"authorization", b"Bearer " + offered.encode())]
+                    break
+        await self._app(scope, receive, send)

@@ -12,7 +12,7 @@ from penstock.contract.job import MAX_MESSAGES, QueueFields, QueueOptions
 from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER
 from penstock.contract.sampling import JOBS, Endpoint, SamplingParams, TokenId
 from penstock.contract.tools import MAX_TOOLS
-from penstock.gateway.request.queued_body import QueuedBody
+from penstock.gateway.request.generation import QueuedBody
 from penstock.producer.openai.fields import max_items, with_option_fields
 from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
 

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from penstock.contract.errors import NotFoundError
 from penstock.gateway.anthropic import routes as anthropic_models
-from penstock.gateway.anthropic.errors import speaks_anthropic
+from penstock.gateway.anthropic.errors import names_version
 from penstock.gateway.errors import soon
 from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.openai.encoder import ChatDialect, CompletionDialect
@@ -108,7 +108,7 @@ class ModelRoutes:
         async with soon():
             models = _models(await self._client.pools())
         seen = [one for name, one in models.items() if caller_of(request).sees(name)]
-        if speaks_anthropic(request.scope):
+        if names_version(request.scope):
             return anthropic_models.page_of(seen, request.query_params)
         return {"object": "list", "data": seen}
 
@@ -122,7 +122,7 @@ class ModelRoutes:
         if model not in models or not caller_of(request).sees(model):
             raise NotFoundError(f"no model {model[:256]!r} is served", code="model_not_found", param="model")
         found = models[model]
-        return anthropic_models.model_of(found) if speaks_anthropic(request.scope) else found
+        return anthropic_models.model_of(found) if names_version(request.scope) else found
 
 
 def _models(pools: Mapping[str, ServedPool]) -> dict[str, dict[str, Any]]:

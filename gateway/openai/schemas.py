@@ -12,7 +12,7 @@ from penstock.contract.job import QueueFields
 from penstock.contract.named import WRONG_MEMBER
 from penstock.contract.priority import ClassName
 from penstock.contract.sampling import OPENAI, Endpoint
-from penstock.gateway.request.queued_body import QueuedBody
+from penstock.gateway.request.generation import QueuedBody
 from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import NO_EFFECT, Wire, with_option_fields

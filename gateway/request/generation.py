@@ -6,21 +6,23 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, cast, runtime_checkable
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
-from penstock.contract.job import RETURN_PROGRESS, JobKey, Priority, QueueOptions, SamplingParams
-from penstock.contract.named import UNKNOWN_FIELD, IgnoredFields
+from penstock.contract.job import RETURN_PROGRESS, JobKey, Priority, QueueFields, QueueOptions, SamplingParams
+from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER, IgnoredFields
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import MAX_NAME_CHARS, rename, request_error
 from penstock.contract.response_record import ResponseRecord
+from penstock.contract.sampling import Endpoint
 from penstock.contract.tasks import Task
 from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.producer.client.request import Prompt, pack_prompt_of
-from penstock.producer.openai.fields import Wire
+from penstock.producer.openai.fields import Wire, given_options
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
 
@@ -202,6 +204,33 @@ class HasTask(Protocol):
 
     def task(self) -> Task:
         """Return what the jobs do with the prompts."""
+
+
+class QueuedBody(Wire):
+    """A body with a priority class. `with_option_fields` adds those of `QueueFields` that its endpoint has."""
+
+    endpoint: ClassVar[Endpoint]
+    progress_needs: ClassVar[tuple[str, ...]] = ()
+    """Of these fields one must be true if progress is asked for."""
+
+    priority: ClassName | None = None
+
+    @model_validator(mode="after")
+    def _has_a_reader_of_progress(self) -> Self:
+        needed = self.progress_needs
+        if getattr(self, RETURN_PROGRESS, None) and needed and not any(getattr(self, name) for name in needed):
+            message = f"allowed only when {' or '.join(needed)} is true"
+            raise PydanticCustomError("unsupported_value", message, {WRONG_MEMBER: RETURN_PROGRESS})
+        return self
+
+    @property
+    def asked_class(self) -> ClassName | None:
+        """The class that the body asks for."""
+        return self.priority
+
+    def queueing(self) -> QueueOptions:
+        """Return how to queue the jobs, as far as the body says it."""
+        return cast(QueueOptions, given_options(self, QueueFields, self.endpoint))
 
 
 @dataclass(frozen=True, slots=True)

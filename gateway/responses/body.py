@@ -26,7 +26,7 @@ from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.priority import ClassName
 from penstock.contract.sampling import COMPACT, RESPONSES, Endpoint, SamplingParams
 from penstock.contract.tools import MAX_TOOLS, closed
-from penstock.gateway.request.queued_body import QueuedBody
+from penstock.gateway.request.generation import QueuedBody
 from penstock.gateway.responses.compaction import MAX_SUMMARY_TOKENS, asking
 from penstock.gateway.responses.items import AnyItem, Messages, items_of, items_or_none, messages_of, tools_in
 from penstock.gateway.responses.tools import (

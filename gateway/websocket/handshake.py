@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import BusyError, ForbiddenError, PenstockError, RequestError
 from penstock.contract.tenant import ApiKey
@@ -31,27 +31,7 @@ logger = logging.getLogger("penstock.gateway.access")
 # Checks before a WebSocket is accepted: the page that opens it, its key, and the number of WebSockets.
 
 SUBPROTOCOL = "penstock"
-_KEY_PREFIX = "pk-"
 _RETRY_AFTER_MS = 5_000
-
-
-class SubprotocolKey:
-    """ASGI middleware that takes a WebSocket's API key from the offered subprotocols.
-
-    A browser can set no header: `new WebSocket(url, ["penstock", "pk-…"])`.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, with the key as a header."""
-        if scope["type"] == "websocket" and "authorization" not in Headers(scope=scope):
-            for offered in scope["subprotocols"]:
-                if offered.startswith(_KEY_PREFIX):
-                    scope["headers"] = [*scope["headers"], (b"authorization", b"Bearer " + offered.encode())]
-                    break
-        await self._app(scope, receive, send)
 
 
 def check_origin(headers: Headers, allowed: Sequence[str]) -> None:

@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant("loss counting", "sweep", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
     Mutant("reservation expiry", "take", " and tonumber(till) > now then", " then", "capacity.py"),
-    Mutant("virtual time entry", "queue", "math.max(owed, now), job.tenant", "owed, job.tenant", "policy.py"),
+    Mutant("virtual time entry", "queue", "math.max(debt, now), job.tenant", "debt, job.tenant", "policy.py"),
     Mutant("idempotency body", "submit", "job.body ~= body or ", "", "submit.py"),
     Mutant("tenant check", "attach", " or job.tenant ~= tenant", "", "readers.py"),
     Mutant("terminal once", "cancel", "if is_terminal(job.state) then return job.state end", "", "end.py"),
