@@ -25,8 +25,8 @@ ID_HEADER = "X-Request-Id"
 READ_TIMEOUT_S = 2.0
 """Seconds that probes and other requests that only read wait for Redis."""
 _WILL_FAIL_AGAIN = frozenset(("node_lost", "model_error"))
-"""Error codes of jobs that probably caused their own failure. A `node_lost` job was running when three nodes died, so
-each retry may kill as many."""
+"""Error codes of jobs that probably caused their own failure. A `node_lost` job was running when `max_losses` nodes
+died, so each retry may kill as many."""
 
 
 @asynccontextmanager

@@ -175,7 +175,7 @@ class Node:
         config = settings.pool_config | {"max_model_len": engine.max_model_len}
         await self._broker.join(config, self._record)
         if self._seats.names:
-            await self._broker.succeed(self._seats.names, has_joined=True)
+            await self._broker.declare_dead(self._seats.names, has_joined=True)
         await self._heartbeat.send()
         await self._broker.sweep()
 

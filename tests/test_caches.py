@@ -98,7 +98,7 @@ OF_ONE_USER = {
     "contract.sampling:names_at",
     "gateway.api_docs.openapi:body_schemas",
     "gpu_node.model.architecture.families:families",
-    "gpu_node.model.checkpoint.files:_can_dequantize",
+    "gpu_node.model.checkpoint.stored_tensors:_can_dequantize",
     "gpu_node.model.checkpoint.methods:methods",
     "gpu_node.model.torch_cpu.weights:can_prepack",
     "queue.broker.scripts:_digest",

@@ -1,4 +1,4 @@
-"""The entry of each request: the check of its Host header, and its authentication."""
+"""The entry of each request: the check of its Host header, its authentication, and its scopes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Middleware of all routes: access log, HEAD, traces, the end of a drain, and CORS."""
+"""Middleware of all routes: access log, HEAD, traces, the end of a drain, CORS, and a WebSocket's API key."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ async def declare_dead(broker: NodeBroker, seats: Seats, *, has_joined: bool = F
     deadline_s = asyncio.get_running_loop().time() + LOOK_PATIENCE_S
     while seats.names and asyncio.get_running_loop().time() < deadline_s:
         try:
-            left = await broker.succeed(seats.names, has_joined=has_joined)
+            left = await broker.declare_dead(seats.names, has_joined=has_joined)
             if not left.num_left:
                 return
             await broker.sweep()

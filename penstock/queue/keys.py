@@ -1,7 +1,8 @@
 """Every Redis key and channel: its type, its writers, its content and its lifetime.
 
 All keys of a pool share the hash tag `{pool}`, so that one script works in one cluster slot. P stands for
-`penstock:{pool}`. Times are milliseconds of Redis's clock. Four functions shared by the scripts count as writers. `end`
+`penstock:{pool}`. Times are milliseconds of Redis's clock. Lifetimes such as `result_ttl_ms` are settings of the pool,
+which its nodes announce (`gpu_node/settings.py`). Four functions shared by the scripts count as writers. `end`
 closes a job. `requeue` queues a job again (give_back, sweep, heartbeat). `release` queues a job that waited for its
 time or its tenant's tokens (take, sweep). `ring` wakes a node. audit may write all keys. forget deletes the keys of an
 unused pool.
@@ -32,9 +33,9 @@ unused pool.
     P:request:<id>           string  submit; end, purge                   the request (wire.py); deleted at the job's
                                                                           end, for a dead letter after 7 days
     P:dead_letters           zset    end; sweep, purge                    dead letters by end time; 10,000 for 7 days
-    P:log:<id>               list    emit, finish, end; delete_response   chunks (wire.py); log_ttl_ms after the end
-    P:result:<id>            string  finish; deliver (PEXPIRE),           the result (wire.py); result_ttl_ms, a large
-                                     delete_response                      one log_ttl_ms after its delivery
+    P:log:<id>               list    emit, finish, end; delete_response   chunks (chunks.py); log_ttl_ms after the end
+    P:result:<id>            string  finish; shorten_result (PEXPIRE),    the result (results.py); result_ttl_ms, a
+                                     delete_response                      large one log_ttl_ms after it was fetched
     P:response:<id>          string  submit; end (PEXPIRE),               the record of a stored response; the job's
                                      delete_response                      `keep` ms after its end, as then its result
     P:running:<node>         set     take; requeue, end, heartbeat        ids of the jobs that a node runs
@@ -44,9 +45,9 @@ unused pool.
     P:jobs:<t>               zset    submit; sweep                        ids of the tenant's stored jobs, by id (all
                                                                           scores are 0); until the record expires
     P:idem:<t>:<hash>        string  submit; end                          the job's id; idem_ttl_ms after its end
-    P:nodes                  zset    join, heartbeat, emit; succeed,      node → last heartbeat; 0: declared dead by its
+    P:nodes                  zset    join, heartbeat, emit; declare_dead, node → last heartbeat; 0: declared dead by its
                                      sweep, leave                         successor
-    P:seats                  hash    succeed; sweep, leave                seat (a lock on a host) → the nodes that held
+    P:seats                  hash    declare_dead; sweep, leave           seat (a lock on a host) → the nodes that held
                                                                           it, the present holder last
     P:revisions              zset    join, heartbeat; sweep               model revision → last heartbeat
     P:free                   zset    heartbeat, ring; sweep, leave        node → free KV tokens; ring picks the highest
@@ -59,8 +60,8 @@ unused pool.
                                      purge, delete_response
     P:reserved               hash    take, emit; requeue, end             tenant → bytes that its running jobs may still
                                                                           write
-    P:expiry                 zset    end; deliver; submit, sweep, purge,  `<bytes> <tenant> <key>` per stored key of an
-                                     delete_response                      ended job, by expiry time
+    P:expiry                 zset    end; shorten_result; submit, sweep,  `<bytes> <tenant> <key>` per stored key of an
+                                     purge, delete_response               ended job, by expiry time
     P:usage:<day>            hash    end                                  `<tenant>:<account>:<what>` → jobs; tokens of
                                                                           prompts, cached and completions; 92 days
     P:hour_usage:<hour>      hash    end                                  the same per hour; 72 hours
@@ -78,7 +79,7 @@ unused pool.
                                                                           ended then; 65 s
     P:readers                zset    reader_heartbeat, submit, attach;    inbox → last heartbeat of its process
                                      sweep
-    P:sweep                  string  sweep, succeed                       time of the last sweep
+    P:sweep                  string  sweep, declare_dead                  time of the last sweep
     P:counts                 hash    scripts                              counters of events, for operators
     P:events                 zset    scripts                              the newest 256 events, by time
     P:audit                  string  audit                                the audit that repairs the pool now; 10 s

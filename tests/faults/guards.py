@@ -37,14 +37,14 @@ MUTANTS = (
         "elseif false then",
         "sweep.py",
     ),
-    Mutant("silence of a predecessor", "succeed", "if silent >= silence then", "if true then", "succeed.py"),
-    Mutant("the dead stay dead", "sweep", "'(0', '+inf'", "'-inf', '+inf'", "succeed.py"),
+    Mutant("silence of a predecessor", "declare_dead", "if silent >= silence then", "if true then", "declare_dead.py"),
+    Mutant("the dead stay dead", "sweep", "'(0', '+inf'", "'-inf', '+inf'", "declare_dead.py"),
     Mutant(
         "a seat's holder",
         "prelude",
         "if string.match(seats[at + 1], '%S+$') == node then",
         "if true then",
-        "succeed.py",
+        "declare_dead.py",
     ),
     Mutant("loss counting", "sweep", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
     Mutant("reservation expiry", "take", " and tonumber(till) > now then", " then", "capacity.py"),
@@ -112,7 +112,7 @@ MUTANTS = (
     Mutant("only stored responses", "delete_response", "or not is_stored ", "", "responses.py"),
     Mutant("deleted open response", "delete_response", "'cancel', '1')", "'cancel', '')", "responses.py"),
     Mutant("bytes of a deleted response", "delete_response", "or name == 'response'", "", "responses.py"),
-    Mutant("a response is read again", "deliver", " or response_life(job)", "", "responses.py"),
+    Mutant("a response is read again", "shorten_result", " or response_life(job)", "", "responses.py"),
     Mutant("life of a response's result", "queue", "if keep then return keep end", "", "responses.py"),
     Mutant(
         "life of a response's record",
@@ -250,8 +250,10 @@ MUTANTS = (
         "job_ledger.py",
     ),
     Mutant("large results without a reader", "queue", " and was_read and", " and", "stored_bytes.py"),
-    Mutant("a result's life grows no more", "deliver", "or '0') > till then", "or '0') > 0 then", "stored_bytes.py"),
-    Mutant("tenant of a result", "deliver", " or job.tenant ~= tenant", "", "stored_bytes.py"),
+    Mutant(
+        "a result's life grows no more", "shorten_result", "or '0') > till then", "or '0') > 0 then", "stored_bytes.py"
+    ),
+    Mutant("tenant of a result", "shorten_result", " or job.tenant ~= tenant", "", "stored_bytes.py"),
     Mutant(
         "bound of dead letters",
         "queue",

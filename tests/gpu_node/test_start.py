@@ -21,7 +21,7 @@ def test_a_node_needs_neither_torch_nor_transformers_until_its_runner_does(tiny_
         "from pathlib import Path\n"
         "import penstock.gpu_node.process\n"
         "from penstock.gpu_node.engine.text.tokenizer import Tokenizer\n"
-        "from penstock.gpu_node.model.checkpoint.files import Checkpoint\n"
+        "from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint\n"
         "from penstock.gpu_node.model.architecture.families import family_of\n"
         "from penstock.gpu_node.model.checkpoint.revision import revision_of\n"
         "from penstock.gpu_node.model.checkpoint.source import resolve_model\n"

@@ -39,8 +39,18 @@ from tests.source_tree import ROOT
 
 SCRIPTS = ROOT / "penstock/queue/scripts"
 RUNS = {
-    "gateway": ("submit", "attach", "detach", "cancel", "reader_heartbeat", "sweep", "deliver", "purge", "positions"),
-    "node": ("join", "heartbeat", "take", "emit", "finish", "give_back", "leave", "sweep", "succeed"),
+    "gateway": (
+        "submit",
+        "attach",
+        "detach",
+        "cancel",
+        "reader_heartbeat",
+        "sweep",
+        "shorten_result",
+        "purge",
+        "positions",
+    ),
+    "node": ("join", "heartbeat", "take", "emit", "finish", "give_back", "leave", "sweep", "declare_dead"),
 }
 FOREIGN = "somebody:else"
 EVAL = ("EVAL", "return redis.call(ARGV[1], unpack(ARGV, 2))", "0")

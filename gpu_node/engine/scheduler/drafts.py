@@ -15,7 +15,7 @@ from typing import NamedTuple
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.speculative.cost import DraftBudget
+from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget
 from penstock.gpu_node.engine.speculative.drafter import Drafter
 from penstock.gpu_node.engine.steps import Ints, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN

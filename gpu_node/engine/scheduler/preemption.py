@@ -109,7 +109,7 @@ class Preemptor:
             self.preempt(victim)
 
     def preempt_next(self) -> Sequence:
-        """Preempt the sequence that the policy chooses, and return it."""
+        """Preempt the sequence that the policy chooses (`policy/policy.py`, `policy/by_policy.py`), and return it."""
         victim = self._policy.victim(self._batch.seqs, self._batch.num_tokens)
         self.preempt(victim)
         return victim

@@ -27,7 +27,7 @@ from penstock.gpu_node.engine.scheduler.preemption import Preemptor, SwapCost
 from penstock.gpu_node.engine.scheduler.queues import Admission, Grants, PrefixHits, WaitingQueues, leave_group
 from penstock.gpu_node.engine.scheduler.running import RunningBatch, StepOutcome, StepProgress
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.speculative.cost import DraftBudget, StepCost
+from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget, StepCost
 from penstock.gpu_node.engine.steps import Ints, Step, step_of
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan, StepResult

@@ -1,4 +1,7 @@
-"""Guides, one for each choice that must match a grammar, and the masks that a step waits for."""
+"""Guides, one for each choice that must match a grammar, and the masks that a step waits for.
+
+A process of `worker.py` computes the masks; `host.py` asks it for them.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from penstock.contract.errors import PenstockError
 from penstock.gpu_node.model.protocol import TokenMasks
 
 if TYPE_CHECKING:
-    from penstock.gpu_node.engine.structured.grammar import Grammar
     from penstock.gpu_node.engine.structured.process import Worker
+    from penstock.gpu_node.engine.structured.tenant_grammar import Grammar
 
 _numbers = itertools.count(1)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.checkpoint.files import Checkpoint, ReadScaled
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.source import ModelSource
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, ReadScaled
 from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.protocol import CacheSizes
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.gguf import LLAMA_LIKE
+from penstock.gpu_node.model.checkpoint.gguf_conversion import LLAMA_LIKE
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.gpu_node.model.checkpoint.conversion_cache import samples
-from penstock.gpu_node.model.checkpoint.files import weight_files
 from penstock.gpu_node.model.checkpoint.mapped_file import stamp_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
+from penstock.gpu_node.model.checkpoint.stored_tensors import weight_files
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _CONFIG_FILES = ("config.json", "generation_config.json")

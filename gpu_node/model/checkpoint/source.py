@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once, samples
-from penstock.gpu_node.model.checkpoint.gguf import describe_gguf
+from penstock.gpu_node.model.checkpoint.gguf_conversion import describe_gguf
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
 from penstock.gpu_node.model.protocol import WrittenTokenizer

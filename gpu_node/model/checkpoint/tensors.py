@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.checkpoint.files import Checkpoint, Stored
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, Stored
 from penstock.gpu_node.model.protocol import MatrixName
 
 

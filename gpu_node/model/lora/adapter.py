@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.checkpoint.files import StoredTensor, read_safetensors
 from penstock.gpu_node.model.checkpoint.json_object import read_object
+from penstock.gpu_node.model.checkpoint.stored_tensors import StoredTensor, read_safetensors
 from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
 from penstock.gpu_node.model.protocol import LowRank, MatrixName
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.checkpoint.description import Description
-from penstock.gpu_node.model.checkpoint.files import Checkpoint
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredNorm
 from penstock.gpu_node.model.protocol import Adapter, LowRank, MatrixName
 from penstock.kernels.cpu.formats import RowLayout

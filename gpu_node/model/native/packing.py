@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.checkpoint.files import Stored, StoredTensor
-from penstock.gpu_node.model.checkpoint.gguf_blocks import block_kind, in_blocks
+from penstock.gpu_node.model.checkpoint.block_repacking import block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.source import Progress
+from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
 from penstock.gpu_node.model.native.packed_matrix import WeightWriter
 from penstock.kernels.cpu.formats import PANEL, STORED_FORMATS, Format, RowLayout, Run, Source

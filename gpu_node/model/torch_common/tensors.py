@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from penstock.gpu_node.model.checkpoint.files import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import StoredLayer, StoredLinear, StoredNorm
 from penstock.gpu_node.model.torch_common.layers import LayerWeights, Product
 from penstock.gpu_node.model.torch_common.norm import NoNorm, Norm

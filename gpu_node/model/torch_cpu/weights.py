@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.checkpoint.files import Stored
+from penstock.gpu_node.model.checkpoint.stored_tensors import Stored
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLayer, StoredLinear
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.torch_common.tensors import Converter, read_layer, read_norm

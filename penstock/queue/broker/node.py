@@ -218,13 +218,13 @@ class NodeBroker:
             raise LeaseLostError
         return HeartbeatAnswer(*(tuple(i.decode() for i in ids) for ids in answer[1:]))
 
-    async def succeed(self, seats: Sequence[str], *, has_joined: bool) -> Takeover:
+    async def declare_dead(self, seats: Sequence[str], *, has_joined: bool) -> Takeover:
         """Declare the earlier holders of these seats dead.
 
         With `has_joined`, record this node as their present holder.
         """
         name = self._node_id if has_joined else ""
-        num_left, wait_ms = await scripts.call(self._redis, "succeed", self._pool, name, *seats)
+        num_left, wait_ms = await scripts.call(self._redis, "declare_dead", self._pool, name, *seats)
         return Takeover(num_left, int(wait_ms))
 
     async def leave(self) -> int:

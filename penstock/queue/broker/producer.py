@@ -346,7 +346,7 @@ class ProducerBroker:
         if data is None and outcome.state == "done":
             raise NotFoundError(f"the result of job {job_id} is no longer kept", code="result_expired")
         if data is not None and len(data) > LARGE_RESULT_BYTES:
-            await scripts.call(self._redis, "deliver", pool_of(job_id), job_id, tenant)
+            await scripts.call(self._redis, "shorten_result", pool_of(job_id), job_id, tenant)
         return data
 
     async def reader_heartbeat(self, pool: str, inbox: str) -> None:

@@ -161,7 +161,7 @@ async def test_small_results_are_kept_after_delivery_and_other_tenants_cannot_fe
 
 async def test_delivery_by_another_tenant_changes_no_expiry(queue: Queue) -> None:
     job_id = await ended(queue, 2 * LARGE_RESULT_BYTES, background=True)
-    assert await scripts.call(queue.redis, "deliver", POOL, job_id, "rival") == b"NOT_FOUND"
+    assert await scripts.call(queue.redis, "shorten_result", POOL, job_id, "rival") == b"NOT_FOUND"
     assert await queue.redis.pttl(keys.result(job_id)) > RESULT_TTL_MS - 5000
 
 

@@ -9,8 +9,8 @@ from pkgutil import iter_modules
 from typing import Any
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.files import ReadScaled
 from penstock.gpu_node.model.checkpoint.methods.parts import Method
+from penstock.gpu_node.model.checkpoint.stored_tensors import ReadScaled
 
 
 @cache

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.files import FindStored, ReadScaled
 from penstock.gpu_node.model.checkpoint.methods.parts import Method, Parts, unpacked
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
+from penstock.gpu_node.model.checkpoint.stored_tensors import FindStored, ReadScaled
 
 _BITS = 4
 _MIDDLE = 8

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint import gguf
+from penstock.gpu_node.model.checkpoint import gguf_conversion as gguf
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
 from penstock.gpu_node.model.checkpoint.gguf_file import GgufFile
 from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader

@@ -16,8 +16,8 @@ from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.shapes import SHAPES
 from penstock.gpu_node.model.checkpoint.dummy import RandomWeights, dummy_folder
-from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.source import ModelSource
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.loading.load import load_model
 
 SETTINGS: dict[str, Any] = {"load_format": "dummy", "num_kv_blocks": 32, "num_threads": 1}

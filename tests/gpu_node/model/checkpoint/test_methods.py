@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.gguf_blocks import block_kind, in_blocks
+from penstock.gpu_node.model.checkpoint.block_repacking import block_kind, in_blocks
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.protocol import LoadedModel

@@ -19,8 +19,8 @@ from fixtures.sampling import rows_of
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.source import ModelSource
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu import load
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder

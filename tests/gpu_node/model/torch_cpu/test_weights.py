@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.files import Checkpoint, StoredTensor
 from penstock.gpu_node.model.checkpoint.source import ModelSource
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint, StoredTensor
 from penstock.gpu_node.model.loading.load import load_model
 from penstock.gpu_node.model.torch_common.tensors import Converter
 from penstock.gpu_node.model.torch_cpu.weights import can_prepack

@@ -35,13 +35,13 @@ async def seats_of(queue: Queue) -> dict[str, str]:
 
 async def test_job_of_a_dead_predecessor_continues_long_before_its_lease_ends(queue: Queue) -> None:
     before = await queue.node("n-1")
-    assert (await before.broker.succeed(["seat"], has_joined=True)).num_left == 0
+    assert (await before.broker.declare_dead(["seat"], has_joined=True)).num_left == 0
     taken = await queue.running(before)
     await be_silent_for(queue, before, SILENCE_MS + 50)
     after = await queue.node("n-2")
-    assert (await after.broker.succeed(["other", "seat"], has_joined=True)).num_left == 1
+    assert (await after.broker.declare_dead(["other", "seat"], has_joined=True)).num_left == 1
     await after.broker.sweep()
-    assert (await after.broker.succeed(["other", "seat"], has_joined=True)).num_left == 0
+    assert (await after.broker.declare_dead(["other", "seat"], has_joined=True)).num_left == 0
     assert await seats_of(queue) == {"seat": "n-2", "other": "n-2"}
     record = await queue.record(taken.job_id)
     assert (record["state"], record["losses"]) == ("queued", "1")
@@ -51,10 +51,10 @@ async def test_job_of_a_dead_predecessor_continues_long_before_its_lease_ends(qu
 
 async def test_predecessor_that_sends_heartbeats_is_not_declared_dead(queue: Queue) -> None:
     living, after = await queue.node("n-1"), await queue.node("n-2")
-    await living.broker.succeed(["seat"], has_joined=True)
+    await living.broker.declare_dead(["seat"], has_joined=True)
     for _ in range(4):
         await living.heartbeat([])
-        answer = await after.broker.succeed(["seat"], has_joined=True)
+        answer = await after.broker.declare_dead(["seat"], has_joined=True)
         assert answer.num_left == 1 and 0 < answer.wait_ms <= SILENCE_MS
         await after.broker.sweep()
         await asyncio.sleep(SILENCE_MS / 3000)
@@ -64,9 +64,9 @@ async def test_predecessor_that_sends_heartbeats_is_not_declared_dead(queue: Que
 
 async def test_heartbeat_revives_a_node_that_was_declared_dead_by_mistake(queue: Queue) -> None:
     living, after = await queue.node("n-1"), await queue.node("n-2")
-    await living.broker.succeed(["seat"], has_joined=True)
+    await living.broker.declare_dead(["seat"], has_joined=True)
     await be_silent_for(queue, living, SILENCE_MS + 50)
-    await after.broker.succeed(["seat"], has_joined=True)
+    await after.broker.declare_dead(["seat"], has_joined=True)
     await living.heartbeat([])
     await after.broker.sweep()
     assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) > 0
@@ -74,15 +74,15 @@ async def test_heartbeat_revives_a_node_that_was_declared_dead_by_mistake(queue:
 
 async def test_holder_of_another_seat_is_not_declared_dead(queue: Queue) -> None:
     one, other = await queue.node("n-1"), await queue.node("n-2")
-    await one.broker.succeed(["seat"], has_joined=True)
+    await one.broker.declare_dead(["seat"], has_joined=True)
     await be_silent_for(queue, one, LEASE_MS - 200)
-    assert (await other.broker.succeed(["another"], has_joined=True)).num_left == 0
+    assert (await other.broker.declare_dead(["another"], has_joined=True)).num_left == 0
     assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) > 0
 
 
 async def test_node_that_has_not_joined_takes_no_seat(queue: Queue) -> None:
     before = await queue.node("n-1")
-    await before.broker.succeed(["seat"], has_joined=True)
+    await before.broker.declare_dead(["seat"], has_joined=True)
     await be_silent_for(queue, before, SILENCE_MS + 50)
     loading = NodeBroker(queue.redis, POOL, "", "")
     assert (await loading.succeed(["seat"], has_joined=False)).num_left == 1
@@ -94,30 +94,30 @@ async def test_node_that_has_not_joined_takes_no_seat(queue: Queue) -> None:
 async def test_predecessor_that_died_while_it_waited_is_found_by_the_next_node(queue: Queue) -> None:
     for name in ("n-1", "n-2"):
         node = await queue.node(name)
-        await node.broker.succeed(["seat"], has_joined=True)
+        await node.broker.declare_dead(["seat"], has_joined=True)
     for name in ("n-1", "n-2"):
         await be_silent_for(queue, FakeNode(queue.redis, name, "r1"), SILENCE_MS + 50)
     last = await queue.node("n-3")
     await last.broker.sweep()
-    assert (await last.broker.succeed(["seat"], has_joined=True)).num_left == 2
+    assert (await last.broker.declare_dead(["seat"], has_joined=True)).num_left == 2
     await last.broker.sweep()
     assert await queue.redis.zrange(f"{P}:nodes", 0, -1) == [b"n-3"]
 
 
 async def test_node_that_left_is_no_predecessor(queue: Queue) -> None:
     before, other = await queue.node("n-1"), await queue.node("n-2")
-    await before.broker.succeed(["seat"], has_joined=True)
-    await other.broker.succeed(["other"], has_joined=True)
+    await before.broker.declare_dead(["seat"], has_joined=True)
+    await other.broker.declare_dead(["other"], has_joined=True)
     await before.broker.leave()
     assert await seats_of(queue) == {"other": "n-2"}
 
 
 async def test_sweep_that_restarts_all_leases_revives_no_dead_node(queue: Queue) -> None:
     before, after = await queue.node("n-1"), await queue.node("n-2")
-    await before.broker.succeed(["seat"], has_joined=True)
+    await before.broker.declare_dead(["seat"], has_joined=True)
     await be_silent_for(queue, before, SILENCE_MS + 50)
     await queue.redis.delete(f"{P}:sweep")
-    await after.broker.succeed(["seat"], has_joined=True)
+    await after.broker.declare_dead(["seat"], has_joined=True)
     await after.broker.sweep()
     assert await cast(Any, queue.redis.hget(f"{P}:counts", "sweep_resets")) == b"2"
     assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) == 0

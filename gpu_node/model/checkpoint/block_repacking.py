@@ -1,12 +1,12 @@
-"""Quantized matrices in GGUF's blocks of 32 columns, a layout that the kernels of all runners support."""
+"""Repack quantized matrices of other formats into GGUF's blocks of 32 columns, which all runners support."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.checkpoint.files import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.scaled_matrix import Floats, ScaledTensor
+from penstock.gpu_node.model.checkpoint.stored_tensors import Stored, StoredTensor
 
 BLOCK = 32
 

@@ -22,7 +22,7 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.sampling import StructuredOutputs
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.speculative.cost import DraftBudget, StepCost
+from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget, StepCost
 from penstock.gpu_node.engine.speculative.drafter import Drafter, NgramDrafter
 from penstock.gpu_node.model.protocol import StepHandle, StepPlan, StepResult
 

@@ -1,4 +1,4 @@
--- succeed: a process that holds seats of its host declares the earlier holders dead. A seat is a lock that one process
+-- declare_dead: a process that holds seats of its host declares the earlier holders dead. A seat is a lock that one process
 -- at a time can hold; the kernel frees it when that process ends. So the earlier holders are dead, and their jobs need
 -- not wait for a lease. As a second proof, an earlier holder must be silent for longer than a heartbeat interval.
 -- ARGV: node ('' before it has joined), then its seats

@@ -1,4 +1,4 @@
--- deliver: after its owner fetched a large result, shorten the result's lifetime to log_ttl_ms. Others stay unchanged,
+-- shorten_result: after its owner fetched a large result, shorten the result's lifetime to log_ttl_ms. Others stay unchanged,
 -- and so does the result of a stored response, because it may be retrieved again.
 -- ARGV: id tenant
 -- Answer: OK | NOT_FOUND

@@ -14,8 +14,8 @@ from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from safetensors.torch import load_file, save_file
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.source import ModelSource
+from penstock.gpu_node.model.checkpoint.stored_tensors import Checkpoint
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTER, VOCAB = 4, 2, 16, 64, 128, 48
 FORMATS = {"q4_0": 0.2, "q4_1": 0.2, "q8_0": 0.02, "f16": 1e-3, "bf16": 1e-2, "f32": 1e-7}
