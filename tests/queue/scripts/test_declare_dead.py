@@ -85,7 +85,7 @@ async def test_node_that_has_not_joined_takes_no_seat(queue: Queue) -> None:
     await before.broker.declare_dead(["seat"], has_joined=True)
     await be_silent_for(queue, before, SILENCE_MS + 50)
     loading = NodeBroker(queue.redis, POOL, "", "")
-    assert (await loading.succeed(["seat"], has_joined=False)).num_left == 1
+    assert (await loading.declare_dead(["seat"], has_joined=False)).num_left == 1
     assert await seats_of(queue) == {"seat": "n-1"}
     await (await queue.node("n-2")).broker.sweep()
     assert await seats_of(queue) == {}, "with a node its seat goes"
@@ -124,5 +124,5 @@ async def test_sweep_that_restarts_all_leases_revives_no_dead_node(queue: Queue)
 
 
 async def test_a_pool_without_a_schema_has_no_predecessors(redis: Redis) -> None:
-    answer = await NodeBroker(redis, POOL, "n-1", "r1").succeed(["seat"], has_joined=False)
+    answer = await NodeBroker(redis, POOL, "n-1", "r1").declare_dead(["seat"], has_joined=False)
     assert (answer.num_left, answer.wait_ms) == (0, 0)
