@@ -21,7 +21,8 @@ CHAT = {
     "stream": True,
     "max_tokens": NUM_TOKENS,
     "ignore_eos": True,
-    "temperature": 0,
+    "temperature": 1.0,
+    "seed": 1,
 }
 
 

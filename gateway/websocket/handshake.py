@@ -28,7 +28,8 @@ from penstock.producer.client import AsyncClient
 
 logger = logging.getLogger("penstock.gateway.access")
 
-# Checks before a WebSocket is accepted: the page that opens it, its key, and the number of WebSockets.
+# Checks before a WebSocket is accepted: the page that opens it, and the number of WebSockets. `SubprotocolKey` in
+# `http/middleware.py` takes its key.
 
 SUBPROTOCOL = "penstock"
 _RETRY_AFTER_MS = 5_000

@@ -105,9 +105,7 @@ class Failing(ReferenceEngine):
         raise MemoryError("no memory")
 
 
-def test_failed_step_is_repeated(delivered: list[StepOutput]) -> None:
-    engine = Failing()
-    engine.num_failures = MAX_FAILED_STEPS
+def run_to_first_output(engine: Failing, delivered: list[StepOutput]) -> None:
     worker = EngineWorker(engine, delivered.extend)
     worker.start()
     worker.add(EngineRequest("1", [1], SamplingParams(max_tokens=1), seed=1)).result(5)
@@ -115,6 +113,12 @@ def test_failed_step_is_repeated(delivered: list[StepOutput]) -> None:
         pass
     worker.stop()
     worker.stopped.result(5)
+
+
+def test_failed_step_is_repeated(delivered: list[StepOutput]) -> None:
+    engine = Failing()
+    engine.num_failures = MAX_FAILED_STEPS
+    run_to_first_output(engine, delivered)
 
 
 def test_steps_that_fail_now_and_then_end_nothing_though_those_between_give_no_output(
@@ -134,13 +138,7 @@ def test_steps_that_fail_now_and_then_end_nothing_though_those_between_give_no_o
                 raise MemoryError("no memory")
             return []
 
-    worker = EngineWorker(Prefilling(), delivered.extend)
-    worker.start()
-    worker.add(EngineRequest("1", [1], SamplingParams(max_tokens=1), seed=1)).result(5)
-    while worker.call(lambda: len(delivered)).result(5) < 1:
-        pass
-    worker.stop()
-    worker.stopped.result(5)
+    run_to_first_output(Prefilling(), delivered)
 
 
 def test_an_engine_whose_steps_only_fail_ends_the_worker_and_leaves_a_trail(
