@@ -57,7 +57,15 @@ _NODE: Mapping[str, tuple[str, ...]] = {
     ),
     "Pool: limits and times (equal on all nodes of a pool)": (
         *("lease_ms", "abandon_after_ms", "reattach_grace_ms", "log_ttl_ms", "result_ttl_ms", "idem_ttl_ms"),
-        *("max_open_jobs", "max_queued_cost", "tenant_memory_percent", "max_losses", "progress_chunks", "avoid_ms"),
+        *(
+            "max_open_jobs",
+            "max_queued_cost",
+            "max_wait_ms",
+            "tenant_memory_percent",
+            "max_losses",
+            "progress_chunks",
+            "avoid_ms",
+        ),
     ),
 }
 _GATEWAY: Mapping[str, tuple[str, ...]] = {

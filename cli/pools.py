@@ -11,7 +11,7 @@ import typer
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray, say_empty
-from penstock.contract.priority import Priority
+from penstock.contract.priority import NUM_LEVELS, level_label
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
@@ -87,13 +87,13 @@ def repair(redis_url: RedisUrl = None) -> None:
 
 def object_of(pool: PoolStats) -> dict[str, Any]:
     """Return a pool as a JSON object."""
-    classes = [priority.label for priority in Priority]
+    levels = [level_label(level) for level in range(NUM_LEVELS)]
     return {
         "pool": pool.pool,
         "open_jobs": pool.num_open,
-        "queued_jobs": dict(zip(classes, pool.depth, strict=True)),
-        "oldest_queued_ms": dict(zip(classes, pool.oldest_ms, strict=True)),
-        "queued_kv_tokens": dict(zip(classes, pool.cost, strict=True)),
+        "queued_jobs": dict(zip(levels, pool.depth, strict=True)),
+        "oldest_queued_ms": dict(zip(levels, pool.oldest_ms, strict=True)),
+        "queued_kv_tokens": dict(zip(levels, pool.cost, strict=True)),
         "kept_bytes": dict(pool.kept),
         "events": dict(pool.counts),
         "nodes": [asdict(node) for node in pool.nodes],

@@ -26,7 +26,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
-from penstock.contract.job import Priority
+from penstock.contract.priority import class_of_level, is_background
 from penstock.contract.pool import EVENTS, PoolStats
 from penstock.gateway.budget import SharedBudget
 from penstock.producer.client import AsyncClient
@@ -341,11 +341,11 @@ def _of_redis(memory: tuple[int, int] | None) -> Iterator[Metric]:
 
 
 def _of_pools(pools: list[PoolStats]) -> Iterator[Metric]:
-    yield _per_class("penstock_queue_depth", "Jobs that wait in the queue.", {p.pool: p.depth for p in pools})
+    yield _per_level("penstock_queue_depth", "Jobs that wait in the queue.", {p.pool: p.depth for p in pools})
     ages = {p.pool: [ms / 1000 for ms in p.oldest_ms] for p in pools}
-    yield _per_class("penstock_queue_age_seconds", "Seconds that the oldest waiting job has waited.", ages)
+    yield _per_level("penstock_queue_age_seconds", "Seconds that the oldest waiting job has waited.", ages)
     costs = {p.pool: p.cost for p in pools}
-    yield _per_class("penstock_queue_cost_tokens", "Estimated KV tokens that the waiting jobs need.", costs)
+    yield _per_level("penstock_queue_cost_tokens", "Estimated KV tokens that the waiting jobs need.", costs)
     blocks = {p.pool: sum(node.kv_blocks_total for node in p.nodes) for p in pools}
     free = {p.pool: sum(node.kv_blocks_free for node in p.nodes) for p in pools}
     for name, text, values in (
@@ -373,11 +373,12 @@ def _kept(pools: list[PoolStats]) -> Metric:
     return family
 
 
-def _per_class(name: str, text: str, values: Mapping[str, Sequence[float]]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=("pool", "priority"))
+def _per_level(name: str, text: str, values: Mapping[str, Sequence[float]]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=("pool", "priority", "background"))
     for pool, row in values.items():
-        for priority, value in zip(Priority, row, strict=True):
-            family.add_metric((pool, priority.name.lower()), value)
+        for level, value in enumerate(row):
+            labels = (pool, class_of_level(level).label, str(is_background(level)).lower())
+            family.add_metric(labels, value)
     return family
 
 

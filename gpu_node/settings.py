@@ -24,7 +24,16 @@ VLLM_NAME_BY_NAME = {name: vllm_name for vllm_name, name in NAME_BY_VLLM_NAME.it
 POOL_WIDE = (
     *("scheduling_policy", "aging_ms", "bypass_ms", "lease_ms", "abandon_after_ms", "reattach_grace_ms", "log_ttl_ms"),
     *("share_window_ms", "tenant_memory_percent"),
-    *("result_ttl_ms", "idem_ttl_ms", "max_open_jobs", "max_queued_cost", "max_losses", "progress_chunks", "avoid_ms"),
+    *(
+        "result_ttl_ms",
+        "idem_ttl_ms",
+        "max_open_jobs",
+        "max_queued_cost",
+        "max_wait_ms",
+        "max_losses",
+        "progress_chunks",
+        "avoid_ms",
+    ),
 )
 """Settings that all nodes of a pool must share, because Redis scripts read them."""
 
@@ -94,10 +103,13 @@ class NodeSettings(Settings, EngineOptions):
     """Milliseconds for which the result of an ended job can be read."""
     idem_ttl_ms: int = Field(default=86_400_000, ge=1_000)
     """Milliseconds after a job's end for which its idempotency key is remembered."""
-    max_open_jobs: int = Field(default=200_000, ge=1)
+    max_open_jobs: int = Field(default=1_000_000, ge=1)
     """Maximum jobs in the pool, queued and running; further jobs are refused."""
     max_queued_cost: int = Field(default=1 << 31, ge=1)
-    """Maximum expected KV tokens of all queued jobs; further jobs are refused."""
+    """Maximum expected KV tokens of all queued foreground jobs; further ones are refused."""
+    max_wait_ms: int = Field(default=60_000, ge=1_000)
+    """Maximum expected milliseconds that a foreground job would wait in the queue; it is refused if it would wait longer.
+    Background jobs wait for as long as it takes."""
     max_losses: int = Field(default=3, ge=1)
     """Number of lost nodes without progress between them after which a job fails."""
     progress_chunks: int = Field(default=64, ge=1)

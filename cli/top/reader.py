@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from penstock.contract.pool import LiveNode, NodePressure, PoolActivity
-from penstock.contract.priority import Priority
+from penstock.contract.priority import is_background, level_label
 from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.keys import PROTOCOL_VERSION
@@ -59,7 +59,7 @@ class NodeRow:
 
 @dataclass(frozen=True, slots=True)
 class ClassRow:
-    """A priority class of a pool."""
+    """A priority class of a pool, for one kind of work."""
 
     name: str
     num_waiting: int
@@ -275,10 +275,11 @@ def _state_of(node: LiveNode) -> tuple[NodeState, str]:
 def _classes(activity: PoolActivity) -> tuple[ClassRow, ...]:
     running = Counter[int]()
     for node in activity.nodes:
-        running.update(dict(enumerate(node.pressure.jobs_by_class)))
+        running.update(dict(enumerate(node.pressure.jobs_by_level)))
     return tuple(
-        ClassRow(priority.label, activity.depth[priority], activity.oldest_ms[priority], running[priority])
-        for priority in Priority
+        ClassRow(level_label(level), depth, activity.oldest_ms[level], running[level])
+        for level, depth in enumerate(activity.depth)
+        if not is_background(level) or depth or running[level]
     )
 
 

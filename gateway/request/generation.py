@@ -101,7 +101,9 @@ class GenerationRequest:
     job_id: str | None = None
     """The id of the job, for a request with one prompt. The client makes one by default."""
     background: bool = False
-    """Whether the jobs continue without a reader."""
+    """Whether nobody waits for the jobs."""
+    needs_reader: bool | None = None
+    """Whether the jobs are canceled when they lose all their readers; None: unless they are background jobs."""
     hides_models: bool = False
     """Whether the caller may use only some models. Then an error must not list what else is served."""
     response: ResponseRecord | None = None
@@ -111,6 +113,11 @@ class GenerationRequest:
     def read_after(self) -> int:
         """The index of the chunk after which to read a log; the chunk at `cut_at` is read again for comparison."""
         return -1 if self.cut_at is None or self.replay_from_start else self.cut_at.index - 1
+
+    @property
+    def requires_reader(self) -> bool:
+        """Whether the jobs are canceled when they lose all their readers."""
+        return not self.background if self.needs_reader is None else self.needs_reader
 
     @property
     def shows_waiting(self) -> bool:
@@ -245,6 +252,11 @@ class ParsedBody:
     """How to queue the jobs (`QueueOptions`), and the options of the answer that only this API has. Plain values."""
     ignored: Sequence[str] = ()
     """Names of ignored fields and parts of fields, at most MAX_IGNORED_SHOWN of them."""
+
+    @property
+    def in_background(self) -> bool:
+        """Whether nobody waits for the answer: somebody does who reads a stream from its start."""
+        return bool(self.options.get("background")) and not self.stream
 
 
 def parse(schema: type[RequestBody], raw: bytes, *, ignores_unknown: bool = False) -> ParsedBody:

@@ -36,11 +36,13 @@ async def open_jobs(
 
     Two kinds of jobs are released instead of canceled. A job with an idempotency key may be shared with another
     caller. The caller of a stream that `has_begun` may resume it, if its events have ids. The queue ends such a job
-    after its grace time without a reader, unless it is a background job.
+    after its grace time without a reader, unless it needs none.
     """
     jobs: list[AsyncJob] = []
     names, event_ids = generation.content.names, generation.event_ids
-    is_shared = generation.idempotency_key is not None or generation.cut_at is not None or generation.background
+    is_shared = (
+        generation.idempotency_key is not None or generation.cut_at is not None or not generation.requires_reader
+    )
     try:
         if generation.cut_at is not None:
             jobs.append(
@@ -86,6 +88,7 @@ def submit_options(generation: GenerationRequest) -> SubmitOptions:
 async def _submit(client: AsyncClient, generation: GenerationRequest, index: int, prompt: Prompt) -> AsyncJob:
     options = submit_options(generation)
     options["background"], options["idempotency_key"] = generation.background, generation.key_of(index)
+    options["needs_reader"] = generation.requires_reader
     options["job_id"], options["response"] = generation.job_id, generation.response
     with hiding_models(generation):
         return await client.submit(prompt, **options)

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError, UnavailableError
 from penstock.contract.job import is_job_id
-from penstock.contract.priority import allowed_class
+from penstock.contract.priority import allowed_class, default_class
 from penstock.contract.tenant import ApiKey
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.request.generation import (
@@ -321,7 +321,7 @@ class RequestReader:
         owner = "this API key" if caller.key_id else "this gateway while it has no API keys (open_highest_class)"
         return GenerationRequest(
             content,
-            allowed_class(body.priority, caller.highest_class, owner),
+            allowed_class(body.priority, caller.highest_class, owner, default_class(body.in_background)),
             tenant=caller.tenant,
             terms=caller.metered_terms,
             idempotency_key=key,

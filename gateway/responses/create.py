@@ -163,7 +163,9 @@ class CreateResponse:
             content=content,
             job_id=f"{pool.pool}.{uuid_utils.uuid7()}",
             event_ids=record.stored,
-            background=record.background,
+            # Somebody waits for a response whose stream is read from its start.
+            background=record.background and not body.stream,
+            needs_reader=not record.background,
             response=stored if record.stored else None,
         )
         return generation, record

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.contract.pool import LiveNode, PoolActivity
-from penstock.contract.priority import NUM_PRIORITIES, Priority
+from penstock.contract.priority import NUM_LEVELS, is_background, level_label
 from penstock.gateway.metrics import TIMES_WINDOW_S, GatewayMetrics, RecentTimes
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.pools import CachedState
@@ -84,13 +84,13 @@ def _times(recent: RecentTimes) -> dict[str, Any]:
 
 
 def _classes(activity: PoolActivity) -> list[dict[str, Any]]:
-    # A node of an older release reports no classes.
-    reports = [(0,) * NUM_PRIORITIES, *(node.pressure.jobs_by_class for node in activity.nodes)]
+    reports = [(0,) * NUM_LEVELS, *(node.pressure.jobs_by_level for node in activity.nodes)]
     running = [sum(column) for column in zip_longest(*reports, fillvalue=0)]
-    rows = zip(Priority, activity.depth, activity.oldest_ms, running, strict=False)
+    rows = zip(range(NUM_LEVELS), activity.depth, activity.oldest_ms, running, strict=False)
     return [
-        {"class": priority.label, "queued": queued, "oldest_ms": oldest_ms, "running": num_running}
-        for priority, queued, oldest_ms, num_running in rows
+        {"class": level_label(level), "queued": queued, "oldest_ms": oldest_ms, "running": num_running}
+        for level, queued, oldest_ms, num_running in rows
+        if not is_background(level) or queued or num_running
     ]
 
 

@@ -46,7 +46,7 @@ class EngineRequest:
     _: KW_ONLY
     seed: int
     resume: Sequence[ResumedChoice] = ()
-    priority: int = int(Priority.STANDARD)
+    level: int = int(Priority.STANDARD)
     tenant: str = "default"
     weight: float = 1.0
     adapter: AdapterRef | None = None

@@ -58,10 +58,10 @@ class Sequence:
     tenant: str = "default"
     weight: float = 1.0
     """The tenant's weight under the policy `fair`."""
-    priority: int = int(Priority.STANDARD)
-    """The priority class of its job; 0 is the most urgent."""
+    level: int = int(Priority.STANDARD)
+    """The level that its job counts as; 0 is the most urgent."""
     urgency: int = int(Priority.STANDARD)
-    """The class that it was started as: its own, or a more urgent one after a long wait."""
+    """The level that it was started as: its own, or a more urgent one after a long wait."""
     submitted_ms: float = 0.0
     predicted_tokens: int = 0
     """Predicted number of output tokens."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError, RequestError
-from penstock.contract.job import MAX_TOKENS_LIMIT, Priority, SamplingParams
+from penstock.contract.job import MAX_TOKENS_LIMIT, SamplingParams
+from penstock.contract.priority import NUM_LEVELS
 from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB
 from penstock.contract.tasks import Embed, Pooling
 from penstock.gpu_node.engine.config import EngineConfig
@@ -103,8 +104,8 @@ def check_request(request: EngineRequest, limits: RequestLimits) -> None:
     _check_logprobs(request.prompt_token_ids, request.params)
     _check_tokens(request.prompt_token_ids, request.params, limits)
     _check_resume(request.resume, request.params, limits)
-    if request.priority not in set(Priority):
-        raise RequestError(f"priority is {request.priority}, but must be 0, 1 or 2", param="priority")
+    if request.level not in range(NUM_LEVELS):
+        raise RequestError(f"level is {request.level}, but must be 0 to {NUM_LEVELS - 1}", param="level")
     if not 0 < request.weight < math.inf:
         raise RequestError(f"weight is {request.weight}, but must be finite and above 0", param="weight")
 

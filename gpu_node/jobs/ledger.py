@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from penstock.contract.job import MAX_TOKENS_LIMIT
 from penstock.contract.output import Outcome
-from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.priority import NUM_LEVELS, PerLevel
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.times import EndedJob, NodeCounts
@@ -105,10 +105,10 @@ class Ledger:
         return ended
 
     @property
-    def jobs_by_class(self) -> tuple[int, ...]:
-        """Number of held jobs per class, most urgent first."""
-        counts = Counter(job.taken.priority for job in self._jobs.values())
-        return tuple(counts[priority] for priority in range(NUM_PRIORITIES))
+    def jobs_by_level(self) -> tuple[int, ...]:
+        """Number of held jobs per level, most urgent first."""
+        counts = Counter(job.taken.level for job in self._jobs.values())
+        return tuple(counts[level] for level in range(NUM_LEVELS))
 
     @property
     def jobs_by_tenant(self) -> dict[str, int]:
@@ -120,15 +120,15 @@ class Ledger:
         """Number of held tasks that have not ended."""
         return sum(job.is_task and job.outcome is None for job in self._jobs.values())
 
-    def expected_usage(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Return expected KV tokens and sequences, each per class: sums over jobs of that or a more urgent class."""
-        tokens, sequences = [0, 0, 0], [0, 0, 0]
+    def expected_usage(self) -> tuple[PerLevel, PerLevel]:
+        """Return expected KV tokens and sequences, each per level: sums over jobs of that or a more urgent level."""
+        tokens, sequences = [0] * NUM_LEVELS, [0] * NUM_LEVELS
         for job in self._jobs.values():
             if job.outcome is None:
-                for urgency in range(job.taken.urgency, NUM_PRIORITIES):
+                for urgency in range(job.taken.urgency, NUM_LEVELS):
                     tokens[urgency] += job.expected_kv_tokens
                     sequences[urgency] += job.num_sequences
-        return (tokens[0], tokens[1], tokens[2]), (sequences[0], sequences[1], sequences[2])
+        return tuple(tokens), tuple(sequences)
 
     def usage_by_tenant(self) -> dict[str, tuple[int, int, float]]:
         """Return the KV tokens and sequences that each tenant's jobs are expected to use, and its weight."""

@@ -30,7 +30,7 @@ class NodeSnapshot:
     answered_call: int
     """Number of the last take call that was answered. `job_ids` lists no jobs of later calls."""
     job_ids: list[str]
-    jobs_by_class: tuple[int, ...]
+    jobs_by_level: tuple[int, ...]
     jobs_by_tenant: dict[str, int]
     kv_tokens_available: int
     has_backlog: bool
@@ -53,7 +53,7 @@ async def take_snapshot(watch: EngineWatch, ledger: Ledger, inbox: JobInbox, out
         engine_stalled_s=watch.stalled_s,
         answered_call=inbox.answered_call,
         job_ids=ledger.job_ids,
-        jobs_by_class=ledger.jobs_by_class,
+        jobs_by_level=ledger.jobs_by_level,
         jobs_by_tenant=ledger.jobs_by_tenant,
         kv_tokens_available=inbox.kv_tokens_available,
         has_backlog=inbox.has_backlog,
@@ -170,7 +170,7 @@ class Heartbeat:
             self._base,
             **{name: getattr(stats, name) for name in _SHARED_STATS},
             num_jobs=len(snapshot.job_ids),
-            jobs_by_class=snapshot.jobs_by_class,
+            jobs_by_level=snapshot.jobs_by_level,
             jobs_by_tenant=snapshot.jobs_by_tenant,
             kv_tokens_available=snapshot.kv_tokens_available,
             prefill_tokens_per_s=self._prefill.update(stats.prefill_tokens, now_s),

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from penstock.contract.errors import UnavailableError
+from penstock.contract.priority import NUM_LEVELS, PerLevel
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.publishing.outbox import Outbox
@@ -175,7 +176,7 @@ class JobInbox:
         return min(IDLE_TAKE_S, answer.again_in_ms / 1000) if answer.again_in_ms else IDLE_TAKE_S
 
     def _capacity(self) -> Capacity:
-        """The free capacity for each class. A class may also use what less urgent jobs hold, by preempting them."""
+        """The free capacity for each level. A level may also use what less urgent jobs hold, by preempting them."""
         tokens, sequences = self._ledger.expected_usage()
         return Capacity(
             _left_of(self._kv_tokens, tokens),
@@ -189,7 +190,7 @@ class JobInbox:
     async def close(self) -> None:
         """Learn which jobs an interrupted take call has assigned to this node, so that they can be given back."""
         if self._call != self.answered_call:
-            nothing = Capacity((0,) * 3, (0,) * 3, self._kv_tokens, self._max_num_seqs)
+            nothing = Capacity((0,) * NUM_LEVELS, (0,) * NUM_LEVELS, self._kv_tokens, self._max_num_seqs)
             self._hold(await self._broker.take(self._call, self._nonce, nothing))
 
     def _hold(self, answer: TakeAnswer) -> list[HeldJob]:
@@ -210,6 +211,5 @@ class JobInbox:
         return jobs
 
 
-def _left_of(whole: int, used: tuple[int, int, int]) -> tuple[int, int, int]:
-    first, second, third = (max(0, whole - one) for one in used)
-    return first, second, third
+def _left_of(whole: int, used: PerLevel) -> PerLevel:
+    return tuple(max(0, whole - one) for one in used)

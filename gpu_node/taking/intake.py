@@ -309,7 +309,7 @@ class JobIntake:
                 params,
                 seed=seed_of(job.job_id, params),
                 resume=[ResumedChoice(*job.choice_so_far(i)) for i in range(params.n)] if taken.num_chunks else (),
-                priority=taken.urgency,
+                level=taken.urgency,
                 tenant=taken.tenant,
                 weight=taken.weight,
                 adapter=request.adapter,

@@ -15,6 +15,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.named import NAME_PATTERN, CheckedInput
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
+from penstock.contract.priority import level_of
 from penstock.contract.response_record import ResponseRecord
 from penstock.contract.sampling import (
     COMPACT,
@@ -75,7 +76,7 @@ class JobDef(CheckedInput):
 
     `id` is `<pool>.<uuidv7>`. The caller creates it, so that a retried submit is the same job. `deadline_ms` and
     `not_before_ms` are durations from the moment of submission. Until `not_before_ms` has passed, no node takes the job
-    and its priority does not age. A job with `background` false is canceled when it loses all its readers.
+    and its priority does not age. Nobody waits for a `background` job, so foreground work goes first.
 
     The fields that `Request` has too travel to the node, in this order.
     """
@@ -105,6 +106,10 @@ class JobDef(CheckedInput):
     deadline_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
     not_before_ms: int | None = Field(default=None, ge=0, le=1000 * MAX_DEADLINE_S)
     background: bool = True
+    needs_reader: bool | None = None
+    """Whether the job is canceled when it loses all its readers; None: only if it is not a background job."""
+    max_wait_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
+    """The longest expected wait in the queue with which a foreground job is accepted; None: the pool's limit."""
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 
     @field_validator("messages")
@@ -149,6 +154,14 @@ class JobDef(CheckedInput):
             raise ValueError(f"not_before_ms ({self.not_before_ms}) must be less than deadline_ms ({self.deadline_ms})")
         return self
 
+    @model_validator(mode="after")
+    def _only_foreground_waits(self) -> Self:
+        if self.max_wait_ms is not None and self.background:
+            raise ValueError(
+                "max_wait_s limits the wait of foreground work; a background job waits for as long as it takes"
+            )
+        return self
+
     @property
     def kind(self) -> str:
         """The kind of job, which names its task."""
@@ -163,6 +176,16 @@ class JobDef(CheckedInput):
     def sampling(self) -> SamplingParams:
         """The parameters of the job's sequences: the caller's, or those of its task."""
         return self.params if self.task is None else SamplingParams(**self.task.sampling())
+
+    @property
+    def level(self) -> int:
+        """The level of the queue, which follows from its class and kind of work."""
+        return level_of(self.priority, self.background)
+
+    @property
+    def requires_reader(self) -> bool:
+        """Whether the job is canceled when it loses all its readers."""
+        return not self.background if self.needs_reader is None else self.needs_reader
 
     @property
     def pool(self) -> str:
@@ -201,6 +224,7 @@ class QueueFields(BaseModel):
     deadline_s: Annotated[float | None, Option({MESSAGES: None, COUNT_TOKENS: None})] = None
     not_before_s: Annotated[float | None, Option({RESPONSES: None, **_ONLY_ANSWERS})] = None
     return_progress: Annotated[bool | None, Option(_ONLY_ANSWERS)] = None
+    max_wait_s: Annotated[float | None, Option(_ONLY_ANSWERS)] = None
     background: Annotated[bool | None, Option({OPENAI: None, **_ONLY_ANSWERS})] = None
     queue_without_node: Annotated[bool | None, Option(_ONLY_JOBS)] = None
     idempotency_key: Annotated[str | None, Option(_ONLY_JOBS)] = None
@@ -212,6 +236,7 @@ class QueueOptions(TypedDict, total=False):
     deadline_s: float | None
     not_before_s: float | None
     return_progress: bool
+    max_wait_s: float | None
     background: bool
     queue_without_node: bool | None
     idempotency_key: str | None
@@ -223,12 +248,15 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     model: a served model, pool, alias or adapter; optional if only one model is served.
     adapter: one of the model's LoRA adapters; naming it as the model has the same effect.
     params: all sampling options at once, instead of the single arguments.
-    priority: the job's class.
+    priority: the job's class; by default `batch` for background work, and `standard` for other work.
     deadline_s: seconds after which the job expires if it is not done.
     not_before_s: seconds that the job waits before it enters the queue.
     channel: also publish each chunk on the job's own channel, for any Redis client.
     lower_max_tokens: lower `max_tokens` to what the context leaves after the prompt, instead of refusing the job.
-    background: continue without a reader; otherwise the job is canceled soon after its last reader has left.
+    max_wait_s: refuse a foreground job that would wait longer than this in the queue; by default the pool's setting.
+    background: nobody waits for this job: it goes after all foreground work, may wait for as long as it takes, and goes
+        on without a reader. A foreground job is canceled soon after its last reader has left.
+    needs_reader: cancel the job soon after its last reader has left; by default only a foreground job.
     return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
     queue_without_node: queue the job even while its pool has no live node; by default the client's setting.
     idempotency_key: a later submission with the same key and the same request returns the same job, also if several
@@ -245,6 +273,7 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     adapter: str | None
     params: SamplingParams | None
     priority: Priority
+    needs_reader: bool
     channel: bool
     lower_max_tokens: bool
     tools: Sequence[Mapping[str, Any]] | str | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.contract.priority import NUM_LEVELS, PerLevel
 from penstock.contract.tasks import GENERATE
 
 # The part of an engine's statistics that its node reports with every heartbeat.
@@ -97,7 +98,7 @@ EVENTS = {
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """A pool at one moment. Tuples have one entry per class, most urgent first."""
+    """A pool at one moment. Tuples have one entry per level, most urgent first."""
 
     pool: str
     depth: tuple[int, ...]
@@ -145,7 +146,7 @@ class LiveNode:
 
 @dataclass(frozen=True, slots=True)
 class PoolActivity:
-    """A pool at one moment. Tuples of numbers have one entry per class, most urgent first."""
+    """A pool at one moment. Tuples of numbers have one entry per level, most urgent first."""
 
     pool: str
     depth: tuple[int, ...]
@@ -200,9 +201,9 @@ class NodePressure(EngineLoad):
 
     node_id: str
     num_jobs: int = 0
-    jobs_by_class: tuple[int, ...] = ()
+    jobs_by_level: PerLevel = ()
     jobs_by_tenant: dict[str, int] = field(default_factory=dict)
-    """Number of held jobs of the tenants with the most. `jobs_by_class` counts all jobs, most urgent class first."""
+    """Number of held jobs of the tenants with the most. `jobs_by_level` counts all jobs, most urgent level first."""
     max_num_seqs: int = 0
     kv_tokens_available: int = 0
     """KV tokens that taken jobs neither use now nor are expected to need later."""
@@ -225,8 +226,8 @@ class NodePressure(EngineLoad):
 
 @dataclass(frozen=True, slots=True)
 class PoolPressure:
-    """Input of admission: live nodes' pressure records, and per class the queued jobs and their cost in KV tokens."""
+    """Input of admission: live nodes' pressure records, and per level the queued jobs and their cost in KV tokens."""
 
     nodes: tuple[NodePressure, ...] = ()
-    backlog_cost: tuple[int, int, int] = field(default=(0, 0, 0))
-    num_queued: tuple[int, int, int] = field(default=(0, 0, 0))
+    backlog_cost: PerLevel = (0,) * NUM_LEVELS
+    num_queued: PerLevel = (0,) * NUM_LEVELS

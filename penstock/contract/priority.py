@@ -1,4 +1,4 @@
-"""Priority classes of jobs, and the check of a requested class against the highest one that the caller may use."""
+"""Priority classes and levels of jobs, and the check of a requested class against the highest one that the caller may use."""
 
 from __future__ import annotations
 
@@ -30,17 +30,48 @@ class Priority(IntEnum):
 
 
 NUM_PRIORITIES = len(Priority)
+NUM_LEVELS = 2 * NUM_PRIORITIES
+"""Levels of the queue: the classes of foreground work, then those of background work. A lower one is served first."""
+PerLevel = tuple[int, ...]
+"""One number for each level."""
 _LABELS: tuple[ClassName, ...] = get_args(ClassName)
 
 
-def allowed_class(asked: ClassName | None, highest: ClassName, owner: str) -> Priority:
-    """Return the class of a request. A request without one gets `standard`, or `highest` if that is less urgent.
+def level_of(priority: Priority, background: bool) -> int:
+    """Return the level of a job: background work of any class is served after all foreground work."""
+    return int(priority) + NUM_PRIORITIES * background
+
+
+def class_of_level(level: int) -> Priority:
+    """Return the class of a level."""
+    return Priority(level % NUM_PRIORITIES)
+
+
+def is_background(level: int) -> bool:
+    """Return whether a level is one of background work."""
+    return level >= NUM_PRIORITIES
+
+
+def level_label(level: int) -> str:
+    """Return what people read as a level: its class, and whether it is background work."""
+    return class_of_level(level).label + (", background" if is_background(level) else "")
+
+
+def default_class(background: bool) -> Priority:
+    """Return the class of a request that names none."""
+    return Priority.BATCH if background else Priority.STANDARD
+
+
+def allowed_class(
+    asked: ClassName | None, highest: ClassName, owner: str, default: Priority = Priority.STANDARD
+) -> Priority:
+    """Return the class of a request. A request without one gets `default`, or `highest` if that is less urgent.
 
     `owner` names the owner of the limit in the error message. Raises ForbiddenError for a class above `highest`.
     """
     limit = Priority.of(highest)
     if asked is None:
-        return max(Priority.STANDARD, limit)
+        return max(default, limit)
     if Priority.of(asked) < limit:
         raise class_not_allowed(Priority.of(asked), limit, owner)
     return Priority.of(asked)

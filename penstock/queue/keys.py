@@ -8,25 +8,29 @@ time or its tenant's tokens (take, sweep). `ring` wakes a node. audit may write 
 unused pool.
 
     key                      type    writers                              content; lifetime
-    P:queue:<p>:<tenant>     stream  submit; take, end (XDEL, DEL empty)  queued job ids; p: 0 interactive … 2 batch
-    P:requeued:<p>:<tenant>  zset    requeue, release; take, end          queued again or formerly waiting ids, by
+    P:queue:<l>:<tenant>     stream  submit; take, end (XDEL, DEL empty)  queued job ids of a level: 0 interactive …
+                                                                          2 batch, + 3 for background work
+    P:requeued:<l>:<tenant>  zset    requeue, release; take, end          queued again or formerly waiting ids, by
                                                                           submission time
-    P:delayed                zset    submit; release, end                 ids of jobs with not_before, by that time
+    P:delayed:<l>:<t>        zset    submit; release, end                 ids of jobs with not_before, by that time
+    P:delayed                zset    submit, release, end                 `<l>:<t>` → when to look at its delayed jobs
     P:awaiting:<t>           zset    submit, release; end                 ids of the tenant's jobs that wait for its
-                                                                          tokens, by class and submission time
+                                                                          tokens, by level and submission time
     P:awaiting               zset    submit, release, end                 tenant → when to look at its waiting jobs
-    P:waiting:<p>            zset    submit, requeue, release; take, end  all queued ids, by submission time
+    P:waiting:<l>            zset    submit, requeue, release; take, end  all queued ids, by submission time
     P:tasks                  zset    submit, requeue, release; take, end  queued ids of jobs that need no KV cache, by
                                                                           submission time
     P:tenant_tasks           hash    submit, requeue, release; take, end  tenant → number of its ids in P:tasks
     P:deadlines              zset    submit, requeue, release; take, end  queued ids with a deadline, by deadline
-    P:virtual_time:<p>       zset    submit, requeue, release; take,      tenants with queued jobs, by virtual time
+    P:virtual_time:<l>       zset    submit, requeue, release; take,      tenants with queued jobs, by virtual time
                                      finish, end
-    P:virtual_clock:<p>      string  submit, requeue, release; take       the highest virtual time at which a job
+    P:virtual_clock:<l>      string  submit, requeue, release; take       the highest virtual time at which a job
                                                                           started, plus 1 per tenant that entered
-    P:debt:<p>               zset    take, finish, end; submit, requeue,  virtual times of tenants without queued jobs
+    P:debt:<l>               zset    take, finish, end; submit, requeue,  virtual times of tenants without queued jobs
                                      release                              that are ahead of the virtual clock
     P:head_served            hash    take                                 class → when the head of its queue was taken
+    P:background_turns       hash    take                                 level → its turns in the time that is kept for
+                                                                          background work, and the last turn
     P:reservations           hash    take; sweep, leave                   node → job for which it keeps capacity free,
                                                                           and for how long
     P:job:<id>               hash    scripts                              the job's record; result_ttl_ms after its end
@@ -54,8 +58,10 @@ unused pool.
     P:pressure               hash    heartbeat; sweep, leave              node → pressure record (wire.py)
     P:adapters               hash    node; sweep, leave                   node with adapters → the pool record that it
                                                                           announced
-    P:backlog                hash    submit, requeue, release, take, end  class → predicted KV tokens of its queued jobs
-    P:queued                 hash    submit, requeue, release, take, end  the same per tenant; no field where it is 0
+    P:backlog                hash    submit, requeue, release, take, end  level → predicted KV tokens of its queued jobs
+    P:queued                 hash    submit, requeue, release, take, end  tenant → those of its foreground jobs; no field
+                                                                          where it is 0
+    P:queued_background      hash    submit, requeue, release, take, end  the same of its background jobs
     P:stored                 hash    submit, emit, requeue, end; sweep,   tenant → bytes that its jobs occupy
                                      purge, delete_response
     P:reserved               hash    take, emit; requeue, end             tenant → bytes that its running jobs may still
@@ -65,7 +71,8 @@ unused pool.
     P:usage:<day>            hash    end                                  `<tenant>:<account>:<what>` → jobs; tokens of
                                                                           prompts, cached and completions; 92 days
     P:hour_usage:<hour>      hash    end                                  the same per hour; 72 hours
-    P:recent_use:<window>    hash    take, requeue, finish                tenant → charged KV-token-ms ÷ weight, per
+    P:recent_use:<window>    hash    take, requeue, finish                tenant → KV-token-ms ÷ weight that foreground
+                                                                          work charged, per
                                                                           window of share_window_ms; two windows
     P:refused:<t>            hash    submit                               its recently refused cost, since when, and the
                                                                           bodies that it counts; 10 min
@@ -113,7 +120,7 @@ from penstock.contract.job import pool_of
 
 # The version of the queue protocol, and the refusal of pools of another version.
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of the keys, scripts and records in Redis, as in prelude.lua. Processes of one pool have the same version."""
 
 
@@ -181,9 +188,9 @@ def idempotency(pool: str, tenant: str, hashed_key: str) -> str:
     return f"{prefix(pool)}:idem:{tenant}:{hashed_key}"
 
 
-def waiting(pool: str, priority: int) -> str:
-    """Zset: queued job ids of one class, by submission time."""
-    return f"{prefix(pool)}:waiting:{priority}"
+def waiting(pool: str, level: int) -> str:
+    """Zset: queued job ids of one level, by submission time."""
+    return f"{prefix(pool)}:waiting:{level}"
 
 
 def nodes(pool: str) -> str:
@@ -207,23 +214,28 @@ def adapters(pool: str) -> str:
 
 
 def backlog(pool: str) -> str:
-    """Hash: class → predicted KV tokens of its queued jobs."""
+    """Hash: level → predicted KV tokens of its queued jobs."""
     return f"{prefix(pool)}:backlog"
 
 
-def queue(pool: str, priority: int, tenant: str) -> str:
-    """Stream: queued job ids of one class and tenant."""
-    return f"{prefix(pool)}:queue:{priority}:{tenant}"
+def queue(pool: str, level: int, tenant: str) -> str:
+    """Stream: queued job ids of one level and tenant."""
+    return f"{prefix(pool)}:queue:{level}:{tenant}"
 
 
-def requeued(pool: str, priority: int, tenant: str) -> str:
-    """Zset: queued again or formerly delayed ids of one class and tenant, by submission time."""
-    return f"{prefix(pool)}:requeued:{priority}:{tenant}"
+def requeued(pool: str, level: int, tenant: str) -> str:
+    """Zset: queued again or formerly delayed ids of one level and tenant, by submission time."""
+    return f"{prefix(pool)}:requeued:{level}:{tenant}"
 
 
 def queued(pool: str) -> str:
-    """Hash: tenant → predicted KV tokens of its queued jobs."""
+    """Hash: tenant → predicted KV tokens of its queued foreground jobs."""
     return f"{prefix(pool)}:queued"
+
+
+def queued_background(pool: str) -> str:
+    """Hash: tenant → predicted KV tokens of its queued background jobs."""
+    return f"{prefix(pool)}:queued_background"
 
 
 def stored(pool: str) -> str:

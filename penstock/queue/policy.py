@@ -3,15 +3,21 @@
 The functions are pure; time is an argument. take.lua implements the same order in Lua, and a test through a real Redis
 compares the two. The engine and the simulator order their own queues with these functions.
 
+*Levels.* A caller waits for foreground work, and nobody waits for background work. All foreground work goes before all
+background work, so a job's level is its class, plus the number of classes for background work. Within a kind of work,
 `fcfs` considers age only. The other policies serve class by class, most urgent first. Within a class they serve
 
     priority   the oldest job
     sjf        the job with the lowest predicted remaining cost: an estimate that shrinks as its output grows
     fair       the oldest job of the tenant with the lowest virtual time (`VirtualTimes`)
 
-*Aging.* The head of a class is its oldest job; under `fair`, the job that would start next. It counts as one class more
-urgent for each `aging_ms` since it was submitted, or since the class's last head started, whichever is later. So no
+*Aging.* The head of a class of foreground work is its oldest job; under `fair`, the job that would start next. It counts
+as one class more urgent for each `aging_ms` since it was submitted, or since the class's last head started, whichever is later. So no
 class starves. Each start resets the clock, so a backlog of a day does not become the most urgent work.
+
+*Background.* Background work does not age. Instead, while it had less than its share of the engine's time, its next job
+goes before everything else (`background_due`). Its classes take turns by weight (`BackgroundTurns`). Such a job counts
+as the most urgent, so that nothing displaces it, but displaces nothing itself.
 
 *Shares.* Under `fair`, class 0 goes before class 1 only while its tenant is within its share. A tenant is above its
 share if its use in this and the last window of `share_window_ms` exceeds the mean of all tenants with queued work. Use
@@ -33,11 +39,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
-from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, is_background
 from penstock.queue.policy_state import SHARE_WINDOW_MS, PolicyState, Shares, VirtualTimes
 
 PolicyName = Literal["fcfs", "priority", "sjf", "fair"]
-LEAST_URGENT = NUM_PRIORITIES - 1
+LEAST_URGENT = NUM_LEVELS - 1
+_BATCH = NUM_PRIORITIES - 1
 MAX_PASSED = 16
 """A scan of the queue ends after this many jobs that did not fit and were overtaken."""
 HOLD_MS = 1000.0
@@ -57,8 +64,8 @@ class Candidate(Protocol):
         """The tenant that is charged for it."""
 
     @property
-    def priority(self) -> int:
-        """The job's priority class; 0 is the most urgent one."""
+    def level(self) -> int:
+        """The level of the job's class and kind of work; 0 is the most urgent one."""
 
     @property
     def submitted_ms(self) -> float:
@@ -82,7 +89,7 @@ class RunningJob(Protocol):
 
     @property
     def urgency(self) -> int:
-        """The class that it counted as when it started; it differs from its own class after aging, or by shares."""
+        """The level that it counted as when it started; it differs from its own level after aging, or by shares."""
 
 
 C = TypeVar("C", bound=Candidate)
@@ -106,22 +113,29 @@ def choose(
     now_ms: float,
     fits: Callable[[C, int], bool],
     reserves: Callable[[C], bool] = lambda _: True,
+    *,
+    background_due: bool = False,
 ) -> list[C]:
     """Return the candidates to start now, in order, and charge their tenants.
 
-    `fits(candidate, urgency)` returns whether the candidate fits if it counts as class `urgency`, and then reserves its
+    `fits(candidate, urgency)` returns whether the candidate fits if it counts as level `urgency`, and then reserves its
     capacity. `reserves(candidate)` is called for a candidate that does not fit and is too old to be overtaken. It
     returns False if another node keeps capacity free for that candidate, so that the scan continues. The tenants of
-    `waiting` must have entered `state.virtual_times`.
+    `waiting` must have entered `state.virtual_times`. `background_due`: whether background work had less than its share
+    of the engine's time.
     """
+    waiting = list(waiting)
     chosen: list[C] = []
     num_passed = 0
-    for candidate, urgency, is_head in _in_order(list(waiting), policy, state, now_ms):
+    due = _due_background(waiting, policy, state) if background_due else None
+    for candidate, urgency, is_head in _in_order(waiting, policy, state, now_ms, due):
         if fits(candidate, urgency):
             chosen.append(candidate)
-            state.start(candidate.priority, candidate.tenant, candidate.charge, now_ms)
+            if candidate is due:
+                state.background_turns.start(candidate.level, candidate.cost)
+            state.start(candidate.level, candidate.tenant, candidate.charge, now_ms)
             if is_head:
-                state.head_served_ms[candidate.priority] = now_ms
+                state.head_served_ms[candidate.level] = now_ms
             continue
         if now_ms - candidate.submitted_ms >= policy.bypass_ms:
             if reserves(candidate):
@@ -134,7 +148,7 @@ def choose(
 
 
 def foremost(waiting: Iterable[C], policy: PolicyConfig, state: PolicyState, now_ms: float) -> tuple[C, int] | None:
-    """Return the first candidate in the policy's order and the class it counts as; None if `waiting` is empty."""
+    """Return the first candidate in the policy's order and the level it counts as; None if `waiting` is empty."""
     first = next(_in_order(list(waiting), policy, state, now_ms), None)
     return first[:2] if first is not None else None
 
@@ -161,40 +175,53 @@ def learned_hold_ms(hold_ms: float, kv_token_ms: float, cost: int) -> float:
 
 
 def _in_order(
-    waiting: list[C], policy: PolicyConfig, state: PolicyState, now_ms: float
+    waiting: list[C], policy: PolicyConfig, state: PolicyState, now_ms: float, due: C | None = None
 ) -> Iterator[tuple[C, int, bool]]:
-    """Yield (candidate, class it counts as, whether it is its class's head).
+    """Yield (candidate, level it counts as, whether it is the head of its class, which aging may raise).
 
     The caller charges a started candidate to `state` before it asks for the next one.
     """
+    if due is not None:
+        yield due, LEAST_URGENT, False
+        waiting = [one for one in waiting if one is not due]
     if policy.name == "fcfs":
-        yield from ((one, LEAST_URGENT, False) for one in sorted(waiting, key=_age))
+        yield from ((one, _last_level_of_kind(one), False) for one in sorted(waiting, key=_kind_and_age))
         return
-    classes = [[one for one in waiting if one.priority == p] for p in range(NUM_PRIORITIES)]
-    queues = [_ClassQueue(members, policy, state.virtual_times[p]) for p, members in enumerate(classes)]
-    heads = [queue.head() for queue in queues]
+    levels = [[one for one in waiting if one.level == level] for level in range(NUM_LEVELS)]
+    queues = [_LevelQueue(members, policy, state.virtual_times[level]) for level, members in enumerate(levels)]
+    heads = [queue.head() for queue in queues[:NUM_PRIORITIES]]
     risen = _risen(heads, policy, state, now_ms)
-    shares = state.shares(now_ms) if policy.name == "fair" and classes[0] else None
+    shares = state.shares(now_ms) if policy.name == "fair" and levels[0] else None
     while (found := _next_of(queues, risen, shares)) is not None:
         one, urgency = found
-        yield one, urgency, one is heads[one.priority]
+        yield one, urgency, not is_background(one.level) and one is heads[one.level]
+
+
+def _due_background(waiting: list[C], policy: PolicyConfig, state: PolicyState) -> C | None:
+    """Return the background job that goes before everything else; None if none waits."""
+    levels = {one.level for one in waiting if is_background(one.level)}
+    if not levels:
+        return None
+    level = state.background_turns.next_of(levels)
+    members = [one for one in waiting if one.level == level]
+    return _LevelQueue(members, policy, state.virtual_times[level]).take()
 
 
 def _next_of(
-    queues: list[_ClassQueue[C]], risen: list[tuple[float, int, C]], shares: Shares | None
+    queues: list[_LevelQueue[C]], risen: list[tuple[float, int, C]], shares: Shares | None
 ) -> tuple[C, int] | None:
-    """Return the next candidate and the class it counts as; None if none is left.
+    """Return the next candidate and the level it counts as; None if none is left.
 
     Interactive work of tenants above their share follows standard work. This is decided anew for each candidate,
     because each started one changes the shares.
     """
-    interactive, standard, batch = queues
+    interactive, standard, batch, *background = queues
 
     def risen_to(p: int) -> C | None:
         if not risen or risen[0][0] > p:
             return None
         head = risen.pop(0)[2]
-        queues[head.priority].remove(head)
+        queues[head.level].remove(head)
         return head
 
     if (one := risen_to(0)) is not None:
@@ -203,8 +230,9 @@ def _next_of(
         return one, int(shares is not None and not shares.may_displace(one.tenant))
     if (one := risen_to(1) or standard.take() or interactive.take()) is not None:
         return one, 1
-    one = risen_to(2) or batch.take()
-    return None if one is None else (one, 2)
+    if (one := risen_to(2) or batch.take()) is not None:
+        return one, _BATCH
+    return next(((one, one.level) for queue in background if (one := queue.take()) is not None), None)
 
 
 def _risen(
@@ -221,8 +249,8 @@ def _risen(
     return sorted(risen, key=lambda one: one[:2])
 
 
-class _ClassQueue(Generic[C]):
-    """The waiting candidates of one class, in the policy's order.
+class _LevelQueue(Generic[C]):
+    """The waiting candidates of one level, in the policy's order.
 
     Under `fair` it holds one queue per tenant, because the tenants' virtual times may change during the scan.
     """
@@ -236,7 +264,7 @@ class _ClassQueue(Generic[C]):
         self._head = self._first(_any_tenant) if self._virtual_times else min(members, key=_age, default=None)
 
     def head(self) -> C | None:
-        """Return the head of the class, which aging may raise."""
+        """Return the head of the level, which aging may raise if it is a class of foreground work."""
         return self._head
 
     def take(self, may: Callable[[str], bool] | None = None) -> C | None:
@@ -267,3 +295,11 @@ def _any_tenant(tenant: str) -> bool:
 
 def _age(one: Candidate) -> tuple[float, str]:
     return one.submitted_ms, one.job_id
+
+
+def _last_level_of_kind(one: Candidate) -> int:
+    return LEAST_URGENT if is_background(one.level) else _BATCH
+
+
+def _kind_and_age(one: Candidate) -> tuple[int, tuple[float, str]]:
+    return _last_level_of_kind(one), _age(one)

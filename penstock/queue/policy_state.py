@@ -6,9 +6,10 @@ Pure; time is an argument.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, is_background
 
 MAX_DEBTS = 1000
 """Debts remembered per class; the smallest ones are dropped."""
@@ -65,7 +66,11 @@ class VirtualTimes:
 
 
 class RecentUse:
-    """The sum charged to each tenant in the present time window and in the last one, in whole KV-token-ms ÷ weight."""
+    """What foreground work charged to each tenant in the present time window and in the last one.
+
+    In whole KV-token-ms ÷ weight. Background work fills idle capacity, so it costs its tenant no place in the order of
+    foreground work.
+    """
 
     def __init__(self, window_ms: float) -> None:
         self._window_ms = window_ms
@@ -100,33 +105,65 @@ class RecentUse:
             self._index = index
 
 
+BACKGROUND_WEIGHTS = (4, 2, 1)
+"""Weights of the classes in the time that is kept for background work."""
+
+
+class BackgroundTurns:
+    """Turns of the classes of background work in the time that is kept for it.
+
+    A turn advances its class by the job's cost ÷ the weight of the class. A class that waits anew starts where the last
+    turn was.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._turns = [0.0] * NUM_PRIORITIES
+
+    def next_of(self, waiting: Collection[int]) -> int:
+        """Return the level whose turn it is among these levels of background work."""
+        return min(waiting, key=lambda level: (self._turn_of(level), level))
+
+    def start(self, level: int, cost: int) -> None:
+        """Advance a level by a job of this cost that starts in its turn."""
+        self._last = self._turn_of(level)
+        self._turns[level - NUM_PRIORITIES] = self._last + cost / BACKGROUND_WEIGHTS[level - NUM_PRIORITIES]
+
+    def _turn_of(self, level: int) -> float:
+        return max(self._last, self._turns[level - NUM_PRIORITIES])
+
+
 @dataclass(slots=True)
 class PolicyState:
     """The state of a queue's policy between two scans."""
 
     share_window_ms: float = SHARE_WINDOW_MS
     use: RecentUse = field(init=False)
-    virtual_times: list[VirtualTimes] = field(default_factory=lambda: [VirtualTimes() for _ in range(NUM_PRIORITIES)])
-    """The tenants' virtual times, per class."""
+    virtual_times: list[VirtualTimes] = field(default_factory=lambda: [VirtualTimes() for _ in range(NUM_LEVELS)])
+    """The tenants' virtual times, per level."""
     head_served_ms: list[float] = field(default_factory=lambda: [0.0] * NUM_PRIORITIES)
-    """When the head of a class last started, per class."""
+    """When the head of a class last started, per class of foreground work."""
+    background_turns: BackgroundTurns = field(default_factory=BackgroundTurns)
 
     def __post_init__(self) -> None:
         self.use = RecentUse(self.share_window_ms)
 
-    def start(self, priority: int, tenant: str, charge: float, now_ms: float) -> None:
+    def start(self, level: int, tenant: str, charge: float, now_ms: float) -> None:
         """Charge a tenant with queued work for a job that starts."""
-        self.virtual_times[priority].start(tenant, charge)
-        self.use.note(tenant, charge, now_ms)
+        self.virtual_times[level].start(tenant, charge)
+        if not is_background(level):
+            self.use.note(tenant, charge, now_ms)
 
-    def correct(self, priority: int, tenant: str, by: float, now_ms: float, since_ms: float) -> None:
+    def correct(self, level: int, tenant: str, by: float, now_ms: float, since_ms: float) -> None:
         """Correct the charge that a tenant got at `since_ms`; `by` is negative if it was too high."""
-        self.virtual_times[priority].correct(tenant, by)
-        self.use.note(tenant, by, now_ms, since_ms)
+        self.virtual_times[level].correct(tenant, by)
+        if not is_background(level):
+            self.use.note(tenant, by, now_ms, since_ms)
 
     def shares(self, now_ms: float) -> Shares:
-        """Return a view of the tenants' shares; it follows later charges."""
-        return Shares(self.use, frozenset().union(*(times.times for times in self.virtual_times)), now_ms)
+        """Return a view of the tenants' shares of foreground work; it follows later charges."""
+        waiting = frozenset().union(*(times.times for times in self.virtual_times[:NUM_PRIORITIES]))
+        return Shares(self.use, waiting, now_ms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ class DeadLetterBox(DeadLetters):
             params=None if request.task is not None else request.params,
             task=request.task,
             priority=letter.priority,
+            background=letter.is_background,
             tenant=letter.tenant,
             terms=Terms(weight=letter.weight),
             idempotency_key=f"retry:{job_id}",
@@ -146,7 +147,7 @@ class AsyncClient:
         return self
 
     async def close(self) -> None:
-        """End every stream, task and connection of this client. Only `background` jobs continue without a reader."""
+        """End every stream, task and connection of this client. Only jobs that need no reader continue."""
         self._is_closed = True
         await self.runs.close()
         self._patience.is_open = False
@@ -200,8 +201,8 @@ class AsyncClient:
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
         """Check, admit and enqueue a job, and return its handle. `SubmitOptions` describes each option.
 
-        `prompt` is text, token ids or the messages of a chat. A `background` job, the default, goes on if this
-        process ends. `client.attach(job.id)` reads it from any process, and `job.cancel()` ends it.
+        `prompt` is text, token ids or the messages of a chat. A `background` job, the default, may wait for hours behind
+        foreground work, and goes on if this process ends. `client.attach(job.id)` reads it from any process, and `job.cancel()` ends it.
 
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
@@ -213,7 +214,7 @@ class AsyncClient:
     async def submit_unread(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Submitted:
         """Submit a job as `submit` does, but do not read it here. Return its id and state.
 
-        Unless it is `background`, it is canceled soon if no other reader attaches to it.
+        Unless it is `background` or needs no reader, it is canceled soon if no other reader attaches to it.
         """
         with self._admissions.counting(self.stats.decisions):
             submission = await self._admitted(prompt, options)
@@ -236,7 +237,7 @@ class AsyncClient:
         cost = estimate_cost(job, record, (await admission.recent()).nodes)
         await self._inbox.ensure_heartbeat(record.pool)
         wish = options.get("queue_without_node")
-        needs_node = not (self._queues_without_node if wish is None else wish)
+        needs_node = not (job.background or self._queues_without_node if wish is None else wish)
         try:
             if needs_node:
                 await admission.require_node()
@@ -270,8 +271,8 @@ class AsyncClient:
         UnavailableError if there is no node at first, or none for `outage_s` later.
 
         After `timeout` seconds it raises ResultTimeoutError. After that or another error, a cancellation or Ctrl-C, it
-        cancels its open jobs. With `background=True` they go on instead. If the process is killed, the queue cancels
-        them soon, unless they are `background`.
+        cancels its open jobs. With `needs_reader=False` they go on instead. If the process is killed, the queue cancels
+        them soon, unless they need no reader. The jobs are background work; `background=False` makes them go first.
 
         With an `idempotency_key`, the prompt at index i gets the key `<idempotency_key>:<i>`. If the call is repeated,
         in any process, it finds the jobs of the first one. So an early end leaves such jobs to the queue, as a killed

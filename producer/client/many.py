@@ -28,7 +28,7 @@ class GenerateOptions(JobOptions, total=False):
     max_in_flight: int
 
 
-DEFAULTS = {"background": False, "check": True, "max_in_flight": MAX_IN_FLIGHT}
+DEFAULTS = {"needs_reader": True, "check": True, "max_in_flight": MAX_IN_FLIGHT}
 """The defaults that differ from those of `submit`."""
 _OF_RUN = GenerateOptions.__annotations__.keys() - JobOptions.__annotations__.keys()
 _OF_ONE_JOB = SubmitOptions.__annotations__.keys() - JobOptions.__annotations__.keys()
@@ -48,9 +48,9 @@ class Runs:
             raise RequestError(f"{wrong[0]}: allowed only in submit", param=wrong[0])
         key = options.get("idempotency_key")
         # Jobs with a key may have other readers.
-        leaves_jobs = bool(options.get("background")) or key is not None
+        leaves_jobs = options.get("needs_reader") is False or key is not None
         how = {name: value for name, value in options.items() if name in _OF_RUN}
-        of_job = {"background": False, **{name: value for name, value in options.items() if name not in _OF_RUN}}
+        of_job = {"needs_reader": True, **{name: value for name, value in options.items() if name not in _OF_RUN}}
 
         async def submit_one(prompt: Prompt, index: int) -> AsyncJob:
             own = {} if key is None else {"idempotency_key": f"{key}:{index}"}

@@ -40,7 +40,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPro
 _OF_JOB = OPTIONS_OF_QUEUE & JobDef.model_fields.keys() - {"adapter", "params", "tenant"}
 """Options that become a field of the job as they are."""
 _ANY_ID = "any.00000000-0000-7000-8000-000000000000"
-_ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
+_ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s", "max_wait_ms": "max_wait_s"}
 """Fields of a job to the arguments that callers pass for them."""
 
 
@@ -131,6 +131,8 @@ def job_key_of(options: SubmitOptions, tenant: str) -> JobKey | None:
 def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> JobDef:
     """Build and check a job for a pool. Raises RequestError with the name of the wrong argument."""
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
+    if options.get("priority") is None:
+        of_job["priority"] = default_class(bool(options.get("background", True)))
     if isinstance(task := options.get("task"), Embed):
         of_job["task"] = task.within(record.max_model_len)
     sampling = {name: value for name, value in options.items() if name not in OPTIONS_OF_QUEUE}
@@ -146,6 +148,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
             params=params,
             deadline_ms=_duration_ms(options.get("deadline_s"), "deadline_s"),
             not_before_ms=_not_before_ms(options),
+            max_wait_ms=_duration_ms(options.get("max_wait_s"), "max_wait_s"),
             **{form: value},
             **of_job,
         )

@@ -85,8 +85,8 @@ class ByPolicy:
             return True
 
         favored, self._favored = self._favored, None
-        if favored is not None and favored in queued and fits(favored, favored.priority):
-            self._state.start(favored.priority, favored.tenant, favored.charge, now_ms)
+        if favored is not None and favored in queued and fits(favored, favored.level):
+            self._state.start(favored.level, favored.tenant, favored.charge, now_ms)
             queued.remove(favored)
         choose(queued, self._config, self._state, now_ms, fits)
 
@@ -98,7 +98,7 @@ class ByPolicy:
         now_ms, queued = self._now_ms(), list(waiting)
         old_ms = now_ms - self._config.aging_ms
         # This runs at every step and nearly always ends here.
-        if not any(seq.priority < least_urgent or seq.submitted_ms <= old_ms for seq in queued):
+        if not any(seq.level < least_urgent or seq.submitted_ms <= old_ms for seq in queued):
             return None
         first = foremost(self._with_charges(queued), self._config, self._state, now_ms)
         if first is None:
@@ -137,12 +137,12 @@ class ByPolicy:
     def _with_charges(self, waiting: Iterable[Sequence]) -> list[Sequence]:
         """Return the waiting sequences with their charges, after updating each tenant's virtual time."""
         queued = list(waiting)
-        present = dict.fromkeys((seq.priority, seq.tenant) for seq in queued)  # in order of arrival
-        for priority, tenant in present:
-            self._state.virtual_times[priority].enter(tenant)
+        present = dict.fromkeys((seq.level, seq.tenant) for seq in queued)  # in order of arrival
+        for level, tenant in present:
+            self._state.virtual_times[level].enter(tenant)
         self._correct_charges(set(queued))
-        for priority, virtual_times in enumerate(self._state.virtual_times):
-            for tenant in [tenant for tenant in virtual_times.times if (priority, tenant) not in present]:
+        for level, virtual_times in enumerate(self._state.virtual_times):
+            for tenant in [tenant for tenant in virtual_times.times if (level, tenant) not in present]:
                 virtual_times.leave(tenant)
         for seq in queued:
             seq.charge = sum(self._charge(one) for one in (seq, *seq.forks))
@@ -157,7 +157,7 @@ class ByPolicy:
             start = self._started.pop(seq)
             used = seq.kv_token_ms - start.kv_token_ms
             correction = used / seq.weight - start.charge
-            self._state.correct(seq.priority, seq.tenant, correction, self._now_ms(), start.at_ms)
+            self._state.correct(seq.level, seq.tenant, correction, self._now_ms(), start.at_ms)
             if seq in queued:
                 seq.remaining_tokens = self._remaining_tokens(seq, len(seq.token_ids))
             else:

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.sequence import Sequence
 
 MAX_SHARE_PREEMPTIONS = 3
 """A sequence that was preempted this often runs on, whatever its tenant holds."""
-_BATCH = NUM_PRIORITIES - 1
-"""The class that yields to the others by its sender's choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ def share_request(
         return None
     holdings = Holdings(device, running, queued)
     firsts: dict[str, Sequence] = {}
-    for seq in sorted(queued, key=lambda one: one.priority):
+    for seq in sorted(queued, key=lambda one: one.level):
         firsts.setdefault(seq.tenant, seq)
     below = [seq for tenant, seq in firsts.items() if holdings.excess_of(tenant) < 0 and holdings.may_start(seq)]
     if not below:
@@ -114,7 +112,8 @@ def share_request(
 def _victims(candidate: Sequence, running: list[Sequence], holdings: Holdings) -> list[Sequence]:
     by_tenant: dict[str, list[Sequence]] = {}
     for seq in running:
-        yields = candidate.priority < _BATCH or seq.urgency == _BATCH
+        # Batch and background work yield to the others by their sender's choice.
+        yields = candidate.level < Priority.BATCH or seq.urgency >= candidate.level
         if seq.tenant != candidate.tenant and yields and seq.num_preemptions < MAX_SHARE_PREEMPTIONS:
             by_tenant.setdefault(seq.tenant, []).append(seq)
     victims: list[Sequence] = []

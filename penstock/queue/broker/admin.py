@@ -16,7 +16,7 @@ from redis.exceptions import ResponseError
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
 from penstock.contract.output import TERMINAL_STATES, Outcome
 from penstock.contract.pool import NodePressure, PoolEntry
-from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.priority import NUM_LEVELS, is_background
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
@@ -30,9 +30,9 @@ MAX_STORED = 100_000
 MAX_NAME_CHARS = 200
 """Characters of a name that a pool may serve."""
 _SCAN_COUNT = 1000
-_OF_TENANT = frozenset(("awaiting", "may_use"))
+_OF_TENANT = frozenset(("awaiting", "may_use", "delayed"))
 """Their keys without a tenant list tenants."""
-_ZSETS_OF_JOBS = _OF_TENANT | {"waiting", "tasks", "deadlines", "delayed", "dead_letters"}
+_ZSETS_OF_JOBS = _OF_TENANT | {"waiting", "tasks", "deadlines", "dead_letters"}
 _PER_JOB = frozenset(("job", "request", "log", "result", "response"))
 _REPAIR_RETRY_MS = 10_000
 KeyEntry = tuple[str, str]
@@ -56,7 +56,7 @@ class JobSighting:
 
     jobs: dict[str, list[KeyEntry]] = field(default_factory=dict)
     virtual_times: set[tuple[str, str]] = field(default_factory=set)
-    """(class, tenant)"""
+    """(level, tenant)"""
     idems: list[str] = field(default_factory=list)
     """Idempotency keys, without the pool's prefix."""
 
@@ -71,7 +71,7 @@ class JobHistory:
     result: bytes | None
 
 
-_SUMS = ("backlog", "queued", "tenant_tasks", "stored", "reserved", "may_use")
+_SUMS = ("backlog", "queued", "queued_background", "tenant_tasks", "stored", "reserved", "may_use")
 """The hashes of sums over jobs, by their names without the pool's prefix."""
 
 
@@ -172,11 +172,11 @@ class AdminBroker:
         elif kind == "virtual_time":
             seen.virtual_times.update((rest, tenant.decode()) for tenant in await redis.zrange(key, 0, -1))
         elif kind == "queue":
-            seen.virtual_times.add(_class_and_tenant(rest))
+            seen.virtual_times.add(_level_and_tenant(rest))
             for entry, fields in await redis.xrange(key):
                 seen.jobs.setdefault(fields[b"id"].decode(), []).append((name, entry.decode()))
         elif kind == "requeued":
-            seen.virtual_times.add(_class_and_tenant(rest))
+            seen.virtual_times.add(_level_and_tenant(rest))
             _note(seen, name, await redis.zrange(key, 0, -1))
         elif kind in _ZSETS_OF_JOBS and (rest or kind not in _OF_TENANT):
             _note(seen, name, await redis.zrange(key, 0, -1))
@@ -231,10 +231,11 @@ class AdminBroker:
             fingerprints[where] = fingerprints.get(where, 0) ^ hash((subject, amount))
 
         for part in _pages(waiting):
-            records = await self._records(part, "tenant", "priority", "cost", "n", "may_use")
-            for job_id, (tenant, priority, cost, num_seqs, may_use) in zip(part, records, strict=True):
-                subtract("backlog", priority, job_id, int(cost or 0))
-                subtract("queued", tenant, job_id, int(cost or 0))
+            records = await self._records(part, "tenant", "level", "cost", "n", "may_use")
+            for job_id, (tenant, level, cost, num_seqs, may_use) in zip(part, records, strict=True):
+                subtract("backlog", level, job_id, int(cost or 0))
+                queued = "queued_background" if is_background(int(level or 0)) else "queued"
+                subtract(queued, tenant, job_id, int(cost or 0))
                 subtract("tenant_tasks", tenant, job_id, num_seqs == "0")
                 subtract("may_use", tenant, job_id, int(may_use or 0))
         for part in _pages(open_ids):
@@ -262,8 +263,8 @@ class AdminBroker:
                     pipe.hgetall(f"{keys.prefix(pool)}:{name}")
                 pipe.zrange(keys.expiry(pool), 0, MAX_STORED)
                 pipe.smembers(keys.open_jobs(pool))
-                for priority in range(NUM_PRIORITIES):
-                    pipe.zrange(keys.waiting(pool, priority), 0, -1)
+                for level in range(NUM_LEVELS):
+                    pipe.zrange(keys.waiting(pool, level), 0, -1)
                 for node in nodes:
                     pipe.smembers(f"{keys.prefix(pool)}:running:{cast(bytes, node).decode()}")
                 found = await pipe.execute()
@@ -307,9 +308,9 @@ class AdminBroker:
         return readable
 
 
-def _class_and_tenant(rest: str) -> tuple[str, str]:
-    priority, _, tenant = rest.partition(":")
-    return priority, tenant
+def _level_and_tenant(rest: str) -> tuple[str, str]:
+    level, _, tenant = rest.partition(":")
+    return level, tenant
 
 
 def _pages(job_ids: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -12,14 +12,15 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from penstock.contract.errors import NotFoundError
-from penstock.contract.job import Priority, pool_of
+from penstock.contract.job import pool_of
+from penstock.contract.priority import Priority, class_of_level, is_background
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import LoggedOnce
 from penstock.queue.wire import Request
 
-_FIELDS = ("tenant", "priority", "weight", "cost", "submitted", "finished", "chunks", "preemptions", "loss_nodes")
+_FIELDS = ("tenant", "level", "weight", "cost", "submitted", "finished", "chunks", "preemptions", "loss_nodes")
 
 _PURGED_AT_ONCE = 100
 
@@ -44,6 +45,7 @@ class DeadLetter:
     job_id: str
     tenant: str
     priority: Priority
+    is_background: bool
     weight: float
     cost: int
     submitted_ms: int
@@ -116,11 +118,12 @@ class DeadLetters:
 
 def _letter(job_id: str, values: Sequence[bytes | None]) -> DeadLetter:
     """Parse the fields of a dead letter. Raises ValueError."""
-    tenant, priority, weight, cost, submitted, finished, chunks, preemptions, losses = (
+    tenant, level, weight, cost, submitted, finished, chunks, preemptions, losses = (
         (value or b"").decode() for value in values
     )
     numbers = (int(submitted), int(finished), int(chunks), int(preemptions))
-    return DeadLetter(job_id, tenant, Priority(int(priority)), float(weight or 1), int(cost), *numbers, _losses(losses))
+    kind = (class_of_level(int(level)), is_background(int(level)))
+    return DeadLetter(job_id, tenant, *kind, float(weight or 1), int(cost), *numbers, _losses(losses))
 
 
 def _losses(history: str) -> tuple[Loss, ...]:

@@ -14,7 +14,8 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
-from penstock.contract.job import Priority, pool_of
+from penstock.contract.job import pool_of
+from penstock.contract.priority import Priority, class_of_level, is_background
 from penstock.contract.output import TERMINAL_STATES, JobLedger, LeaseEnd, Outcome, PastLease, QueuePosition, Usage
 from penstock.queue import keys
 from penstock.queue.broker import scripts
@@ -22,7 +23,7 @@ from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.pools import LoggedOnce, pool_names
 
 STATUS_FIELDS = (
-    *("state", "tenant", "priority", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
+    *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
     *("losses", "code", "message", "param", "stored", "used", "retaken", "past_leases", "num_past_leases"),
     "engine_preemptions",
 )
@@ -36,6 +37,7 @@ class JobStatus:
     job_id: str
     state: str
     priority: Priority
+    is_background: bool
     num_chunks: int
     outcome: Outcome | None
     submitted_ms: int
@@ -45,7 +47,7 @@ class JobStatus:
     preemptions: int
     losses: int
     num_waiting_ahead: int
-    """The queued jobs of more urgent classes and the older ones of its class, while it is queued."""
+    """The queued jobs of more urgent levels and the older ones of its level, while it is queued."""
     ledger: JobLedger
     tenant: str = "default"
     large_result_bytes: int = 0
@@ -59,9 +61,9 @@ def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, num_a
 
     `num_chunks`: the length of its log, while the record does not say it. `num_ahead`: the jobs queued before it.
     """
-    ledger = ledger_of(fields)
+    ledger, level = ledger_of(fields), int(fields["level"])
     return JobStatus(
-        *(job_id, fields["state"], Priority(int(fields["priority"])), int(fields["chunks"] or num_chunks)),
+        *(job_id, fields["state"], class_of_level(level), is_background(level), int(fields["chunks"] or num_chunks)),
         outcome_of(fields),
         *times_ms_of(fields),
         *(ledger.preemptions, ledger.losses, num_ahead),
@@ -270,7 +272,7 @@ _TAKEN, _DELAYED = -1, -2
 class JobWait:
     """The jobs ahead of a job that has no token yet.
 
-    `num_ahead` are the queued jobs of more urgent classes and the older ones of its class; None if a node has the job,
+    `num_ahead` are the queued jobs of more urgent levels and the older ones of its level; None if a node has the job,
     or if the job is delayed. `cost_ahead` is their predicted cost, in KV tokens.
     """
 
@@ -290,18 +292,18 @@ class QueuePositions:
     async def of(self, pool: str, job_ids: Sequence[str]) -> list[JobWait | None]:
         """Return where up to MAX_POSITIONS jobs of a pool are; None for a job that has begun, has ended or is unknown.
 
-        The cost of the jobs of its own class that are ahead of a job is estimated from the mean of that class.
+        The cost of the jobs of its own level that are ahead of a job is estimated from the mean of that level.
         """
         answer = await scripts.call(self._redis, "positions", pool, scripts.packed(list(job_ids)))
-        counts, costs, classes, ahead = answer
-        return [_wait_of(counts, costs, priority, older) for priority, older in zip(classes, ahead, strict=True)]
+        counts, costs, levels, ahead = answer
+        return [_wait_of(counts, costs, level, older) for level, older in zip(levels, ahead, strict=True)]
 
 
-def _wait_of(counts: Sequence[int], costs: Sequence[int], priority: int, older: int) -> JobWait | None:
+def _wait_of(counts: Sequence[int], costs: Sequence[int], level: int, older: int) -> JobWait | None:
     if older < 0:
         return JobWait(None, is_taken=older == _TAKEN) if older in (_TAKEN, _DELAYED) else None
-    own_class = costs[priority] * older / max(1, counts[priority])
-    return JobWait(sum(counts[:priority]) + older, sum(costs[:priority]) + own_class)
+    own_level = costs[level] * older / max(1, counts[level])
+    return JobWait(sum(counts[:level]) + older, sum(costs[:level]) + own_level)
 
 
 # The records of stored responses. `submit` writes a record together with its job; `ResponseBroker` reads and deletes

@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from penstock.contract.errors import ConfigError, InvariantError
-from penstock.contract.job import Priority
 from penstock.contract.output import Chunk, Outcome, Usage
 from penstock.contract.pool import NodePressure, PoolRecord
+from penstock.contract.priority import PerLevel, Priority, class_of_level, is_background
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
@@ -41,18 +41,20 @@ _LOG = logging.getLogger(__package__)
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Free capacity of a node per class, in KV tokens and sequence slots, and its total capacity.
+    """Free capacity of a node per level, in KV tokens and sequence slots, and its total capacity.
 
     `tasks` is the number of tasks that it can take, which need neither.
     """
 
-    kv_tokens: tuple[int, int, int]
-    slots: tuple[int, int, int]
+    kv_tokens: PerLevel
+    slots: PerLevel
     kv_total: int
     slots_total: int
     tasks: int = 0
     tenants: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
     """KV tokens, sequences and weight of each tenant whose jobs the node holds."""
+    background_due: bool = False
+    """Whether background work had less than its share of the node's time lately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Taken:
 
     `lease` is the fencing token that every write must carry. `num_chunks` is the number of chunks that earlier nodes
     logged. `cost` is in KV tokens. `request` is empty if it is too long for the answer; see `NodeBroker.requests`.
-    `priority` is the job's class. `urgency` is the class that it counts as: a more urgent one after a long wait, and
+    `level` is the job's level. `urgency` is the level that it counts as: a more urgent one after a long wait, and
     `standard` for an interactive job of a tenant above its share. `preemptions` counts how often it was given back.
     `weight` is the tenant's scheduling weight. `num_sequences` is 0 for a task that needs no engine.
     """
@@ -78,19 +80,29 @@ class Taken:
     preemptions: int = 0
     weight: float = 1.0
     num_sequences: int = 1
-    priority: int = int(Priority.STANDARD)
+    level: int = int(Priority.STANDARD)
     waited_ms: int = field(default=0, compare=False)
     """Milliseconds since its submission."""
     taken_ms: int = field(default=0, compare=False)
     """When this lease began, in milliseconds of Redis's clock."""
 
+    @property
+    def priority(self) -> Priority:
+        """The job's class."""
+        return class_of_level(self.level)
+
+    @property
+    def is_background(self) -> bool:
+        """Whether nobody waits for the job."""
+        return is_background(self.level)
+
 
 @dataclass(frozen=True, slots=True)
 class TakeAnswer:
-    """Answer of take: the assigned jobs, jobs still queued per class, when to ask again (0: no need), live nodes."""
+    """Answer of take: the assigned jobs, jobs still queued per level, when to ask again (0: no need), live nodes."""
 
     jobs: tuple[Taken, ...]
-    depth: tuple[int, int, int]
+    depth: PerLevel
     again_in_ms: int
     num_nodes: int = 1
 
@@ -238,15 +250,14 @@ class NodeBroker:
         cost × hold_ms ÷ weight.
         """
         sizes = (*capacity.kv_tokens, *capacity.slots, capacity.kv_total, capacity.slots_total)
-        held = scripts.packed(capacity.tenants) if capacity.tenants else b""
-        answer = await self._call("take", call, nonce, *sizes, self._revision, hold_ms, capacity.tasks, held)
+        held, due = scripts.packed(capacity.tenants) if capacity.tenants else b"", int(capacity.background_due)
+        answer = await self._call("take", call, nonce, *sizes, self._revision, hold_ms, capacity.tasks, held, due)
         if answer[0] == b"UNKNOWN_NODE":
             raise LeaseLostError
         if answer[0] != b"OK":
             raise InvariantError(f"take {call} answered {answer[0]!r}")
         jobs = tuple(map(_taken, answer[1]))
-        depth = answer[2]
-        return TakeAnswer(jobs, (depth[0], depth[1], depth[2]), int(answer[3]), int(answer[4]))
+        return TakeAnswer(jobs, tuple(answer[2]), int(answer[3]), int(answer[4]))
 
     async def requests(self, job_ids: Sequence[str]) -> list[bytes | None]:
         """Return the packed requests of taken jobs, None for a job that has ended meanwhile."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.named import NAME_PATTERN
 from penstock.contract.pool import EVENTS, LiveNode, PoolActivity, PoolEntry, PoolEvent, PoolRecord, PoolStats
-from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.priority import NUM_LEVELS
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.keys import PROTOCOL_VERSION
@@ -217,7 +218,7 @@ class StatsBroker:
         return int(info["used_memory"]), int(info["maxmemory"])
 
     async def _of(self, pool: str) -> PoolStats:
-        redis, classes = self._redis, range(NUM_PRIORITIES)
+        redis, levels = self._redis, range(NUM_LEVELS)
         (
             time,
             lease_ms,
@@ -238,13 +239,13 @@ class StatsBroker:
             redis.hgetall(keys.pressure(pool)),
             redis.hgetall(keys.stored(pool)),
             redis.hgetall(keys.reserved(pool)),
-            redis.hmget(keys.backlog(pool), [str(p) for p in classes]),
-            *(redis.zcard(keys.waiting(pool, p)) for p in classes),
-            *(redis.zrange(keys.waiting(pool, p), 0, 0, withscores=True) for p in classes),
+            redis.hmget(keys.backlog(pool), [str(level) for level in levels]),
+            *(redis.zcard(keys.waiting(pool, level)) for level in levels),
+            *(redis.zrange(keys.waiting(pool, level), 0, 0, withscores=True) for level in levels),
         )
         seconds, micros = time
         now_ms = seconds * 1000 + micros // 1000
-        depth, heads = waiting[: len(classes)], waiting[len(classes) :]
+        depth, heads = waiting[: len(levels)], waiting[len(levels) :]
         nodes = []
         for node, heartbeat_ms in heartbeats:
             if heartbeat_ms >= now_ms - int(lease_ms or 0) and node in records:
@@ -272,7 +273,7 @@ MAX_TENANTS_READ = 1000
 MAX_EVENTS = 50
 """Newest events of a pool that are read."""
 _ABSENT = "-"
-_CLASSES = range(NUM_PRIORITIES)
+_LEVELS = range(NUM_LEVELS)
 
 
 class ActivityBroker:
@@ -297,33 +298,38 @@ class ActivityBroker:
             pipe.hgetall(keys.pressure(pool))
             pipe.zrevrange(keys.events(pool), 0, MAX_EVENTS - 1)
             pipe.hscan(keys.queued(pool), 0, count=MAX_TENANTS_READ)
-            for priority in _CLASSES:
-                pipe.zcard(keys.waiting(pool, priority))
-                pipe.zrange(keys.waiting(pool, priority), 0, 0, withscores=True)
-            time, lease_ms, counts, heartbeats, records, events, (_, queued), *waiting = await pipe.execute()
+            pipe.hscan(keys.queued_background(pool), 0, count=MAX_TENANTS_READ)
+            for level in _LEVELS:
+                pipe.zcard(keys.waiting(pool, level))
+                pipe.zrange(keys.waiting(pool, level), 0, 0, withscores=True)
+            time, lease_ms, counts, heartbeats, records, events, *found = await pipe.execute()
+        (_, foreground), (_, background), *waiting = found
+        costs = Counter[bytes]()
+        for hash_of_kind in (foreground, background):
+            costs.update({tenant: int(cost) for tenant, cost in hash_of_kind.items()})
         now_ms = time[0] * 1000 + time[1] // 1000
         return PoolActivity(
             pool,
             depth=tuple(waiting[::2]),
             oldest_ms=tuple(max(0, now_ms - int(head[0][1])) if head else 0 for head in waiting[1::2]),
-            queued_of_tenants=await self._queued_of_tenants(pool, queued),
+            queued_of_tenants=await self._queued_of_tenants(pool, costs),
             counts={event: int(counts.get(event.encode(), 0)) for event in EVENTS},
             nodes=tuple(_live_nodes(heartbeats, records, now_ms, int(lease_ms or 0))),
             events=tuple(_event_of(member.decode()) for member in reversed(events)),
         )
 
-    async def _queued_of_tenants(self, pool: str, costs: Mapping[bytes, bytes]) -> dict[str, int]:
+    async def _queued_of_tenants(self, pool: str, costs: Mapping[bytes, int]) -> dict[str, int]:
         """Count the queued jobs of the tenants with the highest queued cost."""
-        largest = nlargest(MAX_TENANTS, costs, key=lambda tenant: int(costs[tenant]))
+        largest = nlargest(MAX_TENANTS, costs, key=lambda tenant: costs[tenant])
         if not largest:
             return {}
         async with self._redis.pipeline(transaction=False) as pipe:
             for tenant in largest:
-                for priority in _CLASSES:
-                    pipe.xlen(keys.queue(pool, priority, tenant.decode()))
-                    pipe.zcard(keys.requeued(pool, priority, tenant.decode()))
+                for level in _LEVELS:
+                    pipe.xlen(keys.queue(pool, level, tenant.decode()))
+                    pipe.zcard(keys.requeued(pool, level, tenant.decode()))
             lengths = await pipe.execute()
-        step = 2 * NUM_PRIORITIES
+        step = 2 * NUM_LEVELS
         return {tenant.decode(): sum(lengths[i * step : (i + 1) * step]) for i, tenant in enumerate(largest)}
 
 

@@ -25,7 +25,7 @@ from penstock.contract.errors import (
 from penstock.contract.job import JobDef, JobKey, pool_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
-from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.priority import NUM_LEVELS
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.contract.tenant import NO_LIMIT, UNLIMITED, Terms
 from penstock.queue import keys, results, wire
@@ -126,6 +126,9 @@ def _busy_error(limit_name: str, limit: int, retry_after_ms: int, num_ahead: int
     )
     if limit_name == "wait":
         return busy(f"this job would wait about {wait_ms // 1000} s; the limit is {limit} s")
+    if limit_name == "deadline":
+        message = f"this job would wait at least {wait_ms // 1000} s, longer than its deadline_s of {limit} s"
+        return busy(message, code="deadline_unreachable")
     if limit_name == "memory":
         message = f"the limit of {limit} % of Redis's memory is reached, including bytes that open jobs may still write"
         return busy(message, code="redis_full")
@@ -256,14 +259,15 @@ class ProducerBroker:
             self._redis,
             "submit",
             job.pool,
-            *(job.id, job.tenant, int(job.priority), job.num_sequences, submission.cost, body, request),
-            *(job.deadline_ms or 0, inbox, int(submission.channel), int(job.background)),
+            *(job.id, job.tenant, job.level, job.num_sequences, submission.cost, body, request),
+            *(job.deadline_ms or 0, inbox, int(submission.channel), int(job.requires_reader)),
             keys.key_hash(job.idempotency_key),
             estimate_output_bytes(job, len(request)),
             *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
             *(terms.burst_s, terms.weight, job.not_before_ms or 0, terms.memory_percent, terms.account),
             *(record.data, record.keep_ms),
             *(submission.rate_tokens or ("", 0, 0, "")),
+            "" if job.max_wait_ms is None else job.max_wait_ms,
         )
         kind = answer[0].decode()
         if kind in ("OK", "EXISTS"):
@@ -280,7 +284,7 @@ class ProducerBroker:
         return Attached(answer[1].decode(), int(answer[2]), bool(answer[3]))
 
     async def detach(self, job_id: str, inbox: str) -> None:
-        """Remove a reader. A job without readers is canceled after a grace time, unless it is a background job."""
+        """Remove a reader. A job without readers is canceled after a grace time, unless it needs no reader."""
         await scripts.call(self._redis, "detach", pool_of(job_id), job_id, inbox)
 
     @retried
@@ -295,12 +299,12 @@ class ProducerBroker:
     async def status(self, job_id: str, tenant: str) -> JobStatus:
         """Return a job's state. Raises NotFoundError."""
         fields = await self._record(job_id, tenant)
-        pool, priority = pool_of(job_id), int(fields["priority"])
+        pool, level = pool_of(job_id), int(fields["level"])
         with translated():
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.llen(keys.log(job_id))
-                pipe.zrank(keys.waiting(pool, priority), job_id)
-                for more_urgent in range(priority):
+                pipe.zrank(keys.waiting(pool, level), job_id)
+                for more_urgent in range(level):
                     pipe.zcard(keys.waiting(pool, more_urgent))
                 length, older, *more_urgent_ones = await pipe.execute()
         num_ahead = 0 if older is None else older + sum(more_urgent_ones)
@@ -355,7 +359,7 @@ class ProducerBroker:
 
     @retried
     async def pressure(self, pool: str) -> PoolPressure:
-        """Return the input of admission: the pressure records of all live nodes, and jobs and cost queued per class.
+        """Return the input of admission: the pressure records of all live nodes, and jobs and cost queued per level.
 
         A node that has been silent for a lease does not count, even if no sweep has removed it yet.
         """
@@ -366,17 +370,15 @@ class ProducerBroker:
                 redis.hget(keys.config(pool), "lease_ms"),
                 redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
                 redis.hgetall(keys.pressure(pool)),
-                redis.hmget(keys.backlog(pool), [str(p) for p in range(NUM_PRIORITIES)]),
-                *(redis.zcard(keys.waiting(pool, p)) for p in range(NUM_PRIORITIES)),
+                redis.hmget(keys.backlog(pool), [str(level) for level in range(NUM_LEVELS)]),
+                *(redis.zcard(keys.waiting(pool, level)) for level in range(NUM_LEVELS)),
             )
         alive_since_ms = _alive_since_ms(time, lease_ms)
         alive = [
             records[node] for node, heartbeat_ms in heartbeats if heartbeat_ms >= alive_since_ms and node in records
         ]
         costs = [max(0, int(value or 0)) for value in backlog]
-        interactive, standard, batch = num_queued
-        readable = tuple(self._pressures(pool, alive))
-        return PoolPressure(readable, (costs[0], costs[1], costs[2]), (interactive, standard, batch))
+        return PoolPressure(tuple(self._pressures(pool, alive)), tuple(costs), tuple(num_queued))
 
     def _pressures(self, pool: str, records: Iterable[bytes]) -> Iterator[NodePressure]:
         """Decode pressure records. An unreadable one is logged and skipped, until its node writes it again."""
@@ -439,7 +441,7 @@ class ProducerBroker:
         fields = {name: (value or b"").decode() for name, value in zip(STATUS_FIELDS, values, strict=True)}
         if not fields["state"] or fields["tenant"] != tenant:
             raise _no_job(job_id)
-        if not fields["priority"]:
+        if not fields["level"]:
             raise other_version(pool_of(job_id), 1)  # Version 1 has another name for this field.
         return fields
 

@@ -8,7 +8,7 @@ local id, tenant, inbox, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local job = read_job(id)
 if not job or job.tenant ~= tenant then return {'NOT_FOUND'} end
 -- A job of protocol version 1 has no such field.
-if job.priority == '' then check_version(older_version()) end
+if job.level == '' then check_version(older_version()) end
 redis.call('ZREM', P .. ':free', '')
 local pushed = 1
 if not is_terminal(job.state) and (inbox ~= '' or channel == '1') then

@@ -1,7 +1,7 @@
 -- audit: compare jobs, tenants' virtual times and sums with the jobs' records. With a repairer it also corrects them.
 -- That is safe beside running nodes: one script run checks and corrects a job, and sums are corrected by differences.
 -- ARGV: repairer ('' only checks), msgpack of
---   {jobs = [[id, [[key, entry]…]]…], virtual_times = [[p, tenant]…], idems = [key…],
+--   {jobs = [[id, [[key, entry]…]]…], virtual_times = [[level, tenant]…], idems = [key…],
 --    sums = [[key, field, by]…] or nil}
 --   key: a key without P: in which the id was seen. entry: its stream entry, or its member of P:expiry, else ''.
 --   virtual_times: tenants that have one. idems: keys without P:. sums: corrections; a repairer's last call has them.
@@ -44,15 +44,15 @@ local function keys_of(job)
   if job.deadline ~= '' then keys.deadlines = job.deadline end
   if job.entry == DELAYED then
     local place = redis.call('ZSCORE', P .. ':awaiting:' .. job.tenant, job.id)
-    if place then keys['awaiting:' .. job.tenant] = place else keys.delayed = job.submitted end
+    if place then keys['awaiting:' .. job.tenant] = place else keys['delayed:' .. lane_of(job)] = job.submitted end
     return keys
   end
-  keys['waiting:' .. job.priority] = job.submitted
+  keys['waiting:' .. job.level] = job.submitted
   if is_task(job) then keys.tasks = job.submitted end
   if job.entry ~= '' then
-    keys['queue:' .. job.priority .. ':' .. job.tenant] = job.entry
+    keys['queue:' .. job.level .. ':' .. job.tenant] = job.entry
   else
-    keys['requeued:' .. job.priority .. ':' .. job.tenant] = job.submitted
+    keys['requeued:' .. job.level .. ':' .. job.tenant] = job.submitted
   end
   return keys
 end
@@ -261,15 +261,15 @@ end
 
 -- Tenants and sums ---------------------------------------------------------------------------------
 
-local function check_tenant(p, tenant)
-  local job = {priority = p, tenant = tenant}
+local function check_tenant(level, tenant)
+  local job = {level = level, tenant = tenant}
   local has_jobs = redis.call('EXISTS', queue_key(job), requeued_key(job)) > 0
   local has_virtual_time = redis.call('ZSCORE', virtual_time_key(job), tenant)
   if has_jobs and not has_virtual_time then
-    find('missing', 'virtual_time:' .. p, tenant, 'the tenant has queued jobs')
+    find('missing', 'virtual_time:' .. level, tenant, 'the tenant has queued jobs')
     if repairs then enter_tenant(job) end
   elseif has_virtual_time and not has_jobs then
-    find('stray', 'virtual_time:' .. p, tenant, 'the tenant has no queued job')
+    find('stray', 'virtual_time:' .. level, tenant, 'the tenant has no queued job')
     if repairs then leave_tenant_if_last(job) end
   end
 end

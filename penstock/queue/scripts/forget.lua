@@ -9,13 +9,14 @@ if open > 0 then return {'JOBS', open} end
 redis.call('DEL', KEYS[1])
 for _, tenant in ipairs(redis.call('HKEYS', P .. ':stored')) do redis.call('DEL', P .. ':jobs:' .. tenant) end
 for _, name in ipairs({'record', 'schema', 'nodes', 'revisions', 'free', 'pressure', 'adapters', 'reservations', 'head_served',
-  'delayed', 'deadlines', 'tasks', 'tenant_tasks', 'backlog', 'queued', 'stored', 'reserved', 'may_use', 'awaiting', 'lengths',
-  'expiry', 'readers', 'seats', 'sweep', 'counts', 'events', 'audit', 'dead_letters'}) do
+  'background_turns', 'delayed', 'deadlines', 'tasks', 'tenant_tasks', 'backlog', 'queued', 'queued_background', 'stored',
+  'reserved', 'may_use', 'awaiting', 'lengths', 'expiry', 'readers', 'seats', 'sweep', 'counts', 'events', 'audit',
+  'dead_letters'}) do
   redis.call('DEL', P .. ':' .. name)
 end
-for p = 0, CLASSES - 1 do
+for level = 0, LEVELS - 1 do
   for _, name in ipairs({'waiting', 'virtual_time', 'virtual_clock', 'debt'}) do
-    redis.call('DEL', P .. ':' .. name .. ':' .. p)
+    redis.call('DEL', P .. ':' .. name .. ':' .. level)
   end
 end
 return {'OK'}

@@ -8,11 +8,13 @@
 -- jobs queued that Redis has no memory for.
 --
 -- A job's hash has these fields:
---   state tenant priority n entry body cost submitted taken first finished deadline background inboxes channel unread
+--   state tenant level n entry body cost submitted taken first finished deadline needs_reader inboxes channel unread
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
 --   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
 --   engine_preemptions used
+-- level: the job's class for foreground work, and its class + CLASSES for background work. Levels are served in order.
+-- needs_reader: '1' for a job that ends when it has no reader, else '0'.
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
 -- entry: position of a queued job: its id in the tenant's stream, or '' for a requeued job. DELAYED is that of a job
 -- that waits for its time (P:delayed) or for its tenant's tokens (P:awaiting:<tenant>).
@@ -36,8 +38,8 @@
 -- used: `<prompt> <completion> <cached> <kv_token_ms>` of an ended job; kv_token_ms is '' if its node did not report it.
 
 local P = string.sub(KEYS[1], 1, -8)
-local PROTOCOL_VERSION = '3'
-local CLASSES = 3
+local PROTOCOL_VERSION = '4'
+local CLASSES, LEVELS = 3, 6
 local MAX_INBOXES = 16
 local MAX_DEBTS = 1000
 local MAX_MESSAGE_BYTES = 65536
@@ -55,7 +57,7 @@ local MAX_EVENTS = 256
 local DAY_MS, USAGE_DAYS = 86400000, 92
 local HOUR_MS, USAGE_HOURS = 3600000, 72
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
-local JOB_FIELDS = {'state', 'tenant', 'priority', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background',
+local JOB_FIELDS = {'state', 'tenant', 'level', 'n', 'entry', 'cost', 'submitted', 'deadline', 'needs_reader',
   'inboxes', 'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'loss_mark', 'preemptions',
   'cancel', 'revision', 'first', 'taken', 'body', 'urgency', 'charge', 'weight', 'window'}
 local CONFIG_FIELDS = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms', 'log_ttl_ms', 'result_ttl_ms',
@@ -68,8 +70,8 @@ end
 
 local function job_key(id) return P .. ':job:' .. id end
 local function log_key(id) return P .. ':log:' .. id end
-local function queue_key(job) return P .. ':queue:' .. job.priority .. ':' .. job.tenant end
-local function requeued_key(job) return P .. ':requeued:' .. job.priority .. ':' .. job.tenant end
+local function queue_key(job) return P .. ':queue:' .. job.level .. ':' .. job.tenant end
+local function requeued_key(job) return P .. ':requeued:' .. job.level .. ':' .. job.tenant end
 
 -- The job's record as a table of strings ('' for an absent field), or nil. `fields` must start with 'state'.
 local function read_job(id, fields)
@@ -82,17 +84,17 @@ local function read_job(id, fields)
 end
 
 -- What the record of a damaged job counts as having, so that one such job ends no script.
-local NUMBERS = {priority = '1', n = '1', cost = '1', submitted = '0', losses = '0', preemptions = '0'}
+local NUMBERS = {level = '1', n = '1', cost = '1', submitted = '0', losses = '0', preemptions = '0'}
 
 -- The job with a default for each missing or damaged number. The usual job is whole, and costs only this comparison.
 local function mended(job)
   if not job or (tonumber(job.cost) and tonumber(job.submitted) and tonumber(job.losses) and tonumber(job.preemptions)
-    and tonumber(job.n) and tonumber(job.priority) and job.tenant ~= '' and job.background ~= '') then return job end
+    and tonumber(job.n) and tonumber(job.level) and job.tenant ~= '' and job.needs_reader ~= '') then return job end
   for name, default in pairs(NUMBERS) do
     if not tonumber(job[name]) then job[name] = default end
   end
   if job.tenant == '' then job.tenant = 'default' end
-  if job.background == '' then job.background = '0' end
+  if job.needs_reader == '' then job.needs_reader = '1' end
   return job
 end
 
@@ -276,7 +278,7 @@ end
 -- Readers -----------------------------------------------------------------------------------------
 
 local function is_unread(job, config, now)
-  return job.background == '0' and job.unread ~= '' and now - tonumber(job.unread) > config.reattach_grace_ms
+  return job.needs_reader == '1' and job.unread ~= '' and now - tonumber(job.unread) > config.reattach_grace_ms
 end
 
 -- Whether heartbeats of readers and revisions are reliable. During an outage of Redis no heartbeat arrives; then no
@@ -302,7 +304,7 @@ end
 
 -- Whether a job that needs a reader has no live reader.
 local function lacks_reader(job, config, now)
-  if job.background ~= '0' or not can_trust_heartbeats(config, now) then return false end
+  if job.needs_reader ~= '1' or not can_trust_heartbeats(config, now) then return false end
   if job.unread ~= '' then return is_unread(job, config, now) end
   if job.channel == '1' then return false end
   local inboxes = job.inboxes

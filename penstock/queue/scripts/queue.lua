@@ -6,11 +6,11 @@
 -- Virtual time of a class's tenants, in predicted KV-token-ms ÷ weight (policy_state.py, VirtualTimes). It is kept
 -- under every policy, so that a pool may change its policy while jobs wait.
 
-local function virtual_time_key(job) return P .. ':virtual_time:' .. job.priority end
-local function debt_key(job) return P .. ':debt:' .. job.priority end
+local function virtual_time_key(job) return P .. ':virtual_time:' .. job.level end
+local function debt_key(job) return P .. ':debt:' .. job.level end
 
 -- The class's virtual clock: the highest virtual time at which a job started, plus 1 for each tenant that entered.
-local function virtual_clock(job) return tonumber(redis.call('GET', P .. ':virtual_clock:' .. job.priority) or '0') end
+local function virtual_clock(job) return tonumber(redis.call('GET', P .. ':virtual_clock:' .. job.level) or '0') end
 
 local function enter_tenant(job)
   if redis.call('ZSCORE', virtual_time_key(job), job.tenant) then return end
@@ -18,7 +18,7 @@ local function enter_tenant(job)
   local now = virtual_clock(job)
   redis.call('ZADD', virtual_time_key(job), math.max(debt, now), job.tenant)
   redis.call('ZREM', debt_key(job), job.tenant)
-  redis.call('SET', P .. ':virtual_clock:' .. job.priority, now + 1)
+  redis.call('SET', P .. ':virtual_clock:' .. job.level, now + 1)
 end
 
 -- Remembers the virtual time of a tenant without queued jobs while it is ahead of the virtual clock.
@@ -47,9 +47,12 @@ local function share_window()
   return length, math.floor(clock() / length)
 end
 
--- Adds a charge. A refund (negative) is subtracted in the window of its charge, `since`. If that window is too old, the
--- refund is dropped: in another window it would be a credit.
-local function note_use(tenant, amount, since)
+-- Adds a charge for foreground work. A refund (negative) is subtracted in the window of its charge, `since`. If that window
+-- is too old, the refund is dropped: in another window it would be a credit.
+local function note_use(job, amount, since)
+  -- Background work fills idle capacity, so it costs its tenant no place in the order of foreground work.
+  if tonumber(job.level) >= CLASSES then return end
+  local tenant = job.tenant
   local length, window = share_window()
   if amount < 0 then
     since = tonumber(since) or 0
@@ -65,16 +68,16 @@ end
 local function charge_tenant(job, charge)
   local time, now = tonumber(redis.call('ZSCORE', virtual_time_key(job), job.tenant) or '0'), virtual_clock(job)
   if time > now then
-    redis.call('SET', P .. ':virtual_clock:' .. job.priority, time)
+    redis.call('SET', P .. ':virtual_clock:' .. job.level, time)
     redis.call('ZREMRANGEBYSCORE', debt_key(job), '-inf', time)
   end
   redis.call('ZINCRBY', virtual_time_key(job), charge, job.tenant)
-  note_use(job.tenant, charge)
+  note_use(job, charge)
 end
 
 -- Corrects an earlier charge of a tenant by `by`; negative if the charge was too high.
 local function correct_charge(job, by)
-  note_use(job.tenant, by, job.window)
+  note_use(job, by, job.window)
   if redis.call('ZSCORE', virtual_time_key(job), job.tenant) then
     redis.call('ZINCRBY', virtual_time_key(job), by, job.tenant)
   else
@@ -84,10 +87,22 @@ end
 
 -- The queue --------------------------------------------------------------------------------------
 
+-- Tenants' delayed jobs lie in lanes, one for each level of a tenant: P:delayed:<lane>. P:delayed is their index, by the
+-- time at which to look at each.
+local function lane_of(job) return job.level .. ':' .. job.tenant end
+
+local function is_background(job) return tonumber(job.level) >= CLASSES end
+
+-- The hash that sums a tenant's queued cost: background work does not count as the tenant's waiting foreground work.
+local function queued_name(job) return is_background(job) and ':queued_background' or ':queued' end
+
 local function leave_queue(job)
   if job.deadline ~= '' then redis.call('ZREM', P .. ':deadlines', job.id) end
   if job.entry == DELAYED then
-    redis.call('ZREM', P .. ':delayed', job.id)
+    local lane = lane_of(job)
+    if redis.call('ZREM', P .. ':delayed:' .. lane, job.id) == 1 and redis.call('EXISTS', P .. ':delayed:' .. lane) == 0 then
+      redis.call('ZREM', P .. ':delayed', lane)
+    end
     redis.call('ZREM', P .. ':awaiting:' .. job.tenant, job.id)
     return
   end
@@ -99,17 +114,15 @@ local function leave_queue(job)
     redis.call('ZREM', requeued_key(job), job.id)
   end
   leave_tenant_if_last(job)
-  redis.call('ZREM', P .. ':waiting:' .. job.priority, job.id)
+  redis.call('ZREM', P .. ':waiting:' .. job.level, job.id)
   if is_task(job) then
     redis.call('ZREM', P .. ':tasks', job.id)
     if redis.call('HINCRBY', P .. ':tenant_tasks', job.tenant, -1) <= 0 then
       redis.call('HDEL', P .. ':tenant_tasks', job.tenant)
     end
   end
-  redis.call('HINCRBY', P .. ':backlog', job.priority, -tonumber(job.cost))
-  if redis.call('HINCRBY', P .. ':queued', job.tenant, -tonumber(job.cost)) == 0 then
-    redis.call('HDEL', P .. ':queued', job.tenant)
-  end
+  redis.call('HINCRBY', P .. ':backlog', job.level, -tonumber(job.cost))
+  count_bytes(P .. queued_name(job), job.tenant, -tonumber(job.cost))
 end
 
 local function note_due(job)
@@ -117,14 +130,14 @@ local function note_due(job)
 end
 
 local function note_queued(job)
-  redis.call('ZADD', P .. ':waiting:' .. job.priority, job.submitted, job.id)
+  redis.call('ZADD', P .. ':waiting:' .. job.level, job.submitted, job.id)
   if is_task(job) then
     redis.call('ZADD', P .. ':tasks', job.submitted, job.id)
     redis.call('HINCRBY', P .. ':tenant_tasks', job.tenant, 1)
   end
   note_due(job)
-  redis.call('HINCRBY', P .. ':backlog', job.priority, job.cost)
-  redis.call('HINCRBY', P .. ':queued', job.tenant, job.cost)
+  redis.call('HINCRBY', P .. ':backlog', job.level, job.cost)
+  count_bytes(P .. queued_name(job), job.tenant, tonumber(job.cost))
   enter_tenant(job)
 end
 
@@ -208,7 +221,7 @@ do
   -- Whether a job may be queued now. If not, it waits behind its tenant's older and more urgent ones.
   function token_limit.admits_job(job, now)
     if not job.may_use then return true end
-    local key, place = awaiting_key(job.tenant), tonumber(job.priority) * CLASS_STEP + tonumber(job.submitted)
+    local key, place = awaiting_key(job.tenant), tonumber(job.level) * CLASS_STEP + tonumber(job.submitted)
     local is_first = redis.call('ZCOUNT', key, '-inf', place) == 0
     local wait = is_first and token_wait_of(job, now) or LOOK_AGAIN_MS
     if wait == 0 then
@@ -287,8 +300,10 @@ do
   end
 end
 
-local next_due, release_delayed
+local next_due, release_delayed, delay_job
 do
+  local MAX_READY, MAX_LANES, RELEASE_MS = 128, 32, 20
+
   -- GCRA: the time, in ms, at which a tenant's next unit is due after it takes `amount` units now. If that exceeds a burst
   -- of burst_ms: nil, and the ms to wait. A tenant without debt may take any amount. A debt is a number of units: P:rate
   -- states it in ms at some rate, and at another rate it takes another time.
@@ -321,20 +336,49 @@ do
     return 0
   end
 
-  -- Queues the delayed jobs whose time has come. One that its tenant's rate does not allow yet stays delayed.
-  function release_delayed(now)
-    local before = {}
-    for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':delayed', '-inf', now, 'LIMIT', 0, MAX_DELAYED)) do
+  -- Queues the due jobs of a lane, oldest due time first, while fewer than MAX_READY jobs of its tenant and level are queued.
+  -- One that its tenant's rate does not allow yet stays delayed. Returns how many it looked at.
+  local function release_lane(lane, now, max_count, before)
+    local key, level, tenant = P .. ':delayed:' .. lane, string.match(lane, '^(%d+):(.*)$')
+    local like = {level = level, tenant = tenant}
+    local ready = redis.call('XLEN', queue_key(like)) + redis.call('ZCARD', requeued_key(like))
+    local ids = redis.call('ZRANGEBYSCORE', key, '-inf', now, 'LIMIT', 0, math.max(0, math.min(max_count, MAX_READY - ready)))
+    for _, id in ipairs(ids) do
       local job = read_job(id)
-      redis.call('ZREM', P .. ':delayed', id)
+      redis.call('ZREM', key, id)
       local wait = job and reserve_tokens(job, now, before) or 0
       if wait > 0 then
         redis.call('HSET', job_key(id), 'submitted', now + wait)
-        redis.call('ZADD', P .. ':delayed', now + wait, id)
+        redis.call('ZADD', key, now + wait, id)
       elseif job and token_limit.admits_job(token_limit.read_terms(job), now) then
         token_limit.queue_late(job, job.submitted)
       end
     end
+    -- A lane with further due jobs goes behind the others, and waits until the queue has taken some of its jobs.
+    local first = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2]
+    if first then
+      redis.call('ZADD', P .. ':delayed', math.max(tonumber(first), now + RELEASE_MS), lane)
+    else
+      redis.call('ZREM', P .. ':delayed', lane)
+    end
+    return #ids
+  end
+
+  -- Queues delayed jobs whose time has come: a part of each tenant's, at the pace at which the pool takes them. So jobs that
+  -- fall due together neither fill the queue nor keep other tenants' due jobs waiting.
+  function release_delayed(now)
+    local before, left = {}, MAX_DELAYED
+    local lanes = redis.call('ZRANGEBYSCORE', P .. ':delayed', '-inf', now, 'LIMIT', 0, MAX_LANES)
+    for at, lane in ipairs(lanes) do
+      left = left - release_lane(lane, now, math.ceil(left / (#lanes - at + 1)), before)
+    end
+  end
+
+  -- Keeps a new job until its time.
+  function delay_job(job)
+    local key = P .. ':delayed:' .. lane_of(job)
+    redis.call('ZADD', key, job.submitted, job.id)
+    redis.call('ZADD', P .. ':delayed', 'LT', job.submitted, lane_of(job))
   end
 end
 
@@ -500,7 +544,7 @@ end
 local function result_life(job, config, bytes)
   local keep = response_life(job)
   if keep then return keep end
-  local was_read = job.background == '0' and (job.inboxes ~= '' or job.channel == '1')
+  local was_read = job.needs_reader == '1' and (job.inboxes ~= '' or job.channel == '1')
   return bytes > LARGE_RESULT_BYTES and was_read and config.log_ttl_ms or config.result_ttl_ms
 end
 

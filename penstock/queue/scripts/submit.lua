@@ -1,28 +1,33 @@
 -- submit: accept a job, or answer why it is refused. A known id or idempotency key with the same body is the same job.
--- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash output
+-- ARGV: id tenant level n cost body_hash request deadline_in_ms inbox channel needs_reader idem_hash output
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
---   response keep_ms rate_prompt rate_n rate_max may_use
---   p: class. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
+--   response keep_ms rate_prompt rate_n rate_max may_use max_wait_ms
+--   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
 --   rate_prompt, rate_n, rate_max: tokens of the prompt, choices and most tokens of each (0: no limit), for the tenant's
 --   token rate. rate_prompt '' counts the cost. may_use: the most tokens that the job may use; '' counts the cost.
+--   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; '' for the pool's.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL} | {BAD_ID_AGE, max_age_ms}
---       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent class, wait_ms}
+--       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent level, wait_ms}
 --   wait_ms: how long the job would wait in the queue; -1 where the refusal does not depend on it.
 local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
 local MEMORY_RETRY_MS, MIN_RETRY_MS, MAX_RETRY_MS, JITTER = 5000, 1000, 600000, 0.2
 local UNKNOWN_LENGTH = 256
 local MAX_WAITING_TASKS, MAX_WAIT_MS, MAX_REFUSED_BODIES = 10000, 60000, 66
+-- Of Redis's memory, per class of foreground work, and for background work. Background work leaves memory to its own
+-- results, which take.lua lets grow to 80 %.
+local MEMORY_PERCENT, BACKGROUND_PERCENT = {[0] = 90, 90, 80}, 60
 
-local id, tenant, p, n, cost = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local id, tenant, level, n, cost = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local body, request, deadline_in, inbox, channel = ARGV[6], ARGV[7], tonumber(ARGV[8]), ARGV[9], ARGV[10]
-local background, idem, output = ARGV[11], ARGV[12], tonumber(ARGV[13])
+local needs_reader, idem, output = ARGV[11], ARGV[12], tonumber(ARGV[13])
 local tenant_open, tenant_queued = tonumber(ARGV[14]), tonumber(ARGV[15])
 local per_minute, burst_s = {jobs = tonumber(ARGV[16]), tokens = tonumber(ARGV[17])}, tonumber(ARGV[18])
 local weight, not_before_in, memory_percent, account = ARGV[19], tonumber(ARGV[20]), tonumber(ARGV[21]), ARGV[22]
 local response, keep, rate_prompt = ARGV[23], ARGV[24], ARGV[25]
+local in_background = level >= CLASSES
 
 local config = read_config()
 if not config then return {'UNKNOWN_POOL'} end
@@ -88,24 +93,36 @@ local function busy(what, limit, retry_ms, wait_ms)
   local is_of_tenant = string.find(what, "tenant's ", 1, true)
   count_event(REFUSALS[what] or (is_of_tenant and 'refused_tenant_limit' or 'refused_busy'))
   local num_ahead = 0
-  for class = 0, tonumber(p) do num_ahead = num_ahead + redis.call('ZCARD', P .. ':waiting:' .. class) end
+  for other = 0, level do num_ahead = num_ahead + redis.call('ZCARD', P .. ':waiting:' .. other) end
   return {'BUSY', what, limit, math.ceil(math.min(MAX_RETRY_MS, math.max(MIN_RETRY_MS, retry_ms))), num_ahead,
     math.ceil(wait_ms or -1)}
 end
 
 -- Shares. Under `fair` a tenant's jobs wait for its own queued jobs, at its share of the nodes' pace. Under the other
 -- policies they wait for the jobs of all tenants.
+-- Foreground work overtakes background work, so only foreground work counts for it.
 local own_queued = tonumber(redis.call('HGET', P .. ':queued', tenant) or '0')
+local own_background = tonumber(redis.call('HGET', P .. ':queued_background', tenant) or '0')
 local num_others = redis.call('HLEN', P .. ':queued') - (own_queued > 0 and 1 or 0)
+if in_background then
+  num_others = num_others + redis.call('HLEN', P .. ':queued_background') - (own_background > 0 and 1 or 0)
+end
 local is_fair = redis.call('HGET', KEYS[1], 'policy') == 'fair'
 local share = is_fair and (tonumber(weight) or 1) / ((tonumber(weight) or 1) + num_others) or 1
 
--- Cost that completes before this job can start: queued cost of its class and of more urgent ones, but under `fair` not
+local own_ahead = own_queued + (in_background and own_background or 0)
+
+local function backlog_of(first_level, last_level)
+  local sum = 0
+  for other = first_level, last_level do sum = sum + tonumber(redis.call('HGET', P .. ':backlog', other) or '0') end
+  return sum
+end
+
+-- Cost that completes before this job can start: queued cost of its level and of more urgent ones, but under `fair` not
 -- more than the tenant's own, at its share.
 local function cost_ahead()
-  local sum = 0
-  for class = 0, tonumber(p) do sum = sum + tonumber(redis.call('HGET', P .. ':backlog', class) or '0') end
-  return is_fair and math.min(sum, own_queued / share) or sum
+  local sum = backlog_of(0, level)
+  return is_fair and math.min(sum, own_ahead / share) or sum
 end
 
 -- Refuses a job until `excess`, which the tenant's share of the pace completes, and all its previously refused cost will
@@ -142,10 +159,10 @@ end
 local function takes_its_part(own, limit, num_tenants) return own >= limit / math.max(1, num_tenants) end
 
 local own_open = redis.call('SCARD', P .. ':tenant:' .. tenant .. ':open')
-local queued, open = total(':backlog'), redis.call('SCARD', P .. ':open')
+local queued, open = backlog_of(0, CLASSES - 1), redis.call('SCARD', P .. ':open')
 local num_tenants = num_others + 1
 if open >= config.max_open_jobs and takes_its_part(own_open, config.max_open_jobs, num_tenants) then
-  return busy_until_drained('open jobs', config.max_open_jobs, own_queued / math.max(1, own_open))
+  return busy_until_drained('open jobs', config.max_open_jobs, own_ahead / math.max(1, own_open))
 end
 -- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
 local is_light = is_task({n = n})
@@ -156,27 +173,40 @@ if is_light and redis.call('ZCARD', P .. ':tasks') >= MAX_WAITING_TASKS then
     return busy('waiting tasks', MAX_WAITING_TASKS, jittered(MIN_RETRY_MS))
   end
 end
-if not is_light and queued > 0 and queued + cost > config.max_queued_cost and
+if not is_light and not in_background and queued > 0 and queued + cost > config.max_queued_cost and
     takes_its_part(own_queued + cost, config.max_queued_cost, num_tenants) then
   local excess = math.max(0, own_queued + cost - config.max_queued_cost / num_tenants)
   return busy_until_drained('queued KV tokens', config.max_queued_cost, excess)
 end
--- Under `fair`, a tenant without queued jobs is never refused for its wait. A delayed job waits by its caller's wish.
-local ahead = not is_light and not_before_in == 0 and (own_queued > 0 or not is_fair) and cost_ahead() or 0
+-- Under `fair`, a tenant without queued jobs is never refused for its wait. A delayed job waits by its caller's wish, and
+-- background work waits as long as it takes.
+local max_wait = tonumber(ARGV[29] or '') or tonumber(redis.call('HGET', KEYS[1], 'max_wait_ms') or '') or MAX_WAIT_MS
+local is_waited_for = not is_light and not in_background and not_before_in == 0
+local ahead = is_waited_for and (own_queued > 0 or not is_fair) and cost_ahead() or 0
 if ahead > 0 then
   local rate, free = read_pace()
   local wait_ms = rate and math.max(0, ahead + cost - free) / rate or 0
-  if wait_ms > MAX_WAIT_MS then
-    return busy_until_drained('wait', MAX_WAIT_MS / 1000, (wait_ms - MAX_WAIT_MS) * rate * share, wait_ms)
+  if wait_ms > max_wait then
+    return busy_until_drained('wait', max_wait / 1000, (wait_ms - max_wait) * rate * share, wait_ms)
+  end
+end
+-- A deadline refuses a job only if it would be too late even though the pool served this tenant alone from now on.
+if deadline_in > 0 and not is_light and own_ahead > 0 then
+  local rate, free = read_pace()
+  local optimistic = math.min(backlog_of(0, level), own_ahead)
+  local wait_ms = rate and math.max(0, optimistic - free) / rate or 0
+  if wait_ms > deadline_in - not_before_in then
+    return busy_until_drained('deadline', deadline_in / 1000, (wait_ms - deadline_in) * rate * share, wait_ms)
   end
 end
 -- The job occupies `held` bytes from now on. Its output is reserved only when a node takes it.
 local held = #request + RECORD_BYTES + (response ~= '' and #response + KEY_BYTES or 0)
 do
-  local MEMORY_PERCENT, MAX_RELEASED, MAX_LOOKED_AT = {[0] = 90, 90, 80}, 256, 256
+  local MAX_RELEASED, MAX_LOOKED_AT = 256, 256
+  local memory_percent_of_all = in_background and BACKGROUND_PERCENT or MEMORY_PERCENT[level]
   local used, limit = used_memory()
-  if limit > 0 and used + total(':reserved') + held + output > limit * MEMORY_PERCENT[tonumber(p)] / 100 then
-    return busy('memory', MEMORY_PERCENT[tonumber(p)], jittered(MEMORY_RETRY_MS))
+  if limit > 0 and used + total(':reserved') + held + output > limit * memory_percent_of_all / 100 then
+    return busy('memory', memory_percent_of_all, jittered(MEMORY_RETRY_MS))
   end
   -- Memory of one tenant: beyond its share, only that tenant is refused.
   local function exceeds(percent) return bytes_of(tenant) + held + output > limit * percent / 100 end
@@ -197,10 +227,11 @@ do
   end
 end
 if tenant_open > 0 and own_open >= tenant_open then
-  return busy_until_drained("tenant's open jobs", tenant_open, own_queued / own_open)
+  return busy_until_drained("tenant's open jobs", tenant_open, own_ahead / own_open)
 end
-if not is_light and tenant_queued > 0 and own_queued > 0 and own_queued + cost > tenant_queued then
-  return busy_until_drained("tenant's queued KV tokens", tenant_queued, own_queued + cost - tenant_queued)
+local all_queued = own_queued + own_background
+if not is_light and tenant_queued > 0 and all_queued > 0 and all_queued + cost > tenant_queued then
+  return busy_until_drained("tenant's queued KV tokens", tenant_queued, all_queued + cost - tenant_queued)
 end
 local new_rates, rate_until = {}, now
 local reserved_tokens = per_minute.tokens > 0 and tokens_to_reserve() or 0
@@ -226,7 +257,7 @@ local deadline = deadline_in > 0 and tostring(now + deadline_in) or ''
 -- A job submitted without a reader has reattach_grace_ms to get one.
 local unread = (inbox == '' and channel ~= '1') and now or ''
 local is_delayed = not_before_in > 0
-local job = {id = id, tenant = tenant, priority = p, n = n, cost = tostring(cost), submitted = now + not_before_in,
+local job = {id = id, tenant = tenant, level = level, n = n, cost = tostring(cost), submitted = now + not_before_in,
   deadline = deadline}
 redis.call('SET', P .. ':request:' .. id, request)
 if per_minute.tokens > 0 and not is_light then
@@ -237,8 +268,8 @@ local waits = is_delayed or not token_limit.admits_job(job, now)
 local entry = waits and DELAYED or redis.call('XADD', queue_key(job), '*', 'id', id)
 -- Redis searches a small hash from its front. So the fields that emit reads at every step come first, then take's.
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
-  'deadline', deadline, 'background', background, 'unread', unread, 'inboxes', inbox, 'channel', channel,
-  'tenant', tenant, 'priority', p, 'n', n, 'cost', cost, 'entry', entry, 'submitted', job.submitted,
+  'deadline', deadline, 'needs_reader', needs_reader, 'unread', unread, 'inboxes', inbox, 'channel', channel,
+  'tenant', tenant, 'level', level, 'n', n, 'cost', cost, 'entry', entry, 'submitted', job.submitted,
   'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'held', held, 'output', output, 'idem', idem_name)
 if memory_percent > 0 then redis.call('HSET', job_key(id), 'memory_percent', memory_percent) end
 if account ~= '' then redis.call('HSET', job_key(id), 'account', account) end
@@ -251,7 +282,7 @@ if per_minute.tokens > 0 then
   if is_delayed then redis.call('HSET', job_key(id), 'to_charge', reserved_tokens, 'burst_ms', burst_s * 1000) end
 end
 if job.may_use then redis.call('HSET', job_key(id), 'may_use', job.may_use, 'minute_tokens', job.minute_tokens) end
-if is_delayed then redis.call('ZADD', P .. ':delayed', job.submitted, id) end
+if is_delayed then delay_job(job) end
 if waits then note_due(job) else note_queued(job) end
 count_event('submitted')
 redis.call('SADD', P .. ':open', id)

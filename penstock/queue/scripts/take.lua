@@ -3,27 +3,30 @@
 -- Tasks, such as tokenization, occupy no sequence and no KV cache. The walk takes them in the same order, whatever
 -- capacity is left. Where it stops, because a job does not fit, the oldest other tasks follow: nothing that they need is
 -- reserved for that job. `task_slots` alone limits them.
--- ARGV: node call nonce kv_tokens0 kv_tokens1 kv_tokens2 slots0 slots1 slots2 kv_total slots_total revision hold_ms
---   task_slots held
+-- ARGV: node call nonce kv_tokens0 … kv_tokens5 slots0 … slots5 kv_total slots_total revision hold_ms task_slots held
+--   background_due
 --   call: number of this take; repeating the last call gets the same answer. nonce: makes leases unique.
---   kv_tokens, slots: free KV tokens and sequence slots, per class. kv_total, slots_total: the node's whole capacity.
+--   kv_tokens, slots: free KV tokens and sequence slots, per level. kv_total, slots_total: the node's whole capacity.
 --   task_slots: tasks that the node can take. held: msgpack of tenant → [KV tokens, sequences, weight] of the node's
 --   jobs, or ''.
+--   background_due: '1' if background work had less than its share of the node's time lately.
 --   hold_ms: expected time for which a KV token of cost is held. A tenant is charged cost × hold_ms ÷ weight.
--- Answer: {OK, {row…}, {depth0, depth1, depth2}, again_in_ms, num_nodes} | {UNKNOWN_NODE} | {STALE}
---   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n, priority,
---   waited_ms, taken_at}. urgency is the class that the job counts as. waited_ms: time since its submission. taken_at:
+-- Answer: {OK, {row…}, {depth0, … depth5}, again_in_ms, num_nodes} | {UNKNOWN_NODE} | {STALE}
+--   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight, n, level,
+--   waited_ms, taken_at}. urgency is the level that the job counts as. waited_ms: time since its submission. taken_at:
 --   when this lease began. A request above MAX_REQUEST_BYTES is '' here; the node reads it separately.
---   depth: jobs still queued per class. again_in_ms: when a job may become available, 0 if unknown.
+--   depth: jobs still queued per level. again_in_ms: when a job may become available, 0 if unknown.
 --   STALE: a later take of this node was already answered.
 local MAX_TAKEN, MAX_EXAMINED, MAX_SKIPPED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 512, 128, 32, 16384
-local MAX_SORTED, MAX_PASSED, MAX_TASKS_EXAMINED, LEAST_URGENT = 64, 16, 64, CLASSES - 1
+local MAX_SORTED, MAX_PASSED, MAX_TASKS_EXAMINED, LEAST_URGENT = 64, 16, 64, LEVELS - 1
 
 local node, call, nonce = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local kv_tokens = {[0] = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])}
-local slots = {[0] = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])}
-local kv_total, slots_total, revision, hold_ms = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12], tonumber(ARGV[13])
-local task_slots, held_by_tenant = tonumber(ARGV[14]), ARGV[15]
+local kv_tokens, slots = {}, {}
+for level = 0, LEAST_URGENT do
+  kv_tokens[level], slots[level] = tonumber(ARGV[4 + level]), tonumber(ARGV[10 + level])
+end
+local kv_total, slots_total, revision, hold_ms = tonumber(ARGV[16]), tonumber(ARGV[17]), ARGV[18], tonumber(ARGV[19])
+local task_slots, held_by_tenant, background_due = tonumber(ARGV[20]), ARGV[21], ARGV[22] == '1'
 
 local config = read_config()
 local now = clock()
@@ -34,7 +37,7 @@ local num_nodes = redis.call('ZCARD', P .. ':nodes')
 
 local function depths()
   local depth = {}
-  for p = 0, LEAST_URGENT do depth[p + 1] = redis.call('ZCARD', P .. ':waiting:' .. p) end
+  for level = 0, LEAST_URGENT do depth[level + 1] = redis.call('ZCARD', P .. ':waiting:' .. level) end
   return depth
 end
 
@@ -44,7 +47,7 @@ local function row(job, taken_at)
   local request = redis.call('STRLEN', request_key) <= MAX_REQUEST_BYTES and redis.call('GET', request_key)
   return {job.id, job.lease, tonumber(job.losses), redis.call('LLEN', log_key(job.id)), tonumber(job.cost), deadline_in,
     request or '', job.tenant, tonumber(job.urgency), tonumber(job.preemptions), tostring(weight_of(job)),
-    tonumber(job.n), tonumber(job.priority), math.max(0, now - tonumber(job.submitted)), taken_at}
+    tonumber(job.n), tonumber(job.level), math.max(0, now - tonumber(job.submitted)), taken_at}
 end
 
 -- A repeated call gets the same answer, without jobs that the node no longer holds.
@@ -70,8 +73,8 @@ end
 
 -- The fields that inspecting, taking and ending a job need. Reading a field that a new job lacks takes as long as
 -- reading ten fields that it has.
-local EXAMINED_FIELDS = {'state', 'tenant', 'priority', 'n', 'cost', 'entry', 'submitted', 'losses', 'preemptions',
-  'weight', 'deadline', 'background', 'unread', 'inboxes', 'channel', 'cancel', 'avoid', 'avoid_until', 'revision', 'first'}
+local EXAMINED_FIELDS = {'state', 'tenant', 'level', 'n', 'cost', 'entry', 'submitted', 'losses', 'preemptions',
+  'weight', 'deadline', 'needs_reader', 'unread', 'inboxes', 'channel', 'cancel', 'avoid', 'avoid_until', 'revision', 'first'}
 
 -- `tried` holds the ids of jobs that this call must not look at again.
 local tried, over, gone, again_in = {}, {}, {}, 0
@@ -180,9 +183,9 @@ local function reader_of_stream(examined, skipped, key)
 end
 
 -- Order --------------------------------------------------------------------------------------------
--- The queue of a class is {head, next, charge}. head: the job whose age raises the class. next(may): returns the next
--- job; under fair, the next job of a tenant for which may(tenant) holds. charge(job, by): called for a taken job.
--- A queue returns no job of `tried`.
+-- The queue of a level is {head, next, charge}. head: the job whose age raises the level, for foreground work. next(may):
+-- returns the next job; under fair, the next job of a tenant for which may(tenant) holds. charge(job, by): called for a
+-- taken job. A queue returns no job of `tried`.
 
 -- Shares (policy_state.py, Shares). goes_first: whether a tenant recently used no more than the mean of all tenants
 -- with queued jobs. may_displace: the same, with the mean over these and all tenants with recent use. Each job that is
@@ -215,8 +218,9 @@ do
   function goes_first(tenant) return not uses or use_of(tenant) * num_waiters <= use_of_waiters end
   function may_displace(tenant) return not uses or use_of(tenant) * num_users <= use_of_all end
 
-  function note_taken(tenant, charge)
-    if not uses then return end
+  function note_taken(job, charge)
+    if not uses or is_background(job) then return end
+    local tenant = job.tenant
     local before = use_of(tenant)
     uses[tenant] = (uses[tenant] or 0) + math.floor(math.min(MAX_CHARGE, charge) + 0.5)
     local by = use_of(tenant) - before
@@ -228,8 +232,8 @@ local function any_tenant() return true end
 
 local QUEUES
 do
-  local function queue_by_age(p)
-    local read = reader_of_index(new_count(MAX_EXAMINED), new_count(MAX_SKIPPED), P .. ':waiting:' .. p)
+  local function queue_by_age(level)
+    local read = reader_of_index(new_count(MAX_EXAMINED), new_count(MAX_SKIPPED), P .. ':waiting:' .. level)
     local head = read()
     local is_first = true
     return {head = head, next = function()
@@ -251,8 +255,8 @@ do
     return math.max(1, tonumber(job.cost) - done * tonumber(job.n))
   end
 
-  local function queue_by_cost(p)
-    local read = reader_of_index(new_count(MAX_SORTED), new_count(MAX_SKIPPED), P .. ':waiting:' .. p)
+  local function queue_by_cost(level)
+    local read = reader_of_index(new_count(MAX_SORTED), new_count(MAX_SKIPPED), P .. ':waiting:' .. level)
     local jobs = {}
     for job in read do
       job.remaining = remaining_cost(job)
@@ -270,9 +274,9 @@ do
   end
 
   -- One tenant's jobs, oldest first, merged from its requeued jobs and its stream.
-  local function reader_of_tenant(examined, skipped, p, tenant)
-    local requeued = reader_of_index(examined, skipped, P .. ':requeued:' .. p .. ':' .. tenant)
-    local fresh = reader_of_stream(examined, skipped, P .. ':queue:' .. p .. ':' .. tenant)
+  local function reader_of_tenant(examined, skipped, level, tenant)
+    local requeued = reader_of_index(examined, skipped, P .. ':requeued:' .. level .. ':' .. tenant)
+    local fresh = reader_of_stream(examined, skipped, P .. ':queue:' .. level .. ':' .. tenant)
     local one, other
     return function()
       one, other = one or requeued(), other or fresh()
@@ -286,9 +290,9 @@ do
     end
   end
 
-  local function queue_by_virtual_time(p)
+  local function queue_by_virtual_time(level)
     local examined, tenants = new_count(MAX_EXAMINED), {}
-    local found = redis.call('ZRANGE', P .. ':virtual_time:' .. p, 0, MAX_TENANTS - 1, 'WITHSCORES')
+    local found = redis.call('ZRANGE', P .. ':virtual_time:' .. level, 0, MAX_TENANTS - 1, 'WITHSCORES')
     for at = 1, #found, 2 do tenants[#tenants + 1] = {name = found[at], time = tonumber(found[at + 1])} end
 
     -- Each tenant has its share of the jobs that may be skipped. So a tenant's jobs for other nodes hide no other tenant's.
@@ -296,7 +300,7 @@ do
 
     -- The oldest remaining job of a tenant, or nil.
     local function oldest_of(tenant)
-      tenant.read = tenant.read or reader_of_tenant(examined, new_count(max_skipped), p, tenant.name)
+      tenant.read = tenant.read or reader_of_tenant(examined, new_count(max_skipped), level, tenant.name)
       while not tenant.job or tried[tenant.job.id] do
         tenant.job = tenant.read()
         if not tenant.job then return nil end
@@ -383,7 +387,8 @@ end
 -- until something expires, and the jobs behind it go on. memory_left: nil before it is read, false without a limit.
 local fit = {}
 do
-  local MEMORY_PERCENT, MEMORY_RETRY_MS = 95, 1000
+  -- Background work leaves a part of the memory to foreground work, and to the results that wait for their readers.
+  local MEMORY_PERCENT, BACKGROUND_PERCENT, MEMORY_RETRY_MS = 95, 80, 1000
   local memory_left, memory_limit
   local taken_bytes = {}
 
@@ -397,7 +402,8 @@ do
     if not memory_left then return true end
     local of_tenant = taken_bytes[job.tenant] or bytes_of(job.tenant)
     local share = memory_limit * memory_percent_of(tonumber(percent or '') or 0) / 100
-    if job.output > memory_left or of_tenant + job.output > share then
+    local kept_back = is_background(job) and memory_limit * (MEMORY_PERCENT - BACKGROUND_PERCENT) / 100 or 0
+    if job.output > memory_left - kept_back or of_tenant + job.output > share then
       look_again_in(MEMORY_RETRY_MS)
       return false
     end
@@ -430,7 +436,7 @@ do
   local function part_of(kv, num_slots) return math.max(kv / kv_total, num_slots / slots_total) end
 
   function fit.fits_by_share(job, need, seqs)
-    if policy ~= 'fair' or is_task(job) or held_by_tenant == '' or tonumber(job.priority) >= LEAST_URGENT then return false end
+    if policy ~= 'fair' or is_task(job) or held_by_tenant == '' or tonumber(job.level) >= CLASSES - 1 then return false end
     if not held then read_held() end
     local own = holding_of(job)
     local share = own.weight / weights
@@ -458,8 +464,9 @@ do
   end
 end
 
--- Takes a job if it fits. Returns whether the walk continues.
-local function try(job, urgency, is_head)
+-- Takes a job if it fits. Returns whether the walk continues. room_level: the level whose free capacity it may use, if that
+-- is not its urgency.
+local function try(job, urgency, is_head, room_level)
   tried[job.id] = true
   if #taken >= MAX_TAKEN then return false end
   local is_alone = is_isolated(job)
@@ -467,35 +474,76 @@ local function try(job, urgency, is_head)
   if is_task(job) and task_slots == 0 then return true end
   local need, seqs = is_task(job) and 0 or math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
   -- A more urgent job may have left less than nothing. A task fits all the same.
-  local has_room = is_task(job) or (need <= kv_tokens[urgency] and seqs <= slots[urgency])
+  room_level = room_level or urgency
+  local has_room = is_task(job) or (need <= kv_tokens[room_level] and seqs <= slots[room_level])
   if not has_room and not fit.fits_by_share(job, need, seqs) then return pass(job, job.id) end
   if not fit.has_memory(job) then return true end
   if is_task(job) then task_slots = task_slots - 1 end
   fit.note_held(job, need, seqs)
   for q = urgency, LEAST_URGENT do kv_tokens[q], slots[q] = kv_tokens[q] - need, slots[q] - seqs end
-  local queue = queues[tonumber(job.priority)]
+  local queue = queues[tonumber(job.level)]
   job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms / weight_of(job), is_head
   if queue and queue.charge then queue.charge(job, job.charge) end
-  note_taken(job.tenant, job.charge)
+  note_taken(job, job.charge)
   taken[#taken + 1] = job
   return not is_alone
 end
 
--- Policy fcfs: oldest first over all classes, merged from the classes' indexes.
+-- Background work goes after all foreground work. The exception: while it had less than its share of the node's time, its
+-- next job goes first. Its classes take turns by weight, as tenants do by virtual time: a turn advances the turns of its
+-- class by the job's cost ÷ weight. A class that waits anew starts where the last turn was.
+local take_due_background, turns_of_background
+do
+  local CLASS_WEIGHT = {[0] = 4, 2, 1}
+
+  function take_due_background(first_of)
+    local turns = redis.call('HMGET', P .. ':background_turns', 'last', CLASSES, CLASSES + 1, CLASSES + 2)
+    local best, best_turn
+    local last = tonumber(turns[1] or '') or 0
+    for class = 0, CLASSES - 1 do
+      local turn = math.max(last, tonumber(turns[class + 2] or '') or 0)
+      if redis.call('ZCARD', P .. ':waiting:' .. CLASSES + class) > 0 and (not best or turn < best_turn) then
+        best, best_turn = class, turn
+      end
+    end
+    local job = best and first_of(CLASSES + best)
+    if not job then return true end
+    local num_taken = #taken
+    -- It counts as the most urgent, so that nothing displaces it, but displaces nothing itself.
+    local goes_on = try(job, 0, false, LEAST_URGENT)
+    if #taken > num_taken then
+      turns_of_background = {CLASSES + best, best_turn + tonumber(job.cost) / CLASS_WEIGHT[best], 'last', best_turn}
+    end
+    return goes_on
+  end
+end
+
+-- Policy fcfs: oldest first over all classes, merged from the classes' indexes; foreground work before background work.
 local function walk_by_age()
   local readers, heads = {}, {}
-  for p = 0, LEAST_URGENT do
-    readers[p] = reader_of_index(new_count(MAX_EXAMINED), new_count(MAX_SKIPPED), P .. ':waiting:' .. p)
-    heads[p] = readers[p]()
+  for level = 0, LEAST_URGENT do
+    readers[level] = reader_of_index(new_count(MAX_EXAMINED), new_count(MAX_SKIPPED), P .. ':waiting:' .. level)
   end
-  while true do
-    local best
-    for p = 0, LEAST_URGENT do
-      if heads[p] and (not best or is_older(heads[p], heads[best])) then best = p end
+
+  local function head_of(level)
+    while heads[level] == nil or (heads[level] and tried[heads[level].id]) do heads[level] = readers[level]() or false end
+    return heads[level]
+  end
+
+  local function walk(first_level, last_level)
+    while true do
+      local best
+      for level = first_level, last_level do
+        local head = head_of(level)
+        if head and (not best or is_older(head, heads[best])) then best = level end
+      end
+      if not best then return true end
+      if not try(heads[best], last_level, false) then return false end
     end
-    if not best or not try(heads[best], LEAST_URGENT, false) then return end
-    heads[best] = readers[best]()
   end
+
+  if background_due and not take_due_background(head_of) then return end
+  if walk(0, CLASSES - 1) then walk(CLASSES, LEAST_URGENT) end
 end
 
 local walk_by_class
@@ -504,26 +552,32 @@ do
   local function risen_heads()
     local served = redis.call('HMGET', P .. ':head_served', 0, 1, 2)
     local risen = {}
-    for p = 0, LEAST_URGENT do
-      local head = queues[p].head
+    for class = 0, CLASSES - 1 do
+      local head = queues[class].head
       if head then
-        local since = math.max(tonumber(head.submitted), tonumber(served[p + 1] or '0'))
-        local level = p - math.floor(math.max(0, now - since) / config.aging_ms)
-        if level < p then risen[#risen + 1] = {level = level, priority = p, job = head} end
+        local since = math.max(tonumber(head.submitted), tonumber(served[class + 1] or '0'))
+        local level = class - math.floor(math.max(0, now - since) / config.aging_ms)
+        if level < class then risen[#risen + 1] = {level = level, class = class, job = head} end
       end
     end
     table.sort(risen, function(one, other)
       if one.level ~= other.level then return one.level < other.level end
-      return one.priority > other.priority
+      return one.class > other.class
     end)
     return risen
   end
 
+  local function first_of(level)
+    queues[level] = QUEUES[policy](level)
+    return queues[level].next(any_tenant)
+  end
+
   function walk_by_class()
-    for p = 0, LEAST_URGENT do queues[p] = QUEUES[policy](p) end
+    if background_due and not take_due_background(first_of) then return end
+    for class = 0, CLASSES - 1 do queues[class] = QUEUES[policy](class) end
     if policy == 'fair' and redis.call('ZCARD', P .. ':waiting:0') > 0 then read_uses() end
     local risen = risen_heads()
-    local function risen_to(p) return risen[1] and risen[1].level <= p and table.remove(risen, 1).job end
+    local function risen_to(class) return risen[1] and risen[1].level <= class and table.remove(risen, 1).job end
     -- Interactive jobs of tenants above their share count as standard and follow the standard jobs. This is decided anew
     -- for each job.
     local function upcoming()
@@ -533,19 +587,25 @@ do
       if job then return job, may_displace(job.tenant) and 0 or 1 end
       job = risen_to(1) or queues[1].next(any_tenant) or queues[0].next(any_tenant)
       if job then return job, 1 end
-      return risen_to(2) or queues[2].next(any_tenant), 2
+      job = risen_to(2) or queues[2].next(any_tenant)
+      if job then return job, 2 end
+      for level = CLASSES, LEAST_URGENT do
+        queues[level] = queues[level] or QUEUES[policy](level)
+        job = queues[level].next(any_tenant)
+        if job then return job, level end
+      end
     end
     local job, urgency = upcoming()
-    while job and try(job, urgency, job == queues[tonumber(job.priority)].head) do job, urgency = upcoming() end
+    while job and try(job, urgency, job == queues[tonumber(job.level)].head) do job, urgency = upcoming() end
     -- Where the walk stopped for a job that does not fit, tenants that hold nothing here need not wait for it.
     if policy ~= 'fair' or held_by_tenant == '' or reserves_for == ISOLATED then return end
-    for p = 0, LEAST_URGENT - 1 do
-      job = queues[p].next(fit.holds_nothing)
+    for class = 0, CLASSES - 2 do
+      job = queues[class].next(fit.holds_nothing)
       while job do
         tried[job.id] = true
         local need, seqs = math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
-        if not is_isolated(job) and fit.fits_by_share(job, need, seqs) and not try(job, p, false) then return end
-        job = queues[p].next(fit.holds_nothing)
+        if not is_isolated(job) and fit.fits_by_share(job, need, seqs) and not try(job, class, false) then return end
+        job = queues[class].next(fit.holds_nothing)
       end
     end
   end
@@ -561,7 +621,7 @@ local function take_tasks()
     local job = not tried[id] and mended(read_job(id, EXAMINED_FIELDS))
     if not tried[id] and (not job or job.state ~= 'queued') then
       stale[#stale + 1] = id
-    elseif job and is_for_us(job) and not is_isolated(job) and not try(job, tonumber(job.priority), false) then
+    elseif job and is_for_us(job) and not is_isolated(job) and not try(job, tonumber(job.level), false) then
       return
     end
   end
@@ -583,13 +643,14 @@ for _, job in ipairs(over) do end_if_over(job, config, now) end
 for _, job in ipairs(gone) do
   end_job(job, config, now, 'failed', 'revision_gone', 'the model that wrote the first tokens is no longer served', '')
 end
+if turns_of_background then redis.call('HSET', P .. ':background_turns', unpack(turns_of_background)) end
 local ids, leases, rows = {}, {}, {}
 local _, window = share_window()
 for i, job in ipairs(taken) do
   charge_tenant(job, job.charge)
   leave_queue(job)
   reserve_output(job)
-  if job.is_head then redis.call('HSET', P .. ':head_served', job.priority, now) end
+  if job.is_head and not is_background(job) then redis.call('HSET', P .. ':head_served', job.level, now) end
   job.lease = call .. ':' .. nonce .. ':' .. i
   local taken_at = job.revision == '' and 'taken' or 'retaken'
   redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
