@@ -26,8 +26,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
-from penstock.contract.priority import class_of_level, is_background
 from penstock.contract.pool import EVENTS, PoolStats
+from penstock.contract.priority import class_of_level, is_background
 from penstock.gateway.budget import SharedBudget
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.settings import DECISIONS

@@ -108,8 +108,8 @@ class NodeSettings(Settings, EngineOptions):
     max_queued_cost: int = Field(default=1 << 31, ge=1)
     """Maximum expected KV tokens of all queued foreground jobs; further ones are refused."""
     max_wait_ms: int = Field(default=60_000, ge=1_000)
-    """Maximum expected milliseconds that a foreground job would wait in the queue; it is refused if it would wait longer.
-    Background jobs wait for as long as it takes."""
+    """Maximum expected milliseconds in the queue with which a foreground job is accepted. Background jobs wait for as
+    long as it takes."""
     max_losses: int = Field(default=3, ge=1)
     """Number of lost nodes without progress between them after which a job fails."""
     progress_chunks: int = Field(default=64, ge=1)

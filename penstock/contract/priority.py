@@ -1,4 +1,4 @@
-"""Priority classes and levels of jobs, and the check of a requested class against the highest one that the caller may use."""
+"""Priority classes and levels of jobs, and the check of a requested class against the caller's highest one."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ unused pool.
     P:adapters               hash    node; sweep, leave                   node with adapters → the pool record that it
                                                                           announced
     P:backlog                hash    submit, requeue, release, take, end  level → predicted KV tokens of its queued jobs
-    P:queued                 hash    submit, requeue, release, take, end  tenant → those of its foreground jobs; no field
-                                                                          where it is 0
+    P:queued                 hash    submit, requeue, release, take, end  tenant → those of its foreground jobs; no
+                                                                          field where it is 0
     P:queued_background      hash    submit, requeue, release, take, end  the same of its background jobs
     P:stored                 hash    submit, emit, requeue, end; sweep,   tenant → bytes that its jobs occupy
                                      purge, delete_response

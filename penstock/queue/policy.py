@@ -11,13 +11,13 @@ background work, so a job's level is its class, plus the number of classes for b
     sjf        the job with the lowest predicted remaining cost: an estimate that shrinks as its output grows
     fair       the oldest job of the tenant with the lowest virtual time (`VirtualTimes`)
 
-*Aging.* The head of a class of foreground work is its oldest job; under `fair`, the job that would start next. It counts
-as one class more urgent for each `aging_ms` since it was submitted, or since the class's last head started, whichever is later. So no
-class starves. Each start resets the clock, so a backlog of a day does not become the most urgent work.
+*Aging.* The head of a class of foreground work is its oldest job; under `fair`, the job that would start next. It
+counts as one class more urgent for each `aging_ms` since it was submitted, or since the class's last head started,
+whichever is later. So no class starves. Each start resets the clock, so a backlog of a day does not become the most
+urgent work.
 
 *Background.* Background work does not age. Instead, while it had less than its share of the engine's time, its next job
-goes before everything else (`background_due`). Its classes take turns by weight (`BackgroundTurns`). Such a job counts
-as the most urgent, so that nothing displaces it, but displaces nothing itself.
+goes before everything else (`background_due`). Its classes take turns by weight (`BackgroundTurns`).
 
 *Shares.* Under `fair`, class 0 goes before class 1 only while its tenant is within its share. A tenant is above its
 share if its use in this and the last window of `share_window_ms` exceeds the mean of all tenants with queued work. Use
@@ -182,7 +182,7 @@ def _in_order(
     The caller charges a started candidate to `state` before it asks for the next one.
     """
     if due is not None:
-        yield due, LEAST_URGENT, False
+        yield due, _last_level_of_kind(due) if policy.name == "fcfs" else due.level, False
         waiting = [one for one in waiting if one is not due]
     if policy.name == "fcfs":
         yield from ((one, _last_level_of_kind(one), False) for one in sorted(waiting, key=_kind_and_age))

@@ -201,8 +201,9 @@ class AsyncClient:
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
         """Check, admit and enqueue a job, and return its handle. `SubmitOptions` describes each option.
 
-        `prompt` is text, token ids or the messages of a chat. A `background` job, the default, may wait for hours behind
-        foreground work, and goes on if this process ends. `client.attach(job.id)` reads it from any process, and `job.cancel()` ends it.
+        `prompt` is text, token ids or the messages of a chat. A `background` job, the default, may wait behind
+        foreground work for as long as it takes, and goes on if this process ends. `client.attach(job.id)` reads it from
+        any process, and `job.cancel()` ends it.
 
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).

@@ -24,6 +24,7 @@ from penstock.contract.job import (
 )
 from penstock.contract.packed_prompt import PackedPrompt, PromptField
 from penstock.contract.pool import PoolRecord
+from penstock.contract.priority import default_class
 from penstock.contract.problems import request_error
 from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed
 from penstock.producer.client.building import with_choice

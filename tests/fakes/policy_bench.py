@@ -38,7 +38,7 @@ class Bench:
         for seq in seqs:
             for field, value in fields.items():
                 setattr(seq, field, value)
-            seq.urgency = seq.priority
+            seq.urgency = seq.level
             self.order.added(seq)
         self.scheduler.add(*seqs)
         self.now_ms += 0.001

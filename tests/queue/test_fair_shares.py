@@ -28,7 +28,7 @@ class Work:
 
     job_id: str
     tenant: str
-    priority: int
+    level: int
     submitted_ms: float
     cost: int
 
@@ -52,7 +52,7 @@ def serve(
     while now_ms < until_ms:
         for tenant, priorities in classes.items():
             for priority in priorities:
-                is_there = any((w.tenant, w.priority) == (tenant, priority) for w in waiting)
+                is_there = any((w.tenant, w.level) == (tenant, priority) for w in waiting)
                 if since_ms[tenant] <= now_ms and not is_there:
                     cost = rng.randint(1, MAX_COST_MS)
                     waiting.append(Work(f"{len(served)}{tenant}{priority}", tenant, priority, now_ms, cost))
@@ -61,8 +61,8 @@ def serve(
         chosen = choose(waiting, policy, standing, now_ms, lambda *_, places=places: bool(places and places.pop()))
         for work in chosen:
             waiting.remove(work)
-            if not any((w.tenant, w.priority) == (work.tenant, work.priority) for w in waiting):
-                standing.virtual_times[work.priority].leave(work.tenant)
+            if not any((w.tenant, w.level) == (work.tenant, work.level) for w in waiting):
+                standing.virtual_times[work.level].leave(work.tenant)
             served.append((now_ms, work.tenant, work.cost))
             now_ms += work.cost
         now_ms += not chosen

@@ -29,7 +29,7 @@ class Work:
     """One in a queue, or one that runs."""
 
     job_id: str
-    priority: int = 1
+    level: int = 1
     submitted_ms: int = 0
     tenant: str = "a"
     cost: int = 10
@@ -64,7 +64,7 @@ def chosen(
 ) -> str:
     standing = standing or PolicyState()
     for work in sorted(waiting, key=lambda work: work.submitted_ms):
-        standing.virtual_times[work.priority].enter(work.tenant)
+        standing.virtual_times[work.level].enter(work.tenant)
     return "".join(w.job_id for w in choose(waiting, PolicyConfig(name, AGING_MS, bypass_ms), standing, now_ms, fits))
 
 
@@ -130,7 +130,7 @@ def test_no_job_waits_longer_than_the_formula_says(
             if not any(work.job_id.startswith(f"{number}@") for work in waiting):
                 waiting.append(Work(f"{number}@{now_ms}", p, now_ms, tenant, cost))
         for work in waiting:
-            standing.virtual_times[work.priority].enter(work.tenant)
+            standing.virtual_times[work.level].enter(work.tenant)
         places = [1]
 
         def fits(work: Work, urgency: int, places: list[int] = places) -> bool:

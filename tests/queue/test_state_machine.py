@@ -33,6 +33,7 @@ from penstock.contract.errors import ConflictError, InvariantError
 from penstock.contract.job import MAX_DEADLINE_S, JobDef, Priority, SamplingParams
 from penstock.contract.output import Chunk, Outcome, Usage
 from penstock.contract.pool import NodePressure
+from penstock.contract.priority import NUM_LEVELS
 from penstock.contract.tenant import Terms
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
@@ -120,7 +121,7 @@ class QueueMachine(RuleBasedStateMachine):
         for node in ("n0", "n1", "n2"):
             self.join(node)
         for cost in (10, 120, 10, 200):
-            self.submit("a", Priority.STANDARD, 1, cost, cost == 120, cost == 10)
+            self.submit("a", Priority.STANDARD, 1, cost, cost != 120, cost == 10)
 
     # Producers
 
@@ -129,10 +130,11 @@ class QueueMachine(RuleBasedStateMachine):
         priority=st.sampled_from(Priority),
         n=st.sampled_from((1, 1, 2, 16)),
         cost=st.sampled_from((10, 50, 120, 900)),
-        background=st.booleans(),
+        needs_reader=st.booleans(),
         deadline=st.booleans(),
         weight=st.sampled_from((1.0, 4.0, 0.3)),
         later=st.sampled_from((False, False, True)),
+        background=st.booleans(),
     )
     def submit(
         self,
@@ -140,12 +142,14 @@ class QueueMachine(RuleBasedStateMachine):
         priority: Priority,
         n: int,
         cost: int,
-        background: bool,
+        needs_reader: bool,
         deadline: bool,
         weight: float = 1.0,
         later: bool = False,
+        background: bool = False,
     ) -> None:
-        fields = {"tenant": tenant, "priority": priority, "background": background, "params": SamplingParams(n=n)}
+        kind = {"background": background, "needs_reader": needs_reader}
+        fields = {"tenant": tenant, "priority": priority, "params": SamplingParams(n=n), **kind}
         times = {
             "deadline_ms": 1000 * MAX_DEADLINE_S if deadline else None,
             "not_before_ms": FOREVER_MS // 2 if later else None,
@@ -154,12 +158,12 @@ class QueueMachine(RuleBasedStateMachine):
         assert not self.run(
             self.queue.producer.submit(Submission(job, cost, terms=Terms(weight=weight)), inbox="me")
         ).existed
-        known = ModelJob(job.id, tenant, priority, n, cost, background, deadline, weight, later, is_up=not later)
+        known = ModelJob(job.id, tenant, job.level, n, cost, needs_reader, deadline, weight, later, is_up=not later)
         # Not Redis's clock: jobs of one millisecond would have no order that the next run repeats.
         known.submitted_ms = self.model.now_ms - 25 * AGING_MS + len(self.requests) * AGING_MS // 4 - AGING_MS // 8
         if not later:
             self.sync.hset(f"{P}:job:{job.id}", "submitted", known.submitted_ms)
-            self.sync.zadd(f"{P}:waiting:{int(priority)}", {job.id: known.submitted_ms})
+            self.sync.zadd(f"{P}:waiting:{job.level}", {job.id: known.submitted_ms})
         self.model.submit(known)
         self.requests.append(job)
 
@@ -206,7 +210,9 @@ class QueueMachine(RuleBasedStateMachine):
         elif what == "not_before" and job.is_later:
             job.is_up = True
             self.sync.hset(key, "submitted", job.submitted_ms)
-            self.sync.zadd(f"{P}:delayed", {job.job_id: job.submitted_ms}, xx=True)
+            lane = f"{job.level}:{job.tenant}"
+            self.sync.zadd(f"{P}:delayed:{lane}", {job.job_id: job.submitted_ms}, xx=True)
+            self.sync.zadd(f"{P}:delayed", {lane: 1}, xx=True)
 
     # Nodes
 
@@ -232,22 +238,25 @@ class QueueMachine(RuleBasedStateMachine):
         tokens=st.sampled_from((60, 300, 1000)),
         slots=st.integers(0, 20),
         hold_ms=st.sampled_from((1.0, 0.1, 2000.0)),
+        due=st.booleans(),
     )
-    def take(self, pick: int, tokens: int, slots: int, hold_ms: float) -> None:
+    def take(self, pick: int, tokens: int, slots: int, hold_ms: float, due: bool) -> None:
         node, known = self.node(pick)
         if not known.is_known:
             with pytest.raises(LeaseLostError):
                 self.run(node.take())
             node.call -= 1
             return
-        room = (tokens, tokens // 2, tokens // 2)
-        answer = self.run(node.take(room, slots, kv_total=KV_TOTAL, slots_total=SLOTS_TOTAL, hold_ms=hold_ms))
-        expected = self.model.take(known, list(room), [slots] * 3, hold_ms)
+        room = (tokens, *(tokens // 2,) * 3, *(tokens // 4,) * 2)
+        answer = self.run(
+            node.take(room, slots, kv_total=KV_TOTAL, slots_total=SLOTS_TOTAL, hold_ms=hold_ms, background_due=due)
+        )
+        expected = self.model.take(known, list(room), [slots] * NUM_LEVELS, hold_ms, background_due=due)
         self.heed_what_was_over()
         assert [(t.job_id, t.tenant, t.urgency, t.cost, t.losses, t.num_chunks) for t in answer.jobs] == [
             (job.job_id, job.tenant, job.urgency, job.cost, job.losses, len(job.log)) for job in expected
         ]
-        assert answer.depth == tuple(len(self.model.queued(p)) for p in range(3))
+        assert answer.depth == tuple(len(self.model.queued(level)) for level in range(NUM_LEVELS))
         for job, taken in zip(expected, answer.jobs, strict=True):
             assert taken.lease not in {t.lease for _, t in self.handles}
             job.lease = taken.lease

@@ -21,7 +21,7 @@ def _job(rng: random.Random, number: int, tenant: str, priority: int, submitted_
     return SimulatedJob(
         job_id=f"{number:05}",
         tenant=tenant,
-        priority=priority,
+        level=priority,
         submitted_ms=round(1000 * submitted_s),
         num_prompt=round(16 * 32 ** rng.random()),
         max_tokens=max_tokens,

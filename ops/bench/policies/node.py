@@ -36,7 +36,7 @@ class SimulatedJob:
 
     job_id: str
     tenant: str
-    priority: int
+    level: int
     submitted_ms: int
     num_prompt: int
     max_tokens: int
@@ -118,7 +118,7 @@ class Node:
     def _queue(self, job: SimulatedJob) -> None:
         job.remaining = self._remaining(job)
         self.waiting.append(job)
-        self.standing.virtual_times[job.priority].enter(job.tenant)
+        self.standing.virtual_times[job.level].enter(job.tenant)
 
     def _remaining(self, job: SimulatedJob) -> int:
         return self.ordering_predictor.remaining(job.tenant, job.num_prompt, job.max_tokens, job.num_done)
@@ -131,8 +131,8 @@ class Node:
             job.charge = job.cost * self.hold_ms
         for job in choose(self.waiting, self.policy, self.standing, int(self.now_ms), self._fits):
             self.waiting.remove(job)
-            virtual_times = self.standing.virtual_times[job.priority]
-            if all((other.tenant, other.priority) != (job.tenant, job.priority) for other in self.waiting):
+            virtual_times = self.standing.virtual_times[job.level]
+            if all((other.tenant, other.level) != (job.tenant, job.level) for other in self.waiting):
                 virtual_times.leave(job.tenant)
 
     def _fits(self, job: SimulatedJob, urgency: int) -> bool:
@@ -156,7 +156,7 @@ class Node:
         job.num_stored = 0
         self.preemptions += 1
         self._queue(job)
-        self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms, job.started_ms)
+        self.standing.correct(job.level, job.tenant, -job.charge, self.now_ms, job.started_ms)
 
     def _grants(self) -> dict[SimulatedJob, int]:
         budget, grants = STEP_TOKENS, dict[SimulatedJob, int]()
@@ -182,7 +182,7 @@ class Node:
             return False
         job.finished_ms = self.now_ms
         self.running.remove(job)
-        self.standing.correct(job.priority, job.tenant, job.kv_token_ms - job.charge, self.now_ms, job.started_ms)
+        self.standing.correct(job.level, job.tenant, job.kv_token_ms - job.charge, self.now_ms, job.started_ms)
         self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_token_ms, job.num_prompt + job.num_output)
         ended = job.tenant, job.num_prompt, job.max_tokens, job.num_output
         self.predictor.ended(*ended, job.predicted)
@@ -213,7 +213,7 @@ def simulate(name: PolicyName, load: Iterable[SimulatedJob]) -> SimulationResult
 
 def _result(ended: list[SimulatedJob], shares: dict[str, float], preemptions: int) -> SimulationResult:
     def of_classes(measure: Callable[[SimulatedJob], float], percent: int) -> dict[str, float]:
-        values = {name: sorted(measure(job) for job in ended if job.priority == p) for p, name in enumerate(CLASSES)}
+        values = {name: sorted(measure(job) for job in ended if job.level == p) for p, name in enumerate(CLASSES)}
         return {name: found[(len(found) - 1) * percent // 100] for name, found in values.items() if found}
 
     def completion(job: SimulatedJob) -> float:

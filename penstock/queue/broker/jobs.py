@@ -15,8 +15,8 @@ from redis.exceptions import ResponseError
 
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import pool_of
-from penstock.contract.priority import Priority, class_of_level, is_background
 from penstock.contract.output import TERMINAL_STATES, JobLedger, LeaseEnd, Outcome, PastLease, QueuePosition, Usage
+from penstock.contract.priority import Priority, class_of_level, is_background
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated

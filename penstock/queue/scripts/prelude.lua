@@ -54,8 +54,6 @@ local LARGE_RESULT_BYTES, LOG_PAGE = 65536, 500
 local RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES, MAX_SHORT_BYTES = 1056, 5120, 256, 64
 local COUNTED_CHUNKS, MIN_RESERVED_BYTES = 12, 4096
 local MAX_EVENTS = 256
-local DAY_MS, USAGE_DAYS = 86400000, 92
-local HOUR_MS, USAGE_HOURS = 3600000, 72
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
 local JOB_FIELDS = {'state', 'tenant', 'level', 'n', 'entry', 'cost', 'submitted', 'deadline', 'needs_reader',
   'inboxes', 'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'loss_mark', 'preemptions',

@@ -156,9 +156,9 @@ end
 -- queued only while the sum of two numbers is within limit and burst. One is the tokens of the tenant's jobs that ended
 -- in the last minute. The other is what its queued and running jobs, without the largest one, may use at most.
 -- Otherwise the job waits outside of the queue, in P:awaiting:<tenant>, until older tokens or jobs no longer count.
-local MAX_WAITING_TENANTS = 32
 local token_limit = {}
 do
+  local MAX_WAITING_TENANTS = 32
   -- Tokens count until the last slot of time that has a part of the last minute has passed.
   local SLOT_MS, NUM_SLOTS, LOOK_AGAIN_MS = 5000, 13, 60000
   local MAX_LOOKED_AT, CLASS_STEP = 8, 1e13
@@ -599,6 +599,9 @@ end
 
 local add_usage
 do
+  local DAY_MS, USAGE_DAYS = 86400000, 92
+  local HOUR_MS, USAGE_HOURS = 3600000, 72
+
   -- Adds a job's tokens to the sums per tenant and account in `key`, which lives for life_ms.
   local function add_to_usage(key, life_ms, job, account, used)
     local name = job.tenant .. ':' .. (account or '') .. ':'

@@ -158,80 +158,83 @@ end
 -- limit ÷ number of tenants. Redis's memory bounds the sum.
 local function takes_its_part(own, limit, num_tenants) return own >= limit / math.max(1, num_tenants) end
 
-local own_open = redis.call('SCARD', P .. ':tenant:' .. tenant .. ':open')
-local queued, open = backlog_of(0, CLASSES - 1), redis.call('SCARD', P .. ':open')
-local num_tenants = num_others + 1
-if open >= config.max_open_jobs and takes_its_part(own_open, config.max_open_jobs, num_tenants) then
-  return busy_until_drained('open jobs', config.max_open_jobs, own_ahead / math.max(1, own_open))
-end
--- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
-local is_light = is_task({n = n})
-if is_light and redis.call('ZCARD', P .. ':tasks') >= MAX_WAITING_TASKS then
-  local own_tasks = tonumber(redis.call('HGET', P .. ':tenant_tasks', tenant) or '0')
-  local num_with_tasks = redis.call('HLEN', P .. ':tenant_tasks') + (own_tasks > 0 and 0 or 1)
-  if takes_its_part(own_tasks, MAX_WAITING_TASKS, num_with_tasks) then
-    return busy('waiting tasks', MAX_WAITING_TASKS, jittered(MIN_RETRY_MS))
-  end
-end
-if not is_light and not in_background and queued > 0 and queued + cost > config.max_queued_cost and
-    takes_its_part(own_queued + cost, config.max_queued_cost, num_tenants) then
-  local excess = math.max(0, own_queued + cost - config.max_queued_cost / num_tenants)
-  return busy_until_drained('queued KV tokens', config.max_queued_cost, excess)
-end
--- Under `fair`, a tenant without queued jobs is never refused for its wait. A delayed job waits by its caller's wish, and
--- background work waits as long as it takes.
-local max_wait = tonumber(ARGV[29] or '') or tonumber(redis.call('HGET', KEYS[1], 'max_wait_ms') or '') or MAX_WAIT_MS
-local is_waited_for = not is_light and not in_background and not_before_in == 0
-local ahead = is_waited_for and (own_queued > 0 or not is_fair) and cost_ahead() or 0
-if ahead > 0 then
-  local rate, free = read_pace()
-  local wait_ms = rate and math.max(0, ahead + cost - free) / rate or 0
-  if wait_ms > max_wait then
-    return busy_until_drained('wait', max_wait / 1000, (wait_ms - max_wait) * rate * share, wait_ms)
-  end
-end
--- A deadline refuses a job only if it would be too late even though the pool served this tenant alone from now on.
-if deadline_in > 0 and not is_light and own_ahead > 0 then
-  local rate, free = read_pace()
-  local optimistic = math.min(backlog_of(0, level), own_ahead)
-  local wait_ms = rate and math.max(0, optimistic - free) / rate or 0
-  if wait_ms > deadline_in - not_before_in then
-    return busy_until_drained('deadline', deadline_in / 1000, (wait_ms - deadline_in) * rate * share, wait_ms)
-  end
-end
 -- The job occupies `held` bytes from now on. Its output is reserved only when a node takes it.
 local held = #request + RECORD_BYTES + (response ~= '' and #response + KEY_BYTES or 0)
+-- A task waits for no KV cache, so limits of KV tokens and of waiting do not concern it.
+local is_light = is_task({n = n})
+-- Limits of the pool and of the tenant, each of which may refuse the job.
 do
-  local MAX_RELEASED, MAX_LOOKED_AT = 256, 256
-  local memory_percent_of_all = in_background and BACKGROUND_PERCENT or MEMORY_PERCENT[level]
-  local used, limit = used_memory()
-  if limit > 0 and used + total(':reserved') + held + output > limit * memory_percent_of_all / 100 then
-    return busy('memory', memory_percent_of_all, jittered(MEMORY_RETRY_MS))
+  local own_open = redis.call('SCARD', P .. ':tenant:' .. tenant .. ':open')
+  local queued, open = backlog_of(0, CLASSES - 1), redis.call('SCARD', P .. ':open')
+  local num_tenants = num_others + 1
+  if open >= config.max_open_jobs and takes_its_part(own_open, config.max_open_jobs, num_tenants) then
+    return busy_until_drained('open jobs', config.max_open_jobs, own_ahead / math.max(1, own_open))
   end
-  -- Memory of one tenant: beyond its share, only that tenant is refused.
-  local function exceeds(percent) return bytes_of(tenant) + held + output > limit * percent / 100 end
-
-  -- Milliseconds until a stored key of this tenant expires, if it is among the next MAX_LOOKED_AT keys of all tenants.
-  local function until_next_goes()
-    local next_ones = redis.call('ZRANGE', P .. ':expiry', 0, MAX_LOOKED_AT - 1, 'WITHSCORES')
-    for at = 1, #next_ones, 2 do
-      if string.match(next_ones[at], '^%d+ (%S+) ') == tenant then return tonumber(next_ones[at + 1]) - now end
+  if is_light and redis.call('ZCARD', P .. ':tasks') >= MAX_WAITING_TASKS then
+    local own_tasks = tonumber(redis.call('HGET', P .. ':tenant_tasks', tenant) or '0')
+    local num_with_tasks = redis.call('HLEN', P .. ':tenant_tasks') + (own_tasks > 0 and 0 or 1)
+    if takes_its_part(own_tasks, MAX_WAITING_TASKS, num_with_tasks) then
+      return busy('waiting tasks', MAX_WAITING_TASKS, jittered(MIN_RETRY_MS))
     end
-    return MAX_RETRY_MS
   end
+  if not is_light and not in_background and queued > 0 and queued + cost > config.max_queued_cost and
+      takes_its_part(own_queued + cost, config.max_queued_cost, num_tenants) then
+    local excess = math.max(0, own_queued + cost - config.max_queued_cost / num_tenants)
+    return busy_until_drained('queued KV tokens', config.max_queued_cost, excess)
+  end
+  -- Under `fair`, a tenant without queued jobs is never refused for its wait. A delayed job waits by its caller's wish, and
+  -- background work waits as long as it takes.
+  local max_wait = tonumber(ARGV[29] or '') or tonumber(redis.call('HGET', KEYS[1], 'max_wait_ms') or '') or MAX_WAIT_MS
+  local is_waited_for = not is_light and not in_background and not_before_in == 0
+  local ahead = is_waited_for and (own_queued > 0 or not is_fair) and cost_ahead() or 0
+  if ahead > 0 then
+    local rate, free = read_pace()
+    local wait_ms = rate and math.max(0, ahead + cost - free) / rate or 0
+    if wait_ms > max_wait then
+      return busy_until_drained('wait', max_wait / 1000, (wait_ms - max_wait) * rate * share, wait_ms)
+    end
+  end
+  -- A deadline refuses a job only if it would be too late even though the pool served this tenant alone from now on.
+  if deadline_in > 0 and not is_light and own_ahead > 0 then
+    local rate, free = read_pace()
+    local optimistic = math.min(backlog_of(0, level), own_ahead)
+    local wait_ms = rate and math.max(0, optimistic - free) / rate or 0
+    if wait_ms > deadline_in - not_before_in then
+      return busy_until_drained('deadline', deadline_in / 1000, (wait_ms - deadline_in) * rate * share, wait_ms)
+    end
+  end
+  do
+    local MAX_RELEASED, MAX_LOOKED_AT = 256, 256
+    local memory_percent_of_all = in_background and BACKGROUND_PERCENT or MEMORY_PERCENT[level]
+    local used, limit = used_memory()
+    if limit > 0 and used + total(':reserved') + held + output > limit * memory_percent_of_all / 100 then
+      return busy('memory', memory_percent_of_all, jittered(MEMORY_RETRY_MS))
+    end
+    -- Memory of one tenant: beyond its share, only that tenant is refused.
+    local function exceeds(percent) return bytes_of(tenant) + held + output > limit * percent / 100 end
 
-  if limit > 0 then
-    local percent = memory_percent_of(memory_percent)
-    if exceeds(percent) then subtract_expired(now, MAX_RELEASED) end
-    if exceeds(percent) then return busy("tenant's memory", percent, jittered(until_next_goes())) end
+    -- Milliseconds until a stored key of this tenant expires, if it is among the next MAX_LOOKED_AT keys of all tenants.
+    local function until_next_goes()
+      local next_ones = redis.call('ZRANGE', P .. ':expiry', 0, MAX_LOOKED_AT - 1, 'WITHSCORES')
+      for at = 1, #next_ones, 2 do
+        if string.match(next_ones[at], '^%d+ (%S+) ') == tenant then return tonumber(next_ones[at + 1]) - now end
+      end
+      return MAX_RETRY_MS
+    end
+
+    if limit > 0 then
+      local percent = memory_percent_of(memory_percent)
+      if exceeds(percent) then subtract_expired(now, MAX_RELEASED) end
+      if exceeds(percent) then return busy("tenant's memory", percent, jittered(until_next_goes())) end
+    end
   end
-end
-if tenant_open > 0 and own_open >= tenant_open then
-  return busy_until_drained("tenant's open jobs", tenant_open, own_ahead / own_open)
-end
-local all_queued = own_queued + own_background
-if not is_light and tenant_queued > 0 and all_queued > 0 and all_queued + cost > tenant_queued then
-  return busy_until_drained("tenant's queued KV tokens", tenant_queued, all_queued + cost - tenant_queued)
+  if tenant_open > 0 and own_open >= tenant_open then
+    return busy_until_drained("tenant's open jobs", tenant_open, own_ahead / own_open)
+  end
+  local all_queued = own_queued + own_background
+  if not is_light and tenant_queued > 0 and all_queued > 0 and all_queued + cost > tenant_queued then
+    return busy_until_drained("tenant's queued KV tokens", tenant_queued, all_queued + cost - tenant_queued)
+  end
 end
 local new_rates, rate_until = {}, now
 local reserved_tokens = per_minute.tokens > 0 and tokens_to_reserve() or 0

@@ -464,9 +464,8 @@ do
   end
 end
 
--- Takes a job if it fits. Returns whether the walk continues. room_level: the level whose free capacity it may use, if that
--- is not its urgency.
-local function try(job, urgency, is_head, room_level)
+-- Takes a job if it fits. Returns whether the walk continues.
+local function try(job, urgency, is_head)
   tried[job.id] = true
   if #taken >= MAX_TAKEN then return false end
   local is_alone = is_isolated(job)
@@ -474,8 +473,7 @@ local function try(job, urgency, is_head, room_level)
   if is_task(job) and task_slots == 0 then return true end
   local need, seqs = is_task(job) and 0 or math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
   -- A more urgent job may have left less than nothing. A task fits all the same.
-  room_level = room_level or urgency
-  local has_room = is_task(job) or (need <= kv_tokens[room_level] and seqs <= slots[room_level])
+  local has_room = is_task(job) or (need <= kv_tokens[urgency] and seqs <= slots[urgency])
   if not has_room and not fit.fits_by_share(job, need, seqs) then return pass(job, job.id) end
   if not fit.has_memory(job) then return true end
   if is_task(job) then task_slots = task_slots - 1 end
@@ -492,11 +490,11 @@ end
 -- Background work goes after all foreground work. The exception: while it had less than its share of the node's time, its
 -- next job goes first. Its classes take turns by weight, as tenants do by virtual time: a turn advances the turns of its
 -- class by the job's cost ÷ weight. A class that waits anew starts where the last turn was.
-local take_due_background, turns_of_background
+local walk_queue, turns_of_background
 do
   local CLASS_WEIGHT = {[0] = 4, 2, 1}
 
-  function take_due_background(first_of)
+  local function take_due_background(first_of)
     local turns = redis.call('HMGET', P .. ':background_turns', 'last', CLASSES, CLASSES + 1, CLASSES + 2)
     local best, best_turn
     local last = tonumber(turns[1] or '') or 0
@@ -509,45 +507,41 @@ do
     local job = best and first_of(CLASSES + best)
     if not job then return true end
     local num_taken = #taken
-    -- It counts as the most urgent, so that nothing displaces it, but displaces nothing itself.
-    local goes_on = try(job, 0, false, LEAST_URGENT)
+    local goes_on = try(job, policy == 'fcfs' and LEAST_URGENT or CLASSES + best, false)
     if #taken > num_taken then
       turns_of_background = {CLASSES + best, best_turn + tonumber(job.cost) / CLASS_WEIGHT[best], 'last', best_turn}
     end
     return goes_on
   end
-end
 
--- Policy fcfs: oldest first over all classes, merged from the classes' indexes; foreground work before background work.
-local function walk_by_age()
-  local readers, heads = {}, {}
-  for level = 0, LEAST_URGENT do
-    readers[level] = reader_of_index(new_count(MAX_EXAMINED), new_count(MAX_SKIPPED), P .. ':waiting:' .. level)
-  end
-
-  local function head_of(level)
-    while heads[level] == nil or (heads[level] and tried[heads[level].id]) do heads[level] = readers[level]() or false end
-    return heads[level]
-  end
-
-  local function walk(first_level, last_level)
-    while true do
-      local best
-      for level = first_level, last_level do
-        local head = head_of(level)
-        if head and (not best or is_older(head, heads[best])) then best = level end
-      end
-      if not best then return true end
-      if not try(heads[best], last_level, false) then return false end
+  -- Policy fcfs: oldest first over all classes, merged from the classes' indexes; foreground work before background work.
+  local function walk_by_age()
+    local readers, heads = {}, {}
+    for level = 0, LEAST_URGENT do
+      readers[level] = reader_of_index(new_count(MAX_EXAMINED), new_count(MAX_SKIPPED), P .. ':waiting:' .. level)
     end
+
+    local function head_of(level)
+      while heads[level] == nil or (heads[level] and tried[heads[level].id]) do heads[level] = readers[level]() or false end
+      return heads[level]
+    end
+
+    local function walk(first_level, last_level)
+      while true do
+        local best
+        for level = first_level, last_level do
+          local head = head_of(level)
+          if head and (not best or is_older(head, heads[best])) then best = level end
+        end
+        if not best then return true end
+        if not try(heads[best], last_level, false) then return false end
+      end
+    end
+
+    if background_due and not take_due_background(head_of) then return end
+    if walk(0, CLASSES - 1) then walk(CLASSES, LEAST_URGENT) end
   end
 
-  if background_due and not take_due_background(head_of) then return end
-  if walk(0, CLASSES - 1) then walk(CLASSES, LEAST_URGENT) end
-end
-
-local walk_by_class
-do
   -- The heads whose age has raised them above their class, most urgent first.
   local function risen_heads()
     local served = redis.call('HMGET', P .. ':head_served', 0, 1, 2)
@@ -572,7 +566,7 @@ do
     return queues[level].next(any_tenant)
   end
 
-  function walk_by_class()
+  local function walk_by_class()
     if background_due and not take_due_background(first_of) then return end
     for class = 0, CLASSES - 1 do queues[class] = QUEUES[policy](class) end
     if policy == 'fair' and redis.call('ZCARD', P .. ':waiting:0') > 0 then read_uses() end
@@ -609,6 +603,10 @@ do
       end
     end
   end
+
+  function walk_queue()
+    if policy == 'fcfs' then walk_by_age() else walk_by_class() end
+  end
 end
 
 -- Takes the oldest tasks that the walk did not reach. An isolated one waits for its place in the order. An id is stale
@@ -628,7 +626,7 @@ local function take_tasks()
 end
 
 if not runs_isolated() then
-  if policy == 'fcfs' then walk_by_age() else walk_by_class() end
+  walk_queue()
   -- An isolated job runs alone, and gets a node only once that node is empty.
   local is_for_isolated = reserves_for == ISOLATED or (taken[1] and is_isolated(taken[1]))
   if not is_for_isolated then take_tasks() end

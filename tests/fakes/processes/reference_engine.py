@@ -206,7 +206,7 @@ class ReferenceEngine:
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
         prompt, params = request.prompt_token_ids, request.params
-        self.callers.append((request.priority, request.tenant, request.weight))
+        self.callers.append((request.level, request.tenant, request.weight))
         if len(prompt) >= self.max_model_len:
             raise PromptTooLongError(f"prompt has {len(prompt)} tokens; limit 4095", param="prompt")
         for choice in range(params.n):

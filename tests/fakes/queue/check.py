@@ -8,6 +8,7 @@ import redis
 from fakes.queue.harness import P
 from fakes.queue.model import MAX_PAST_LEASES, TERMINAL, ModelJob, QueueModel
 
+from penstock.contract.priority import NUM_LEVELS
 from penstock.queue.chunks import decode_chunks
 
 OF_THE_POOL = {
@@ -23,10 +24,11 @@ OF_THE_POOL = {
     "sweep",
     "last_take",
     "queued",
+    "queued_background",
     "reserved",
 }
 OF_THE_POOL |= {"counts", "events", "adapters", "stored", "lengths", "expiry", "usage", "hour_usage"}
-OF_POLICY = {"virtual_time", "virtual_clock", "debt", "head_served", "reservations", "recent_use"}
+OF_POLICY = {"virtual_time", "virtual_clock", "debt", "head_served", "background_turns", "reservations", "recent_use"}
 Dump = dict[str, Any]
 
 
@@ -71,22 +73,24 @@ def check_sets(found: Dump, model: QueueModel) -> None:
         if job.has_deadline:
             expected.setdefault("deadlines", set()).add(job.job_id)
         if job.is_later:
-            expected.setdefault("delayed", set()).add(job.job_id)
+            expected.setdefault(f"delayed:{job.level}:{job.tenant}", set()).add(job.job_id)
+            expected.setdefault("delayed", set()).add(f"{job.level}:{job.tenant}")
             continue
         kind = "requeued" if job.is_back else "queue"
-        expected.setdefault(f"{kind}:{job.priority}:{job.tenant}", set()).add(job.job_id)
-        expected.setdefault(f"waiting:{job.priority}", set()).add((job.job_id, float(job.submitted_ms)))
+        expected.setdefault(f"{kind}:{job.level}:{job.tenant}", set()).add(job.job_id)
+        expected.setdefault(f"waiting:{job.level}", set()).add((job.job_id, float(job.submitted_ms)))
     per_job = {"job", "log", "request", "result"}
     names = {name for name in found if name.partition(":")[0] not in per_job | OF_THE_POOL | OF_POLICY}
     assert {name: _members(name, found[name]) for name in names} == expected
     backlog = {int(p): int(cost) for p, cost in found.get("backlog", {}).items() if int(cost)}
-    costs = {p: sum(job.cost for job in model.queued(p)) for p in range(3)}
+    costs = {p: sum(job.cost for job in model.queued(p)) for p in range(NUM_LEVELS)}
     assert backlog == {p: cost for p, cost in costs.items() if cost}
-    queued = [job for p in range(3) for job in model.queued(p)]
-    of_tenants = {
-        tenant: sum(job.cost for job in queued if job.tenant == tenant) for tenant in {j.tenant for j in queued}
-    }
-    assert {tenant.decode(): int(cost) for tenant, cost in found.get("queued", {}).items()} == of_tenants
+    for name, levels in (("queued", range(3)), ("queued_background", range(3, NUM_LEVELS))):
+        queued = [job for p in levels for job in model.queued(p)]
+        of_tenants = {
+            tenant: sum(job.cost for job in queued if job.tenant == tenant) for tenant in {j.tenant for j in queued}
+        }
+        assert {tenant.decode(): int(cost) for tenant, cost in found.get(name, {}).items()} == of_tenants
     known = {node.name for node in model.nodes.values() if node.is_known}
     assert _members("nodes", found.get("nodes", [])) == known
 
@@ -129,8 +133,9 @@ def check_policy(found: Dump, model: QueueModel) -> None:
         assert _times(found.get(f"virtual_time:{p}", [])) == virtual_times.times
         assert _times(found.get(f"debt:{p}", [])) == virtual_times.debts
         assert float(found.get(f"virtual_clock:{p}", 0)) == virtual_times.now
+    for p, expected_ms in enumerate(model.standing.head_served_ms):
         served_ms = int(found.get("head_served", {}).get(str(p).encode(), 0))
-        assert abs(served_ms - model.standing.head_served_ms[p]) < 3_600_000
+        assert abs(served_ms - expected_ms) < 3_600_000
     (used,) = [value for name, value in found.items() if name.startswith("recent_use:")] or [{}]
     assert {tenant.decode(): int(value) for tenant, value in used.items()} == model.standing.use.this
     holds = {node.decode(): value.decode().split() for node, value in found.get("reservations", {}).items()}

@@ -13,6 +13,7 @@ from uuid_utils import uuid7
 from penstock.contract.job import JobDef, Priority
 from penstock.contract.output import Chunk, Outcome
 from penstock.contract.pool import NodePressure, PoolRecord
+from penstock.contract.priority import NUM_LEVELS, PerLevel, level_of
 from penstock.contract.tasks import KINDS
 from penstock.contract.tenant import Terms
 from penstock.queue import keys
@@ -36,6 +37,7 @@ CONFIG: dict[str, Any] = {
     "idem_ttl_ms": 43_200_000,
     "max_open_jobs": 100_000,
     "max_queued_cost": 10**9,
+    "max_wait_ms": 60_000,
     "max_losses": 3,
     "progress_chunks": 64,
     "avoid_ms": 2_000,
@@ -56,8 +58,15 @@ def id_minted_at(unix_s: float) -> str:
 
 
 def new_job(job_id: str | None = None, /, **fields: Any) -> JobDef:
+    """Return a job. Unless a test says otherwise, it is foreground work that goes on without a reader."""
     fields = fields if fields.keys() & {"prompt_token_ids", "messages"} else {"prompt": "hello", **fields}
-    return JobDef(id=job_id or new_id(), **fields)
+    kind = {} if "background" in fields else {"background": False, "needs_reader": False}
+    return JobDef(id=job_id or new_id(), **{**kind, **fields})
+
+
+def _of_levels(given: int | PerLevel) -> PerLevel:
+    """Return one number per level. Background work has as much as the last class of foreground work."""
+    return (given,) * NUM_LEVELS if isinstance(given, int) else (*given, *given[-1:] * (NUM_LEVELS - len(given)))
 
 
 def chunks_of(job_id: str, start: int, count: int) -> tuple[bytes, ...]:
@@ -83,35 +92,43 @@ class FakeNode:
 
     async def take(
         self,
-        tokens: int | tuple[int, int, int] = 10**6,
-        slots: int | tuple[int, int, int] = 256,
+        tokens: int | PerLevel = 10**6,
+        slots: int | PerLevel = 256,
         *,
         kv_total: int = 10**6,
         slots_total: int = 256,
         hold_ms: float = 1.0,
         tasks: int = 0,
         tenants: Mapping[str, tuple[int, int, float]] | None = None,
+        background_due: bool = False,
     ) -> TakeAnswer:
         self.call += 1
         return await self.take_again(
-            tokens, slots, kv_total=kv_total, slots_total=slots_total, hold_ms=hold_ms, tasks=tasks, tenants=tenants
+            tokens,
+            slots,
+            kv_total=kv_total,
+            slots_total=slots_total,
+            hold_ms=hold_ms,
+            tasks=tasks,
+            tenants=tenants,
+            background_due=background_due,
         )
 
     async def take_again(
         self,
-        tokens: int | tuple[int, int, int] = 10**6,
-        slots: int | tuple[int, int, int] = 256,
+        tokens: int | PerLevel = 10**6,
+        slots: int | PerLevel = 256,
         *,
         kv_total: int = 10**6,
         slots_total: int = 256,
         hold_ms: float = 1.0,
         tasks: int = 0,
         tenants: Mapping[str, tuple[int, int, float]] | None = None,
+        background_due: bool = False,
     ) -> TakeAnswer:
         """Repeat the last call, as after a lost reply."""
-        room = tokens if isinstance(tokens, tuple) else (tokens,) * 3
-        places = slots if isinstance(slots, tuple) else (slots,) * 3
-        whole = Capacity(room, places, kv_total, slots_total, tasks, tenants or {})
+        room, places = _of_levels(tokens), _of_levels(slots)
+        whole = Capacity(room, places, kv_total, slots_total, tasks, tenants or {}, background_due)
         return await self.broker.take(self.call, f"nonce-{self.name}", whole, hold_ms=hold_ms)
 
     async def take_one(self) -> Taken:
@@ -200,8 +217,8 @@ class Queue:
         ids = []
         for number in range(count):
             job_id = await self.submit(**fields)
-            priority = int(fields.get("priority", Priority.STANDARD))
-            await self.redis.zadd(keys.waiting(POOL, priority), {job_id: 1000 + number})
+            level = level_of(fields.get("priority", Priority.STANDARD), fields.get("background", False))
+            await self.redis.zadd(keys.waiting(POOL, level), {job_id: 1000 + number})
             ids.append(job_id)
         return ids
 

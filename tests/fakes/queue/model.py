@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from penstock.contract.output import Usage
+from penstock.contract.priority import NUM_LEVELS
 from penstock.queue.chunks import decode_chunks
 from penstock.queue.policy import PolicyConfig, choose
 from penstock.queue.policy_state import PolicyState
@@ -42,10 +43,10 @@ class ModelJob:
 
     job_id: str
     tenant: str
-    priority: int
+    level: int
     n: int
     cost: int
-    is_background: bool
+    needs_reader: bool
     has_deadline: bool
     weight: float = 1.0
     is_later: bool = False
@@ -101,14 +102,14 @@ class ModelJob:
 
     @property
     def is_over(self) -> bool:
-        return self.is_cancelled or self.is_past_deadline or (self.is_unread and not self.is_background)
+        return self.is_cancelled or self.is_past_deadline or (self.is_unread and self.needs_reader)
 
     def end_if_over(self) -> bool:
         if self.is_cancelled:
             self.end("cancelled", "cancelled")
         elif self.is_past_deadline:
             self.end("expired", "deadline_exceeded")
-        elif self.is_unread and not self.is_background:
+        elif self.is_unread and self.needs_reader:
             self.end("cancelled", "unread")
         return self.state in TERMINAL
 
@@ -142,7 +143,7 @@ class _Look:
         job.waits_as = ISOLATED if must_wait else job.job_id
         if self.is_over or must_wait or need > self.room[urgency] or places > self.slots[urgency]:
             return False
-        for lower in range(urgency, 3):
+        for lower in range(urgency, NUM_LEVELS):
             self.room[lower] -= need
             self.slots[lower] -= places
         job.urgency = urgency
@@ -182,8 +183,8 @@ class QueueModel:
                 )
         return {name: count for name, count in counts.items() if count}
 
-    def queued(self, priority: int) -> list[ModelJob]:
-        jobs = (j for j in self.jobs.values() if j.state == "queued" and j.priority == priority and not j.is_later)
+    def queued(self, level: int) -> list[ModelJob]:
+        jobs = (j for j in self.jobs.values() if j.state == "queued" and j.level == level and not j.is_later)
         return sorted(jobs, key=_age)
 
     def running(self, node: str) -> list[ModelJob]:
@@ -193,20 +194,22 @@ class QueueModel:
     def submit(self, job: ModelJob) -> None:
         self.jobs[job.job_id] = job
         if not job.is_later:
-            self.standing.virtual_times[job.priority].enter(job.tenant)
+            self.standing.virtual_times[job.level].enter(job.tenant)
 
     def release_delayed(self) -> None:
         """Move jobs whose time has come into the queue."""
         later = [j for j in self.jobs.values() if j.state == "queued" and j.is_later and j.is_up]
         for job in sorted(later, key=_age):
             job.is_later, job.is_back = False, True
-            self.standing.virtual_times[job.priority].enter(job.tenant)
+            self.standing.virtual_times[job.level].enter(job.tenant)
 
-    def take(self, node: ModelNode, room: list[int], slots: list[int], hold_ms: float) -> list[ModelJob]:
+    def take(
+        self, node: ModelNode, room: list[int], slots: list[int], hold_ms: float, *, background_due: bool = False
+    ) -> list[ModelJob]:
         """Return the jobs that the node gets, in order. The caller fills in their leases."""
         self.release_delayed()
         running = self.running(node.name)
-        queued = [job for priority in range(3) for job in self.queued(priority) if not job.is_over]
+        queued = [job for level in range(NUM_LEVELS) for job in self.queued(level) if not job.is_over]
         ours = [j for j in queued if j.avoids != node.name and (not j.log or j.revision == node.revision)]
         ours = [j for j in ours if node.name not in j.lacks or not self._others(j, j.lacks)]
         for job in ours:
@@ -214,7 +217,10 @@ class QueueModel:
         held_by_others = {name for other, name in self.holds.items() if other != node.name}
         look = _Look(room, slots, len(running), held_by_others)
         if not (len(running) == 1 and running[0].is_suspect):
-            choose(ours, self.policy, self.standing, self.now_ms, look.fits, look.reserves)
+            choose(
+                *(ours, self.policy, self.standing, self.now_ms, look.fits, look.reserves),
+                background_due=background_due,
+            )
         self.holds.pop(node.name, None)
         if look.made_room_for:
             self.holds[node.name] = look.made_room_for
@@ -224,8 +230,8 @@ class QueueModel:
         return look.taken
 
     def _leave_turn(self, job: ModelJob) -> None:
-        if job.tenant not in {other.tenant for other in self.queued(job.priority)}:
-            self.standing.virtual_times[job.priority].leave(job.tenant)
+        if job.tenant not in {other.tenant for other in self.queued(job.level)}:
+            self.standing.virtual_times[job.level].leave(job.tenant)
 
     def end_if_over(self, job: ModelJob) -> bool:
         was_queued = job.state == "queued" and not job.is_later
@@ -237,8 +243,8 @@ class QueueModel:
 
     def _requeue(self, job: ModelJob, why: str) -> None:
         job.requeue(why)
-        self.standing.virtual_times[job.priority].enter(job.tenant)
-        self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms, self.now_ms)
+        self.standing.virtual_times[job.level].enter(job.tenant)
+        self.standing.correct(job.level, job.tenant, -job.charge, self.now_ms, self.now_ms)
 
     def emit(self, job: ModelJob, node: ModelNode, lease: str, index: int, chunks: list[bytes]) -> str:
         node.is_silent = False
@@ -251,7 +257,7 @@ class QueueModel:
             return "CANCEL"
         if job.is_past_deadline:
             return "EXPIRED"
-        return "UNREAD" if job.is_unread and not job.is_background else "OK"
+        return "UNREAD" if job.is_unread and job.needs_reader else "OK"
 
     def finish(
         self,
@@ -273,7 +279,7 @@ class QueueModel:
         job.end("done", "", usage)
         if kv_token_ms is not None:
             self.standing.correct(
-                job.priority, job.tenant, kv_token_ms / job.weight - job.charge, self.now_ms, self.now_ms
+                job.level, job.tenant, kv_token_ms / job.weight - job.charge, self.now_ms, self.now_ms
             )
         return "OK"
 

@@ -109,7 +109,7 @@ def test_embeddings_have_the_same_bits_through_preemption(
     engine = make_engine(**settings, **sizes, preemption=preemption, scheduling_policy="priority")
     found: dict[str, tuple[float, ...]] = {}
     for number, prompt in enumerate(prompts):
-        engine.add(EngineRequest(str(number), prompt, PARAMS, seed=0, embed=wanted, priority=2 - number))
+        engine.add(EngineRequest(str(number), prompt, PARAMS, seed=0, embed=wanted, level=2 - number))
         for _ in range(3):
             _note(found, engine.step())
     while engine.has_work():

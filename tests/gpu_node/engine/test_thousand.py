@@ -81,7 +81,7 @@ def _request(rng: random.Random, prefix: list[int], vocab: int, max_prompt: int)
 
 def _add(engine: Engine, name: str, request: _Request) -> None:
     engine.add(
-        EngineRequest(name, request.prompt, request.params, seed=7, priority=request.priority, tenant=request.tenant)
+        EngineRequest(name, request.prompt, request.params, seed=7, level=request.priority, tenant=request.tenant)
     )
 
 

@@ -191,15 +191,15 @@ def test_bytes_are_summed_while_another_thread_adds_a_job(monkeypatch: pytest.Mo
     assert (ledger.unsent_bytes, ledger.unsent_bytes) == (7, 14)
 
 
-def test_ledger_counts_its_jobs_by_class_and_names_the_largest_tenants() -> None:
+def test_ledger_counts_its_jobs_by_level_and_names_the_largest_tenants() -> None:
     ledger = Ledger()
     counts = {f"t{number}": number + 1 for number in range(MAX_REPORTED_TENANTS + 2)}
     for tenant, count in counts.items():
         for number in range(count):
             job_id = f"{tenant}.{number}"
-            taken = Taken(job_id, job_id, 0, 0, 1, 0, tenant=tenant, priority=number % 3)
+            taken = Taken(job_id, job_id, 0, 0, 1, 0, tenant=tenant, level=number % 3)
             ledger.add(HeldJob(taken))
     largest = dict(sorted(counts.items(), key=lambda row: -row[1])[:MAX_REPORTED_TENANTS])
     assert ledger.jobs_by_tenant == largest
-    assert sum(ledger.jobs_by_class) == len(ledger) == sum(counts.values())
-    assert ledger.jobs_by_class == tuple(sum(len(range(p, c, 3)) for c in counts.values()) for p in range(3))
+    assert sum(ledger.jobs_by_level) == len(ledger) == sum(counts.values())
+    assert ledger.jobs_by_level == tuple(sum(len(range(p, c, 3)) for c in counts.values()) for p in range(3))

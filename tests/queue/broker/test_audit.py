@@ -226,7 +226,7 @@ async def test_audits_beside_busy_nodes_find_and_change_nothing(queue: Queue, br
             await queue.submit(tenant=f"t{number % 3}", priority=Priority(number % 3), cost=10 + number)
 
     async def work(node: FakeNode) -> None:
-        while busy or (await node.take(slots=0)).depth != (0, 0, 0):
+        while busy or (await node.take(slots=0)).depth != (0,) * 6:
             for place, taken in enumerate((await node.take(slots=4)).jobs):
                 if place % 3 == 0 and taken.job_id not in returned:
                     returned.add(taken.job_id)

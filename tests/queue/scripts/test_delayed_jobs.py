@@ -23,7 +23,7 @@ async def test_a_job_is_not_taken_before_its_time(queue: Queue) -> None:
     answer = await node.take()
     assert (ids_of(answer), answer.depth) == ([], (0, 0, 0))
     assert 59_000 < answer.again_in_ms <= 60_000
-    assert (await queue.producer.pressure("m")).backlog_cost == (0, 0, 0)
+    assert (await queue.producer.pressure("m")).backlog_cost[:3] == (0, 0, 0)
     assert await queue.state(later) == "queued"
 
     await is_due(queue, later)
@@ -61,7 +61,7 @@ async def test_sweep_queues_delayed_jobs_that_are_due(queue: Queue) -> None:
     await queue.sweep()
     assert await queue.ids("delayed") == {later[3]}
     assert await queue.ids("waiting:1") == set(later[:3])
-    assert (await queue.producer.pressure("m")).backlog_cost == (0, 90, 0)
+    assert (await queue.producer.pressure("m")).backlog_cost[:3] == (0, 90, 0)
     assert len(await bell.messages()) == 3
 
 
@@ -85,7 +85,7 @@ async def test_delayed_job_can_be_canceled_and_submitted_again(queue: Queue) -> 
     assert await queue.ids("delayed") == {job.id}
     assert await queue.producer.cancel(job.id, "default") == "cancelled"
     assert await queue.keys("delayed") == await queue.ids("open") == set()
-    assert (await queue.producer.pressure("m")).backlog_cost == (0, 0, 0)
+    assert (await queue.producer.pressure("m")).backlog_cost[:3] == (0, 0, 0)
 
 
 @pytest.mark.parametrize("kv_token_ms", [None, 5000.0])

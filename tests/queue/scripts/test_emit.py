@@ -251,7 +251,7 @@ async def test_given_back_job_keeps_its_age_and_gets_its_true_cost(queue: Queue)
 
     assert await node.give_back(taken, cost=130) == "OK"
 
-    assert (await queue.producer.pressure("m")).backlog_cost == (0, 131, 0)
+    assert (await queue.producer.pressure("m")).backlog_cost[:3] == (0, 131, 0)
     assert await queue.keys("requeued:*") == {"requeued:1:default"}
     status = await queue.producer.status(taken.job_id, "default")
     assert (status.state, status.preemptions, status.losses, status.num_waiting_ahead) == ("queued", 1, 0, 0)

@@ -78,7 +78,7 @@ async def test_cancelled_given_back_job_leaves_its_queue(queue: Queue) -> None:
     await node.give_back(taken)
     assert await queue.producer.cancel(taken.job_id, "default") == "cancelled"
     assert await queue.keys("requeued:*") == await queue.keys("waiting:*") == set()
-    assert (await queue.producer.pressure(POOL)).backlog_cost == (0, 0, 0)
+    assert (await queue.producer.pressure(POOL)).backlog_cost[:3] == (0, 0, 0)
 
 
 # Deadlines: test_scripts_take and test_scripts_emit show take's and emit's part

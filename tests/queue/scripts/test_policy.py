@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.priority import NUM_LEVELS, class_of_level, is_background
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Taken
 from penstock.queue.policy import PolicyConfig, PolicyName
@@ -28,13 +29,20 @@ POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "sjf", "fair")
 
 priorities = st.sampled_from(Priority)
 submits = st.tuples(
-    st.just("submit"), st.sampled_from("aabc"), priorities, st.sampled_from((5, 20, 40, 40, 90, 400)), st.integers(1, 3)
+    st.just("submit"),
+    st.sampled_from("aabc"),
+    st.sampled_from(range(NUM_LEVELS)),
+    st.sampled_from((5, 20, 40, 40, 90, 400)),
+    st.integers(1, 3),
 )
 takes = st.tuples(
     st.just("take"),
-    st.lists(st.sampled_from((0, 30, 100, 300, 1000)), min_size=3, max_size=3).map(lambda room: sorted(room)[::-1]),
-    st.lists(st.integers(0, 9), min_size=3, max_size=3).map(lambda slots: sorted(slots)[::-1]),
+    st.lists(st.sampled_from((0, 30, 100, 300, 1000)), min_size=NUM_LEVELS, max_size=NUM_LEVELS).map(
+        lambda room: sorted(room)[::-1]
+    ),
+    st.lists(st.integers(0, 9), min_size=NUM_LEVELS, max_size=NUM_LEVELS).map(lambda slots: sorted(slots)[::-1]),
     st.sampled_from((1.0, 0.1, 3.0)),
+    st.booleans(),
 )
 ends = st.tuples(
     st.sampled_from(("finish", "give_back", "give_back", "give_back", "cancel")),
@@ -68,21 +76,22 @@ class Pool:
         self.runner.close()
         self.sync.close()
 
-    def submit(self, tenant: str, priority: Priority, cost: int, n: int) -> None:
+    def submit(self, tenant: str, level: int, cost: int, n: int) -> None:
         """Each job is a third of an aging time younger than the one before, the first one four of them old."""
-        job = new_job(tenant=tenant, priority=priority, params=SamplingParams(n=n))
+        kind = {"background": is_background(level), "needs_reader": False}
+        job = new_job(tenant=tenant, priority=class_of_level(level), params=SamplingParams(n=n), **kind)
         self.runner.run(self.queue.submit(job, cost=cost))
-        known = ModelJob(job.id, tenant, priority, n, cost, is_background=True, has_deadline=False)
+        known = ModelJob(job.id, tenant, level, n, cost, needs_reader=False, has_deadline=False)
         known.submitted_ms = self.model.now_ms - 4 * AGING_MS + (len(self.model.jobs) - 1) * AGING_MS // 3 - 10**7
         self.sync.hset(f"{P}:job:{job.id}", "submitted", known.submitted_ms)
-        self.sync.zadd(f"{P}:waiting:{int(priority)}", {job.id: known.submitted_ms})
+        self.sync.zadd(f"{P}:waiting:{level}", {job.id: known.submitted_ms})
         self.model.submit(known)
 
-    def take(self, room: list[int], slots: list[int], hold_ms: float) -> None:
+    def take(self, room: list[int], slots: list[int], hold_ms: float, due: bool = False) -> None:
         sizes: Any = (tuple(room), tuple(slots))
-        call = self.node.take(*sizes, kv_total=KV_TOTAL, slots_total=SLOTS_TOTAL, hold_ms=hold_ms)
+        call = self.node.take(*sizes, kv_total=KV_TOTAL, slots_total=SLOTS_TOTAL, hold_ms=hold_ms, background_due=due)
         answer = self.runner.run(call)
-        expected = self.model.take(self.model.nodes["n0"], room, slots, hold_ms)
+        expected = self.model.take(self.model.nodes["n0"], room, slots, hold_ms, background_due=due)
         assert [(t.job_id, t.urgency) for t in answer.jobs] == [(job.job_id, job.urgency) for job in expected]
         for job, taken in zip(expected, answer.jobs, strict=True):
             job.lease = taken.lease
@@ -159,7 +168,7 @@ def test_take_orders_as_policy_does(redis_url: str, name: PolicyName) -> None:
 def started(pool: Pool) -> ModelJob:
     """Return the one job that a node with one free slot starts."""
     before = len(pool.taken)
-    pool.take([1000] * 3, [1] * 3, 1.0)
+    pool.take([1000] * NUM_LEVELS, [1] * NUM_LEVELS, 1.0)
     assert len(pool.taken) == before + 1
     return pool.taken[-1][0]
 

@@ -29,7 +29,7 @@ async def test_accepted_job_is_queued_counted_and_readable(queue: Queue) -> None
     assert status.submitted_ms == pytest.approx(await queue.now_ms(), abs=5000)
     assert await queue.ids("waiting:0") == await queue.ids("open") == await queue.ids("tenant:acme:open") == {job.id}
     assert await queue.ids("deadlines") == {job.id}
-    assert (await queue.producer.pressure(POOL)).backlog_cost == (70, 0, 0)
+    assert (await queue.producer.pressure(POOL)).backlog_cost[:3] == (70, 0, 0)
 
 
 async def test_same_id_and_body_is_the_same_job(queue: Queue) -> None:
@@ -62,7 +62,7 @@ async def test_hundred_submits_of_one_idempotency_key_make_one_job(queue: Queue)
     assert len({answer.job_id for answer in answers}) == 1
     assert sum(not answer.existed for answer in answers) == 1
     assert len(await queue.ids("open")) == 1
-    assert (await queue.producer.pressure(POOL)).backlog_cost == (0, 10, 0)
+    assert (await queue.producer.pressure(POOL)).backlog_cost[:3] == (0, 10, 0)
 
 
 async def test_idempotency_key_of_another_body_conflicts(queue: Queue) -> None:

@@ -69,7 +69,7 @@ async def test_jobs_of_a_silent_node_are_queued_again(queue: Queue) -> None:
     assert await queue.ids("nodes") == {"n2"}
     assert await queue.ids("free") == await queue.ids("running:n1") == set()
     pressure = await queue.producer.pressure(POOL)
-    assert (pressure.nodes, pressure.backlog_cost) == ((), (0, 60, 0))
+    assert (pressure.nodes, pressure.backlog_cost[:3]) == ((), (0, 60, 0))
     taken = (await other.take()).jobs
     assert {job.job_id for job in taken} == {one, two}
     assert {job.losses for job in taken} == {1}

@@ -28,25 +28,25 @@ def test_waiting_sequences_start_in_the_policys_order(name: PolicyName, order: s
     bench = Bench(name, max_num_seqs=1)
     bench.add("A", 20, 4)
     bench.add("B", 12, 4)
-    bench.add("C", 8, 4, priority=Priority.INTERACTIVE)
+    bench.add("C", 8, 4, level=Priority.INTERACTIVE)
     bench.add("D", 8, 4, tenant="other")
-    bench.add("E", 4, 4, priority=Priority.INTERACTIVE, tenant="other")
+    bench.add("E", 4, 4, level=Priority.INTERACTIVE, tenant="other")
     assert bench.run() == order
 
 
 @pytest.mark.parametrize("name", PREEMPTIVE)
 def test_new_urgent_sequence_preempts_less_urgent_ones_at_once(name: PolicyName) -> None:
     bench = Bench(name, num_blocks=8)
-    older, newer = bench.add("B", 12, 8, priority=Priority.BATCH), bench.add("C", 12, 8, priority=Priority.BATCH)
+    older, newer = bench.add("B", 12, 8, level=Priority.BATCH), bench.add("C", 12, 8, level=Priority.BATCH)
     bench.step()
     assert bench.scheduler.running == [older, newer]
-    urgent = bench.add("X", 12, 8, priority=Priority.INTERACTIVE)
+    urgent = bench.add("X", 12, 8, level=Priority.INTERACTIVE)
     bench.step()
     assert bench.scheduler.running == [older, urgent], "the newest of them goes"
-    equal = bench.add("Y", 12, 8, priority=Priority.INTERACTIVE, tenant="other")
+    equal = bench.add("Y", 12, 8, level=Priority.INTERACTIVE, tenant="other")
     bench.step()
     assert bench.scheduler.running == [urgent, equal]
-    bench.add("Z", 12, 8, priority=Priority.INTERACTIVE)
+    bench.add("Z", 12, 8, level=Priority.INTERACTIVE)
     bench.step()
     assert bench.scheduler.running == [urgent, equal], "equals wait"
     assert bench.scheduler.num_preemptions == 2
@@ -55,10 +55,10 @@ def test_new_urgent_sequence_preempts_less_urgent_ones_at_once(name: PolicyName)
 
 def test_no_sequence_is_preempted_unless_the_urgent_one_then_fits() -> None:
     bench = Bench("priority", num_blocks=8)
-    bench.add("A", 16, 4, priority=Priority.INTERACTIVE)
-    batch = bench.add("B", 4, 4, priority=Priority.BATCH)
+    bench.add("A", 16, 4, level=Priority.INTERACTIVE)
+    batch = bench.add("B", 4, 4, level=Priority.BATCH)
     bench.step()
-    bench.add("X", 20, 4, priority=Priority.INTERACTIVE)
+    bench.add("X", 20, 4, level=Priority.INTERACTIVE)
     bench.step()
     assert batch in bench.scheduler.running
     assert bench.scheduler.num_preemptions == 0
@@ -67,9 +67,9 @@ def test_no_sequence_is_preempted_unless_the_urgent_one_then_fits() -> None:
 
 def test_fcfs_never_preempts_for_a_waiting_sequence() -> None:
     bench = Bench("fcfs", num_blocks=8)
-    batch = [bench.add(name, 12, 4, priority=Priority.BATCH) for name in "AB"]
+    batch = [bench.add(name, 12, 4, level=Priority.BATCH) for name in "AB"]
     bench.step()
-    bench.add("X", 12, 4, priority=Priority.INTERACTIVE)
+    bench.add("X", 12, 4, level=Priority.INTERACTIVE)
     bench.step()
     assert bench.scheduler.running == batch
 
@@ -100,10 +100,10 @@ def test_tenants_get_equal_shares_of_the_cache_however_many_wait() -> None:
 
 def test_aged_sequence_starts_in_a_more_urgent_class_and_is_not_preempted() -> None:
     bench = Bench("priority", num_blocks=8)
-    aged = bench.add("A", 20, 8, priority=Priority.BATCH)
+    aged = bench.add("A", 20, 8, level=Priority.BATCH)
     bench.now_ms += 3 * AGING_MS
     bench.step()
-    bench.add("X", 20, 8, priority=Priority.INTERACTIVE)
+    bench.add("X", 20, 8, level=Priority.INTERACTIVE)
     bench.step()
     assert bench.scheduler.running == [aged]
     bench.run()
@@ -111,10 +111,10 @@ def test_aged_sequence_starts_in_a_more_urgent_class_and_is_not_preempted() -> N
 
 def test_without_free_blocks_the_newest_least_urgent_sequence_is_preempted() -> None:
     bench = Bench("priority", num_blocks=12)
-    bench.add("B", 12, 12, priority=Priority.BATCH)
-    bench.add("C", 12, 12, priority=Priority.BATCH)
+    bench.add("B", 12, 12, level=Priority.BATCH)
+    bench.add("C", 12, 12, level=Priority.BATCH)
     bench.step()
-    urgent = bench.add("X", 12, 12, priority=Priority.INTERACTIVE)
+    urgent = bench.add("X", 12, 12, level=Priority.INTERACTIVE)
     bench.step()
     assert [seq.request_id for seq in bench.scheduler.running] == ["B", "C", "X"]
     while bench.scheduler.num_preemptions == 0:
@@ -161,11 +161,11 @@ def test_shortest_first_resumes_by_what_is_left() -> None:
     """A has most of its output when an urgent request preempts it; B would need fewer tokens in all."""
     bench = Bench("sjf", num_blocks=12, max_num_seqs=1)
     learn(bench, {"a": 30, "b": 20})
-    preempted = bench.add("A", 8, 40, tenant="a", priority=Priority.BATCH)
+    preempted = bench.add("A", 8, 40, tenant="a", level=Priority.BATCH)
     for _ in range(25):
         bench.step()
-    bench.add("B", 8, 40, tenant="b", priority=Priority.BATCH)
-    bench.add("X", 8, 2, priority=Priority.INTERACTIVE)
+    bench.add("B", 8, 40, tenant="b", level=Priority.BATCH)
+    bench.add("X", 8, 2, level=Priority.INTERACTIVE)
     bench.step()
     assert preempted.row < 0
     assert 1 <= preempted.remaining_tokens <= 6
@@ -219,7 +219,7 @@ def test_every_sequence_ends_under_any_arrivals_and_aborts(
                 bench.scheduler.remove(live.pop(event % len(live)))
         else:
             num_prompt, num_output, n, priority, tenant = event
-            live += bench.add_choices(n, f"{len(live)}", num_prompt, num_output, priority=priority, tenant=tenant)
+            live += bench.add_choices(n, f"{len(live)}", num_prompt, num_output, level=priority, tenant=tenant)
     for _ in range(2000):
         if not bench.scheduler.running and not bench.scheduler.queues:
             break
@@ -239,12 +239,10 @@ def test_interactive_request_is_served_at_once_and_no_tokens_change(
     params = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
     outputs: list[StepOutput] = []
     for request_id, prompt in batch.items():
-        engine.add(
-            EngineRequest(request_id, prompt, params, seed=int(request_id), priority=Priority.BATCH, tenant="bulk")
-        )
+        engine.add(EngineRequest(request_id, prompt, params, seed=int(request_id), level=Priority.BATCH, tenant="bulk"))
     while engine.stats().kv_blocks_free > 2:
         outputs += engine.step()
-    engine.add(EngineRequest("X", list(range(100, 140)), params, seed=99, priority=Priority.INTERACTIVE))
+    engine.add(EngineRequest("X", list(range(100, 140)), params, seed=99, level=Priority.INTERACTIVE))
     num_steps = 0
     while engine.has_work():
         outputs += engine.step()
@@ -271,9 +269,9 @@ def test_outputs_report_their_kv_token_milliseconds(make_engine: MakeEngine) -> 
 
 
 def test_a_class_that_does_not_exist_is_refused(make_engine: MakeEngine) -> None:
-    with pytest.raises(RequestError, match="priority is 3") as refused:
-        make_engine().add(EngineRequest("a", [5], SamplingParams(), seed=1, priority=3))
-    assert refused.value.param == "priority"
+    with pytest.raises(RequestError, match="level is 6") as refused:
+        make_engine().add(EngineRequest("a", [5], SamplingParams(), seed=1, level=6))
+    assert refused.value.param == "level"
 
 
 # Shares of the device ---------------------------------------------------------------------------
@@ -326,7 +324,7 @@ def test_batch_work_makes_others_wait_for_nothing() -> None:
     for name in "AB":
         bench.add(name, 4, 20, tenant="chats")
     bench.step()
-    batch = bench.add("C", 4, 4, tenant="batch", priority=Priority.BATCH)
+    batch = bench.add("C", 4, 4, tenant="batch", level=Priority.BATCH)
     bench.step()
     assert batch not in bench.scheduler.running
     bench.run()

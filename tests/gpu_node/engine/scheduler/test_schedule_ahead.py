@@ -214,7 +214,7 @@ def _run(engine: Engine, batch: list[Any]) -> list[StepOutput]:
     while now < 10 or engine.has_work():
         for i, (prompt, params, priority, dropped, comes) in enumerate(batch):
             if comes == now:
-                engine.add(EngineRequest(str(i), prompt, params, seed=i, priority=priority, tenant=str(i % 2)))
+                engine.add(EngineRequest(str(i), prompt, params, seed=i, level=priority, tenant=str(i % 2)))
             elif dropped is not None and comes + dropped == now:
                 engine.abort(str(i))
         outputs += engine.step()
