@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from penstock.queue import keys
 
-REFUSAL = r"protocol version 1, and this release has version 3.*`penstock pools forget {pool}`"
+REFUSAL = r"protocol version 1, and this release has version 4.*`penstock pools forget {pool}`"
 
 JOIN_SCRIPT = """
 local P = string.sub(KEYS[1], 1, -8)

@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.queue.policy import (
-    LEAST_URGENT,
-    MAX_PASSED,
-    PolicyConfig,
-    PolicyName,
-    choose,
-    preemption_order,
-    victims_of,
-)
+from penstock.contract.priority import Priority
+from penstock.queue.policy import MAX_PASSED, PolicyConfig, PolicyName, choose, preemption_order, victims_of
 from penstock.queue.policy_state import PolicyState, VirtualTimes
 
 AGING_MS = 1000
@@ -94,7 +87,7 @@ def test_heads_rise_by_a_class_per_aging_time_and_are_asked_as_what_they_count_a
     assert chosen(MIXED, "priority", note, now_ms=2 * AGING_MS - 1) == "EBACD"
     assert asked == {"E": 0, "B": 0, "A": 1, "C": 1, "D": 1}
     assert chosen(MIXED, "fcfs", note, now_ms=9 * AGING_MS) == "ABCDE"
-    assert set(asked.values()) == {LEAST_URGENT}, "fcfs knows no classes"
+    assert set(asked.values()) == {Priority.BATCH}, "fcfs knows no classes"
 
 
 def test_only_the_head_of_an_old_backlog_ages() -> None:

@@ -65,8 +65,8 @@ async def test_an_older_pool_is_listed_with_its_version_and_not_alive(queue: Que
 @pytest.mark.parametrize("call", ["join", "heartbeat", "sweep", "submit"])
 async def test_a_later_pool_is_refused_with_both_versions(queue: Queue, call: str) -> None:
     await queue.node()
-    await cast(Any, queue.redis.hset(f"{P}:config", "version", 4))
-    with pytest.raises(ProtocolVersionError, match="version 4, and this release has version 3"):
+    await cast(Any, queue.redis.hset(f"{P}:config", "version", 5))
+    with pytest.raises(ProtocolVersionError, match="version 5, and this release has version 4"):
         await CALLS[call](queue, "")
 
 
@@ -80,7 +80,7 @@ async def test_a_node_of_version_1_refuses_a_pool_of_this_version(queue: Queue, 
     """Version 1 counts the nodes as alive, whatever their last heartbeat."""
     await queue.node()
     await queue.age("nodes", "n1", silent_ms)
-    assert await join_as_version_1(queue.redis, POOL) == [b"MISMATCH", b"version", b"3"]
+    assert await join_as_version_1(queue.redis, POOL) == [b"MISMATCH", b"version", b"4"]
 
 
 async def test_a_pool_that_version_1_took_over_is_refused(queue: Queue) -> None:

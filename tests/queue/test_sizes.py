@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES
 from tests.source_tree import ROOT
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "h": 3_600_000}
@@ -19,7 +19,7 @@ LIMITS = [match.groups() for match in LIMIT.finditer((ROOT / "SECURITY.md").read
 
 def value_in_lua(text: str, name: str) -> int:
     """Of a line such as `local ONE, OTHER = 1, 2`."""
-    for names, values in re.findall(r"^local ([\w, ]+) = ([\d, ]+)", text, re.MULTILINE):
+    for names, values in re.findall(r"^ *local ([\w, ]+) = ([\d, ]+)", text, re.MULTILINE):
         if name in names.split(", "):
             return int(values.split(", ")[names.split(", ").index(name)])
     raise AssertionError(name)
@@ -55,6 +55,7 @@ def test_limit_is_what_the_code_says(row: tuple[str, str, str, str]) -> None:
     assert value((ROOT / file).read_text(), name) == int(number.replace(",", "")) * UNITS[unit]
 
 
-def test_there_are_as_many_classes_in_lua() -> None:
+def test_there_are_as_many_classes_and_levels_in_lua() -> None:
     prelude = (ROOT / "penstock/queue/scripts/prelude.lua").read_text()
     assert value_in_lua(prelude, "CLASSES") == NUM_PRIORITIES
+    assert value_in_lua(prelude, "LEVELS") == NUM_LEVELS

@@ -93,8 +93,14 @@ local function lane_of(job) return job.level .. ':' .. job.tenant end
 
 local function is_background(job) return tonumber(job.level) >= CLASSES end
 
--- The hash that sums a tenant's queued cost: background work does not count as the tenant's waiting foreground work.
-local function queued_name(job) return is_background(job) and ':queued_background' or ':queued' end
+-- Sums a tenant's queued cost. Background work does not count as foreground work that waits.
+local function count_queued(job, cost)
+  if is_background(job) then
+    count_bytes(P .. ':queued_background', job.tenant, cost)
+  else
+    count_bytes(P .. ':queued', job.tenant, cost)
+  end
+end
 
 local function leave_queue(job)
   if job.deadline ~= '' then redis.call('ZREM', P .. ':deadlines', job.id) end
@@ -122,7 +128,7 @@ local function leave_queue(job)
     end
   end
   redis.call('HINCRBY', P .. ':backlog', job.level, -tonumber(job.cost))
-  count_bytes(P .. queued_name(job), job.tenant, -tonumber(job.cost))
+  count_queued(job, -tonumber(job.cost))
 end
 
 local function note_due(job)
@@ -137,7 +143,7 @@ local function note_queued(job)
   end
   note_due(job)
   redis.call('HINCRBY', P .. ':backlog', job.level, job.cost)
-  count_bytes(P .. queued_name(job), job.tenant, tonumber(job.cost))
+  count_queued(job, tonumber(job.cost))
   enter_tenant(job)
 end
 

@@ -242,6 +242,14 @@ class Queue:
     async def change(self, job_id: str, **fields: str | int) -> None:
         await cast(Any, self.redis.hset(keys.job(job_id), mapping=cast(Any, fields)))
 
+    async def delay(self, job_id: str, until_ms: int) -> None:
+        """Let a delayed job wait until this time instead."""
+        record = await self.record(job_id)
+        lane = f"{record['level']}:{record['tenant']}"
+        await self.change(job_id, submitted=until_ms)
+        await self.redis.zadd(f"{P}:delayed:{lane}", {job_id: until_ms}, xx=True)
+        await self.redis.zadd(f"{P}:delayed", {lane: until_ms}, lt=True)
+
     async def keys(self, pattern: str = "*") -> set[str]:
         """Return the names of the pool's keys that match, without their prefix."""
         found: Any = await self.redis.keys(f"{P.replace('{', '[{]').replace('}', '[}]')}:{pattern}")

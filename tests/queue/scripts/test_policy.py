@@ -219,11 +219,11 @@ def test_jobs_lost_with_a_node_are_not_charged(new_pool: Any) -> None:
     pool = new_pool("fair")
     for tenant in "aaaabbbb":
         pool.submit(tenant, Priority.STANDARD, 40, 1)
-    pool.take([1000] * 3, [4] * 3, 1.0)
+    pool.take([1000] * NUM_LEVELS, [4] * NUM_LEVELS, 1.0)
     for _ in range(4):
         pool.end("give_back", 0, 39)
     assert pool.model.standing.virtual_times[1].times == {"a": 0.0, "b": 1.0}
-    pool.take([1000] * 3, [8] * 3, 1.0)
+    pool.take([1000] * NUM_LEVELS, [8] * NUM_LEVELS, 1.0)
     assert "".join(job.tenant for job, _ in pool.taken) == "abababab"
 
 

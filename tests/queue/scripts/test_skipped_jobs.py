@@ -77,5 +77,5 @@ async def test_one_take_ends_a_bounded_number_of_jobs(queue: Queue) -> None:
     jobs = [await queue.submit(deadline_ms=60_000) for _ in range(MAX_EXAMINED + 5)]
     for job in jobs:
         await queue.change(job, deadline=1)
-    assert await node.take() == TakeAnswer((), (0, 5, 0), 0, num_nodes=1)
+    assert await node.take() == TakeAnswer((), (0, 5, 0, 0, 0, 0), 0, num_nodes=1)
     assert (await node.take()).depth[:3] == (0, 0, 0)

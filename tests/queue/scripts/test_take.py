@@ -111,7 +111,7 @@ async def test_one_call_takes_a_bounded_number(queue: Queue) -> None:
     for _ in range(130):
         await queue.submit(cost=1)
     answer = await node.take(slots=1000, slots_total=1000)
-    assert (len(answer.jobs), answer.depth) == (128, (0, 2, 0))
+    assert (len(answer.jobs), answer.depth[:3]) == (128, (0, 2, 0))
     assert len({job.lease for job in answer.jobs}) == 128
 
 
@@ -146,7 +146,7 @@ async def test_empty_answer_is_repeated_as_empty(queue: Queue) -> None:
     await node.take()
     await queue.submit()
     again = await node.take_again()
-    assert (again.jobs, again.depth) == ((), (0, 1, 0))
+    assert (again.jobs, again.depth[:3]) == ((), (0, 1, 0))
 
 
 async def test_older_call_is_stale_and_takes_nothing(queue: Queue) -> None:
@@ -245,7 +245,7 @@ async def test_expired_job_is_ended_not_taken(queue: Queue) -> None:
 
     answer = await node.take()
 
-    assert (ids_of(answer), answer.depth) == ([other], (0, 0, 0))
+    assert (ids_of(answer), answer.depth[:3]) == ([other], (0, 0, 0))
     assert await queue.state(expired) == "expired"
     assert await queue.ids("open") == {other}
 

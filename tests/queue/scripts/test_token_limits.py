@@ -82,16 +82,15 @@ async def test_delayed_jobs_reserve_their_tokens_when_they_are_due(queue: Queue)
     assert await queue.keys("rate:*") == set()
     now_ms = await queue.now_ms()
     for job_id in late:
-        await queue.change(job_id, submitted=now_ms - 10)
-        await queue.redis.zadd(f"{P}:delayed", {job_id: now_ms - 10})
+        await queue.delay(job_id, now_ms - 10)
     assert len((await node.take()).jobs) == 1, "the others wait for the tenant's rate"
-    found: Any = await queue.redis.zrange(f"{P}:delayed", 0, -1, withscores=True)
+    found: Any = await queue.redis.zrange(f"{P}:delayed:1:acme", 0, -1, withscores=True)
     due_ms = sorted(score for _, score in found)
     assert len(due_ms) == 4
     assert due_ms[0] - now_ms == pytest.approx(100_000, abs=TOLERANCE_MS)
     assert due_ms[3] - due_ms[0] == pytest.approx(300_000, abs=TOLERANCE_MS), "one after the other"
     assert await queue.submit(tenant="other") in [job.job_id for job in (await node.take()).jobs]
-    assert [f for f in await audit(AdminBroker(queue.redis), POOL) if f.key == "delayed"] == []
+    assert [f for f in await audit(AdminBroker(queue.redis), POOL) if f.key.startswith("delayed")] == []
 
 
 async def test_tasks_count_their_prompts(queue: Queue) -> None:
@@ -225,8 +224,7 @@ async def test_a_delayed_job_waits_for_tokens_when_its_time_has_come(queue: Queu
     later = await ask(queue, terms, 1, 7000, not_before_ms=60_000)
     first = await ask(queue, terms, 1, 7000)
     now_ms = await queue.now_ms()
-    await queue.change(later, submitted=now_ms)
-    await queue.redis.zadd(f"{P}:delayed", {later: now_ms})
+    await queue.delay(later, now_ms)
     assert ids_of(await node.take()) == [first]
     assert await queue.ids("awaiting:acme") == {later}
     assert await findings(queue) == []
