@@ -17,7 +17,8 @@ whichever is later. So no class starves. Each start resets the clock, so a backl
 urgent work.
 
 *Background.* Background work does not age. Instead, while it had less than its share of the engine's time, its next job
-goes before everything else (`background_due`). Its classes take turns by weight (`BackgroundTurns`).
+goes before everything else (`background_due`). Its classes take turns by weight (`BackgroundTurns`). Such a job
+displaces nothing, and from then on counts as the most urgent, so that nothing displaces it.
 
 *Shares.* Under `fair`, class 0 goes before class 1 only while its tenant is within its share. A tenant is above its
 share if its use in this and the last window of `share_window_ms` exceeds the mean of all tenants with queued work. Use
@@ -44,6 +45,8 @@ from penstock.queue.policy_state import SHARE_WINDOW_MS, PolicyState, Shares, Vi
 
 PolicyName = Literal["fcfs", "priority", "sjf", "fair"]
 LEAST_URGENT = NUM_LEVELS - 1
+DUE = -1
+"""The urgency of background work that is due: it needs free capacity, as the least urgent work does. Then it counts as 0."""
 _BATCH = NUM_PRIORITIES - 1
 MAX_PASSED = 16
 """A scan of the queue ends after this many jobs that did not fit and were overtaken."""
@@ -182,7 +185,7 @@ def _in_order(
     The caller charges a started candidate to `state` before it asks for the next one.
     """
     if due is not None:
-        yield due, _last_level_of_kind(due) if policy.name == "fcfs" else due.level, False
+        yield due, DUE, False
         waiting = [one for one in waiting if one is not due]
     if policy.name == "fcfs":
         yield from ((one, _last_level_of_kind(one), False) for one in sorted(waiting, key=_kind_and_age))

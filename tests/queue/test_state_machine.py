@@ -240,7 +240,7 @@ class QueueMachine(RuleBasedStateMachine):
         hold_ms=st.sampled_from((1.0, 0.1, 2000.0)),
         due=st.booleans(),
     )
-    def take(self, pick: int, tokens: int, slots: int, hold_ms: float, due: bool) -> None:
+    def take(self, pick: int, tokens: int, slots: int, hold_ms: float, due: bool = False) -> None:
         node, known = self.node(pick)
         if not known.is_known:
             with pytest.raises(LeaseLostError):

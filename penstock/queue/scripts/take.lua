@@ -464,7 +464,9 @@ do
   end
 end
 
--- Takes a job if it fits. Returns whether the walk continues.
+-- Takes a job if it fits. Returns whether the walk continues. DUE is the urgency of background work that is due: it needs
+-- free capacity, as the least urgent work does. Then it counts as 0.
+local DUE = -1
 local function try(job, urgency, is_head)
   tried[job.id] = true
   if #taken >= MAX_TAKEN then return false end
@@ -473,11 +475,13 @@ local function try(job, urgency, is_head)
   if is_task(job) and task_slots == 0 then return true end
   local need, seqs = is_task(job) and 0 or math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
   -- A more urgent job may have left less than nothing. A task fits all the same.
-  local has_room = is_task(job) or (need <= kv_tokens[urgency] and seqs <= slots[urgency])
+  local room_of = urgency == DUE and LEAST_URGENT or urgency
+  local has_room = is_task(job) or (need <= kv_tokens[room_of] and seqs <= slots[room_of])
   if not has_room and not fit.fits_by_share(job, need, seqs) then return pass(job, job.id) end
   if not fit.has_memory(job) then return true end
   if is_task(job) then task_slots = task_slots - 1 end
   fit.note_held(job, need, seqs)
+  urgency = math.max(0, urgency)
   for q = urgency, LEAST_URGENT do kv_tokens[q], slots[q] = kv_tokens[q] - need, slots[q] - seqs end
   local queue = queues[tonumber(job.level)]
   job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms / weight_of(job), is_head
@@ -507,7 +511,7 @@ do
     local job = best and first_of(CLASSES + best)
     if not job then return true end
     local num_taken = #taken
-    local goes_on = try(job, policy == 'fcfs' and LEAST_URGENT or CLASSES + best, false)
+    local goes_on = try(job, DUE, false)
     if #taken > num_taken then
       turns_of_background = {CLASSES + best, best_turn + tonumber(job.cost) / CLASS_WEIGHT[best], 'last', best_turn}
     end

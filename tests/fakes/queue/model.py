@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from penstock.contract.output import Usage
 from penstock.contract.priority import NUM_LEVELS
 from penstock.queue.chunks import decode_chunks
-from penstock.queue.policy import PolicyConfig, choose
+from penstock.queue.policy import DUE, PolicyConfig, choose
 from penstock.queue.policy_state import PolicyState
 
 PROGRESS_CHUNKS = 4
@@ -141,8 +141,10 @@ class _Look:
         need, places = min(job.cost, KV_TOTAL), min(job.n, SLOTS_TOTAL)
         must_wait = job.is_suspect and bool(self.num_running + len(self.taken))
         job.waits_as = ISOLATED if must_wait else job.job_id
-        if self.is_over or must_wait or need > self.room[urgency] or places > self.slots[urgency]:
+        room_of = NUM_LEVELS - 1 if urgency == DUE else urgency
+        if self.is_over or must_wait or need > self.room[room_of] or places > self.slots[room_of]:
             return False
+        urgency = max(0, urgency)
         for lower in range(urgency, NUM_LEVELS):
             self.room[lower] -= need
             self.slots[lower] -= places
