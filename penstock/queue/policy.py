@@ -46,7 +46,8 @@ from penstock.queue.policy_state import SHARE_WINDOW_MS, PolicyState, Shares, Vi
 PolicyName = Literal["fcfs", "priority", "sjf", "fair"]
 LEAST_URGENT = NUM_LEVELS - 1
 DUE = -1
-"""The urgency of background work that is due: it needs free capacity, as the least urgent work does. Then it counts as 0."""
+"""The urgency of background work that is due: it needs free capacity, as the least urgent work does, and then counts
+as 0."""
 _BATCH = NUM_PRIORITIES - 1
 MAX_PASSED = 16
 """A scan of the queue ends after this many jobs that did not fit and were overtaken."""

@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.output import Choice, Chunk, FinishReason, Outcome, TerminalState, Usage
 from penstock.contract.pool import NodePressure, PoolRecord
+from penstock.contract.priority import NUM_LEVELS
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue import keys, results, wire
 from penstock.queue.broker.connection import connect
@@ -194,7 +195,7 @@ class FakeNode:
 
     async def _take_now(self) -> list[FakeJob]:
         self._num_takes += 1
-        room = Capacity((KV_TOKENS,) * 3, (self.slots,) * 3, KV_TOKENS, SEQUENCES)
+        room = Capacity((KV_TOKENS,) * NUM_LEVELS, (self.slots,) * NUM_LEVELS, KV_TOKENS, SEQUENCES)
         taken = (await self.broker.take(self._num_takes, secrets.token_hex(16), room)).jobs
         packed = await self.broker.requests([t.job_id for t in taken])
         fresh = [FakeJob(self, t, wire.decode_request(data)) for t, data in zip(taken, packed, strict=True) if data]

@@ -215,7 +215,7 @@ class Scribe:
         while yet:
             call += 1
             taken = (
-                await self._broker.take(call, f"nonce{call}", Capacity((1 << 20,) * 3, (512,) * 3, 1 << 20, 512))
+                await self._broker.take(call, f"nonce{call}", Capacity((1 << 20,) * 6, (512,) * 6, 1 << 20, 512))
             ).jobs
             jobs = [(HeldJob(one), yet.pop(one.job_id)) for one in taken]
             for job, num_steps in jobs:

@@ -20,6 +20,7 @@ from bench.open_streams.emit_calls import FIRST_TOKEN, EmitCall, text_of
 from bench.stopwatch import percentile
 from penstock.contract.output import Chunk
 from penstock.contract.pool import NodePressure, PoolRecord
+from penstock.contract.priority import NUM_LEVELS
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue import keys
 from penstock.queue.broker import scripts
@@ -95,7 +96,7 @@ class StubNode:
         while True:
             await asyncio.sleep(TAKE_INTERVAL_S)
             self._num_takes += 1
-            capacity = Capacity((KV_TOKENS,) * 3, (SLOTS,) * 3, KV_TOKENS, SLOTS)
+            capacity = Capacity((KV_TOKENS,) * NUM_LEVELS, (SLOTS,) * NUM_LEVELS, KV_TOKENS, SLOTS)
             taken = await self._broker.take(self._num_takes, secrets.token_hex(8), capacity)
             if taken.jobs:
                 answers = await self._broker.emit([self._first_of(job) for job in taken.jobs])

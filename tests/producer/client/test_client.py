@@ -326,25 +326,42 @@ async def test_a_pool_without_live_nodes_is_unavailable(client: AsyncClient, tol
     told_node.pressure = NodePressure(told_node.node_id, draining=True)
     await redis.delete(keys.pressure(POOL))
     with pytest.raises(UnavailableError) as caught:
-        await client.submit("hello")
+        await client.submit("hello", background=False)
     assert caught.value.code == "no_node"
 
 
 async def test_full_pool_says_when_to_retry(client: AsyncClient, told_node: FakeNode) -> None:
     told_node.pressure = NodePressure(told_node.node_id, kv_tokens_available=0, drain_cost_per_s=1.0)
     await told_node.heartbeat()
-    await client.submit("hello", max_tokens=200)
+    await client.submit("hello", max_tokens=200, background=False)
     with pytest.raises(BusyError, match="would wait about") as caught:
-        await client.submit("hello", max_tokens=200, priority=Priority.BATCH)
+        await client.submit("hello", max_tokens=200, background=False, priority=Priority.BATCH)
     assert caught.value.retry_after_ms >= 1000
-    await client.submit("hello", max_tokens=200, tenant="another")
+    await client.submit("hello", max_tokens=200, background=False, tenant="another")
 
 
 async def test_jobs_admitted_since_count(client: AsyncClient, told_node: FakeNode) -> None:
     told_node.pressure = NodePressure(told_node.node_id, kv_tokens_available=1000, drain_cost_per_s=1.0)
     await told_node.heartbeat()
     with pytest.raises(BusyError):
-        await asyncio.gather(*(client.submit("hello", max_tokens=200) for _ in range(20)))
+        await asyncio.gather(*(client.submit("hello", max_tokens=200, background=False) for _ in range(20)))
+
+
+async def test_background_work_needs_no_node_and_waits_for_as_long_as_it_takes(
+    client: AsyncClient, told_node: FakeNode
+) -> None:
+    told_node.pressure = NodePressure(told_node.node_id, kv_tokens_available=0, drain_cost_per_s=1.0)
+    await told_node.heartbeat()
+    jobs = [await client.submit("hello", max_tokens=200) for _ in range(20)]
+    await told_node.broker.leave()
+    jobs.append(await client.submit("hello", max_tokens=200))
+    statuses = [await job.status() for job in jobs]
+    assert {(status.state, status.priority, status.is_background) for status in statuses} == {
+        ("queued", Priority.BATCH, True)
+    }
+    with pytest.raises(RequestError, match="max_wait_s limits the wait of foreground work") as refused:
+        await client.submit("hello", max_wait_s=5)
+    assert refused.value.param == "max_wait_s"
 
 
 async def test_a_job_waits_for_its_time(client: AsyncClient, node: FakeNode) -> None:

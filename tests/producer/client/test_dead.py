@@ -53,7 +53,7 @@ async def test_retry_submits_the_same_request_under_a_new_id(
 
     assert job.id != dead.id
     record = await cast(Any, redis.hgetall(keys.job(job.id)))
-    assert [record[name] for name in (b"tenant", b"priority", b"weight", b"state")] == [
+    assert [record[name] for name in (b"tenant", b"level", b"weight", b"state")] == [
         b"acme",
         b"2",
         b"4.0",

@@ -305,8 +305,8 @@ async def test_cancellation_cancels_the_open_jobs(client: AsyncClient, told_node
     assert [await is_canceled(job) for job in jobs] == [True] * 3
 
 
-async def test_background_jobs_outlive_the_call(client: AsyncClient, told_node: FakeNode) -> None:
-    call = asyncio.create_task(client.generate(["hello"] * 3, timeout=0.4, background=True))
+async def test_jobs_that_need_no_reader_outlive_the_call(client: AsyncClient, told_node: FakeNode) -> None:
+    call = asyncio.create_task(client.generate(["hello"] * 3, timeout=0.4, needs_reader=False))
     jobs = await told_node.take(3)
     with pytest.raises(ResultTimeoutError, match="left to the queue"):
         await call

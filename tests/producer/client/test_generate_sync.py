@@ -112,7 +112,7 @@ with Client(sys.argv[1]) as client:
         ("client.generate(['hello'] * 20, max_tokens=4000)", {"cancelled"}),
         ("list(client.map(('hello' for n in iter(int, 1)), max_in_flight=20, max_tokens=4000))", {"cancelled"}),
         ("list(client.map_unordered(['hello'] * 20, max_tokens=4000))", {"cancelled"}),
-        ("client.generate(['hello'] * 20, max_tokens=4000, background=True)", {"running"}),
+        ("client.generate(['hello'] * 20, max_tokens=4000, needs_reader=False)", {"running"}),
         ("job.result()", {"running"}),
         ("list(job.stream())", {"running"}),
     ],

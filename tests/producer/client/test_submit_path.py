@@ -25,7 +25,7 @@ from penstock.producer.client.request import pack_prompt_of
 
 MAX_FILES = 9
 """Files with a function that gets the request, or a part of it, in any form."""
-MAX_CALLED_FILES = 16
+MAX_CALLED_FILES = 17
 """Files with any function that runs on the way; one of them looks for the trace of the caller."""
 MAX_SHAPES = 10
 """Classes, dicts, tuples, closures and bytes that hold the request on the way."""

@@ -100,9 +100,9 @@ async def test_errors_of_the_asynchronous_client_have_one_traceback(
         shown(unknown.value)
         node.pressure = NodePressure(node.node_id, kv_tokens_available=0, drain_cost_per_s=1.0)
         await node.heartbeat()
-        await client.submit("hello", max_tokens=200)
+        await client.submit("hello", max_tokens=200, background=False)
         with pytest.raises(BusyError) as busy:
-            await client.submit("hello", max_tokens=200)
+            await client.submit("hello", max_tokens=200, background=False)
         shown(busy.value)
         await node.broker.leave()
     with pytest.raises(UnavailableError) as absent:

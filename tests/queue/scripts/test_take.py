@@ -171,7 +171,7 @@ async def test_node_that_is_not_alive_gets_nothing(queue: Queue) -> None:
     await queue.submit()
     stranger = NodeBroker(queue.redis, POOL, "stranger", "r1")
     with pytest.raises(LeaseLostError):
-        await stranger.take(1, "nonce", Capacity((9,) * 3, (9,) * 3, 9, 9))
+        await stranger.take(1, "nonce", Capacity((9,) * 6, (9,) * 6, 9, 9))
     await queue.kill(node)
     with pytest.raises(LeaseLostError):
         await node.take()
