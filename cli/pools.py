@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from penstock.cli.command_line import App
 from penstock.cli.options import RedisUrl
 from penstock.cli.output import AsJson, JsonArray, say_empty
-from penstock.contract.priority import NUM_LEVELS, level_label
+from penstock.contract.priority import Priority
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
@@ -87,13 +88,18 @@ def repair(redis_url: RedisUrl = None) -> None:
 
 def object_of(pool: PoolStats) -> dict[str, Any]:
     """Return a pool as a JSON object."""
-    levels = [level_label(level) for level in range(NUM_LEVELS)]
+    classes = [priority.label for priority in Priority]
+
+    def by_class(values: Sequence[int]) -> dict[str, dict[str, int]]:
+        kinds = {"foreground": values[: len(classes)], "background": values[len(classes) :]}
+        return {kind: dict(zip(classes, of_kind, strict=True)) for kind, of_kind in kinds.items()}
+
     return {
         "pool": pool.pool,
         "open_jobs": pool.num_open,
-        "queued_jobs": dict(zip(levels, pool.depth, strict=True)),
-        "oldest_queued_ms": dict(zip(levels, pool.oldest_ms, strict=True)),
-        "queued_kv_tokens": dict(zip(levels, pool.cost, strict=True)),
+        "queued_jobs": by_class(pool.depth),
+        "oldest_queued_ms": by_class(pool.oldest_ms),
+        "queued_kv_tokens": by_class(pool.cost),
         "kept_bytes": dict(pool.kept),
         "events": dict(pool.counts),
         "nodes": [asdict(node) for node in pool.nodes],

@@ -154,14 +154,6 @@ class JobDef(CheckedInput):
             raise ValueError(f"not_before_ms ({self.not_before_ms}) must be less than deadline_ms ({self.deadline_ms})")
         return self
 
-    @model_validator(mode="after")
-    def _only_foreground_waits(self) -> Self:
-        if self.max_wait_ms is not None and self.background:
-            raise ValueError(
-                "max_wait_s limits the wait of foreground work; a background job waits for as long as it takes"
-            )
-        return self
-
     @property
     def kind(self) -> str:
         """The kind of job, which names its task."""

@@ -18,6 +18,7 @@ def job_object(status: JobStatus) -> dict[str, Any]:
         "pool": pool_of(status.job_id),
         "tenant": status.tenant,
         "priority": status.priority.label,
+        "background": status.is_background,
         "state": status.state,
         "num_chunks": status.num_chunks,
         "outcome": None if status.outcome is None else outcome_object(status.outcome),

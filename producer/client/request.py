@@ -149,7 +149,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
             params=params,
             deadline_ms=_duration_ms(options.get("deadline_s"), "deadline_s"),
             not_before_ms=_not_before_ms(options),
-            max_wait_ms=_duration_ms(options.get("max_wait_s"), "max_wait_s"),
+            max_wait_ms=_max_wait_ms(options),
             **{form: value},
             **of_job,
         )
@@ -246,6 +246,14 @@ def _not_before_ms(options: SubmitOptions) -> int | None:
         message = f"not_before_s ({not_before_s}) must be less than deadline_s ({deadline_s})"
         raise RequestError(message, param="not_before_s")
     return not_before_ms
+
+
+def _max_wait_ms(options: SubmitOptions) -> int | None:
+    max_wait_s = options.get("max_wait_s")
+    if max_wait_s is not None and options.get("background", True):
+        message = "max_wait_s limits the wait of foreground work; a background job waits for as long as it takes"
+        raise RequestError(message, param="max_wait_s")
+    return _duration_ms(max_wait_s, "max_wait_s")
 
 
 def _duration_ms(duration_s: float | None, name: str) -> int | None:

@@ -37,8 +37,8 @@ def test_jobs_are_listed_newest_first_with_filters(pool: str) -> None:
         lines = [line.split() for line in table]
         assert lines[0] == ["ID", "STATE", "CLASS", "TENANT", "AGE", "OUT"]
         assert [line[:4] for line in lines[1:3]] == [
-            [ids[1], "queued", "standard", "rival"],
-            [ids[0], "done", "standard", "acme"],
+            [ids[1], "queued", "batch", "rival"],
+            [ids[0], "done", "batch", "acme"],
         ]
         assert lines[2][-1] == "3"
         for options, expected in (

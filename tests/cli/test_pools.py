@@ -47,7 +47,10 @@ def test_unused_pool_is_listed_and_can_be_forgotten(redis_url: str) -> None:
     assert line.endswith(" s  KV cache 25% used  42 tokens/s")
     (shown,) = json.loads(pools(redis_url, "list", "--json").stdout)
     assert (shown["pool"], shown["open_jobs"]) == ("m", 2)
-    assert shown["queued_jobs"] == {"interactive": 0, "standard": 1, "batch": 0}
+    assert shown["queued_jobs"] == {
+        "foreground": {"interactive": 0, "standard": 1, "batch": 0},
+        "background": {"interactive": 0, "standard": 0, "batch": 0},
+    }
     assert (shown["nodes"][0]["node_id"], shown["nodes"][0]["kv_blocks_free"]) == ("n1", 150)
 
     refused = pools(redis_url, "forget", "m")

@@ -67,7 +67,8 @@ def test_a_view_of_80_columns_has_nodes_classes_and_tenants(busy: str) -> None:
     row = lines[lines.index(header) + 1].split()
     assert row[1] == "ok"
     assert re.search(r"class +queued oldest running +tenant +queued running", shown)
-    assert re.search(r"interactive +0 +– +1 +default", shown)
+    assert re.search(r"interactive +0 +– +0 +default", shown)
+    assert re.search(r"interactive, background +0 +– +1", shown)
     assert "node joined" in shown
 
 
@@ -93,7 +94,10 @@ def test_json_has_every_number_of_the_view(busy: str) -> None:
     assert (node["state"], node["num_running"]) == ("ok", 3)
     assert node["kv_blocks_total"] > 0
     assert node["process_bytes"] > 1 << 20
-    assert [row["name"] for row in pool["classes"]] == ["interactive", "standard", "batch"]
+    assert [row["name"] for row in pool["classes"]] == [
+        *("interactive", "standard", "batch"),
+        *("interactive, background", "standard, background", "batch, background"),
+    ]
     assert sum(row["num_waiting"] + row["num_running"] for row in pool["classes"]) == 4
     (tenant,) = pool["tenants"]
     assert (tenant["name"], tenant["num_waiting"] + tenant["num_running"]) == ("default", 4)

@@ -79,7 +79,7 @@ def test_submitted_job_runs_without_a_reader_and_is_shown_with_result_and_ledger
     assert (answer.headers["location"], answer.headers["x-penstock-job"]) == (links["self"], job_id)
 
     job = ended(http, job_id)
-    assert (job["state"], job["outcome"]["state"], job["priority"], job["pool"]) == ("done", "done", "standard", "echo")
+    assert (job["state"], job["outcome"]["state"], job["priority"], job["pool"]) == ("done", "done", "batch", "echo")
     assert job["result"]["choices"] == [
         {"index": 0, "text": "abcde", "token_ids": [*b"abcde"], "finish_reason": "length"}
     ]
@@ -357,9 +357,9 @@ def test_a_job_may_wait_for_a_node(stack: Stack, http: httpx.Client, redis_url: 
 
     asyncio.run(leave())
     body = {"model": "acme/away", "prompt": TEXT, "params": {"max_tokens": 2}}
-    refused = http.post("/v1/jobs", json=body)
+    refused = http.post("/v1/jobs", json={**body, "background": False})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_node")
-    answer = http.post("/v1/jobs", json={**body, "queue_without_node": True})
+    answer = http.post("/v1/jobs", json=body)
     assert answer.status_code == 202, answer.text
     job_id = answer.json()["id"]
     assert shown(http, job_id)["state"] == "queued"

@@ -53,12 +53,7 @@ async def test_retry_submits_the_same_request_under_a_new_id(
 
     assert job.id != dead.id
     record = await cast(Any, redis.hgetall(keys.job(job.id)))
-    assert [record[name] for name in (b"tenant", b"level", b"weight", b"state")] == [
-        b"acme",
-        b"2",
-        b"4.0",
-        b"queued",
-    ]
+    assert [record[name] for name in (b"tenant", b"level", b"weight", b"state")] == [b"acme", b"2", b"4.0", b"queued"]
     assert decode_request(await cast(Any, redis.get(keys.request(job.id)))) == before
     assert await client.dead.newest(POOL) == []
     with pytest.raises(NotFoundError):
