@@ -37,7 +37,7 @@ from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.service import heartbeat
 from penstock.gpu_node.taking import inbox
-from penstock.gpu_node.taking.intake import MAX_CHARS_ON_LOOP
+from penstock.gpu_node.taking.preparation import MAX_CHARS_ON_LOOP
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit

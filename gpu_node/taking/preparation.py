@@ -1,4 +1,4 @@
-"""From a taken job to a request in the engine: decode it, tokenize it, prepare its grammar or adapter, queue it."""
+"""Prepares taken jobs: decodes and tokenizes them, gets their grammars and adapters, and adds them to the engine."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ MAX_TRIALS_OF_TENANT = 4
 """The same for the trials of one tenant."""
 
 
-class JobIntake:
+class JobPreparation:
     """The step from a taken job to an engine request. Each job has a task of its own.
 
     No job waits for another job's grammar, adapter, bad words or long prompt. Jobs without these reach the engine in
@@ -156,27 +156,27 @@ class JobIntake:
         """Threads that wait for the chat template; separate, so that a slow template does not delay long prompts."""
         self._chats_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant."""
-        self._receiving: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[None]] = set()
         self.num_tokenizer_failures = 0
         """Prompts that the tokenizer failed at, not counting those that it refused as invalid."""
 
-    def admit(self, job: HeldJob) -> None:
-        """Start the intake of a job that the ledger has just begun to hold."""
-        task = asyncio.create_task(self._receive(job), name=f"penstock intake {job.job_id}")
-        self._receiving.add(task)
-        task.add_done_callback(partial(self._on_received, job))
+    def begin(self, job: HeldJob) -> None:
+        """Start the preparation of a job that the ledger has just begun to hold."""
+        task = asyncio.create_task(self._run(job), name=f"penstock preparation {job.job_id}")
+        self._running.add(task)
+        task.add_done_callback(partial(self._on_end, job))
 
     async def close(self) -> None:
-        """Cancel all intakes. The jobs stay in the ledger for the caller to give back."""
-        await cancel_until_done(self._receiving)
+        """Cancel all preparations. The jobs stay in the ledger for the caller to give back."""
+        await cancel_until_done(self._running)
 
-    def _on_received(self, job: HeldJob, task: asyncio.Task[None]) -> None:
-        self._receiving.discard(task)
+    def _on_end(self, job: HeldJob, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(job, error)  # Otherwise the node would hold the job forever.
 
-    async def _receive(self, job: HeldJob) -> None:
-        crash_points.point("before", "admission")
+    async def _run(self, job: HeldJob) -> None:
+        crash_points.point("before", "preparation")
         try:
             if job.is_task:
                 await self._answer(job)
@@ -194,7 +194,7 @@ class JobIntake:
         else:
             job.report_prompt(prompt_ids)
             self._start(job, request, token_ids, prepared)
-        crash_points.point("after", "admission")
+        crash_points.point("after", "preparation")
 
     async def _reject(self, job: HeldJob, error: Exception) -> None:
         if self._ledger.get(job.job_id) is not job:
@@ -299,7 +299,7 @@ class JobIntake:
             self._outbox.end(job, outcome_of(job))
             return
         if self._ledger.get(job.job_id) is not job or job.outcome is not None:
-            return  # The job was lost or canceled during its intake.
+            return  # The job was lost or canceled during its preparation.
         params, taken = _fitting_params(request, len(token_ids)), job.taken
         job.is_in_engine = True
         added = self._worker.add(
