@@ -30,8 +30,8 @@ from penstock.gpu_node.service.liveness import answering
 from penstock.gpu_node.service.seats import NO_SEATS, Seats, declare_dead
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.taking.inbox import Bell, JobInbox, listen
-from penstock.gpu_node.taking.preparation import JobPreparation
 from penstock.gpu_node.taking.load_shedder import LoadShedder
+from penstock.gpu_node.taking.preparation import JobPreparation
 from penstock.gpu_node.threads import Threads
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect, warn_of_eviction, with_retries
@@ -93,7 +93,9 @@ class Node:
             self._threads,
         )
         capacity = engine.num_kv_tokens, settings.max_num_seqs
-        self._inbox = JobInbox(self._broker, self.ledger, self._bell, self._outbox, self._preparation, capacity=capacity)
+        self._inbox = JobInbox(
+            self._broker, self.ledger, self._bell, self._outbox, self._preparation, capacity=capacity
+        )
         interval_s = heartbeat_interval_s(settings.lease_ms)
         self._watch = EngineWatch(self._worker, interval_s=interval_s, stall_after_s=settings.stall_after_s)
         self._heartbeat = self._new_heartbeat(interval_s)

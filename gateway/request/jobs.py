@@ -20,8 +20,8 @@ from penstock.gateway.request.generation import GenerationRequest, RequestConten
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt
 from penstock.producer.client.tasks import output_of
-from penstock.queue.admission import REQUEST_BYTES_PER_TOKEN
 from penstock.queue.broker.producer import ServedPool
+from penstock.queue.job_cost import REQUEST_BYTES_PER_TOKEN
 from penstock.runtime.gather import try_all
 
 LEAVE_TIMEOUT_S = 5.0

@@ -40,7 +40,6 @@ from penstock.producer.client.tasks import (
     submit_tokenize,
 )
 from penstock.producer.client.waiting import QueueWatch
-from penstock.queue.admission import estimate_cost, rate_tokens
 from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.jobs import JobLists, JobPage, QueuePositions, ResponseBroker
@@ -48,6 +47,7 @@ from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import ActivityBroker, StatsBroker
 from penstock.queue.broker.producer import JobStatus, KnownJobs, ProducerBroker, ServedPool, Submission, Submitted
 from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.job_cost import estimate_cost, rate_tokens
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.results import PackedResult
 from penstock.runtime.settings import redis_url_of, without_password

@@ -27,8 +27,8 @@ from penstock.contract.pool import PoolRecord
 from penstock.contract.problems import request_error
 from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed
 from penstock.producer.client.building import with_choice
-from penstock.queue.admission import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes
 from penstock.queue.broker.producer import ServedPool
+from penstock.queue.job_cost import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.msgpack_codec import pack
 from penstock.queue.wire import add_prompt

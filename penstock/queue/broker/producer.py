@@ -29,7 +29,6 @@ from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.contract.tenant import NO_LIMIT, UNLIMITED, Terms
 from penstock.queue import keys, results, wire
-from penstock.queue.admission import RateTokens, estimate_output_bytes
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, outcome_of, status_of, times_ms_of
@@ -37,6 +36,7 @@ from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
 from penstock.queue.broker.scripts import sweep
 from penstock.queue.chunks import decode_chunks
+from penstock.queue.job_cost import RateTokens, estimate_output_bytes
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError, pack, with_members
 from penstock.queue.results import Fetches, PackedResult
