@@ -106,7 +106,10 @@ class AnswerRecorder:
             self.fail(*_error_of(fields["error"]))
             return
         if isinstance(usage := fields.get("usage"), dict):
-            self._read_usage(usage)
+            # Servers that report usage in every event send growing counts, so the last one counts.
+            for name, field in (("prompt_tokens", "prompt_tokens"), ("completion_tokens", "usage_tokens")):
+                if isinstance(count := usage.get(name), int):
+                    setattr(self.record, field, count)
         choices = fields.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
@@ -118,12 +121,6 @@ class AnswerRecorder:
         if isinstance(part, dict) and any(part.get(name) for name in _TEXTS):
             record.token_events_s.append(now_s)
         record.finish_reason = choice.get("finish_reason") or record.finish_reason
-
-    def _read_usage(self, usage: dict[str, Any]) -> None:
-        # Servers that report usage in every event send growing counts, so the last one counts.
-        for name, field in (("prompt_tokens", "prompt_tokens"), ("completion_tokens", "usage_tokens")):
-            if isinstance(count := usage.get(name), int):
-                setattr(self.record, field, count)
 
 
 def _error_of(error: Any) -> tuple[str, str]:

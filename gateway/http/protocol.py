@@ -112,7 +112,9 @@ class BoundedHead(HttpToolsProtocol):
         """Handle a new connection: start the timer for its first head."""
         super().connection_made(transport)
         self._reader_watch = ReaderWatch(self.loop, transport)
-        _limit_unsent(transport)
+        connection = transport.get_extra_info("socket")
+        if hasattr(socket, "TCP_NOTSENT_LOWAT") and connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)  # as in tcp(7)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             self._refuse_connection(self.limit_concurrency - 1)
             return
@@ -271,13 +273,6 @@ def _wrong_host(num_hosts: int, version: str) -> tuple[PenstockError, HTTPStatus
         return None
     message = f"the request has {num_hosts} Host headers; HTTP/1.1 requires exactly one"
     return RequestError(message, code="invalid_http", param="host"), HTTPStatus.BAD_REQUEST
-
-
-def _limit_unsent(transport: asyncio.Transport) -> None:
-    """Bound what the kernel keeps for this connection, if the system can (tcp(7): TCP_NOTSENT_LOWAT)."""
-    connection = transport.get_extra_info("socket")
-    if hasattr(socket, "TCP_NOTSENT_LOWAT") and connection.family in (socket.AF_INET, socket.AF_INET6):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
 def _end_body_by_closing(cycle: RequestResponseCycle) -> None:

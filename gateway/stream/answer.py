@@ -461,9 +461,7 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         request = Request(scope, receive, send)
-        answer = await self._answer_to(request)
-        await answer(scope, receive, send)
-
-    async def _answer_to(self, request: Request) -> Response:
         body = await self._reader.read(request, self.schema)
-        return self._answers.answer(self._reader.generation_of(request, body), body, self._dialect)
+        generation = self._reader.generation_of(request, body)
+        answer = self._answers.answer(generation, body, self._dialect)
+        await answer(scope, receive, send)

@@ -14,7 +14,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
-from penstock.contract.job import Message, SamplingParams, created_at, lowered_max_tokens, seed_of
+from penstock.contract.job import Message, created_at, lowered_max_tokens, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk, Outcome
 from penstock.contract.tasks import MAX_OUTPUT_BYTES, MAX_TASK_TOKENS, Detokenize, Embed, Tokenize
@@ -187,7 +187,10 @@ class JobPreparation:
                 return
             prepared = await self._prepare(request, job.taken.tenant)
             token_ids = await self._encode(job, request)
-            prompt_ids = await self._prompt_ids(request, token_ids)
+            prompt_ids: list[TokenLogprobs] = []
+            # The engine reports the tokens of a prompt with log-probabilities.
+            if request.params.return_token_ids and request.params.prompt_logprobs is None:
+                prompt_ids = await self._threads.run(lambda: [TokenLogprobs((one,), (), (b"",)) for one in token_ids])
         except Exception as error:
             # A library may raise anything; the error concerns this job alone.
             await self._reject(job, error)
@@ -287,12 +290,6 @@ class JobPreparation:
             self.num_tokenizer_failures += not isinstance(error, PenstockError)
             raise
 
-    async def _prompt_ids(self, request: Request, token_ids: Sequence[int]) -> list[TokenLogprobs]:
-        """Return the prompt's tokens to report; the engine reports those of a prompt with log-probabilities."""
-        if not request.params.return_token_ids or request.params.prompt_logprobs is not None:
-            return []
-        return await self._threads.run(lambda: [TokenLogprobs((one,), (), (b"",)) for one in token_ids])
-
     def _start(self, job: HeldJob, request: Request, token_ids: list[int], prepared: Prepared | None) -> None:
         self._ledger.open(job, len(token_ids))
         if job.is_complete:
@@ -300,7 +297,14 @@ class JobPreparation:
             return
         if self._ledger.get(job.job_id) is not job or job.outcome is not None:
             return  # The job was lost or canceled during its preparation.
-        params, taken = _fitting_params(request, len(token_ids)), job.taken
+        params, taken = request.params, job.taken
+        # The prompt may leave less of `max_total_tokens` than `max_tokens`.
+        lowered = lowered_max_tokens(params.max_tokens, request.max_total_tokens, len(token_ids))
+        if lowered is not None:
+            params = params.model_copy(update={"max_tokens": lowered})
+        variables = json.loads(request.chat_template_kwargs or "{}")
+        # Otherwise the output continues the prompt's text.
+        begins_text = request.messages is not None and not variables.get(CONTINUES)
         job.is_in_engine = True
         added = self._worker.add(
             EngineRequest(
@@ -315,7 +319,7 @@ class JobPreparation:
                 adapter=request.adapter,
                 reports_prefill=request.return_progress and not taken.num_chunks,
                 embed=request.task if isinstance(request.task, Embed) else None,
-                begins_text=_begins_text(request),
+                begins_text=begins_text,
                 prepared=prepared,
             )
         )
@@ -336,20 +340,6 @@ class JobPreparation:
         else:
             log.error("the engine failed on a job", extra={"job_id": job.job_id}, exc_info=error)
             self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
-
-
-def _begins_text(request: Request) -> bool:
-    """Return whether the output is the text of a new message, and does not continue the prompt's text."""
-    if request.messages is None:
-        return False
-    return not (request.chat_template_kwargs and json.loads(request.chat_template_kwargs).get(CONTINUES))
-
-
-def _fitting_params(request: Request, num_prompt_tokens: int) -> SamplingParams:
-    """Return the sampling options with `max_tokens` lowered to what the prompt leaves of `max_total_tokens`."""
-    params = request.params
-    lowered = lowered_max_tokens(params.max_tokens, request.max_total_tokens, num_prompt_tokens)
-    return params if lowered is None else params.model_copy(update={"max_tokens": lowered})
 
 
 def _num_chars(request: Request) -> int:
