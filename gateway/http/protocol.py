@@ -252,6 +252,8 @@ class BoundedHead(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             if not running.more_body:
                 running.keep_alive = False
+                # A second request has paused reading. Bytes that stay unread would reset the connection at its end.
+                self.flow.resume_reading()
                 return
             running.disconnected = True
             running.message_event.set()
