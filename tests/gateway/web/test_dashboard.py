@@ -130,7 +130,6 @@ def ask(chat: Playground) -> None:
 def test_chat_goes_on_after_its_node_is_killed_and_the_dashboard_shows_the_takeover(
     page: Page, url: str, redis_url: str
 ) -> None:
-    chat = Playground(page, url)
     watched = page.context.new_page()
     watched.goto(f"{url}/#dashboard")
     cards = watched.locator(".node", has_text="node-")
@@ -140,6 +139,7 @@ def test_chat_goes_on_after_its_node_is_killed_and_the_dashboard_shows_the_takeo
 
     with started(redis_url, "node-a", STEP_S) as victim:
         expect_blocks("node-a", "0 used, .* free of 4,096")
+        chat = Playground(page, url)
         ask(chat)
         expect(chat.answer.locator(".said")).to_have_text(re.compile("[a-z]{20}"))
         # It joins only now, so that the first node has the job.
