@@ -261,11 +261,13 @@ class SubmitOptions(JobOptions, total=False):
     job_id: `<pool>.<uuidv7>`; the client makes one by default.
     task: what to do with the prompt instead of generating text from it; see `AsyncClient.tokenize`.
     response: the record of a stored response, which is stored in the same step as the job.
+    hides_models: errors do not list what is served; for a caller that may use only some models.
     """
 
     job_id: str | None
     task: Task | None
     response: ResponseRecord | None
+    hides_models: bool
 
 
 OPTIONS_OF_QUEUE = SubmitOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()
