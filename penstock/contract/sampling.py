@@ -1,4 +1,4 @@
-"""Sampling options, each declared once: type, default, bounds, names in HTTP bodies, and flag of `penstock submit`.
+"""Sampling options, each declared once: type, default, bounds, names in HTTP bodies, and flag of `submit` and `chat`.
 
 Bodies, refusals, flags and tables of fields are made from `SamplingParams`.
 """
@@ -130,7 +130,7 @@ class Option:
     one_is_enough: bool = False
     """Whether OpenAI's bodies may have one item in place of a list of one."""
     flag: str = ""
-    """Help text of the flag of `penstock submit`; empty if it has none."""
+    """Help text of the flag of `penstock submit` and `penstock chat`; empty if they have none."""
 
 
 def option_of(record: type[BaseModel], name: str) -> Option:
