@@ -161,7 +161,8 @@ MAX_LOGIT_BIAS = 100.0
 MAX_TOKENS_LIMIT = 1 << 20
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
+    """Return the text if it can be encoded as UTF-8; otherwise raise ValueError."""
     try:
         # Fifteen times as fast as checking each character, which would block the event loop.
         text.encode()
@@ -171,10 +172,10 @@ def _encodable(text: str) -> str:
 
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = Annotated[str, AfterValidator(encodable)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
-CacheSalt = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
+CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CACHE_SALT_CHARS), AfterValidator(encodable)]
 
 
 class SamplingParams(CheckedInput):
