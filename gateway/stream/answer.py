@@ -119,7 +119,8 @@ class AnswerPlan:
         self._pools = await self.client.pools()
         # If the model is unknown here, the submission looks it up again and raises the error.
         with contextlib.suppress(NotFoundError, UnavailableError):
-            record = choose_pool(self._pools.values(), content.model or None)
+            hides = self.generation.hides_models
+            record = choose_pool(self._pools.values(), content.model or None, hides_models=hides)
             check_num_jobs(content, self.generation.terms, record)
             check_logprobs(content, record, self._max_logprobs)
             if has_tools:

@@ -174,7 +174,7 @@ class AsyncClient:
         return self._patience.is_open and self._inbox.is_running
 
     async def served_pool(
-        self, *names: str | None, adapter: str | None = None, key: JobKey | None = None
+        self, *names: str | None, adapter: str | None = None, key: JobKey | None = None, hides_models: bool = False
     ) -> ServedPool:
         """Return the pool that `choose_pool` chooses for the names. Raises what `choose_pool` raises.
 
@@ -186,11 +186,11 @@ class AsyncClient:
         if chosen is None:
             # The model's first node may have joined since.
             known = list((await self.pools(renewed=True)).values())
-            chosen = choose_pool(known, *names, adapter=adapter, key=key)
+            chosen = choose_pool(known, *names, adapter=adapter, key=key, hides_models=hides_models)
         if key is None:
             return chosen
         # Pools may have joined or died since a job of this key was submitted, so the ranks may choose another pool now.
-        fitting = fitting_pools(known, *names, adapter=adapter)
+        fitting = fitting_pools(known, *names, adapter=adapter, hides_models=hides_models)
         pools = {pool.pool: pool for pool in (chosen, *fitting) if pool.protocol_version == PROTOCOL_VERSION}
         if len(pools) == 1:
             return chosen
@@ -223,7 +223,9 @@ class AsyncClient:
         """Check and admit a job."""
         self._patience.require_open()
         names, key = (options.get("model"), options.get("job_id")), job_key_of(options, self._tenant)
-        record = await self.served_pool(*names, adapter=options.get("adapter"), key=key)
+        record = await self.served_pool(
+            *names, adapter=options.get("adapter"), key=key, hides_models=options.get("hides_models", False)
+        )
         tools = options.get("tools")
         if isinstance(tools, str) and len(tools) > MAX_TOOLS_CHARS_ON_LOOP:
             # The tools' schemas are parsed several times; on a thread they do not hold the event loop.

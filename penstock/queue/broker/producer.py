@@ -264,6 +264,7 @@ class ProducerBroker:
             *(terms.burst_s, terms.weight, job.not_before_ms or 0, terms.memory_percent, terms.account),
             *(record.data, record.keep_ms),
             *(submission.rate_tokens or ("", 0, 0, "")),
+            _limits_of(job),
         )
         kind = answer[0].decode()
         if kind in ("OK", "EXISTS"):
@@ -442,6 +443,12 @@ class ProducerBroker:
         if not fields["priority"]:
             raise other_version(pool_of(job_id), 1)  # Version 1 has another name for this field.
         return fields
+
+
+def _limits_of(job: JobDef) -> str:
+    """Return the field `limits` of a job's record."""
+    max_tokens, max_total_tokens = job.params.max_tokens, job.max_total_tokens
+    return "" if max_tokens is None or max_total_tokens is None else f"{max_tokens} {max_total_tokens}"
 
 
 def _decoded_record(pool: str, data: bytes) -> PoolRecord:

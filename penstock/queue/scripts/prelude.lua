@@ -12,7 +12,7 @@
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
 --   urgency charge window weight held output reserved logged memory_percent idem lacks ms_per_token charged to_charge
 --   burst_ms may_use minute_tokens account stored result_until keep response_bytes retaken past_leases num_past_leases
---   engine_preemptions used
+--   engine_preemptions used limits
 -- n: sequences that the job occupies in an engine; 0 for a task that needs no engine.
 -- entry: position of a queued job: its id in the tenant's stream, or '' for a requeued job. DELAYED is that of a job
 -- that waits for its time (P:delayed) or for its tenant's tokens (P:awaiting:<tenant>).
@@ -34,6 +34,7 @@
 -- preemptions: how often a node gave the job back. engine_preemptions: how often engines preempted its sequences, over the
 -- leases that ended; a lost node's are not known.
 -- used: `<prompt> <completion> <cached> <kv_token_ms>` of an ended job; kv_token_ms is '' if its node did not report it.
+-- limits: `<max_tokens> <max_total_tokens>` of a job whose max_tokens is lowered to what its prompt leaves.
 
 local P = string.sub(KEYS[1], 1, -8)
 local PROTOCOL_VERSION = '3'
