@@ -301,7 +301,9 @@ class MetricsRoutes:
 
     def _of_memory(self) -> Iterator[Metric]:
         text = "Bytes of request bodies above 16 KiB that are held in memory until they are parsed."
-        yield GaugeMetricFamily("penstock_gateway_body_bytes", text, value=sum(budget.num_used for budget in self._body_budgets))
+        yield GaugeMetricFamily(
+            "penstock_gateway_body_bytes", text, value=sum(budget.num_used for budget in self._body_budgets)
+        )
         text = "Bytes of large results and records of responses that are held in memory while they are sent."
         yield GaugeMetricFamily("penstock_gateway_result_bytes", text, value=self._result_budget.num_used)
 

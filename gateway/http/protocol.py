@@ -81,8 +81,8 @@ MAX_UNSENT_BYTES = 128 << 10
 """Bytes that the kernel takes for a client beyond those on their way to it. Without a limit, it takes megabytes for a
 client that has stopped reading, and the gateway notices that only once they are full."""
 MAX_BUFFERED_BYTES = 16 << 10
-"""Unsent bytes that this process holds for a connection before the answer pauses, beyond the last part of it. The kernel
-has enough to send meanwhile."""
+"""Unsent bytes that this process holds for a connection before the answer pauses, beyond the last part of it. The
+kernel has enough to send meanwhile."""
 RETRY_AFTER_S = 1
 """What the answer to a connection beyond the limit advises."""
 _WITHOUT_CHUNKS = ("0.9", "1.0")

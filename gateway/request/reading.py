@@ -47,7 +47,7 @@ BODY_STEP_BYTES = 256 << 10
 FREE_BODY_BYTES = 16 << 10
 """Bodies up to this size need no claim."""
 MAX_SMALL_BYTES_HELD = 64 << 20
-"""Bytes of other bodies, and of the beginnings of large ones, that a gateway holds. As many may wait for each tenant."""
+"""Bytes of other bodies, and of the beginnings of large ones, that a gateway holds until they are parsed."""
 MAX_SMALL_BYTES_HELD_OF_TENANT = 16 << 20
 """The share of MAX_SMALL_BYTES_HELD that one tenant may use, and the bytes of its bodies that may wait for it. Further
 bodies are refused, because a connection has received a part of its body before it waits."""
@@ -66,8 +66,7 @@ class BodyBudgets:
             per_owner=MAX_SMALL_BYTES_HELD_OF_TENANT,
             max_waiting=MAX_SMALL_BYTES_HELD_OF_TENANT,
             max_wait_s=MAX_SMALL_WAIT_S,
-            held="request bodies",
-            code="body_memory_full",
+            full=("request bodies", "body_memory_full"),
         )
 
 

@@ -133,7 +133,7 @@ class Mailbox:
         return nudged
 
     def take_all(self) -> list[Chunk]:
-        """Remove and return all queued chunks, the oldest first. They count as queued until the next call, or a wait."""
+        """Remove and return all queued chunks, the oldest first. They count as queued until the next call or wait."""
         taken = list(self._chunks)
         self._chunks.clear()
         self._release_taken()

@@ -9,6 +9,7 @@ allocator keeps count too, so each state has a gateway of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -20,7 +21,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hostile.stack import POOL, Stack, running_stack
-
 
 NUM_CONNECTIONS = 500
 BODY_BYTES = 200 << 10
@@ -54,10 +54,8 @@ def opened(stack: Stack, state: str, num_bytes: int, number: int) -> socket.sock
     connection.connect((url.hostname, url.port))
     lines = ["POST /v1/completions HTTP/1.1", "host: penstock", f"authorization: Bearer {stack.keys['attacker']}"]
     lines += ["content-type: application/json", f"content-length: {len(body)}", "", ""]
-    try:
+    with contextlib.suppress(TimeoutError):  # The gateway may not read on.
         connection.sendall("\r\n".join(lines).encode() + (body[:-1] if state == "incomplete body" else body))
-    except TimeoutError:
-        pass  # The gateway does not read on.
     return connection
 
 
