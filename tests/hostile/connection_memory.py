@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests:ops .venv/bin/python -m hostile.connection_memory [NUM_CONNECTIONS] [BODY_BYTES]
 
-Each of the connections stays in one state: its body lacks the last byte, or its job waits, or nobody reads its stream.
+Each of the connections stays in one state: its body lacks the last byte, or its job waits, or its stream is not read.
 It prints how much the gateway's memory (VmRSS and its peak, VmHWM) grows in each state, in MiB. Blocks that the
 allocator keeps count too, so each state has a gateway of its own.
 """

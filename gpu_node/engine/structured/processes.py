@@ -35,7 +35,7 @@ class GrammarProcesses:
     """The owner of all grammar processes: starts them, handles their messages, and replaces ended ones."""
 
     def __init__(self, load: bytes, *, lanes: Lanes, selector: selectors.BaseSelector, counts: GrammarCounts) -> None:
-        """`load`: the first frame to a template, with its tokenizer. `selector` watches the sockets of all processes."""
+        """`load`: a template's first frame, with its tokenizer. `selector` watches the sockets of all processes."""
         self.special_tokens: Future[frozenset[int]] = Future()
         """Completes when the first template is ready. After too many failed starts it fails, and a new one follows."""
         self._selector = selector
