@@ -278,8 +278,10 @@ class GenerationEvents(EventSource):
             await self._relay(jobs, writer, meter)
 
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter, meter: StreamMeter) -> None:
-        plan, generation = self._plan, self._plan.generation
+        plan = self._plan
         encoder = plan.dialect.stream(await plan.head_of(jobs))
+        plan.forget_prompts()
+        generation = plan.generation
         chunks = ChunkWriter(encoder, writer, meter, self._yielder)
         usages: list[Usage] = []
         numbers = {job.id: number for number, job in enumerate(jobs)}

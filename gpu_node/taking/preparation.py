@@ -22,6 +22,7 @@ from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
 from penstock.gpu_node.engine.served_model import truncated
 from penstock.gpu_node.engine.text.chat import MAX_RENDERS_AT_ONCE
+from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, outcome_of, seal
@@ -106,6 +107,9 @@ MAX_TASKS_AT_ONCE = 2
 """Long tasks that are tokenized at once, on threads of their own: a flood of tasks then delays no job's prompt."""
 MAX_TASKS_OF_TENANT = 1
 """The same for the long tasks of one tenant, so that its flood leaves a thread to other tenants."""
+MAX_LONG_PROMPTS_OF_TENANT = 2
+"""Prompts above MAX_SMALL_WHOLE_CHARS of one tenant that are tokenized at once. They may wait for each other there, on
+threads that other tenants need."""
 MAX_TASKS_READ = MAX_TASKS_AT_ONCE + MAX_RENDERS_AT_ONCE
 """Long tasks whose requests are in memory at once: those on the threads, and chats at the template."""
 MAX_CHATS_OF_TENANT = 2
@@ -155,6 +159,8 @@ class JobPreparation:
         self._chat_threads = Threads(MAX_RENDERS_AT_ONCE)
         """Threads that wait for the chat template; separate, so that a slow template does not delay long prompts."""
         self._chats_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """Semaphores by tenant."""
+        self._long_prompts_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant."""
         self._running: set[asyncio.Task[None]] = set()
         self.num_tokenizer_failures = 0
@@ -285,7 +291,13 @@ class JobPreparation:
             if request.messages is not None:
                 async with self._chats_of.setdefault(job.taken.tenant, asyncio.Semaphore(MAX_CHATS_OF_TENANT)):
                     return await self._chat_threads.run(call)
-            return call() if _num_chars(request) <= MAX_CHARS_ON_LOOP else await threads.run(call)
+            if (num_chars := _num_chars(request)) <= MAX_CHARS_ON_LOOP:
+                return call()
+            if num_chars <= MAX_SMALL_WHOLE_CHARS or job.is_task:
+                return await threads.run(call)
+            turn = asyncio.Semaphore(MAX_LONG_PROMPTS_OF_TENANT)
+            async with self._long_prompts_of.setdefault(job.taken.tenant, turn):
+                return await threads.run(call)
         except Exception as error:
             self.num_tokenizer_failures += not isinstance(error, PenstockError)
             raise

@@ -22,7 +22,7 @@ from penstock.contract.tasks import Detokenized, Embedding, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client.inbox import ClientInbox
-from penstock.producer.client.job import AsyncJob, JobSource
+from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, checked
 from penstock.producer.client.pools import KEYS_TTL_S, POOLS_TTL_S, Admissions, CachedState
 from penstock.producer.client.request import Prompt, build_job, choose_pool, fitting_pools, job_key_of
@@ -117,6 +117,7 @@ class AsyncClient:
         self._stats_broker = StatsBroker(self._redis, patience)
         self._activity = ActivityBroker(self._redis, patience)
         self._pools = CachedState(self._broker.pools, POOLS_TTL_S)
+        self._kept = KeptSubmissions(settings.max_kept_mib << 20)
         self._admissions = Admissions(self._broker.pressure)
         self._keys = CachedState(KeyStore(self._redis, patience).all, KEYS_TTL_S)
         self._inbox = ClientInbox(self._redis, self._broker, patience, settings, self.stats)
@@ -423,11 +424,14 @@ class AsyncClient:
         """Return what happens in these pools: their queues, nodes and newest events."""
         return await self._activity.of(pools)
 
-    def _source(self, job_id: str, tenant: str | None, submission: Submission | None = None) -> JobSource:
+    def _source(self, job_id: str, tenant: str | None = None, submission: Submission | None = None) -> JobSource:
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
         parts = self._broker, self._inbox, self._queue_watch
-        return JobSource(*parts, job_id, tenant or self._tenant, submission)
+        if submission is None:
+            return JobSource(*parts, job_id, tenant or self._tenant)
+        kept = KeptSubmission(submission, self._kept)
+        return JobSource(*parts, job_id, submission.job.tenant, kept, is_background=submission.job.background)
 
     async def _enqueue(self, submission: Submission) -> AsyncJob:
         job, feed = submission.job, self._inbox.feed(submission.job.id)
@@ -441,7 +445,7 @@ class AsyncClient:
         if submitted.job_id != job.id:
             self._inbox.close_box(feed, box)
             known = replace(submission, job=job.model_copy(update={"id": submitted.job_id}))
-            return AsyncJob(self._source(submitted.job_id, job.tenant, known), self._inbox)
+            return AsyncJob(self._source(submitted.job_id, submission=known), self._inbox)
         if submitted.existed or not submitted.pushed:
             box.nudge()
-        return AsyncJob(self._source(job.id, job.tenant, submission), self._inbox, first_box=box)
+        return AsyncJob(self._source(job.id, submission=submission), self._inbox, first_box=box)
