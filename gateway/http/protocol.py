@@ -115,7 +115,9 @@ class BoundedHead(HttpToolsProtocol):
         """Handle a new connection: start the timer for its first head."""
         super().connection_made(transport)
         self._reader_watch = ReaderWatch(self.loop, transport)
-        _limit_unsent(transport)
+        connection = transport.get_extra_info("socket")
+        if hasattr(socket, "TCP_NOTSENT_LOWAT") and connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)  # as in tcp(7)
         transport.set_write_buffer_limits(high=MAX_BUFFERED_BYTES)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             self._refuse_connection(self.limit_concurrency - 1)
