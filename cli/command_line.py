@@ -334,7 +334,10 @@ def _name_option(error: PenstockError, ctx: Any) -> None:
     names = {field, field.removesuffix("_s")}
     parameter = next((one for one in ctx.command.params if one.name in names), None)
     is_absent = parameter is None or ctx.params.get(parameter.name) in (None, (), [])
-    variable = _variable_of(field, ctx.info_name) if field and is_absent else None
+    variable = None
+    if field and is_absent:
+        prefixes = (*_VARIABLE_PREFIXES.get(ctx.info_name, ()), "PENSTOCK_")
+        variable = next((name for prefix in prefixes if (name := f"{prefix}{field.upper()}") in os.environ), None)
     if variable is None and parameter is None:
         return
     name = variable or _name_of(parameter)
@@ -343,13 +346,6 @@ def _name_option(error: PenstockError, ctx: Any) -> None:
     else:
         # Otherwise the message begins with a word of prose, as in "pool m has live nodes".
         error.message = re.sub(rf"^{re.escape(field)}(?=[:.\[]| must )", name, error.message)
-
-
-def _variable_of(field: str, command: str) -> str | None:
-    """Return the environment variable that is set for a setting of this command, or None."""
-    prefixes = (*_VARIABLE_PREFIXES.get(command, ()), "PENSTOCK_")
-    variables = [f"{prefix}{field.upper()}" for prefix in prefixes]
-    return next((variable for variable in variables if variable in os.environ), None)
 
 
 def _refused(error: ConfigError, given_url: str | None) -> str:

@@ -1,11 +1,14 @@
-"""Command-line options generated from settings. An option that is not given is None; the environment then applies."""
+"""Command-line options generated from settings and from sampling options.
+
+An option that is not given is None. The environment then applies to a setting, and the model's default to sampling.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import Parameter, Signature, signature
 from itertools import pairwise
@@ -15,7 +18,8 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from penstock.cli.command_line import default_in_words, panel_by_setting
+from penstock.cli.command_line import default_in_words, panel_by_setting, sampling_option
+from penstock.contract.sampling import SamplingParams, option_of
 
 # The help texts of settings are the docstrings of their fields. Pydantic can read these too, but only when it creates
 # the class. That would take 20 ms at the start of every process that has the settings, even if it prints no help.
@@ -84,6 +88,27 @@ def options_of(
     if shows_defaults:
         texts = {name: with_default(text, fields[name]) for name, text in texts.items()}
     return [_option(name, fields[name], texts.get(name), flags.get(name, ()), panels.get(name)) for name in wanted]
+
+
+_BOUNDS = {"ge": "min", "le": "max"}
+"""Marks of a field → what typer calls them."""
+
+
+def sampling_flags() -> Iterator[Parameter]:
+    """Yield a flag for each sampling option that has a help text."""
+    for name, field in SamplingParams.model_fields.items():
+        if not (text := option_of(SamplingParams, name).flag):
+            continue
+        kind: Any = list[str] if get_origin(field.annotation) is tuple else field.annotation
+        marks = [(bound, getattr(mark, ours, None)) for mark in field.metadata for ours, bound in _BOUNDS.items()]
+        limits = {bound: limit for bound, limit in marks if limit is not None}
+        flag = Annotated[kind | None, sampling_option(help=text, **limits)]
+        yield Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=flag)
+
+
+def given_flags(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the sampling flags that the command line has."""
+    return {name: value for name, value in sampling.items() if value not in (None, [])}
 
 
 def takes(*options: Parameter, before: str | None = None) -> Callable[[Command], Command]:

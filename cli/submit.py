@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
-from inspect import Parameter
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal
 
 import typer
 
-from penstock.cli.command_line import queue_option, sampling_option
-from penstock.cli.options import REDIS_URL_HELP, takes
+from penstock.cli.command_line import queue_option
+from penstock.cli.options import REDIS_URL_HELP, given_flags, sampling_flags, takes
 from penstock.cli.output import write_text
 from penstock.contract.errors import RequestError
-from penstock.contract.sampling import SamplingParams, option_of
 
 PriorityName = Literal["interactive", "standard", "batch"]
 
 
-_BOUNDS = {"ge": "min", "le": "max"}
-"""Marks of a field → what typer calls them."""
-
-
-def _flags() -> Iterator[Parameter]:
-    """Yield a flag for each sampling option that has a help text."""
-    for name, field in SamplingParams.model_fields.items():
-        if not (text := option_of(SamplingParams, name).flag):
-            continue
-        kind: Any = list[str] if get_origin(field.annotation) is tuple else field.annotation
-        marks = [(bound, getattr(mark, ours, None)) for mark in field.metadata for ours, bound in _BOUNDS.items()]
-        limits = {bound: limit for bound, limit in marks if limit is not None}
-        flag = Annotated[kind | None, sampling_option(help=text, **limits)]
-        yield Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=flag)
-
-
-@takes(*_flags(), before="priority")
+@takes(*sampling_flags(), before="priority")
 def submit(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt. - reads it from stdin, which is the default for a pipe.")
@@ -65,8 +46,7 @@ def submit(
 
     text = _given_or_piped(prompt)
     times = {"deadline_s": deadline, "not_before_s": not_before}
-    given = {name: value for name, value in sampling.items() if value not in (None, [])}
-    options = {"model": model, "tenant": tenant, **times, **given}
+    options = {"model": model, "tenant": tenant, **times, **given_flags(sampling)}
     asyncio.run(
         _stream(redis_url_of(redis_url), text if raw else [{"role": "user", "content": text}], priority, options)
     )

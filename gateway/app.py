@@ -48,7 +48,7 @@ from penstock.gateway.jobs.routes import JOBS
 from penstock.gateway.metrics import GatewayMetrics, MetricsRoutes
 from penstock.gateway.openai.routes import OPENAI
 from penstock.gateway.request.parser_process import BodySchemas
-from penstock.gateway.request.reading import Parser, RequestReader, body_budget_of
+from penstock.gateway.request.reading import BodyBudgets, Parser, RequestReader
 from penstock.gateway.responses.routes import RESPONSES
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.answer import IGNORED_HEADER, JOB_HEADER, MAX_TOKENS_HEADER, Answers, WholeSender
@@ -80,6 +80,8 @@ MAX_RESULT_BYTES_HELD = 64 << 20
 MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
 """The share of MAX_RESULT_BYTES_HELD that one tenant may use. As much is reserved for answers that hold the record of a
 response and need their result, too."""
+MAX_KEPT_REQUESTS_MIB = 64
+"""MiB of requests that a gateway keeps for submitting open jobs again that Redis lost (`max_kept_mib` of a client)."""
 MAX_RESULT_WAIT_S = 30.0
 """Seconds that an answer waits for that memory. After that, it is refused with a 503."""
 PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
@@ -87,7 +89,10 @@ PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
 
 
 def _client_of(settings: GatewaySettings) -> AsyncClient:
-    return AsyncClient(settings.redis_url, settings=ClientSettings.load(name="gateway"))
+    own = ClientSettings.load(name="gateway")
+    if "max_kept_mib" not in own.model_fields_set:
+        own = own.model_copy(update={"max_kept_mib": MAX_KEPT_REQUESTS_MIB})
+    return AsyncClient(settings.redis_url, settings=own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +114,11 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     metrics, errors, yielder = GatewayMetrics(), ErrorShapes(_ERROR_SHAPES), LoopYielder()
     dashboard = Dashboard(client, metrics)
     parser = Parser(settings.unknown_fields, BodySchemas(BODIES, _SOCKET_BODIES))
-    body_budget = body_budget_of(settings)
+    body_budgets = BodyBudgets(settings.max_body_bytes)
     result_budget = SharedBudget(
         MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT, max_wait_s=MAX_RESULT_WAIT_S, has_reserve=True
     )
-    reader = RequestReader(settings, parser, body_budget)
+    reader = RequestReader(settings, parser, body_budgets)
     sender = WholeSender(settings, metrics, yielder, result_budget)
     answers = Answers(client, settings, metrics, yielder, sender)
     services = Services(client, settings, reader, answers, sender, result_budget, yielder)
@@ -121,7 +126,7 @@ def create_gateway(settings: GatewaySettings, client: AsyncClient | None = None)
     tracing = tracing_of(settings.otlp_traces_endpoint, "penstock-gateway")
     own_routers = [
         HealthRoutes(client).router,
-        MetricsRoutes(client, metrics, loop_watch, body_budget, result_budget).router,
+        MetricsRoutes(client, metrics, loop_watch, [body_budgets.large, body_budgets.small], result_budget).router,
         UsageRoutes(client, yielder).router,
         WebRoutes(dashboard, settings).router,
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -62,6 +63,8 @@ class SharedBudget:
     step is granted only if the rest lets one claim reach `most` (Dijkstra's banker's algorithm). Steps that can be
     granted pass those that cannot.
 
+    Waiting claims keep what they wait with, such as the part of a body that has arrived. `max_waiting` bounds that.
+
     A request may take a second claim beside its first one. Such requests might all wait for each other, too. So a
     `reserve` is kept for them, which is as large as one claim may be. A second claim that does not fit elsewhere
     gets the reserve, one claim after the other. With it the request has all it needs, so it ends and gives back both.
@@ -75,11 +78,15 @@ class SharedBudget:
         step: int = 0,
         most: int | None = None,
         max_wait_s: float | None = None,
+        max_waiting: int | None = None,
         has_reserve: bool = False,
+        full: tuple[str, str] = ("answers", "answer_memory_full"),
     ) -> None:
         """`most`: the most that one claim may have, by default `per_owner`.
 
         max_wait_s: after so long, a waiting claim raises UnavailableError. None: it waits as long as it must.
+        max_waiting: a claim raises it at once if its owner would wait for more units than this. None: it waits.
+        full: what the units are for, and the code of that error.
         has_reserve: whether `most` of `total` is the reserve for second claims. No owner's share counts it.
         """
         self._per_owner = per_owner
@@ -89,6 +96,8 @@ class SharedBudget:
         self._in_reserve: Claim | None = None
         self._step = step
         self._max_wait_s = max_wait_s
+        self._max_waiting = math.inf if max_waiting is None else max_waiting
+        self._held, self._code = full
         self._num_used = 0
         self._claims: dict[str, set[Claim]] = {}
         """The claims by owner that hold something."""
@@ -143,6 +152,8 @@ class SharedBudget:
         self._serve()
 
     async def _wait(self, claim: Claim, amount: int) -> None:
+        if sum(one.amount for one in self._waiting.get(claim.owner, ())) + amount > self._max_waiting:
+            raise self._full()
         waiting = _WaitingClaim(claim, amount, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(claim.owner, deque()).append(waiting)
         self._serve()
@@ -150,12 +161,15 @@ class SharedBudget:
             async with asyncio.timeout(self._max_wait_s):
                 await waiting.granted
         except TimeoutError:
-            message = "this gateway holds as many large answers as it may; repeat the request later"
-            raise UnavailableError(message, retry_after_ms=_RETRY_AFTER_MS, code="answer_memory_full") from None
+            raise self._full() from None
         finally:
             # If this task was canceled just after the grant, the end of the claim's block gives it back.
             self._drop(waiting)
             self._serve()
+
+    def _full(self) -> UnavailableError:
+        message = f"this gateway holds as many large {self._held} as it may; repeat the request later"
+        return UnavailableError(message, retry_after_ms=_RETRY_AFTER_MS, code=self._code)
 
     def _fits_share(self, claim: Claim, amount: int) -> bool:
         claims = self._claims.get(claim.owner, ())

@@ -269,14 +269,14 @@ class MetricsRoutes:
         client: AsyncClient,
         metrics: GatewayMetrics,
         loop_watch: LoopWatch,
-        body_budget: SharedBudget,
+        body_budgets: Sequence[SharedBudget],
         result_budget: SharedBudget,
     ) -> None:
         """The budgets hold the memory of bodies that arrive, and of results that are sent."""
         self._client = client
         self._metrics = metrics
         self._loop_watch = loop_watch
-        self._body_budget = body_budget
+        self._body_budgets = body_budgets
         self._result_budget = result_budget
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self.metrics, response_class=PlainTextResponse)
@@ -300,8 +300,10 @@ class MetricsRoutes:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     def _of_memory(self) -> Iterator[Metric]:
-        text = "Bytes of large request bodies that are held in memory until they are parsed."
-        yield GaugeMetricFamily("penstock_gateway_body_bytes", text, value=self._body_budget.num_used)
+        text = "Bytes of request bodies above 16 KiB that are held in memory until they are parsed."
+        yield GaugeMetricFamily(
+            "penstock_gateway_body_bytes", text, value=sum(budget.num_used for budget in self._body_budgets)
+        )
         text = "Bytes of large results and records of responses that are held in memory while they are sent."
         yield GaugeMetricFamily("penstock_gateway_result_bytes", text, value=self._result_budget.num_used)
 

@@ -35,5 +35,7 @@ class RouteDoc:
     """The JSON schema of the answer."""
     event: Mapping[str, Any] | None = None
     """The JSON schema of a streamed event; None for any object, and for a route without streams."""
+    status: int = 200
+    """The status of an answer without an error."""
     has_streams: bool = True
     """Whether the body's field `stream`, if it has one, makes the answer a stream."""

@@ -30,8 +30,8 @@ from penstock.gpu_node.service.liveness import answering
 from penstock.gpu_node.service.seats import NO_SEATS, Seats, declare_dead
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.taking.inbox import Bell, JobInbox, listen
-from penstock.gpu_node.taking.intake import JobIntake
 from penstock.gpu_node.taking.load_shedder import LoadShedder
+from penstock.gpu_node.taking.preparation import JobPreparation
 from penstock.gpu_node.threads import Threads
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect, warn_of_eviction, with_retries
@@ -82,7 +82,7 @@ class Node:
         sizes = {"kv_tokens": engine.num_kv_tokens, "max_num_seqs": settings.max_num_seqs}
         self._load_shedder = LoadShedder(self._broker, self.ledger, self._worker, reports, self._outbox, **sizes)
         self._threads = Threads()
-        self._job_intake = JobIntake(
+        self._preparation = JobPreparation(
             self._broker,
             self.ledger,
             self._worker,
@@ -93,7 +93,9 @@ class Node:
             self._threads,
         )
         capacity = engine.num_kv_tokens, settings.max_num_seqs
-        self._inbox = JobInbox(self._broker, self.ledger, self._bell, self._outbox, self._job_intake, capacity=capacity)
+        self._inbox = JobInbox(
+            self._broker, self.ledger, self._bell, self._outbox, self._preparation, capacity=capacity
+        )
         interval_s = heartbeat_interval_s(settings.lease_ms)
         self._watch = EngineWatch(self._worker, interval_s=interval_s, stall_after_s=settings.stall_after_s)
         self._heartbeat = self._new_heartbeat(interval_s)

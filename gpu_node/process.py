@@ -131,7 +131,9 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
         with _metrics_of(node, settings, watch):
             await node.run(ready)
     except BaseExceptionGroup as group:
-        error = _only_error_of(group)
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
         is_known = isinstance(error, EngineStalledError)
         log.error("the node stops", extra={"reason": str(error)}, exc_info=None if is_known else error)
         raise error from None
@@ -142,13 +144,6 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
         announcing.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def _only_error_of(error: BaseException) -> BaseException:
-    """Unwrap nested groups of one exception; a group of several is returned as it is."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
 
 
 def _metrics_of(node: Node, settings: NodeSettings, watch: LoopWatch) -> AbstractContextManager[object]:

@@ -22,7 +22,7 @@ from penstock.cli.bench.prompts import RequestRecord
 from penstock.contract.errors import RequestError
 
 MAX_WHOLE_BYTES = 16 << 20
-"""Bytes that are read of an answer that is no event stream, such as an error."""
+"""Bytes that are read of an answer that is no event stream, such as an error, or of a line of a stream."""
 _MAX_DETAIL = 300
 _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "text", "function_call")
 """Members of a choice or of its delta that hold generated tokens."""
@@ -41,7 +41,7 @@ class AnswerRecorder:
         """Whether `[DONE]` came."""
         self._status = 0
         self._is_stream = False
-        self._rest = b""
+        self._rest = bytearray()
         self._data: list[bytes] = []
 
     def begin(self, status: int, content_type: str) -> None:
@@ -55,19 +55,25 @@ class AnswerRecorder:
             if len(self._rest) < MAX_WHOLE_BYTES:
                 self._rest += data
             return
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._read_line(line.rstrip(b"\r"), now_s)
+        head, end, rest = data.rpartition(b"\n")
+        if end:
+            for line in (bytes(self._rest) + head).split(b"\n"):
+                self._read_line(line.rstrip(b"\r"), now_s)
+            self._rest = bytearray()
+        self._rest += rest
+        if len(self._rest) > MAX_WHOLE_BYTES:
+            self.fail("a line is too long", f"more than {MAX_WHOLE_BYTES} bytes came without the end of a line")
+            self._rest.clear()
 
     def end(self, now_s: float) -> None:
         """Note the end of the body. A missing end or token is an error in the record."""
         record = self.record
         if self._status != 200:
-            self.fail(f"HTTP {self._status}", _message_of(self._rest))
+            self.fail(f"HTTP {self._status}", _message_of(bytes(self._rest)))
         elif not self._is_stream:
-            self._read_event(self._rest, now_s)
+            self._read_event(bytes(self._rest), now_s)
         else:
-            self._read_line(self._rest, now_s)
+            self._read_line(bytes(self._rest), now_s)
             self._read_line(b"", now_s)
         if not record.error and not self.is_complete and not record.finish_reason:
             self.fail("stream ended early", "neither a finish_reason nor [DONE] came")
@@ -106,7 +112,10 @@ class AnswerRecorder:
             self.fail(*_error_of(fields["error"]))
             return
         if isinstance(usage := fields.get("usage"), dict):
-            self._read_usage(usage)
+            # Servers that report usage in every event send growing counts, so the last one counts.
+            for name, field in (("prompt_tokens", "prompt_tokens"), ("completion_tokens", "usage_tokens")):
+                if isinstance(count := usage.get(name), int):
+                    setattr(self.record, field, count)
         choices = fields.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
@@ -118,12 +127,6 @@ class AnswerRecorder:
         if isinstance(part, dict) and any(part.get(name) for name in _TEXTS):
             record.token_events_s.append(now_s)
         record.finish_reason = choice.get("finish_reason") or record.finish_reason
-
-    def _read_usage(self, usage: dict[str, Any]) -> None:
-        # Servers that report usage in every event send growing counts, so the last one counts.
-        for name, field in (("prompt_tokens", "prompt_tokens"), ("completion_tokens", "usage_tokens")):
-            if isinstance(count := usage.get(name), int):
-                setattr(self.record, field, count)
 
 
 def _error_of(error: Any) -> tuple[str, str]:

@@ -165,10 +165,23 @@ _TYPES_OF_ROLE = {
 
 
 class ConversationMessage(Nested):
-    """One message of a conversation."""
+    """One message of a conversation.
+
+    A system message may have an `output_config` in place of a content. With `clear_at: next_user_message`, the model
+    gets its text only until the next message of the user.
+    """
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[ContentBlock], FailFast(), Field(max_length=MAX_BLOCKS), BeforeValidator(as_blocks)]
+    output_config: dict[str, Any] | None = None
+    clear_at: Literal["next_user_message", "never"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_only_configure(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("role") == "system" and data.get("output_config"):
+            return {"content": [], **data}
+        return data
 
     @model_validator(mode="after")
     def _types_fit_role(self) -> Self:
@@ -181,8 +194,9 @@ class ConversationMessage(Nested):
 
     @property
     def ignored(self) -> list[str]:
-        """The names under which the answer lists the blocks about tools that a server ran."""
-        return [f"messages.{block.type}" for block in self.content if is_of_server(block.type)]
+        """The names under which the answer lists the blocks about tools that a server ran, and `output_config`."""
+        blocks = [f"messages.{block.type}" for block in self.content if is_of_server(block.type)]
+        return blocks + [f"messages.output_config.{name}" for name in self.output_config or ()]
 
     @property
     def text(self) -> str:
@@ -225,12 +239,23 @@ def tool_changes(conversation: Sequence[ConversationMessage]) -> dict[str, bool]
     return changes
 
 
+def _without_cleared(conversation: Sequence[ConversationMessage]) -> list[ConversationMessage]:
+    """Leave out the system messages that the next message of the user clears."""
+    last_of_user = max((at for at, message in enumerate(conversation) if message.role == "user"), default=-1)
+    return [
+        message
+        for at, message in enumerate(conversation)
+        if at > last_of_user or message.role != "system" or message.clear_at != "next_user_message"
+    ]
+
+
 def messages_of(system: str | None, conversation: Sequence[ConversationMessage]) -> list[dict[str, Any]]:
     """Return penstock's messages. Consecutive texts of the user become one message, as in Anthropic's API.
 
     Some chat templates refuse two messages of the user in a row.
     """
     messages: list[dict[str, Any]] = []
+    conversation = _without_cleared(conversation)
     leading = [*takewhile(lambda message: message.role == "system", conversation)]
     for message in conversation[len(leading) :]:
         for part in message.parts():

@@ -202,7 +202,7 @@ class _ConversationBody(QueuedBody):
 
     @property
     def dropped(self) -> list[str]:
-        """The names of the tools, edits and blocks that have no effect."""
+        """The names of the tools, edits, blocks and members of messages that have no effect."""
         edits = [] if self.context_management is None else self.context_management.ignored()
         blocks = [name for message in self.messages for name in message.ignored]
         return [*dict.fromkeys(edits + dropped_tools(self.tools or []) + blocks)]
@@ -228,6 +228,10 @@ class _ConversationBody(QueuedBody):
         """Return a list with the conversation, which is the request's only prompt."""
         return [messages_of(self.system, self.messages)]
 
+    def tool_use(self) -> ToolUse:
+        """Return the tools that the assistant may or must call, which are part of the prompt."""
+        return tool_use_of(self.tools or [], self.tool_choice, tool_changes(self.messages))
+
 
 if TYPE_CHECKING:
     _SampledConversation = _ConversationBody
@@ -249,10 +253,6 @@ class MessagesRequest(_SampledConversation):
     service_tier: Annotated[Any, only(None, "auto", "standard_only")] = None
     container: Annotated[Any, only(None)] = None
     inference_geo: Annotated[Any, only(None)] = None
-
-    def tool_use(self) -> ToolUse:
-        """Return the tools that the assistant may or must call."""
-        return tool_use_of(self.tools or [], self.tool_choice, tool_changes(self.messages))
 
     def params(self) -> SamplingParams:
         """Return the sampling options. Raises pydantic's ValidationError.
@@ -280,12 +280,6 @@ class CountTokensRequest(_ConversationBody):
     def stream(self) -> bool:
         """Whether the answer is a stream, which it never is."""
         return False
-
-    def tool_use(self) -> ToolUse:
-        """Return the tools that the prompt shows. Nothing is generated, so no call is forced or constrained."""
-        shown = [tool.model_copy(update={"strict": None}) for tool in self.tools or []]
-        wanted = self.tool_choice if self.tool_choice is not None and self.tool_choice.type == "none" else None
-        return tool_use_of(shown, wanted, tool_changes(self.messages))
 
     def params(self) -> SamplingParams:
         """Return the sampling options of a job that ends after its prompt."""

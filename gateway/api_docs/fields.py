@@ -61,14 +61,16 @@ def effect_of(schema: type[BaseModel], name: str) -> str:
     field = _fields_of(schema).get(name)
     if field is None:
         return IGNORED if schema.model_config.get("extra") == "allow" else UNKNOWN
-    if NO_EFFECT in field.metadata or _is_hint(field.annotation):
+    if NO_EFFECT in (*field.metadata, *getattr(field.annotation, "__metadata__", ())):
         return WITHOUT_EFFECT
     if said := next((mark.words for mark in field.metadata if isinstance(mark, Accepts)), None):
         return said
     neutral = neutral_values_of(field.metadata)
     if neutral is None:
         return HONORED
-    return REFUSED if neutral.accepted == (None,) else f"only {_code(neutral.shown)}"
+    if neutral.accepted == (None,):
+        return REFUSED
+    return "only " + " or ".join(f"`{value}`" for value in neutral.shown.split(" or "))
 
 
 def effects(title: str = BODIES) -> dict[tuple[str, str], str]:
@@ -159,14 +161,6 @@ def _names_of(schemas: Mapping[str, type[BaseModel]]) -> list[str]:
 def _fields_of(schema: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the fields by their names on the wire."""
     return {field.alias or name: field for name, field in schema.model_fields.items()}
-
-
-def _is_hint(annotation: Any) -> bool:
-    return NO_EFFECT in getattr(annotation, "__metadata__", ())
-
-
-def _code(shown: str) -> str:
-    return " or ".join(f"`{value}`" for value in shown.split(" or "))
 
 
 def main() -> None:

@@ -106,7 +106,7 @@ def _operations_of(route: Route, refs: dict[type[RequestBody], Any], definitions
             operation["parameters"].append(_AFTER)
             for framing in (EVENT_STREAM, NDJSON):
                 content[framing] = {"schema": dict(doc.event or {"type": "object"})}
-    operation["responses"] = {"200": {"description": "The answer.", "content": content}}
+    operation["responses"] = {str(doc.status): {"description": "The answer.", "content": content}}
     return {method.lower(): dict(operation) for method in sorted(route.methods or ())}
 
 

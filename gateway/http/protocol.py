@@ -80,6 +80,9 @@ HEAD_TIMEOUT_S = 60.0
 MAX_UNSENT_BYTES = 128 << 10
 """Bytes that the kernel takes for a client beyond those on their way to it. Without a limit, it takes megabytes for a
 client that has stopped reading, and the gateway notices that only once they are full."""
+MAX_BUFFERED_BYTES = 16 << 10
+"""Unsent bytes that this process holds for a connection before the answer pauses, beyond the last part of it. The
+kernel has enough to send meanwhile."""
 RETRY_AFTER_S = 1
 """What the answer to a connection beyond the limit advises."""
 _WITHOUT_CHUNKS = ("0.9", "1.0")
@@ -112,7 +115,10 @@ class BoundedHead(HttpToolsProtocol):
         """Handle a new connection: start the timer for its first head."""
         super().connection_made(transport)
         self._reader_watch = ReaderWatch(self.loop, transport)
-        _limit_unsent(transport)
+        connection = transport.get_extra_info("socket")
+        if hasattr(socket, "TCP_NOTSENT_LOWAT") and connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)  # as in tcp(7)
+        transport.set_write_buffer_limits(high=MAX_BUFFERED_BYTES)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             self._refuse_connection(self.limit_concurrency - 1)
             return
@@ -250,6 +256,8 @@ class BoundedHead(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             if not running.more_body:
                 running.keep_alive = False
+                # A second request has paused reading. Bytes that stay unread would reset the connection at its end.
+                self.flow.resume_reading()
                 return
             running.disconnected = True
             running.message_event.set()
@@ -271,13 +279,6 @@ def _wrong_host(num_hosts: int, version: str) -> tuple[PenstockError, HTTPStatus
         return None
     message = f"the request has {num_hosts} Host headers; HTTP/1.1 requires exactly one"
     return RequestError(message, code="invalid_http", param="host"), HTTPStatus.BAD_REQUEST
-
-
-def _limit_unsent(transport: asyncio.Transport) -> None:
-    """Bound what the kernel keeps for this connection, if the system can (tcp(7): TCP_NOTSENT_LOWAT)."""
-    connection = transport.get_extra_info("socket")
-    if hasattr(socket, "TCP_NOTSENT_LOWAT") and connection.family in (socket.AF_INET, socket.AF_INET6):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
 def _end_body_by_closing(cycle: RequestResponseCycle) -> None:

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import PenstockError, RequestError
-from penstock.contract.job import RETURN_PROGRESS, is_job_id
+from penstock.contract.job import RETURN_PROGRESS, is_job_id, lowered_max_tokens, pool_of
 from penstock.contract.output import TERMINAL_STATES
 from penstock.contract.problems import rename
 from penstock.gateway.budget import SharedBudget
@@ -19,11 +19,12 @@ from penstock.gateway.http.dialect import HttpDialect, Services
 from penstock.gateway.jobs.answers import JobAnswer, JobEvents, links_of, stream_start_of
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.request.generation import GenerationRequest
-from penstock.gateway.request.jobs import check_logprobs, hiding_models, submit_options
+from penstock.gateway.request.jobs import check_logprobs, submit_options
 from penstock.gateway.request.reading import AFTER, LAST_EVENT_HEADER, MAX_KEY_CHARS, RequestReader, caller_of
 from penstock.gateway.request.socket_message import JOBS_PATH
+from penstock.gateway.route_doc import TEXT, RouteDoc, object_of
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.answer import JOB_HEADER, Answers
+from penstock.gateway.stream.answer import JOB_HEADER, MAX_TOKENS_HEADER, Answers
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.job_objects import job_object
 from penstock.producer.client.request import choose_pool
@@ -36,6 +37,13 @@ from penstock.runtime.cooperative import LoopYielder
 class SubmitJob:
     """The ASGI app of `POST /v1/jobs`."""
 
+    schema = JobRequest
+    doc = RouteDoc(
+        "Queue one job and return its id at once.",
+        object_of(id=TEXT, object=TEXT, state=TEXT, links=object_of(self=TEXT, stream=TEXT, cancel=TEXT)),
+        status=202,
+    )
+
     def __init__(self, client: AsyncClient, reader: RequestReader, max_logprobs: int) -> None:
         self._client = client
         self._reader = reader
@@ -44,27 +52,37 @@ class SubmitJob:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Queue one job and answer 202 with its id and links."""
         request = Request(scope, receive, send)
-        body = await self._reader.read(request, JobRequest)
+        body = await self._reader.read(request, self.schema)
         generation = self._reader.generation_of(request, body)
         try:
-            with hiding_models(generation):
-                submitted = await self._submit(generation)
+            submitted = await self._submit(generation)
         except PenstockError as error:
             rename(error, body.content.names)
             raise
         links = links_of(submitted.job_id)
         answer = {"id": submitted.job_id, "object": "job", "state": submitted.state, "links": links}
         headers = {"Location": links["self"], JOB_HEADER: submitted.job_id}
-        await JSONResponse(answer, 202, headers)(scope, receive, send)
+        if (limit := await self._lowered_limit(generation, pool_of(submitted.job_id))) is not None:
+            headers[MAX_TOKENS_HEADER] = str(limit)
+        await JSONResponse(answer, self.doc.status, headers)(scope, receive, send)
 
     async def _submit(self, generation: GenerationRequest) -> Submitted:
         content = generation.content
         if content.needs_token_details:
-            record = choose_pool((await self._client.pools()).values(), content.model or None)
+            pools = (await self._client.pools()).values()
+            record = choose_pool(pools, content.model or None, hides_models=generation.hides_models)
             check_logprobs(content, record, self._max_logprobs)
         options = submit_options(generation)
         options["idempotency_key"] = _idempotency_key_of(generation)
         return await self._client.submit_unread(content.prompts[0], **options)
+
+    async def _lowered_limit(self, generation: GenerationRequest, pool: str) -> int | None:
+        """Return what the pool's context leaves of `max_tokens` at most, or None if it may leave all."""
+        max_tokens = generation.content.params.max_tokens
+        if not generation.lowers_max_tokens or max_tokens is None:
+            return None
+        record = (await self._client.pools()).get(pool)
+        return None if record is None else lowered_max_tokens(max_tokens, record.max_model_len or None, 1)
 
 
 def _idempotency_key_of(generation: GenerationRequest) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import MAX_MESSAGES, QueueFields, QueueOptions
@@ -13,6 +13,7 @@ from penstock.contract.named import UNKNOWN_FIELD, WRONG_MEMBER
 from penstock.contract.sampling import JOBS, Endpoint, SamplingParams, TokenId
 from penstock.contract.tools import MAX_TOOLS
 from penstock.gateway.request.generation import QueuedBody
+from penstock.gateway.route_doc import EXAMPLE_MODEL
 from penstock.producer.openai.fields import max_items, with_option_fields
 from penstock.producer.openai.messages import ChatMessage, GivenToolChoice, OfferedTool, ToolUse, few_calls
 
@@ -32,6 +33,11 @@ else:
 class JobRequest(_QueuedBody):
     """Body of `POST /v1/jobs`."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"model": EXAMPLE_MODEL, "prompt": "Once upon a time", "params": {"max_tokens": 16}}]
+        }
+    )
     endpoint: ClassVar[Endpoint] = JOBS
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None

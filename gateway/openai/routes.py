@@ -126,6 +126,7 @@ class ModelRoutes:
 
 
 def _models(pools: Mapping[str, ServedPool]) -> dict[str, dict[str, Any]]:
+    """Return the models by name, then the adapters, because many programs take the first one."""
     models: dict[str, dict[str, Any]] = {}
     for record in pools.values():
         if not record.is_alive:
@@ -136,8 +137,9 @@ def _models(pools: Mapping[str, ServedPool]) -> dict[str, dict[str, Any]]:
         for record in pools.values()
         if record.is_alive
         for name in record.adapters
+        if name not in models
     }
-    return adapters | models
+    return models | adapters
 
 
 def _model(name: str, record: ServedPool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from penstock.contract.errors import PenstockError, RequestError
@@ -20,8 +20,8 @@ from penstock.gateway.request.generation import GenerationRequest, RequestConten
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt
 from penstock.producer.client.tasks import output_of
-from penstock.queue.admission import REQUEST_BYTES_PER_TOKEN
 from penstock.queue.broker.producer import ServedPool
+from penstock.queue.job_cost import REQUEST_BYTES_PER_TOKEN
 from penstock.runtime.gather import try_all
 
 LEAVE_TIMEOUT_S = 5.0
@@ -81,6 +81,7 @@ def submit_options(generation: GenerationRequest) -> SubmitOptions:
         tenant=generation.tenant,
         terms=generation.terms,
         lower_max_tokens=generation.lowers_max_tokens,
+        hides_models=generation.hides_models,
     )
     return {**options, **generation.queueing}
 
@@ -90,20 +91,7 @@ async def _submit(client: AsyncClient, generation: GenerationRequest, index: int
     options["background"], options["idempotency_key"] = generation.background, generation.key_of(index)
     options["needs_reader"] = generation.requires_reader
     options["job_id"], options["response"] = generation.job_id, generation.response
-    with hiding_models(generation):
-        return await client.submit(prompt, **options)
-
-
-@contextlib.contextmanager
-def hiding_models(generation: GenerationRequest) -> Iterator[None]:
-    """Remove the list of served models from an error if the caller may not see all of them."""
-    try:
-        yield
-    except PenstockError as error:
-        if generation.hides_models and error.param == "model":
-            error.message = error.message.partition("; served:")[0]
-            error.args = (error.message,)
-        raise
+    return await client.submit(prompt, **options)
 
 
 # Limits on the size of one answer, checked before its jobs are queued.

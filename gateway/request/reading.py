@@ -43,17 +43,69 @@ MAX_BODY_BYTES_HELD = 64 << 20
 MAX_BODY_BYTES_HELD_OF_TENANT = 16 << 20
 """The share of MAX_BODY_BYTES_HELD that one tenant may use."""
 BODY_STEP_BYTES = 256 << 10
-"""Bytes by which the claim of a body grows while it arrives. Bodies up to this size need no claim."""
+"""Bytes by which the claim of a large body grows while it arrives. Bodies up to this size are not large."""
+FREE_BODY_BYTES = 16 << 10
+"""Bodies up to this size need no claim."""
+MAX_SMALL_BYTES_HELD = 64 << 20
+"""Bytes of other bodies, and of the beginnings of large ones, that a gateway holds until they are parsed."""
+MAX_SMALL_BYTES_HELD_OF_TENANT = 16 << 20
+"""The share of MAX_SMALL_BYTES_HELD that one tenant may use, and the bytes of its bodies that may wait for it. Further
+bodies are refused, because a connection has received a part of its body before it waits."""
+MAX_SMALL_WAIT_S = 30.0
+"""Seconds that a body waits for that memory. After that, it is refused, too."""
 
 
-def body_budget_of(settings: GatewaySettings) -> SharedBudget:
-    """Return the memory for large bodies and messages until they are parsed."""
-    per_owner, most = MAX_BODY_BYTES_HELD_OF_TENANT, settings.max_body_bytes
-    return SharedBudget(MAX_BODY_BYTES_HELD, per_owner=per_owner, step=BODY_STEP_BYTES, most=most)
+class BodyBudgets:
+    """The memory for bodies and messages until they are parsed: one budget for large ones, and one for small ones."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        per_owner = MAX_BODY_BYTES_HELD_OF_TENANT
+        self.large = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=per_owner, step=BODY_STEP_BYTES, most=max_body_bytes)
+        self.small = SharedBudget(
+            MAX_SMALL_BYTES_HELD,
+            per_owner=MAX_SMALL_BYTES_HELD_OF_TENANT,
+            max_waiting=MAX_SMALL_BYTES_HELD_OF_TENANT,
+            max_wait_s=MAX_SMALL_WAIT_S,
+            full=("request bodies", "body_memory_full"),
+        )
 
 
-async def read_json_body(request: Request, claim: Claim, *, max_bytes: int, timeout_s: float) -> bytes:
-    """Read and return the body, at most `max_bytes` long. Its claim grows as it arrives.
+class BodyMemory:
+    """The memory of one body while it arrives and until it is parsed."""
+
+    __slots__ = ("_large", "_num_granted", "_small")
+
+    def __init__(self, budgets: BodyBudgets, owner: str) -> None:
+        self._large = Claim(budgets.large, owner)
+        self._small = Claim(budgets.small, owner)
+        self._num_granted = FREE_BODY_BYTES
+
+    def has(self, num_bytes: int) -> bool:
+        """Return whether so many bytes may be held."""
+        return num_bytes <= self._num_granted
+
+    async def grow_to(self, num_bytes: int, num_whole: int) -> None:
+        """Wait for the memory of so many bytes. `num_whole`: the length of the whole body, if it is known, else 0.
+
+        The first claim is for all of a small body, so that two of them never wait for each other.
+        """
+        if num_bytes <= BODY_STEP_BYTES:
+            at_once = num_whole if num_bytes <= num_whole <= BODY_STEP_BYTES else BODY_STEP_BYTES
+            await self._small.grow_to(at_once)
+            self._num_granted = at_once
+            return
+        await self._large.grow_to(num_bytes)
+        self._small.shrink_to(0)
+        self._num_granted = max(num_bytes, self._large.amount)
+
+    def release(self) -> None:
+        """Give all of it back."""
+        self._large.shrink_to(0)
+        self._small.shrink_to(0)
+
+
+async def read_json_body(request: Request, memory: BodyMemory, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Read and return the body, at most `max_bytes` long. Its memory grows as it arrives.
 
     So a slow client holds only what it has sent. While the body waits for memory, its time stands still. Raises
     TooLargeError for a larger body; the server then discards the rest. Raises RequestError for a body that arrives too
@@ -62,7 +114,7 @@ async def read_json_body(request: Request, claim: Claim, *, max_bytes: int, time
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            body = await _read(request, claim, max_bytes, limit)
+            body = await _read(request, memory, max_bytes, limit)
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from None
     except ClientDisconnect:
@@ -71,27 +123,28 @@ async def read_json_body(request: Request, claim: Claim, *, max_bytes: int, time
     return body
 
 
-async def _read(request: Request, claim: Claim, max_bytes: int, limit: asyncio.Timeout) -> bytes:
+async def _read(request: Request, memory: BodyMemory, max_bytes: int, limit: asyncio.Timeout) -> bytes:
     declared = request.headers.get("content-length", "")
+    num_whole = int(declared) if declared.isdecimal() else 0
     too_large = TooLargeError(f"the body is larger than {max_bytes} bytes", code="body_too_large")
-    if declared.isdecimal() and int(declared) > max_bytes:
+    if num_whole > max_bytes:
         raise too_large
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > max_bytes:
             raise too_large
-        if len(body) > max(BODY_STEP_BYTES, claim.amount):
-            await _grow(claim, len(body), limit)
+        if not memory.has(len(body)):
+            await _grow(memory, len(body), num_whole, limit)
     return bytes(body)
 
 
-async def _grow(claim: Claim, num_bytes: int, limit: asyncio.Timeout) -> None:
+async def _grow(memory: BodyMemory, num_bytes: int, num_whole: int, limit: asyncio.Timeout) -> None:
     """Wait for memory. Meanwhile the connection is not read, so the time does not count."""
     loop, due_s = asyncio.get_running_loop(), limit.when()
     began_s = loop.time()
     limit.reschedule(None)
-    await claim.grow_to(num_bytes)
+    await memory.grow_to(num_bytes, num_whole)
     limit.reschedule(None if due_s is None else due_s + loop.time() - began_s)
 
 
@@ -277,11 +330,11 @@ _TRUTH = {"true": True, "false": False}
 class RequestReader:
     """Reads the requests of a gateway: their bodies within its limits of size, time and memory, and their headers."""
 
-    def __init__(self, settings: GatewaySettings, parser: Parser, budget: SharedBudget) -> None:
-        """`budget` is `body_budget_of(settings)`, which the gateway's metrics show."""
+    def __init__(self, settings: GatewaySettings, parser: Parser, budgets: BodyBudgets) -> None:
+        """`budgets`: those that the gateway's metrics show."""
         self._settings = settings
         self._parser = parser
-        self._budget = budget
+        self._budgets = budgets
 
     async def read(self, request: Request, schema: type[RequestBody]) -> ParsedBody:
         """Read and check the request's body. The body of a message has been parsed with the message."""
@@ -299,16 +352,19 @@ class RequestReader:
             yield parsed
             return
         owner = caller_of(request).tenant
-        async with self._budget.taken(owner) as claim:
+        memory = BodyMemory(self._budgets, owner)
+        try:
             max_bytes, timeout_s = self._settings.max_body_bytes, self._settings.body_timeout_s
-            raw = await read_json_body(request, claim, max_bytes=max_bytes, timeout_s=timeout_s)
+            raw = await read_json_body(request, memory, max_bytes=max_bytes, timeout_s=timeout_s)
             parsed = await self._parser.parse(schema, raw, owner)
             del raw
             yield parsed
+        finally:
+            memory.release()
 
     def message_memory(self, tenant: str) -> AbstractAsyncContextManager[Claim]:
         """Return the memory of one message of a WebSocket, for the duration of a block."""
-        return self._budget.taken(tenant)
+        return self._budgets.large.taken(tenant)
 
     def generation_of(self, request: Request, body: ParsedBody) -> GenerationRequest:
         """Combine the caller, the headers and the body into one GenerationRequest.

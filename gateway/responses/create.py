@@ -23,7 +23,7 @@ from penstock.contract.problems import rename
 from penstock.contract.response_record import ResponseRecord
 from penstock.gateway.budget import Claim, SharedBudget
 from penstock.gateway.request.generation import GenerationRequest, ParsedBody, RequestContent
-from penstock.gateway.request.jobs import check_logprobs, count_prompt_tokens, hiding_models
+from penstock.gateway.request.jobs import check_logprobs, count_prompt_tokens
 from penstock.gateway.request.reading import RequestReader, caller_of
 from penstock.gateway.responses.answers import ResponseAnswer, ResponseAnswers
 from penstock.gateway.responses.body import SHOWN_SAMPLING, ResponseBody
@@ -78,8 +78,7 @@ class ConversationReader:
     async def seal_of(self, generation: GenerationRequest) -> tuple[bytes, str]:
         """Return the secret of the seals, and the model that this request's summaries are bound to, without aliases."""
         asked = generation.content.model
-        with hiding_models(generation):
-            pool = await self._client.served_pool(asked, key=generation.key)
+        pool = await self._client.served_pool(asked, key=generation.key, hides_models=generation.hides_models)
         return await self._client.responses.seal_key(), pool.model if asked in names_of(pool) else asked
 
     async def _check_seals(self, generation: GenerationRequest, seals: Sequence[Any]) -> None:
@@ -147,8 +146,8 @@ class CreateResponse:
         conversations = self._conversations.conversations_of(generation.tenant)
         own, prompt = await self._conversations.conversation_of(generation, body, conversations)
         content = replace(generation.content, prompts=[prompt])
-        with hiding_models(generation):
-            pool = await self._client.served_pool(content.model, key=generation.key)
+        hides = generation.hides_models
+        pool = await self._client.served_pool(content.model, key=generation.key, hides_models=hides)
         check_logprobs(content, pool, self._settings.max_logprobs)
         record = _record_of(content, body.options, own, pool)
         max_tokens = content.params.max_tokens

@@ -119,7 +119,8 @@ class AnswerPlan:
         self._pools = await self.client.pools()
         # If the model is unknown here, the submission looks it up again and raises the error.
         with contextlib.suppress(NotFoundError, UnavailableError):
-            record = choose_pool(self._pools.values(), content.model or None)
+            hides = self.generation.hides_models
+            record = choose_pool(self._pools.values(), content.model or None, hides_models=hides)
             check_num_jobs(content, self.generation.terms, record)
             check_logprobs(content, record, self._max_logprobs)
             if has_tools:
@@ -277,8 +278,10 @@ class GenerationEvents(EventSource):
             await self._relay(jobs, writer, meter)
 
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter, meter: StreamMeter) -> None:
-        plan, generation = self._plan, self._plan.generation
+        plan = self._plan
         encoder = plan.dialect.stream(await plan.head_of(jobs))
+        plan.forget_prompts()
+        generation = plan.generation
         chunks = ChunkWriter(encoder, writer, meter, self._yielder)
         usages: list[Usage] = []
         numbers = {job.id: number for number, job in enumerate(jobs)}
@@ -461,9 +464,7 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         request = Request(scope, receive, send)
-        answer = await self._answer_to(request)
-        await answer(scope, receive, send)
-
-    async def _answer_to(self, request: Request) -> Response:
         body = await self._reader.read(request, self.schema)
-        return self._answers.answer(self._reader.generation_of(request, body), body, self._dialect)
+        generation = self._reader.generation_of(request, body)
+        answer = self._answers.answer(generation, body, self._dialect)
+        await answer(scope, receive, send)

@@ -17,7 +17,7 @@ from penstock.contract.priority import NUM_LEVELS, PerLevel
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.publishing.outbox import Outbox
-from penstock.gpu_node.taking.intake import JobIntake
+from penstock.gpu_node.taking.preparation import JobPreparation
 from penstock.queue.broker.connection import pauses
 from penstock.queue.broker.node import Capacity, NodeBroker, TakeAnswer
 from penstock.queue.broker.shared_connection import SharedConnection
@@ -105,7 +105,7 @@ class JobInbox:
         ledger: Ledger,
         bell: Bell,
         outbox: Outbox,
-        job_intake: JobIntake,
+        preparation: JobPreparation,
         *,
         capacity: tuple[int, int],
     ) -> None:
@@ -114,7 +114,7 @@ class JobInbox:
         self._ledger = ledger
         self._kv_tokens, self._max_num_seqs = capacity
         self._outbox = outbox
-        self._job_intake = job_intake
+        self._preparation = preparation
         self._bell = bell
         self._call = 0
         self._nonce = ""
@@ -139,7 +139,7 @@ class JobInbox:
     @property
     def num_tokenizer_failures(self) -> int:
         """Prompts that the tokenizer failed at, not counting those that it refused as invalid."""
-        return self._job_intake.num_tokenizer_failures
+        return self._preparation.num_tokenizer_failures
 
     async def run(self) -> None:
         """Take jobs until canceled. Raises LeaseLostError if the pool declared this node dead."""
@@ -155,7 +155,7 @@ class JobInbox:
                     log.warning("redis is unreachable", extra={"reason": error.message})
                     wait_s = next(patience)
         finally:
-            await self._job_intake.close()
+            await self._preparation.close()
 
     async def _take(self) -> float:
         """Take jobs once, and return how many seconds to wait before the next call.
@@ -170,7 +170,7 @@ class JobInbox:
         self._bell.depth = sum(answer.depth)
         self._ledger.counts.queue_share = sum(answer.depth) / max(1, answer.num_nodes)
         for job in jobs:
-            self._job_intake.admit(job)
+            self._preparation.begin(job)
         if len(jobs) == MAX_TAKEN_AT_ONCE:
             return 0.0
         return min(IDLE_TAKE_S, answer.again_in_ms / 1000) if answer.again_in_ms else IDLE_TAKE_S

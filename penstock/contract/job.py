@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal, Self, TypedDict
 
-from pydantic import BaseModel, Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, StringConstraints, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.named import NAME_PATTERN, CheckedInput
@@ -27,6 +27,7 @@ from penstock.contract.sampling import (
     Option,
     SamplingOptions,
     Text,
+    encodable,
 )
 from penstock.contract.sampling import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
 from penstock.contract.sampling import SamplingParams as SamplingParams
@@ -55,7 +56,9 @@ JOB_ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,64}}(~[0-9]{{1,4}})?\.{_UUID7_PATTERN}$"
 
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
-ParticipantName = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_PARTICIPANT_NAME_CHARS)]
+ParticipantName = Annotated[
+    str, StringConstraints(min_length=1, max_length=MAX_PARTICIPANT_NAME_CHARS), AfterValidator(encodable)
+]
 
 
 class Message(CheckedInput):
@@ -282,11 +285,13 @@ class SubmitOptions(JobOptions, total=False):
     job_id: `<pool>.<uuidv7>`; the client makes one by default.
     task: what to do with the prompt instead of generating text from it; see `AsyncClient.tokenize`.
     response: the record of a stored response, which is stored in the same step as the job.
+    hides_models: errors do not list what is served; for a caller that may use only some models.
     """
 
     job_id: str | None
     task: Task | None
     response: ResponseRecord | None
+    hides_models: bool
 
 
 OPTIONS_OF_QUEUE = SubmitOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()

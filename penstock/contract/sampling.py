@@ -1,4 +1,4 @@
-"""Sampling options, each declared once: type, default, bounds, names in HTTP bodies, and flag of `penstock submit`.
+"""Sampling options, each declared once: type, default, bounds, names in HTTP bodies, and flag of `submit` and `chat`.
 
 Bodies, refusals, flags and tables of fields are made from `SamplingParams`.
 """
@@ -130,7 +130,7 @@ class Option:
     one_is_enough: bool = False
     """Whether OpenAI's bodies may have one item in place of a list of one."""
     flag: str = ""
-    """Help text of the flag of `penstock submit`; empty if it has none."""
+    """Help text of the flag of `penstock submit` and `penstock chat`; empty if they have none."""
 
 
 def option_of(record: type[BaseModel], name: str) -> Option:
@@ -161,7 +161,8 @@ MAX_LOGIT_BIAS = 100.0
 MAX_TOKENS_LIMIT = 1 << 20
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
+    """Return the text if it can be encoded as UTF-8; otherwise raise ValueError."""
     try:
         # Fifteen times as fast as checking each character, which would block the event loop.
         text.encode()
@@ -171,10 +172,10 @@ def _encodable(text: str) -> str:
 
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = Annotated[str, AfterValidator(encodable)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
-CacheSalt = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
+CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CACHE_SALT_CHARS), AfterValidator(encodable)]
 
 
 class SamplingParams(CheckedInput):

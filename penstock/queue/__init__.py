@@ -1,1 +1,1 @@
-"""The queue in Redis: its keys, Lua scripts and wire format, admission, scheduling policies, and the broker."""
+"""The queue in Redis: its keys, Lua scripts and wire format, costs of jobs, scheduling policies, and the broker."""

@@ -55,7 +55,8 @@ def opened(batch: Batch) -> Iterator[OpenBatch]:
     with storage.local_copy(batch.input, param="input") as path:
         with storage.readable("input"):
             survey = survey_of(path)
-        batch_id = batch.batch_id or _batch_id_of(batch, survey.digest)
+        identity = "\0".join((survey.digest.hex(), storage.canonical(batch.output), batch.model or ""))
+        batch_id = batch.batch_id or hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
         with open_results(batch.output, batch_id, survey.num_lines) as results:
             yield OpenBatch(batch, batch_id, path, results)
 
@@ -142,11 +143,6 @@ async def _ask(
     record = (await client.pools()).get(job.pool)
     name = model or (record.model if record else job.pool)
     return job.id, body_of(request, name, result, record.max_model_len or None if record else None)
-
-
-def _batch_id_of(batch: Batch, digest: bytes) -> str:
-    identity = "\0".join((digest.hex(), storage.canonical(batch.output), batch.model or ""))
-    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
 class _BatchRun:

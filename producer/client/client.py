@@ -22,7 +22,7 @@ from penstock.contract.tasks import Detokenized, Embedding, Tokenized
 from penstock.contract.tenant import ApiKey, Terms
 from penstock.contract.usage import MAX_PAGE_ROWS, UsagePage, UsageQuery
 from penstock.producer.client.inbox import ClientInbox
-from penstock.producer.client.job import AsyncJob, JobSource
+from penstock.producer.client.job import AsyncJob, JobSource, KeptSubmission, KeptSubmissions
 from penstock.producer.client.many import DEFAULTS, GenerateOptions, Runs, checked
 from penstock.producer.client.pools import KEYS_TTL_S, POOLS_TTL_S, Admissions, CachedState
 from penstock.producer.client.request import Prompt, build_job, choose_pool, fitting_pools, job_key_of
@@ -40,7 +40,6 @@ from penstock.producer.client.tasks import (
     submit_tokenize,
 )
 from penstock.producer.client.waiting import QueueWatch
-from penstock.queue.admission import estimate_cost, rate_tokens
 from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.jobs import JobLists, JobPage, QueuePositions, ResponseBroker
@@ -48,6 +47,7 @@ from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import ActivityBroker, StatsBroker
 from penstock.queue.broker.producer import JobStatus, KnownJobs, ProducerBroker, ServedPool, Submission, Submitted
 from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.job_cost import estimate_cost, rate_tokens
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.results import PackedResult
 from penstock.runtime.settings import redis_url_of, without_password
@@ -118,6 +118,7 @@ class AsyncClient:
         self._stats_broker = StatsBroker(self._redis, patience)
         self._activity = ActivityBroker(self._redis, patience)
         self._pools = CachedState(self._broker.pools, POOLS_TTL_S)
+        self._kept = KeptSubmissions(settings.max_kept_mib << 20)
         self._admissions = Admissions(self._broker.pressure)
         self._keys = CachedState(KeyStore(self._redis, patience).all, KEYS_TTL_S)
         self._inbox = ClientInbox(self._redis, self._broker, patience, settings, self.stats)
@@ -175,7 +176,7 @@ class AsyncClient:
         return self._patience.is_open and self._inbox.is_running
 
     async def served_pool(
-        self, *names: str | None, adapter: str | None = None, key: JobKey | None = None
+        self, *names: str | None, adapter: str | None = None, key: JobKey | None = None, hides_models: bool = False
     ) -> ServedPool:
         """Return the pool that `choose_pool` chooses for the names. Raises what `choose_pool` raises.
 
@@ -187,11 +188,11 @@ class AsyncClient:
         if chosen is None:
             # The model's first node may have joined since.
             known = list((await self.pools(renewed=True)).values())
-            chosen = choose_pool(known, *names, adapter=adapter, key=key)
+            chosen = choose_pool(known, *names, adapter=adapter, key=key, hides_models=hides_models)
         if key is None:
             return chosen
         # Pools may have joined or died since a job of this key was submitted, so the ranks may choose another pool now.
-        fitting = fitting_pools(known, *names, adapter=adapter)
+        fitting = fitting_pools(known, *names, adapter=adapter, hides_models=hides_models)
         pools = {pool.pool: pool for pool in (chosen, *fitting) if pool.protocol_version == PROTOCOL_VERSION}
         if len(pools) == 1:
             return chosen
@@ -225,7 +226,9 @@ class AsyncClient:
         """Check and admit a job."""
         self._patience.require_open()
         names, key = (options.get("model"), options.get("job_id")), job_key_of(options, self._tenant)
-        record = await self.served_pool(*names, adapter=options.get("adapter"), key=key)
+        record = await self.served_pool(
+            *names, adapter=options.get("adapter"), key=key, hides_models=options.get("hides_models", False)
+        )
         tools = options.get("tools")
         if isinstance(tools, str) and len(tools) > MAX_TOOLS_CHARS_ON_LOOP:
             # The tools' schemas are parsed several times; on a thread they do not hold the event loop.
@@ -423,11 +426,14 @@ class AsyncClient:
         """Return what happens in these pools: their queues, nodes and newest events."""
         return await self._activity.of(pools)
 
-    def _source(self, job_id: str, tenant: str | None, submission: Submission | None = None) -> JobSource:
+    def _source(self, job_id: str, tenant: str | None = None, submission: Submission | None = None) -> JobSource:
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
         parts = self._broker, self._inbox, self._queue_watch
-        return JobSource(*parts, job_id, tenant or self._tenant, submission)
+        if submission is None:
+            return JobSource(*parts, job_id, tenant or self._tenant)
+        kept = KeptSubmission(submission, self._kept)
+        return JobSource(*parts, job_id, submission.job.tenant, kept, is_background=submission.job.background)
 
     async def _enqueue(self, submission: Submission) -> AsyncJob:
         job, feed = submission.job, self._inbox.feed(submission.job.id)
@@ -441,7 +447,7 @@ class AsyncClient:
         if submitted.job_id != job.id:
             self._inbox.close_box(feed, box)
             known = replace(submission, job=job.model_copy(update={"id": submitted.job_id}))
-            return AsyncJob(self._source(submitted.job_id, job.tenant, known), self._inbox)
+            return AsyncJob(self._source(submitted.job_id, submission=known), self._inbox)
         if submitted.existed or not submitted.pushed:
             box.nudge()
-        return AsyncJob(self._source(job.id, job.tenant, submission), self._inbox, first_box=box)
+        return AsyncJob(self._source(job.id, submission=submission), self._inbox, first_box=box)

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import pool_of
-from penstock.producer.client.mailbox import Feed, Mailbox
+from penstock.producer.client.mailbox import Feed, Mailbox, QueuedBytes
 from penstock.producer.client.settings import ClientSettings, ClientStats
 from penstock.queue import keys
 from penstock.queue.broker.connection import Patience, ignoring_retried_errors, pauses, retried, translated
@@ -108,6 +108,7 @@ class ClientInbox:
         self._heard = set[bytes]()
         """Inbox channels for which Redis has confirmed the subscription."""
         self._feeds: WeakValueDictionary[str, Feed] = WeakValueDictionary()
+        self._queued = QueuedBytes()
         self._unread: set[str] = set()
         self._unread_bell = asyncio.Event()
         self._detaching: dict[str, asyncio.Event] = {}
@@ -132,7 +133,7 @@ class ClientInbox:
     def open_box(self, feed: Feed, max_chunks: int | None = None) -> Mailbox:
         """Open a mailbox for one reader of the job. Raises UnavailableError if the inbox is closed."""
         self._require_open()
-        box = Mailbox(max_chunks or self._settings.max_queued_chunks)
+        box = Mailbox(max_chunks or self._settings.max_queued_chunks, self._queued)
         feed.boxes.append(box)
         return box
 

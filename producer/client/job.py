@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
+import weakref
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
@@ -21,13 +24,96 @@ from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, 
 from penstock.queue.results import Fetches, PackedResult
 from penstock.runtime import crash_points
 
+# The requests of open jobs, from which a job is submitted again that Redis has lost.
+
+_TOKEN_BYTES = 36
+_MESSAGE_BYTES = 1000
+TENANTS_PER_LIMIT = 4
+
+
+class KeptSubmission:
+    """The submission of one open job, until it is dropped."""
+
+    __slots__ = ("__weakref__", "_kept", "num_bytes", "submission")
+
+    def __init__(self, submission: Submission, kept: KeptSubmissions) -> None:
+        self._kept = kept
+        self.submission: Submission | None = submission
+        self.num_bytes = _num_bytes_of(submission)
+        kept.add(self, submission.job.tenant)
+
+    def __del__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Give back the memory of the prompt. The job is not submitted again after that."""
+        if self.submission is not None:
+            self._kept.remove(self, self.submission.job.tenant)
+            self.submission = None
+
+
+class KeptSubmissions:
+    """All kept submissions of a client. Beyond a limit of bytes, the oldest ones are dropped.
+
+    Redis loses the newest writes, so the oldest requests are the least needed. The tenant whose request exceeds its
+    share drops its own ones. Beyond the limit of all tenants, that is the tenant with the most bytes.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: 0 for no limit."""
+        self._max_bytes = max_bytes or math.inf
+        self._num_bytes = 0
+        self._bytes_of_tenant = Counter[str]()
+        self._of_tenant: dict[str, dict[int, weakref.ref[KeptSubmission]]] = {}
+
+    def add(self, kept: KeptSubmission, tenant: str) -> None:
+        """Count a submission, and drop the oldest ones beyond the limit."""
+        self._num_bytes += kept.num_bytes
+        self._bytes_of_tenant[tenant] += kept.num_bytes
+        self._of_tenant.setdefault(tenant, {})[id(kept)] = weakref.ref(kept)
+        while self._bytes_of_tenant[tenant] > self._max_bytes / TENANTS_PER_LIMIT and self._drops_oldest(tenant):
+            pass
+        while self._num_bytes > self._max_bytes and self._drops_oldest(self._bytes_of_tenant.most_common(1)[0][0]):
+            pass
+
+    def remove(self, kept: KeptSubmission, tenant: str) -> None:
+        """Count a submission no more."""
+        self._num_bytes -= kept.num_bytes
+        self._bytes_of_tenant[tenant] -= kept.num_bytes
+        del self._of_tenant[tenant][id(kept)]
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant], self._bytes_of_tenant[tenant]
+
+    def _drops_oldest(self, tenant: str) -> bool:
+        """Drop a tenant's oldest submission. Return False if there is none."""
+        oldest = next((one for ref in self._of_tenant.get(tenant, {}).values() if (one := ref()) is not None), None)
+        if oldest is not None:
+            oldest.drop()
+        return oldest is not None
+
+
+def _num_bytes_of(submission: Submission) -> int:
+    """Return about how much memory a submission takes, without the fields that are always small."""
+    job = submission.job
+    if job.packed_prompt is not None:
+        num_bytes = len(job.packed_prompt.data)
+    elif job.prompt is not None:
+        num_bytes = sys.getsizeof(job.prompt)
+    elif job.prompt_token_ids is not None:
+        num_bytes = _TOKEN_BYTES * len(job.prompt_token_ids)
+    else:
+        num_bytes = sum(_MESSAGE_BYTES + sys.getsizeof(message.content) for message in job.messages or ())
+    return num_bytes + len(job.tools or "") + len(job.chat_template_kwargs or "") + len(submission.response.data)
+
+
 # A reader's access to one job in Redis, across outages and losses.
 
 
 class JobSource:
     """The state, log and result of one job.
 
-    If this process submitted the job and Redis lost it, it is submitted again: same id, same bytes.
+    If this process submitted the job and Redis lost it, it is submitted again: same id, same bytes. That needs its
+    request, which is dropped where the client keeps too many.
     """
 
     def __init__(
@@ -37,24 +123,24 @@ class JobSource:
         queue_watch: QueueWatch,
         job_id: str,
         tenant: str,
-        submission: Submission | None = None,
+        kept: KeptSubmission | None = None,
+        *,
+        is_background: bool | None = None,
     ) -> None:
+        """`kept` and `is_background` are those of a job that this process submitted."""
         self._broker = broker
         self._inbox = inbox
         self._queue_watch = queue_watch
         self.job_id = job_id
         self.tenant = tenant
-        self._submission = submission
+        self._kept = kept
+        self.is_background = is_background
+        """Whether the job continues without a reader; None if another process submitted it."""
         self.feed = inbox.feed(job_id)
-
-    @property
-    def is_background(self) -> bool | None:
-        """Whether the job continues without a reader; None if another process submitted it, or its result was read."""
-        return None if self._submission is None else self._submission.job.background
 
     def forget_submission(self) -> None:
         """Give back the memory of the prompt, once the result was read. The job is not submitted again after that."""
-        self._submission = None
+        self._kept = None
 
     async def attach(self) -> Attached:
         """Register this process as a reader, perhaps again, and return the job's state."""
@@ -67,11 +153,12 @@ class JobSource:
                 await self._inbox.listen_to(pool)
                 attached = await self._broker.attach(self.job_id, self.tenant, inbox=inbox)
         except NotFoundError:
-            if self._submission is None or self.feed.ended:
+            submission = None if self._kept is None else self._kept.submission
+            if submission is None or self.feed.ended:
                 raise
             self._inbox.stats.resubmits += 1
             # The job was accepted once, so no limit may refuse it now.
-            again = replace(self._submission, terms=self._submission.terms.without_limits())
+            again = replace(submission, terms=submission.terms.without_limits())
             attached = await self._broker.submit(again, inbox)
         self.feed.note(attached)
         return attached

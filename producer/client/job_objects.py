@@ -11,8 +11,8 @@ from penstock.queue.broker.jobs import JobStatus
 
 
 def job_object(status: JobStatus) -> dict[str, Any]:
-    """Return a job's state and ledger, without its result."""
-    return {
+    """Return a job's state and ledger, without its result. `max_tokens` is present if the context lowered it."""
+    shown = {
         "id": status.job_id,
         "object": "job",
         "pool": pool_of(status.job_id),
@@ -24,6 +24,7 @@ def job_object(status: JobStatus) -> dict[str, Any]:
         "outcome": None if status.outcome is None else outcome_object(status.outcome),
         "ledger": ledger_object(status.ledger),
     }
+    return shown if status.max_tokens is None else shown | {"max_tokens": status.max_tokens}
 
 
 def queue_members(status: JobStatus) -> dict[str, int | None]:

@@ -20,6 +20,23 @@ MAX_QUEUED_LOGPROBS = 1 << 13
 The garbage collector visits all of them in one pass, which holds the event loop.
 """
 
+MAX_QUEUED_BYTES = 64 << 20
+"""Bytes that the chunks of all readers of one client may take, as estimated. After that, each reader keeps a few."""
+MIN_QUEUED_CHUNKS = 16
+"""Chunks that one reader keeps then; of those with log-probabilities, only the newest."""
+_CHUNK_BYTES = 700
+_LOGPROB_BYTES = 130
+
+
+class QueuedBytes:
+    """The bytes that all unread chunks of one client take, as estimated."""
+
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total = 0
+
+
 Deliver = Callable[[Chunk], bool]
 """Delivers a chunk at once, while its reader waits; returns False if the reader must get the chunk itself."""
 
@@ -27,14 +44,21 @@ Deliver = Callable[[Chunk], bool]
 class Mailbox:
     """The chunks that have arrived for one reader and are unread: bounded, with the newest kept.
 
+    All mailboxes of a client share a bound of bytes, too.
+
     A chunk dropped from a full mailbox appears as a gap to the reader, which then reads it from the log.
     """
 
-    __slots__ = ("_chunks", "_deliver", "_loop", "_num_logprobs", "_waiter", "nudged", "seen_waiting_s")
+    __slots__ = (
+        *("_chunks", "_deliver", "_loop", "_max_chunks", "_num_logprobs", "_num_taken_bytes", "_queued", "_waiter"),
+        *("nudged", "seen_waiting_s"),
+    )
 
-    def __init__(self, max_chunks: int) -> None:
-        self._chunks: deque[Chunk] = deque(maxlen=max_chunks)
-        self._num_logprobs = 0
+    def __init__(self, max_chunks: int, queued: QueuedBytes) -> None:
+        self._max_chunks = max_chunks
+        self._queued = queued
+        self._chunks = deque[Chunk]()
+        self._num_logprobs = self._num_taken_bytes = 0
         self._loop = asyncio.get_running_loop()
         # A bare future: asyncio.Event costs three times as much, and one box has one reader.
         self._waiter: asyncio.Future[None] | None = None
@@ -54,8 +78,14 @@ class Mailbox:
         if self._deliver is not None and self._is_delivered(self._deliver, chunk):
             return
         self._chunks.append(chunk)
+        self._queued.total += _CHUNK_BYTES
         if chunk.logprobs or chunk.prompt_logprobs:
-            self._bound_logprobs(chunk)
+            self._num_logprobs += (added := _num_logprobs(chunk))
+            self._queued.total += _LOGPROB_BYTES * added
+        if len(self._chunks) > self._max_chunks:
+            self._drop_oldest()
+        if self._num_logprobs > MAX_QUEUED_LOGPROBS or self._queued.total > MAX_QUEUED_BYTES:
+            self._shrink()
         if self._waiter is not None:
             self._wake()
 
@@ -71,13 +101,26 @@ class Mailbox:
             waiter.set_exception(error)
             return True
 
-    def _bound_logprobs(self, newest: Chunk) -> None:
-        self._num_logprobs += _num_logprobs(newest)
-        if self._num_logprobs > MAX_QUEUED_LOGPROBS:
-            # The deque may have dropped its oldest chunks since the last count.
-            self._num_logprobs = sum(map(_num_logprobs, self._chunks))
-        while self._num_logprobs > MAX_QUEUED_LOGPROBS and len(self._chunks) > 1:
-            self._num_logprobs -= _num_logprobs(self._chunks.popleft())
+    def __del__(self) -> None:
+        self.take_all()
+        self._release_taken()
+
+    def _release_taken(self) -> None:
+        self._queued.total -= self._num_taken_bytes
+        self._num_taken_bytes = 0
+
+    def _shrink(self) -> None:
+        """Drop the oldest chunks until the rest is within the bounds. The newest one always stays."""
+        while len(self._chunks) > 1 and (
+            self._num_logprobs > MAX_QUEUED_LOGPROBS
+            or (self._queued.total > MAX_QUEUED_BYTES and (self._num_logprobs or len(self._chunks) > MIN_QUEUED_CHUNKS))
+        ):
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        num_logprobs = _num_logprobs(self._chunks.popleft())
+        self._num_logprobs -= num_logprobs
+        self._queued.total -= _CHUNK_BYTES + _LOGPROB_BYTES * num_logprobs
 
     def nudge(self) -> None:
         """Make the reader compare its state with the broker's."""
@@ -90,9 +133,11 @@ class Mailbox:
         return nudged
 
     def take_all(self) -> list[Chunk]:
-        """Remove and return all queued chunks, the oldest first."""
+        """Remove and return all queued chunks, the oldest first. They count as queued until the next call or wait."""
         taken = list(self._chunks)
         self._chunks.clear()
+        self._release_taken()
+        self._num_taken_bytes = _CHUNK_BYTES * len(taken) + _LOGPROB_BYTES * self._num_logprobs
         self._num_logprobs = 0
         return taken
 
@@ -103,6 +148,7 @@ class Mailbox:
         """
         if self._chunks or self.nudged:
             return
+        self._release_taken()
         waiter = self._waiter = self._loop.create_future()
         self._deliver = deliver
         try:

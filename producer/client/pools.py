@@ -13,7 +13,6 @@ from typing import Generic, TypeVar
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.pool import PoolPressure
 from penstock.producer.client.settings import ADMITTED, decision_of
-from penstock.queue import admission
 from penstock.runtime.cancellation import cancel_until_done
 
 T = TypeVar("T")
@@ -137,10 +136,18 @@ class PoolAdmission(CachedState[PoolPressure]):
         super().__init__(fetch, PRESSURE_TTL_S)
 
     async def require_node(self) -> None:
-        """Return if the pool has a node. Otherwise raise UnavailableError."""
-        if not admission.has_node(await self.recent()):
-            # The pool's first node may have joined since.
-            admission.require_node(await self.renewed())
+        """Return if a node takes jobs of the pool. Otherwise raise UnavailableError.
+
+        A task needs no more than a node: it waits for no capacity.
+        """
+        # If there was no node, the pool's first one may have joined since.
+        if not _has_node(await self.recent()) and not _has_node(await self.renewed()):
+            message = "no live node serves this pool; `queue_without_node` of submit and /v1/jobs lets a job wait"
+            raise UnavailableError(message, code="no_node")
+
+
+def _has_node(pressure: PoolPressure) -> bool:
+    return not all(node.draining for node in pressure.nodes)
 
 
 class Admissions:

@@ -28,8 +28,8 @@ from penstock.contract.priority import default_class
 from penstock.contract.problems import request_error
 from penstock.contract.tasks import MAX_TASK_BYTES, MAX_TASK_TOKENS, Embed
 from penstock.producer.client.building import with_choice
-from penstock.queue.admission import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes
 from penstock.queue.broker.producer import ServedPool
+from penstock.queue.job_cost import call_bytes, num_prompt_ids, prompt_bytes, tool_bytes
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.msgpack_codec import pack
 from penstock.queue.wire import add_prompt
@@ -52,20 +52,23 @@ def choose_pool(
     *,
     adapter: str | None = None,
     key: JobKey | None = None,
+    hides_models: bool = False,
 ) -> ServedPool:
     """Return a pool that serves `model`, or an adapter of that name; without a model, the only served one.
 
     Of several pools for one model, `job_id` names one. Otherwise the one of the highest rank for `key` is chosen, so
     that simultaneous submissions with one key meet; without a key, one is drawn at random. A pool without a live node
-    is returned only if no other fits: its nodes may return soon, and the model is known.
+    is returned only if no other fits: its nodes may return soon, and the model is known. With `hides_models`, errors do
+    not list what is served.
 
     Raises what `fitting_pools` raises, and RequestError if `model` is necessary and missing. Raises
     ProtocolVersionError if the model's only pools have another protocol version.
     """
     known = list(pools)
-    served = _live_or_all(fitting_pools(known, model, job_id, adapter=adapter))
+    served = _live_or_all(fitting_pools(known, model, job_id, adapter=adapter, hides_models=hides_models))
     if model is None and len({pool.model for pool in served}) > 1:
-        raise RequestError(f"model must be named; served: {_served_names(known)}", param="model")
+        listed = "" if hides_models else _served_names(known)
+        raise RequestError(f"model must be named{listed}", param="model")
     chosen = random.choice(served) if key is None else max(served, key=lambda pool: key.rank_of(pool.pool))
     if chosen.protocol_version != PROTOCOL_VERSION:
         raise other_version(chosen.pool, chosen.protocol_version)
@@ -73,9 +76,14 @@ def choose_pool(
 
 
 def fitting_pools(
-    known: list[ServedPool], model: str | None, job_id: str | None = None, *, adapter: str | None = None
+    known: list[ServedPool],
+    model: str | None,
+    job_id: str | None = None,
+    *,
+    adapter: str | None = None,
+    hides_models: bool = False,
 ) -> list[ServedPool]:
-    """Return all pools for these names, with and without a live node.
+    """Return all pools for these names, with and without a live node. `hides_models` as in `choose_pool`.
 
     Raises UnavailableError if no model is served, and NotFoundError for unknown names.
     """
@@ -89,14 +97,27 @@ def fitting_pools(
     if model is not None:
         fitting = [p for p in fitting if model in names_of(p)] or [p for p in fitting if model in p.adapters]
     if not fitting:
-        message = f"model {model!r} is not served; served: {_served_names(known)}"
-        raise NotFoundError(message, code="model_not_found", param="model")
-    return fitting if adapter is None else _with_adapter(fitting, adapter)
+        listed = "" if hides_models else _served_names(known)
+        raise NotFoundError(f"model {model!r} is not served{listed}", code="model_not_found", param="model")
+    if adapter is None:
+        return fitting
+    with_adapter = [pool for pool in fitting if adapter in pool.adapters]
+    if not with_adapter:
+        listed = "" if hides_models else _adapter_names(fitting)
+        raise NotFoundError(f"adapter {adapter!r} is not served{listed}", code="model_not_found", param="adapter")
+    return with_adapter
 
 
 def _served_names(pools: list[ServedPool]) -> str:
+    """Return the end of an error: the models and adapters of these pools."""
     shown = _live_or_all(pools)
-    return ", ".join(sorted({pool.model for pool in shown}.union(*(pool.adapters for pool in shown))))
+    return f"; served: {', '.join(sorted({pool.model for pool in shown}.union(*(pool.adapters for pool in shown))))}"
+
+
+def _adapter_names(pools: list[ServedPool]) -> str:
+    """Return the end of an error: the adapters of these pools."""
+    names = {name for pool in _live_or_all(pools) for name in pool.adapters}
+    return f"; served: {', '.join(sorted(names)) or 'none'}"
 
 
 def _live_or_all(pools: list[ServedPool]) -> list[ServedPool]:
@@ -107,15 +128,6 @@ def _live_or_all(pools: list[ServedPool]) -> list[ServedPool]:
 def names_of(pool: PoolRecord) -> tuple[str, ...]:
     """Return the names under which a caller may ask for a pool's model."""
     return pool.pool, pool.model, *pool.aliases
-
-
-def _with_adapter(pools: list[ServedPool], adapter: str) -> list[ServedPool]:
-    fitting = [pool for pool in pools if adapter in pool.adapters]
-    if not fitting:
-        names = ", ".join(sorted({name for pool in _live_or_all(pools) for name in pool.adapters})) or "none"
-        message = f"adapter {adapter!r} is not served; served: {names}"
-        raise NotFoundError(message, code="model_not_found", param="adapter")
-    return fitting
 
 
 def job_key_of(options: SubmitOptions, tenant: str) -> JobKey | None:

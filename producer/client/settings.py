@@ -70,6 +70,9 @@ class ClientSettings(Settings):
     """The process's name. Its inbox is named by this and 64 random bits."""
     max_queued_chunks: int = Field(default=1024, ge=1, le=1 << 20)
     """Chunks queued for one slow reader; beyond that, the reader continues from the log."""
+    max_kept_mib: int = Field(default=0, ge=0, le=1 << 20)
+    """MiB of requests that are kept for submitting open jobs again that Redis lost; a gateway keeps 64 by default. One
+    tenant has a quarter of it. Beyond that, the oldest requests are dropped. 0: no limit."""
     echo_interval_s: float = Field(default=2.0, gt=0, le=60)
     """How often the inbox checks that its subscription is alive, by a message to itself."""
     silent_after_s: float = Field(default=5.0, gt=0, le=300)

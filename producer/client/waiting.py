@@ -16,9 +16,9 @@ from penstock.contract.job import pool_of
 from penstock.contract.output import PrefillProgress, QueuePosition, WaitUpdate
 from penstock.contract.pool import NodePressure
 from penstock.producer.client.pools import Admissions
-from penstock.queue.admission import expected_wait_ms, mean_held_cost
 from penstock.queue.broker.connection import Patience, ignoring_retried_errors
 from penstock.queue.broker.jobs import MAX_POSITIONS, JobWait, QueuePositions
+from penstock.queue.job_cost import expected_wait_ms, mean_held_cost
 from penstock.runtime.cancellation import cancel_until_done
 
 _LOG = logging.getLogger(__package__)

@@ -9,7 +9,7 @@ from typing import Literal
 from penstock.producer.openai.tool_calls import CALL_FORMS, Call, ToolCallReader, num_held
 
 _OPEN, _CLOSE = "<think>", "</think>"
-_CHARS_READ_AT_ONCE = 8 << 10
+_CHARS_READ_AT_ONCE = 1 << 10
 _Stage = Literal["before", "inside", "after"]
 """Position of the parser relative to the reasoning."""
 
@@ -90,11 +90,18 @@ class AnswerReader:
 
     def _parts(self, reasoning: str, found: Sequence[str | Call]) -> list[ParsedText]:
         parts = [ParsedText(reasoning=reasoning)] if reasoning else []
+        texts: list[str] = []
         for one in found:
+            # A text of nothing but marks of calls has a piece for each.
             if isinstance(one, str):
-                parts.append(ParsedText(one))
+                texts.append(one)
             elif not self._one_call or one.index == 0:
+                if texts:
+                    parts.append(ParsedText("".join(texts)))
+                    texts.clear()
                 parts.append(ParsedText(calls=(one,)))
+        if texts:
+            parts.append(ParsedText("".join(texts)))
         return parts
 
 

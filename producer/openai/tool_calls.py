@@ -198,6 +198,10 @@ class _ObjectScanner:
         return self._key != self._arguments_key
 
 
+MAX_OPENING_CHARS = 4096
+"""Characters of a mark and the blanks behind it. More are text: each piece of them would be read from the mark on."""
+
+
 class ToolCallReader:
     """Finds the tool calls in the text of one choice, piece by piece."""
 
@@ -266,6 +270,8 @@ class ToolCallReader:
         at = self._form.lead.match(self._held).end()  # type: ignore[union-attr]
         for bracket in self._form.brackets:
             at = _BLANK.match(self._held, at).end()  # type: ignore[union-attr]
+            if at > MAX_OPENING_CHARS:
+                return self._fail(MAX_OPENING_CHARS, found)
             if at == len(self._held):
                 return False
             if self._held[at] != bracket:

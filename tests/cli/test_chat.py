@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from fakes.processes.node_process import NodeProcess
 from fakes.terminal import CTRL_C, CTRL_D, ENTER, TerminalProcess
 
 from penstock.contract.output import JobLedger
+from penstock.contract.sampling import SamplingParams, option_of
 from penstock.producer.client import Client
 from penstock.queue.broker.jobs import JobStatus
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -71,6 +73,19 @@ def test_each_line_of_a_pipe_is_a_message_and_answers_follow_the_conversation(po
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
 
 
+def test_a_chat_takes_every_sampling_flag_of_submit(pool: str) -> None:
+    flags = {
+        f"--{name.replace('_', '-')}" for name in SamplingParams.model_fields if option_of(SamplingParams, name).flag
+    }
+    for command in ("chat", "submit"):
+        assert flags <= set(re.findall(r"--[a-z-]+", run_command(command, "--help").stdout))
+    done = chat(pool, "one\n", "--seed", "7", "--max-tokens", "5", "--min-p", "0.5", "--stop", "x", "--stop", "y")
+    with Client(pool) as client:
+        asked = [{"role": "user", "content": "one"}]
+        answer = client.submit(asked, seed=7, max_tokens=5, min_p=0.5, stop=["x", "y"]).result().choices[0].text
+    assert (done.returncode, done.stdout, done.stderr) == (0, answer + "\n", "")
+
+
 def test_commands_change_the_conversation(pool: str) -> None:
     lines = ["one", "/clear", '"""two', "lines", '"""', "/retry", "/system S", "three", "/exit", "never"]
     done = chat(pool, "\n".join(lines), "--seed", "7", "--max-tokens", "5", "--tenant", "commands")
@@ -95,8 +110,8 @@ def test_a_block_may_begin_with_a_slash_and_may_end_with_the_input(pool: str) ->
 
 def test_an_error_in_a_pipe_ends_the_chat_with_its_exit_code(pool: str) -> None:
     assert chat(pool, "one\n", "--model", "nonesuch").stderr.startswith("penstock: model 'nonesuch' is not served")
-    done = chat(pool, "one\ntwo\n", "--top-p", "3")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "penstock: --top-p: must be at most 1.0\n")
+    done = chat(pool, "one\ntwo\n", "--top-p", "0")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "penstock: --top-p: must be above 0.0\n")
 
 
 def test_verbose_prints_the_speed_of_each_answer(pool: str) -> None:
@@ -140,10 +155,10 @@ def test_ctrl_c_and_ctrl_d_leave_at_the_prompt(pool: str, key: str) -> None:
 
 
 def test_an_error_on_a_terminal_is_one_line_and_the_chat_goes_on(pool: str) -> None:
-    with on_terminal(pool, "--top-p", "3") as terminal:
+    with on_terminal(pool, "--top-p", "0") as terminal:
         terminal.wait_for(PROMPT)
         terminal.press("hello" + ENTER)
-        assert "penstock: top_p: must be at most 1.0" in terminal.wait_for(PROMPT)
+        assert "penstock: top_p: must be above 0.0" in terminal.wait_for(PROMPT)
 
 
 def test_earlier_messages_can_be_recalled_with_the_arrow_keys(pool: str) -> None:

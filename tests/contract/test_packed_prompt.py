@@ -11,7 +11,7 @@ from penstock.contract.job import Message
 from penstock.contract.pool import PoolRecord
 from penstock.contract.tools import ToolCall
 from penstock.producer.client.request import pack_prompt_of
-from penstock.queue.admission import estimate_cost
+from penstock.queue.job_cost import estimate_cost
 from penstock.queue.wire import decode_request, encode_request
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000)

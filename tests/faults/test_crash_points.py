@@ -61,7 +61,7 @@ NODE_POINTS = (
     *(
         f"{when} {what} 1"
         for when in ("before", "after")
-        for what in ("join", "heartbeat", "take", "admission", "finish")
+        for what in ("join", "heartbeat", "take", "preparation", "finish")
     ),
     *(f"{when} {what} 3" for when in ("before", "after") for what in ("heartbeat", "sweep", "take", "finish")),
     *(f"{when} emit {count}" for when in ("before", "after") for count in (1, 70)),
@@ -93,7 +93,7 @@ async def kill_a_node(redis: Redis, url: str, point: str, *, is_stopped: bool = 
     await check_all(redis, works)
 
 
-@pytest.mark.parametrize("point", mostly_slow(NODE_POINTS, quick="before admission 1"))
+@pytest.mark.parametrize("point", mostly_slow(NODE_POINTS, quick="before preparation 1"))
 async def test_a_node_may_die_at_any_moment(redis: Redis, redis_url: str, point: str) -> None:
     await kill_a_node(redis, redis_url, point)
 

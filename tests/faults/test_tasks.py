@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from penstock import AsyncClient
 from penstock.contract.tasks import Tokenize, Tokenized
-from penstock.gpu_node.taking.intake import MAX_CHARS_ON_LOOP
+from penstock.gpu_node.taking.preparation import MAX_CHARS_ON_LOOP
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 

@@ -147,3 +147,18 @@ async def test_a_claim_that_waits_too_long_is_refused_with_a_time_to_retry():
     assert caught.value.retry_after_ms > 0
     async with budget.taken("b", 10):
         assert budget.num_used == 10
+
+
+async def test_a_claim_is_refused_at_once_if_its_owner_would_wait_for_too_much():
+    budget = SharedBudget(10, per_owner=10, max_waiting=6, full=("things", "things_full"))
+    order, release = list[str](), asyncio.Event()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(budget.taken("a", 10))
+        waiting = [asyncio.create_task(hold(budget, owner, 4, order, release)) for owner in ("a", "b")]
+        await asyncio.sleep(0)
+        with pytest.raises(UnavailableError, match="as many large things as it may") as caught:
+            await stack.enter_async_context(budget.taken("a", 4))
+        assert (caught.value.status, caught.value.code) == (503, "things_full")
+    release.set()
+    await asyncio.gather(*waiting)
+    assert (sorted(order), budget.num_used) == (["a", "b"], 0)

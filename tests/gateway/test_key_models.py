@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -83,3 +84,13 @@ def test_a_request_without_a_model(callers: dict[str, httpx.Client]) -> None:
     answer = callers["both"].post("/v1/jobs", json=BODY)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"prompt": ["a", "b"]}], ids=str)
+def test_a_completion_of_a_model_that_is_not_served_reveals_no_other(
+    callers: dict[str, httpx.Client], more: dict[str, Any]
+) -> None:
+    """Log-probabilities and several prompts are checked with the pool before a job is submitted."""
+    (model,) = _served(callers)[:1]
+    answer = callers["other"].post("/v1/completions", json={**BODY, "model": "elsewhere", **more})
+    assert (answer.status_code, model in answer.text) == (404, False)

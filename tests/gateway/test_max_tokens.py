@@ -179,12 +179,36 @@ def test_a_repeated_idempotency_key_gives_the_same_lowered_answer(strict: httpx.
     assert first.headers[HEADER] == second.headers[HEADER] == str(LEFT)
 
 
-def test_a_job_is_lowered_too(strict: httpx.Client) -> None:
-    submitted = strict.post("/v1/jobs", json={"model": MODEL, "prompt": PROMPT, "params": {"max_tokens": 32_000}})
+@pytest.mark.parametrize(
+    ("max_tokens", "at_most", "exact"), [(LEFT, None, None), (LEFT + 1, None, LEFT), (32_000, MAX_MODEL_LEN - 1, LEFT)]
+)
+def test_a_job_is_lowered_too_and_says_it(
+    strict: httpx.Client, max_tokens: int, at_most: int | None, exact: int | None
+) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "params": {"max_tokens": max_tokens}}
+    delayed = strict.post("/v1/jobs", json={**asked, "not_before_s": 3600})
+    assert delayed.headers.get(HEADER) == (None if at_most is None else str(at_most))
+    path = delayed.json()["links"]["self"]
+    assert strict.get(path).json().get("max_tokens") == at_most
+    strict.delete(path)
+
+    submitted = strict.post("/v1/jobs", json=asked)
+    assert submitted.headers.get(HEADER) == delayed.headers.get(HEADER)
     path = submitted.json()["links"]["self"]
     wait_until(lambda: strict.get(path).json()["state"] == "done")
-    (choice,) = strict.get(path).json()["result"]["choices"]
+    job = strict.get(path).json()
+    (choice,) = job["result"]["choices"]
     assert (choice["finish_reason"], choice["text"]) == ("length", PROMPT[:LEFT])
+    assert job.get("max_tokens") == exact
+    (listed,) = (one for one in strict.get("/v1/jobs").json()["data"] if one["id"] == job["id"])
+    assert listed.get("max_tokens") == exact
+
+
+def test_a_socket_says_the_limit_of_a_job(url: str, strict: httpx.Client) -> None:
+    with socket_to(url) as socket:
+        socket.submit("s", PROMPT, path="/v1/jobs", body={"model": MODEL, "params": {"max_tokens": 32_000}})
+        accepted = socket.until_end_of("s")["s"][0]
+        assert (accepted["type"], accepted["max_tokens"]) == ("accepted", MAX_MODEL_LEN - 1)
 
 
 def test_a_websocket_says_the_limit(url: str, strict: httpx.Client) -> None:

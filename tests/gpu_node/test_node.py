@@ -32,12 +32,14 @@ from penstock.contract.tools import ToolCall
 from penstock.contract.usage import UsageQuery
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, StepOutput
 from penstock.gpu_node.engine.text.chat import ChatTemplate
+from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS
 from penstock.gpu_node.engine.text.output import BadWords
 from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.service import heartbeat
 from penstock.gpu_node.taking import inbox
-from penstock.gpu_node.taking.intake import MAX_CHARS_ON_LOOP
+from penstock.gpu_node.taking.preparation import MAX_CHARS_ON_LOOP, MAX_LONG_PROMPTS_OF_TENANT
+from penstock.gpu_node.threads import MAX_AT_ONCE
 from penstock.queue import keys
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
@@ -698,6 +700,35 @@ async def test_long_prompts_that_come_together_are_tokenized_side_by_side(
         may_go_on.set()
         states = [(await until(broker, job, lambda status: status.outcome is not None)).state for job in others]
     assert states == ["done", "done"]
+
+
+async def test_a_tenants_long_prompts_leave_threads_to_other_tenants(redis_url: str, broker: ProducerBroker) -> None:
+    engine, release, num_reading = ReferenceEngine(), threading.Event(), 0
+
+    def encode(text: str) -> list[int]:
+        nonlocal num_reading
+        if text.startswith("long"):
+            num_reading += 1
+            release.wait(PATIENCE_S)
+        return list(text[:20].encode())
+
+    engine.tokenizer.encode = encode  # type: ignore[assignment]
+    floods = [new_job("long " * (MAX_SMALL_WHOLE_CHARS // 4)) for _ in range(2 * MAX_AT_ONCE)]
+    other = new_job("other " * MAX_CHARS_ON_LOOP)
+    async with running(redis_url, engine):
+        for job in floods:
+            await broker.submit(Submission(job, 50))
+        async with asyncio.timeout(PATIENCE_S):
+            while num_reading < MAX_LONG_PROMPTS_OF_TENANT:
+                await asyncio.sleep(0.01)
+        await broker.submit(Submission(other.model_copy(update={"tenant": "other"}), 50))
+        async with asyncio.timeout(PATIENCE_S):
+            while (await broker.status(other.id, "other")).outcome is None:
+                await asyncio.sleep(0.01)
+        assert num_reading == MAX_LONG_PROMPTS_OF_TENANT
+        release.set()
+        for job in floods:
+            assert (await until(broker, job, lambda status: status.outcome is not None)).state == "done"
 
 
 async def test_nodes_whose_limits_differ_do_not_share_a_pool(redis_url: str) -> None:

@@ -1,6 +1,7 @@
-"""Guides, one for each choice that must match a grammar, and the masks that a step waits for.
+"""The node's record of each choice that must match a grammar: its tokens, and the masks that a step waits for.
 
-A process of `worker.py` computes the masks; `host.py` asks it for them.
+Nothing here decides which tokens may come next: a process of `worker.py` does, with the choice's matcher. `host.py`
+decides when to ask it for a mask, and how long a step waits.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class Worker:
 class Template:
     """The process that loads the tokenizer and forks workers."""
 
-    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Start the process and send it the tokenizer. Raises OSError."""
+    def __init__(self, load: bytes) -> None:
+        """Start the process and send it the frame `load`, with the tokenizer. Raises OSError."""
         self.socket, child_end = socket.socketpair()
         try:
             self._process = self._started(child_end)
@@ -120,7 +120,7 @@ class Template:
         self._reader = FrameReader()
         self.socket.settimeout(protocol.TEMPLATE_WALL_S)
         with suppress(OSError):  # `receive` notices a process that died at once. One that hangs is ended as overdue.
-            self.socket.sendall(frame([tokenizer, vocab_size, list(eos_token_ids)]))
+            self.socket.sendall(load)
         self.socket.setblocking(False)
 
     @property

@@ -9,7 +9,7 @@ import logging
 import math
 import selectors
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -34,17 +34,8 @@ _TRIAL_TASK = 1
 class GrammarProcesses:
     """The owner of all grammar processes: starts them, handles their messages, and replaces ended ones."""
 
-    def __init__(
-        self,
-        tokenizer: Callable[[], str],
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        *,
-        lanes: Lanes,
-        selector: selectors.BaseSelector,
-        counts: GrammarCounts,
-    ) -> None:
-        """`selector` watches the sockets of all processes."""
+    def __init__(self, load: bytes, *, lanes: Lanes, selector: selectors.BaseSelector, counts: GrammarCounts) -> None:
+        """`load`: a template's first frame, with its tokenizer. `selector` watches the sockets of all processes."""
         self.special_tokens: Future[frozenset[int]] = Future()
         """Completes when the first template is ready. After too many failed starts it fails, and a new one follows."""
         self._selector = selector
@@ -55,7 +46,7 @@ class GrammarProcesses:
         self._dying: dict[int, tuple[Worker, int]] = {}
         """Ended workers and their last task, by number, until their exit status is known."""
         self._counts = counts
-        self._wanted = (tokenizer, vocab_size, list(eos_token_ids))
+        self._load = load
         self._num_failed_starts = 0
         self._failed_s = self._trials_after_s = -math.inf
         self._is_unusable = False
@@ -79,9 +70,8 @@ class GrammarProcesses:
         pause_s = _RESTART_AFTER_S * (2 ** min(max(0, self._num_failed_starts - 1), _MAX_DOUBLINGS) - 1)
         if self.template is not None or self._is_unusable or time.monotonic() - self._failed_s < pause_s:
             return None
-        tokenizer, vocab_size, eos_token_ids = self._wanted
         try:
-            return Template(tokenizer(), vocab_size, eos_token_ids)
+            return Template(self._load)
         except OSError as error:
             self._start_failed()
             log.warning("a grammar process was not started", extra={"reason": repr(error)})

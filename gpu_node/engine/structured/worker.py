@@ -1,5 +1,6 @@
-"""A grammar worker: it compiles grammars and computes masks, one task after the other, until a limit kills it.
+"""A grammar worker, a process: it compiles grammars, and decides by its matchers which tokens a choice may take next.
 
+It does one task after the other, until a limit kills it, and knows no steps: `host.py` decides when a mask is wanted.
 The worker writes the number of its current task into a shared page, which identifies the faulty task after a kill.
 Replies leave in batches, at the end of a message or after a millisecond.
 """

@@ -7,6 +7,7 @@ import re
 import threading
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import islice
 from typing import Any, TypeAlias
@@ -29,6 +30,9 @@ MAX_WORD_CHARS = 256 << 10
 each."""
 MAX_WHOLE_CHARS = 1 << 20
 """Characters of a normalized text where a tokenizer permits no cuts."""
+MAX_SMALL_WHOLE_CHARS = 32 << 10
+"""Characters up to which such a text needs no turn. Longer ones are encoded one at a time: the library takes up to 342
+bytes for each character."""
 _MAX_TRIES = 4
 """Places that are tried before a part is split by the tokenizer itself."""
 _MAX_TRIES_OF_WORD = 1024
@@ -76,7 +80,8 @@ class LongTextEncoder:
     space, the texts before and after it have the same tokens apart. Where there is no such place, the pattern splits a
     part of the text that begins at a known place. Other tokenizers encode the whole text at once.
 
-    So time grows with the length of a text, and memory with its longest word, which is limited.
+    So time grows with the length of a text, and memory with its longest word, which is limited. Where whole texts are
+    encoded, only one long text at a time is, whatever the number of threads.
     """
 
     def __init__(self, backend: Any, separator: re.Pattern[str] | None) -> None:
@@ -84,12 +89,15 @@ class LongTextEncoder:
         self._backend = backend
         self._separator = separator
         self._cuts = separator is not None and _reads_forward(backend)
+        self._turn = threading.Lock()
+        """Held while a long text is encoded at once."""
 
     def encode(self, text: str, *, framed: bool) -> list[int]:
         """Encode a text; `framed`: with the special tokens that the model expects. Raises RequestError."""
         if not self._cuts or self._separator is None:
-            self._require_size(text)
-            return token_ids_of(self._backend, text, framed=framed)
+            num_chars = self._checked_size(text)
+            with self._turn if num_chars > MAX_SMALL_WHOLE_CHARS else nullcontext():
+                return token_ids_of(self._backend, text, framed=framed)
         if len(text) <= 2 * PART_CHARS:
             return token_ids_of(self._backend, text, framed=framed)
         before, after = self._frame() if framed else ((), ())
@@ -148,8 +156,11 @@ class LongTextEncoder:
         message = f"the text has more than {MAX_WORD_CHARS} characters in which no word ends, too many for a tokenizer"
         raise RequestError(f"{message}; separate words by spaces or lines", param="prompt")
 
-    def _require_size(self, text: str) -> None:
-        """Refuse a text that is too long to be encoded at once. Python's normalization bounds that of the library."""
+    def _checked_size(self, text: str) -> int:
+        """Return the number of characters of a text after normalization, by Python's as a bound of the library's.
+
+        Raises RequestError if it is too large for a text that is encoded at once.
+        """
         num_chars = len(text)
         if num_chars <= MAX_WHOLE_CHARS and not self._is_harmless and not text.isascii():
             parts = (text[at : at + PART_CHARS] for at in range(0, num_chars, PART_CHARS))
@@ -157,6 +168,7 @@ class LongTextEncoder:
         if num_chars > MAX_WHOLE_CHARS:
             message = f"the text has {num_chars} characters after normalization; this model's tokenizer takes a text"
             raise RequestError(f"{message} at once, of up to {MAX_WHOLE_CHARS} characters", param="prompt")
+        return num_chars
 
     @cached_property
     def _is_harmless(self) -> bool:

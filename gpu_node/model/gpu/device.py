@@ -52,7 +52,8 @@ def check_host_address(memory: Tensor, device: torch.device) -> None:
     pointer = ctypes.c_void_p(memory.data_ptr())
     try:
         # torch does not expose the runtime's cudaHostGetDevicePointer; the driver has the same function.
-        code = int(_driver().cuMemHostGetDevicePointer_v2(ctypes.byref(address), pointer, 0))
+        driver = ctypes.CDLL("libcuda.so.1")
+        code = int(driver.cuMemHostGetDevicePointer_v2(ctypes.byref(address), pointer, 0))
     except (OSError, AttributeError) as error:
         raise ConfigError(f"swap blocks: the driver of {device} cannot be asked for addresses: {error}") from error
     if code or address.value != memory.data_ptr():
@@ -61,10 +62,6 @@ def check_host_address(memory: Tensor, device: torch.device) -> None:
             f"swap blocks: {device} cannot read host memory where the host does "
             f"(cudaHostGetDevicePointer: {found}); set swap_space_gib and num_swap_blocks to 0"
         )
-
-
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 def _release(address: int, device: torch.device) -> None:

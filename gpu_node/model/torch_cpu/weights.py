@@ -103,7 +103,10 @@ def map_weights(
     def read(stored: StoredLayer) -> LayerWeights:
         layer = read_layer(stored, convert, spec.norm_eps, packed_or_mapped, spec.norm_offset)
         tensors.release()
-        _trim()
+        # Freed memory between matrices is a tenth of SmolLM2's weights. Only glibc can return it to the system.
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if malloc_trim is not None:
+            malloc_trim(0)
         return layer
 
     layers: Iterable[LayerWeights]
@@ -125,14 +128,6 @@ def packed_or_mapped(stored: StoredLinear, convert: Converter) -> Product:
     )
     parts = tuple(Linear(convert.tensor(weight), bias) for weight, bias in zip(stored.weights, biases, strict=True))
     return parts[0] if len(parts) == 1 else FusedLinear(parts)
-
-
-def _trim() -> None:
-    """Return freed memory between matrices to the system: a tenth of SmolLM2's weights."""
-    # Only glibc has malloc_trim.
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
 
 
 def _rows_of(table: Stored, convert: Converter) -> Callable[[Tensor], Tensor]:

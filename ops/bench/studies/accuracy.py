@@ -161,7 +161,14 @@ def measure(run: Run, model: Path, base: Path) -> dict[str, Any]:
         found = accuracy_of_output(llama_perplexity(path, run.kv, "--kl-divergence", "--kl-divergence-base", base))
     counts = Counter(tensor.tensor_type.name for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1)
     took_s = round(time.monotonic() - begun_s)
-    return asdict(run) | asdict(found) | {"matrices": counts, "revision": machine.revision(), "took_s": took_s}
+    about = {"revision": machine.revision(), "machine": machine_name(machine.describe()), "took_s": took_s}
+    return asdict(run) | asdict(found) | {"matrices": counts} | about
+
+
+def machine_name(described: dict[str, Any]) -> str:
+    """Name a machine by what its arithmetic may depend on."""
+    features = ", ".join(described["cpu_features"])
+    return f"{described['cpu']}, {described['cores']} cores ({features})"
 
 
 REMARKS = """\
@@ -179,11 +186,11 @@ REMARKS = """\
 """
 HEAD = """# Accuracy, {date}
 
-`PYTHONPATH=ops python -m bench.studies.accuracy` on {cpu}, {cores} cores, with {versions}, after
-`make bench-peers`. All values compare with float32. *KL* is the mean divergence in nats. *RMS Δp* is the root of the
-mean squared difference of the next token's probability, in percent. *Same top* is how often the likeliest token is the
-same, in percent. The definitions are those of `llama-perplexity --kl-divergence`, whose own output is the column
-llama.cpp. ± is 95 %; it takes tokens as independent, as `llama-perplexity` does.
+`PYTHONPATH=ops python -m bench.studies.accuracy` with {versions}, after `make bench-peers`. All values compare with
+float32. *KL* is the mean divergence in nats. *RMS Δp* is the root of the mean squared difference of the next token's
+probability, in percent. *Same top* is how often the likeliest token is the same, in percent. The definitions are those
+of `llama-perplexity --kl-divergence`, whose own output is the column llama.cpp. ± is 95 %; it takes tokens as
+independent, as `llama-perplexity` does.
 
 - **Text**: Python's help texts (`pydoc_data.topics`), {tokens:,} tokens in {windows} windows of {window}. As in
   `llama-perplexity`, the second half of each window is scored: {scored:,} tokens.
@@ -199,6 +206,9 @@ llama.cpp. ± is 95 %; it takes tokens as independent, as `llama-perplexity` doe
 - **KV cache**: penstock's default is bfloat16 and llama.cpp's is float16. Further tables have penstock's
   `--kv-cache-dtype float16` beside float16, and `int8` beside q8_0.
 - **Verdict** compares RMS Δp: *same* if the two intervals overlap.
+- **Machines** are those of penstock's run and of llama.cpp's. The base was computed anew on each, with the same
+  settings.
+{machines}
 
 What the rows say:
 
@@ -215,6 +225,7 @@ _COLUMNS = (
     "matrices",
     *(f"{figure}, {engine}" for figure in ("KL", "RMS Δp", "same top") for engine in ("penstock", "llama.cpp")),
     "verdict",
+    "machines",
 )
 
 
@@ -225,8 +236,8 @@ def verdict(ours: Figure, theirs: Figure) -> str:
     return "better" if ours.value < theirs.value else "**worse**"
 
 
-def line(row: Row, runs: dict[str, Any]) -> str:
-    """A row of the page. A dash stands for what is not measured."""
+def line(row: Row, runs: dict[str, Any], letters: dict[str, str]) -> str:
+    """A row of the page. A dash stands for what is not measured. `letters` are the machines' names on the page."""
     pair = [runs.get(run.name) for run in (row.ours, row.theirs)]
 
     def cells(name: str, digits: int) -> str:
@@ -239,23 +250,27 @@ def line(row: Row, runs: dict[str, Any]) -> str:
     ours, theirs = (None if run is None else Figure(**run["rms_delta_p"]) for run in pair)
     judged = verdict(ours, theirs) if ours and theirs else "–"
     cells_of_row = f"{cells('kl', 5)} | {cells('rms_delta_p', 2)} | {cells('same_top', 2)}"
-    return f"| {row.title} | {matrices} | {cells_of_row} | {judged} |\n"
+    machines = ", ".join("–" if run is None else letters[run["machine"]] for run in pair)
+    return f"| {row.title} | {matrices} | {cells_of_row} | {judged} | {machines} |\n"
 
 
 def report(content: dict[str, Any]) -> str:
     """The results as a page."""
     windows, runs = content["windows"], content["runs"]
-    facts = content["machine"] | {
+    letters = {name: chr(ord("A") + i) for i, name in enumerate(dict.fromkeys(run["machine"] for run in runs.values()))}
+    facts = {
+        "date": content["date"],
         "versions": content["versions"],
         "windows": windows,
         "window": WINDOW,
         "remarks": REMARKS,
+        "machines": "\n".join(f"  - {letter}: {name}" for name, letter in letters.items()),
     }
     lines = [HEAD.format(tokens=windows * WINDOW, scored=windows * (WINDOW - 1 - WINDOW // 2), **facts)]
     for kv, title in SECTIONS.items():
         lines.append(f"## {title}\n\n| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|\n")
         known = [row for row in rows() if row.ours.kv == kv and {row.ours.name, row.theirs.name} & runs.keys()]
-        lines += [line(row, runs) for row in known]
+        lines += [line(row, runs, letters) for row in known]
         lines.append("\n")
     missing = [run.name for run in _runs() if run.name not in runs]
     lines.append("Every run is measured.\n" if not missing else "Not measured yet, and measured by the next start:\n\n")
@@ -287,7 +302,7 @@ def main() -> None:
     content: dict[str, Any] = json.loads(options.results.read_text()) if options.results.exists() else {"runs": {}}
     if content.get("windows", options.windows) != options.windows:
         parser.error(f"{options.results} has {content['windows']} windows; name another file or the same number")
-    content |= {"machine": machine.describe(), "versions": peers.versions("llamacpp"), "windows": options.windows}
+    content |= {"date": time.strftime("%Y-%m-%d"), "versions": peers.versions("llamacpp"), "windows": options.windows}
     model = demo_model()
     for run in () if options.report else _runs():
         again = any(part in run.name for part in options.redo)

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
-from penstock.contract.job import pool_of
+from penstock.contract.job import lowered_max_tokens, pool_of
 from penstock.contract.output import TERMINAL_STATES, JobLedger, LeaseEnd, Outcome, PastLease, QueuePosition, Usage
 from penstock.contract.priority import Priority, class_of_level, is_background
 from penstock.queue import keys
@@ -25,7 +25,7 @@ from penstock.queue.broker.pools import LoggedOnce, pool_names
 STATUS_FIELDS = (
     *("state", "tenant", "level", "submitted", "taken", "first", "finished", "node", "chunks", "preemptions"),
     *("losses", "code", "message", "param", "stored", "used", "retaken", "past_leases", "num_past_leases"),
-    "engine_preemptions",
+    *("engine_preemptions", "limits"),
 )
 """The fields of a job's hash that `status_of` needs."""
 
@@ -52,6 +52,9 @@ class JobStatus:
     tenant: str = "default"
     large_result_bytes: int = 0
     """Size of the result if it is large, else 0."""
+    max_tokens: int | None = None
+    """The limit to which the context lowered `max_tokens`, if it did. The queue learns the tokens of the prompt at the
+    job's end; until then this is what the context leaves at most."""
     queue_position: QueuePosition | None = None
     """The estimated position of a queued job, if a client's `status` has read it. None if the job is delayed."""
 
@@ -70,7 +73,16 @@ def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, num_a
         ledger,
         tenant=fields["tenant"],
         large_result_bytes=large_result_bytes_of(fields),
+        max_tokens=_lowered_limit(fields["limits"], ledger.usage),
     )
+
+
+def _lowered_limit(limits: str, usage: Usage | None) -> int | None:
+    """Return what the context left of a job's `max_tokens`, or None if it left all. A prompt has a token at least."""
+    if not limits:
+        return None
+    max_tokens, max_total_tokens = map(int, limits.split())
+    return lowered_max_tokens(max_tokens, max_total_tokens, 1 if usage is None else usage.prompt_tokens)
 
 
 def large_result_bytes_of(fields: Mapping[str, str]) -> int:

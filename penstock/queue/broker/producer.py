@@ -29,7 +29,6 @@ from penstock.contract.priority import NUM_LEVELS
 from penstock.contract.response_record import NO_RESPONSE, ResponseRecord
 from penstock.contract.tenant import NO_LIMIT, UNLIMITED, Terms
 from penstock.queue import keys, results, wire
-from penstock.queue.admission import RateTokens, estimate_output_bytes
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
 from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, outcome_of, status_of, times_ms_of
@@ -37,6 +36,7 @@ from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
 from penstock.queue.broker.scripts import sweep
 from penstock.queue.chunks import decode_chunks
+from penstock.queue.job_cost import RateTokens, estimate_output_bytes
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError, pack, with_members
 from penstock.queue.results import Fetches, PackedResult
@@ -267,6 +267,7 @@ class ProducerBroker:
             *(terms.burst_s, terms.weight, job.not_before_ms or 0, terms.memory_percent, terms.account),
             *(record.data, record.keep_ms),
             *(submission.rate_tokens or ("", 0, 0, "")),
+            _limits_of(job),
             "" if job.max_wait_ms is None else job.max_wait_ms,
         )
         kind = answer[0].decode()
@@ -444,6 +445,12 @@ class ProducerBroker:
         if not fields["level"]:
             raise other_version(pool_of(job_id), 1)  # Version 1 has another name for this field.
         return fields
+
+
+def _limits_of(job: JobDef) -> str:
+    """Return the field `limits` of a job's record."""
+    max_tokens, max_total_tokens = job.params.max_tokens, job.max_total_tokens
+    return "" if max_tokens is None or max_total_tokens is None else f"{max_tokens} {max_total_tokens}"
 
 
 def _decoded_record(pool: str, data: bytes) -> PoolRecord:

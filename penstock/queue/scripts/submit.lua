@@ -1,12 +1,13 @@
 -- submit: accept a job, or answer why it is refused. A known id or idempotency key with the same body is the same job.
 -- ARGV: id tenant level n cost body_hash request deadline_in_ms inbox channel needs_reader idem_hash output
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
---   response keep_ms rate_prompt rate_n rate_max may_use max_wait_ms
+--   response keep_ms rate_prompt rate_n rate_max may_use limits max_wait_ms
 --   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
 --   rate_prompt, rate_n, rate_max: tokens of the prompt, choices and most tokens of each (0: no limit), for the tenant's
 --   token rate. rate_prompt '' counts the cost. may_use: the most tokens that the job may use; '' counts the cost.
+--   limits: the job's field of that name, or ''.
 --   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; '' for the pool's.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL} | {BAD_ID_AGE, max_age_ms}
@@ -26,7 +27,7 @@ local needs_reader, idem, output = ARGV[11], ARGV[12], tonumber(ARGV[13])
 local tenant_open, tenant_queued = tonumber(ARGV[14]), tonumber(ARGV[15])
 local per_minute, burst_s = {jobs = tonumber(ARGV[16]), tokens = tonumber(ARGV[17])}, tonumber(ARGV[18])
 local weight, not_before_in, memory_percent, account = ARGV[19], tonumber(ARGV[20]), tonumber(ARGV[21]), ARGV[22]
-local response, keep, rate_prompt = ARGV[23], ARGV[24], ARGV[25]
+local response, keep, rate_prompt, limits = ARGV[23], ARGV[24], ARGV[25], ARGV[29]
 local in_background = level >= CLASSES
 
 local config = read_config()
@@ -184,7 +185,7 @@ do
   end
   -- Under `fair`, a tenant without queued jobs is never refused for its wait. A delayed job waits by its caller's wish, and
   -- background work waits as long as it takes.
-  local max_wait = tonumber(ARGV[29] or '') or tonumber(redis.call('HGET', KEYS[1], 'max_wait_ms') or '') or MAX_WAIT_MS
+  local max_wait = tonumber(ARGV[30] or '') or tonumber(redis.call('HGET', KEYS[1], 'max_wait_ms') or '') or MAX_WAIT_MS
   local is_waited_for = not is_light and not in_background and not_before_in == 0
   local ahead = is_waited_for and (own_queued > 0 or not is_fair) and cost_ahead() or 0
   if ahead > 0 then
@@ -276,6 +277,7 @@ redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'fir
   'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'held', held, 'output', output, 'idem', idem_name)
 if memory_percent > 0 then redis.call('HSET', job_key(id), 'memory_percent', memory_percent) end
 if account ~= '' then redis.call('HSET', job_key(id), 'account', account) end
+if limits ~= '' then redis.call('HSET', job_key(id), 'limits', limits) end
 if response ~= '' then
   redis.call('SET', P .. ':response:' .. id, response)
   redis.call('HSET', job_key(id), 'keep', keep, 'response_bytes', #response)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from fakes.command import run_command
 
+from penstock.cli.bench.connection import MAX_WHOLE_BYTES, AnswerRecorder
+from penstock.cli.bench.prompts import RequestRecord
 from tests.cli.bench.stub_server import NUM_PROBES, StubServer, running
 
 TTFT_S, ITL_S = 0.3, 0.01
@@ -375,3 +377,17 @@ def test_a_server_that_is_not_there_is_named() -> None:
         75,
         "penstock: no answer from 127.0.0.1:9: cannot connect: Connection refused; --base-url names another server\n",
     )
+
+
+def test_a_line_without_an_end_is_an_error_and_is_not_kept() -> None:
+    record = RequestRecord(0.0)
+    recorder = AnswerRecorder(record)
+    recorder.begin(200, "text/event-stream")
+    for _ in range(2 * MAX_WHOLE_BYTES >> 16):
+        recorder.feed(b"a" * (1 << 16), 1.0)
+    assert (record.error, record.detail) == (
+        "a line is too long",
+        "more than 16777216 bytes came without the end of a line",
+    )
+    recorder.feed(b'\n\ndata: {"choices": [{"text": "hi"}]}\n\n', 2.0)
+    assert list(record.token_events_s) == [2.0]

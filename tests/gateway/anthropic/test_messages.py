@@ -360,6 +360,42 @@ def test_calls_of_a_server_in_later_turns_are_left_out_and_named(http: httpx.Cli
         assert refused.status_code == 400 and block["type"] in refused.json()["error"]["message"]
 
 
+def test_the_output_config_of_a_message_is_ignored_and_named(http: httpx.Client, engine: Any) -> None:
+    effort = {"effort": "low"}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "system", "content": "Be brief.", "output_config": effort},
+        {"role": "user", "content": "ho"},
+        {"role": "system", "output_config": effort},
+    ]
+    answer = http.post("/v1/messages", json=body("", messages=messages))
+    assert ignored_by(answer) == ["messages.output_config.effort"]
+    assert sent_chat(engine) == [{"role": "user", "content": "hi\n<system>\nBe brief.\n</system>\nho"}]
+    without = http.post("/v1/messages", json=body("", messages=[*messages, {"role": "system", "output_config": {}}]))
+    assert without.status_code == 400
+    assert without.json()["error"]["message"].startswith("messages[4].content: ")
+
+
+def test_a_system_message_is_cleared_by_the_next_message_of_the_user(http: httpx.Client, engine: Any) -> None:
+    def system(text: str, clear_at: str) -> dict[str, str]:
+        return {"role": "system", "content": text, "clear_at": clear_at}
+
+    messages = [
+        system("old start", "next_user_message"),
+        system("start", "never"),
+        {"role": "user", "content": "hi"},
+        system("old", "next_user_message"),
+        system("stays", "never"),
+        {"role": "user", "content": "ho"},
+        system("now", "next_user_message"),
+    ]
+    assert http.post("/v1/messages", json=body("", messages=messages)).status_code == 200
+    assert sent_chat(engine) == [
+        {"role": "system", "content": "start"},
+        {"role": "user", "content": "hi\n<system>\nstays\n</system>\nho\n<system>\nnow\n</system>"},
+    ]
+
+
 def test_context_edits_are_applied_or_ignored_and_named(http: httpx.Client) -> None:
     kinds = ("clear_thinking_20251015", "clear_tool_uses_20250919", "compact_20260112", "new kind")
     edits = [{"type": kind, "trigger": {"type": "input_tokens", "value": 9}} for kind in kinds]
@@ -490,6 +526,32 @@ def test_count_tokens_takes_every_field_of_the_prompt(calling: httpx.Client, cal
     assert calling.post("/v1/messages/count_tokens", json=asked).json() == {"input_tokens": 5}
     assert calling_engine.last_params is before
     assert json.loads(calling_engine.tokenizer.last_chat[1])[0]["function"]["name"] == "f"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{**TOOLS[0], "strict": True}]},
+        {"tools": [{**TOOLS[0], "strict": False}], "tool_choice": {"type": "any"}},
+        {"tools": [*TOOLS, {**TOOLS[0], "name": "late", "defer_loading": True}]},
+        {
+            "tools": [*TOOLS, {**TOOLS[0], "name": "late", "defer_loading": True}],
+            "tool_choice": {"type": "tool", "name": "late"},
+        },
+        {"tools": TOOLS, "tool_choice": {"type": "none"}},
+    ],
+    ids=["strict", "not strict", "deferred", "deferred and chosen", "none"],
+)
+def test_count_tokens_renders_the_tools_of_the_same_message(
+    calling: httpx.Client, calling_engine: Any, more: dict[str, Any]
+) -> None:
+    asked = body("hello", model=CALLER, **more)
+    assert calling.post("/v1/messages", json=asked).status_code == 200
+    rendered = calling_engine.tokenizer.last_chat
+    calling_engine.tokenizer.last_chat = None
+    del asked["max_tokens"]
+    assert calling.post("/v1/messages/count_tokens", json=asked).status_code == 200
+    assert calling_engine.tokenizer.last_chat == rendered
 
 
 def test_count_tokens_refuses_fields_that_only_a_message_has(http: httpx.Client) -> None:

@@ -66,6 +66,9 @@ def test_document_describes_bodies_by_their_schemas(document: dict[str, Any]) ->
     for path, name in BODIES.items():
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{name}"}
+    job = document["paths"]["/v1/jobs"]["post"]
+    assert job["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/JobRequest"}
+    assert {*job["responses"]} == {"202", "default"}
     chat = document["components"]["schemas"]["ChatRequest"]
     assert chat["additionalProperties"] is False
     assert {"model", "messages", "stream", "tools", "logprobs"} <= chat["properties"].keys()

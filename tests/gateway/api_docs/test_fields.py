@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from penstock.contract.errors import RequestError
+from penstock.gateway.anthropic.schemas import MessagesRequest
 from penstock.gateway.api_docs.fields import (
     ANTHROPIC,
     BEGIN,
@@ -32,6 +33,12 @@ from penstock.gateway.api_docs.fields import (
     tables,
     values,
 )
+from penstock.gateway.embeddings.schemas import EmbeddingRequest
+from penstock.gateway.jobs.schemas import JobRequest
+from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
+from penstock.gateway.request.generation import parse
+from penstock.gateway.responses.body import ResponseBody
+from penstock.gateway.tokens.schemas import DetokenizeRequest
 from penstock.producer.batch.request import request_of
 from tests.source_tree import ROOT
 
@@ -343,3 +350,36 @@ def test_a_batch_file_restricts_what_a_row_cannot_have() -> None:
     assert (rows["stream"], rows["tools"], rows["stream_options"]) == ("only `false`", "only `[]`", REFUSED)
     assert rows["service_tier"] == 'only `"auto"` or `"default"` or `"flex"`'
     assert rows["priority"] == UNKNOWN
+
+
+ONE_TEXT = {"input": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "is_accepted"),
+    [
+        (ChatRequest, {**CHAT, "max_tokens": 16.0, "priority": -1.0}, True),
+        (CompletionRequest, {"prompt": "hi", "max_tokens": 16.0, "priority": 1}, True),
+        (EmbeddingRequest, {**ONE_TEXT, "dimensions": 4.0, "priority": 0}, True),
+        (CompletionRequest, {"prompt": [16.0]}, False),
+        (EmbeddingRequest, {"input": [16.0]}, False),
+        (ResponseBody, {**ONE_TEXT, "max_output_tokens": 16.0}, False),
+        (ResponseBody, {**ONE_TEXT, "priority": 1}, False),
+        (MessagesRequest, {**CHAT, "max_tokens": 16.0}, False),
+        (MessagesRequest, {**CHAT, "max_tokens": 16, "priority": 1}, False),
+        (JobRequest, {"prompt": "hi", "params": {"max_tokens": 16.0}}, False),
+        (JobRequest, {"prompt": "hi", "priority": 1}, False),
+        (JobRequest, {"tokens": [16.0]}, False),
+        (DetokenizeRequest, {"tokens": [16.0]}, False),
+    ],
+    ids=str,
+)
+def test_whole_numbers_and_classes_are_written_as_the_page_says(
+    schema: type[Any], body: dict[str, Any], is_accepted: bool
+) -> None:
+    raw = json.dumps({"model": MODEL, **body}).encode()
+    if is_accepted:
+        parse(schema, raw)
+        return
+    with pytest.raises(RequestError, match=r"must be an integer|'interactive', |token ids"):
+        parse(schema, raw)

@@ -188,6 +188,15 @@ def test_invalid_bytes_during_an_answer_end_the_connection_after_it(
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
 
 
+def test_bytes_that_follow_invalid_ones_do_not_reset_the_connection(connection, engine):
+    engine.step_s = 0.2
+    for part in (GOOD, MODELS + b"garbage", b"more of it"):
+        connection.sendall(part)
+        time.sleep(0.1)
+    answer = until_closed(connection)
+    assert answer.startswith(b"HTTP/1.1 200 OK") and answer.count(b"HTTP/1.1 ") == 1 and answer.endswith(b"}")
+
+
 @pytest.mark.usefixtures("no_tracebacks")
 def test_invalid_bytes_after_an_answer_are_refused(connection):
     connection.sendall(GOOD)

@@ -6,13 +6,13 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from penstock.gateway.request.reading import BODY_STEP_BYTES
+from penstock.gateway.request.reading import BODY_STEP_BYTES, MAX_SMALL_BYTES_HELD_OF_TENANT
 from tests.gateway.conftest import MODEL, EchoEngine
 
 BODY = json.dumps({"model": MODEL, "prompt": "hello"}).encode()
@@ -44,5 +44,34 @@ def test_slow_bodies_hold_what_has_arrived_and_delay_no_other(url: str, engine: 
         answer = httpx.post(f"{url}/v1/completions", content=in_chunks(), headers=headers, timeout=20)
         assert answer.json()["choices"][0]["text"] == "hello"
         assert held_bytes(url) == NUM_SLOW * 2 * BODY_STEP_BYTES
+    while held_bytes(url):
+        assert time.monotonic() < until_s
+
+
+def test_many_small_bodies_of_one_tenant_take_bounded_memory_and_further_ones_are_refused(url: str) -> None:
+    address, num_bytes = urlsplit(url), 200 << 10
+    most = MAX_SMALL_BYTES_HELD_OF_TENANT // num_bytes
+    begun = f"{HEAD}Content-Length: {num_bytes}\r\n\r\n".encode() + b" " * (num_bytes - 1)
+    with ExitStack() as connections:
+        slow = [
+            connections.enter_context(socket.create_connection((address.hostname, address.port)))
+            for _ in range(2 * most + 1)
+        ]
+        for one in slow:
+            one.setblocking(False)
+        left, refused, until_s = dict.fromkeys(slow, begun), b"", time.monotonic() + 30
+        # All but the last byte of each body, and one connection gets an answer.
+        while not refused:
+            assert time.monotonic() < until_s
+            for one in slow:
+                with suppress(BlockingIOError, ConnectionError):
+                    refused = refused or one.recv(1000)
+                with suppress(BlockingIOError, ConnectionError):
+                    left[one] = left[one][one.send(left[one]) :] if left[one] else b""
+        assert refused.startswith(b"HTTP/1.1 503 ") and b'"body_memory_full"' in refused
+        assert held_bytes(url) == most * num_bytes
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{url}/v1/completions", content=BODY, headers=headers, timeout=20)
+        assert answer.json()["choices"][0]["text"] == "hello"
     while held_bytes(url):
         assert time.monotonic() < until_s

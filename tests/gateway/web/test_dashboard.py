@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -19,7 +19,6 @@ from playwright.sync_api import Page, expect
 
 from penstock.contract.job import SamplingParams
 from penstock.gateway.web import dashboard
-from penstock.queue import keys
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.test_streams import wait_until
 from tests.gateway.web.conftest import REBOUND, Playground, scroll_width
@@ -27,7 +26,8 @@ from tests.gateway.web.conftest import REBOUND, Playground, scroll_width
 EVENTS = {"accept": "text/event-stream"}
 POOL = "pair"
 QUESTION, PARAMS = "tell me", SamplingParams(seed=5, max_tokens=400)
-STEP_S = 0.01
+STEP_S = 0.1
+"""Seconds per token of the first node, so that it is killed long before it would have ended a job."""
 
 
 def read_states(url: str, count: int, found: list[dict[str, Any]]) -> None:
@@ -113,15 +113,11 @@ def test_further_viewers_are_refused(stack: Stack, monkeypatch: pytest.MonkeyPat
     wait_until(lambda: not httpx.head(f"{url}/dashboard", headers=EVENTS).is_error)
 
 
-@pytest.fixture
-def nodes(redis_url: str) -> Iterator[dict[str, NodeProcess]]:
-    """Two nodes of one pool, each in its own process."""
-    with ExitStack() as stack:
-        settings: dict[str, Any] = {"pool": POOL, "lease_ms": 3000, "step_s": STEP_S, "aliases": '["pair-model"]'}
-        started = {name: NodeProcess(redis_url, name=name, **settings) for name in ("node-a", "node-b")}
-        for node in started.values():
-            stack.enter_context(node)
-        yield started
+@contextmanager
+def started(redis_url: str, name: str, step_s: float) -> Iterator[NodeProcess]:
+    """A node of the pool in its own process."""
+    with NodeProcess(redis_url, name=name, step_s=step_s, pool=POOL, lease_ms=3000, aliases='["pair-model"]') as node:
+        yield node
 
 
 def ask(chat: Playground) -> None:
@@ -132,32 +128,31 @@ def ask(chat: Playground) -> None:
 
 
 def test_chat_goes_on_after_its_node_is_killed_and_the_dashboard_shows_the_takeover(
-    page: Page, url: str, nodes: dict[str, NodeProcess], redis_url: str
+    page: Page, url: str, redis_url: str
 ) -> None:
-    chat = Playground(page, url)
     watched = page.context.new_page()
     watched.goto(f"{url}/#dashboard")
     cards = watched.locator(".node", has_text="node-")
-    expect(cards).to_have_count(2)
-    for name in nodes:
-        blocks = re.compile(rf"^KV blocks of {name}-\w+: 0 used, .* free of 4,096")
-        expect(watched.get_by_role("img", name=blocks)).to_be_visible()
 
-    ask(chat)
-    expect(chat.answer.locator(".said")).to_have_text(re.compile("[a-z]{20}"))
-    with sync_redis.Redis.from_url(redis_url) as client:
-        (busy,) = client.scan_iter(f"{keys.prefix(POOL)}:running:*")
-    (victim,) = (name for name in nodes if name in busy.decode())
-    used = re.compile(rf"^KV blocks of {victim}-\w+: [1-9]\d* used")
-    expect(watched.get_by_role("img", name=used)).to_be_visible()
-    nodes[victim].kill()
-    assert chat.wait_end() == text_of(reference_tokens("", PARAMS, ReferenceTokenizer().encode(QUESTION)))
+    def expect_blocks(name: str, used: str) -> None:
+        expect(watched.get_by_role("img", name=re.compile(rf"^KV blocks of {name}-\w+: {used}"))).to_be_visible()
 
-    (heir,) = nodes.keys() - {victim}
-    events = watched.locator("section.pool", has_text="pool pair").get_by_role("log", name="Events")
-    expect(events).to_contain_text(re.compile(rf"{victim}-\w+ was lost"))
-    expect(events).to_contain_text(re.compile(rf"moved from {victim}-\w+ to {heir}-\w+: its node was lost"))
-    expect(cards).to_have_count(1)
+    with started(redis_url, "node-a", STEP_S) as victim:
+        expect_blocks("node-a", "0 used, .* free of 4,096")
+        chat = Playground(page, url)
+        ask(chat)
+        expect(chat.answer.locator(".said")).to_have_text(re.compile("[a-z]{20}"))
+        # It joins only now, so that the first node has the job.
+        with started(redis_url, "node-b", 0.0):
+            expect(cards).to_have_count(2)
+            expect_blocks("node-a", r"[1-9]\d* used")
+            expect_blocks("node-b", "0 used, .* free of 4,096")
+            victim.kill()
+            assert chat.wait_end() == text_of(reference_tokens("", PARAMS, ReferenceTokenizer().encode(QUESTION)))
+            events = watched.locator("section.pool", has_text="pool pair").get_by_role("log", name="Events")
+            expect(events).to_contain_text(re.compile(r"node-a-\w+ was lost"))
+            expect(events).to_contain_text(re.compile(r"moved from node-a-\w+ to node-b-\w+: its node was lost"))
+            expect(cards).to_have_count(1)
 
 
 def test_dashboard_draws_throughput_and_waits_for_a_lost_gateway(page: Page, stack: Stack, engine: EchoEngine) -> None:

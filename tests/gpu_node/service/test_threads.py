@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract.job import JobDef
-from penstock.gpu_node.taking.intake import MAX_CHARS_ON_LOOP
+from penstock.gpu_node.taking.preparation import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.threads import Threads
 from penstock.queue.broker.producer import ProducerBroker, Submission
 

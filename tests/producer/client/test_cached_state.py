@@ -144,18 +144,31 @@ async def test_old_copy_stays_in_use_while_fetches_fail() -> None:
     await copy.close()
 
 
+@pytest.mark.parametrize("nodes", [(), (NodePressure("n1", draining=True),)])
+async def test_pool_without_a_node_that_takes_jobs_is_unavailable(nodes: tuple[NodePressure, ...]) -> None:
+    async def fetch() -> PoolPressure:
+        return PoolPressure(nodes)
+
+    admission = PoolAdmission(fetch)
+    with pytest.raises(UnavailableError) as caught:
+        await admission.require_node()
+    assert caught.value.code == "no_node"
+    assert caught.value.retry_after_ms > 0
+    await admission.close()
+
+
 async def test_a_node_that_has_just_joined_is_found() -> None:
     nodes: list[NodePressure] = []
 
     async def fetch() -> PoolPressure:
         return PoolPressure(tuple(nodes))
 
-    door = PoolAdmission(fetch)
+    admission = PoolAdmission(fetch)
     with pytest.raises(UnavailableError):
-        await door.require_node()
-    nodes.append(NodePressure("n"))
-    await door.require_node()
-    await door.close()
+        await admission.require_node()
+    nodes += (NodePressure("n1", draining=True), NodePressure("n2"))
+    await admission.require_node()
+    await admission.close()
 
 
 async def test_last_copy_is_returned_while_there_is_no_newer_one() -> None:

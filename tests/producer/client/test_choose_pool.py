@@ -8,7 +8,7 @@ import pytest
 from fakes.older_pool import REFUSAL
 from uuid_utils import uuid7
 
-from penstock.contract.errors import NotFoundError, ProtocolVersionError, RequestError, UnavailableError
+from penstock.contract.errors import NotFoundError, PenstockError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.producer.client.request import choose_pool
 from penstock.queue.broker.producer import ServedPool
 
@@ -44,6 +44,16 @@ def test_errors_name_what_is_served_now() -> None:
         choose_pool(pools, None)
     with pytest.raises(UnavailableError):
         choose_pool([], "a")
+
+
+def test_errors_hide_the_served_models_on_request() -> None:
+    pools = [pool("one"), pool("two")]
+    for name, adapter in (("unknown", None), (None, None), ("acme/one", "unknown")):
+        with pytest.raises(PenstockError) as shown:
+            choose_pool(pools, name, adapter=adapter)
+        with pytest.raises(PenstockError) as hidden:
+            choose_pool(pools, name, adapter=adapter, hides_models=True)
+        assert hidden.value.message == shown.value.message.partition("; served: ")[0] != shown.value.message
 
 
 def test_a_pool_of_another_protocol_version_is_refused_by_name() -> None:

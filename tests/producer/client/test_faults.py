@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import JobFailedError, NotFoundError, StreamDivergedError, UnavailableError
 from penstock.contract.output import Chunk
-from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.producer.client import AsyncClient, ClientSettings, mailbox
 from penstock.queue import keys
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.runtime.embedded_redis import EmbeddedRedis
@@ -95,6 +95,25 @@ async def test_slow_reader_continues_from_the_log(redis_url: str, told_node: Fak
         assert reads_before == 0
         check_whole(seen + await read_all(stream), slow, 200)
         assert client.stats.log_reads - reads_before == 1
+
+
+@pytest.mark.parametrize(("most", "num_reads"), [(64 << 20, 0), (700 * mailbox.MIN_QUEUED_CHUNKS, 1)])
+async def test_slow_readers_of_one_client_share_a_bound_of_bytes(
+    redis_url: str, told_node: FakeNode, monkeypatch: pytest.MonkeyPatch, most: int, num_reads: int
+) -> None:
+    monkeypatch.setattr(mailbox, "MAX_QUEUED_BYTES", most)
+    async with AsyncClient(redis_url) as client:
+        job = await client.submit("hello", max_tokens=100)
+        stream = job.stream()
+        [run] = await told_node.take()
+        await run.say(5)
+        seen = await read_some(stream, 3)
+        for _ in range(19):
+            await run.say(5)
+        await run.finish()
+        await asyncio.sleep(0.1)
+        check_whole(seen + await read_all(stream), job, 100)
+        assert client.stats.log_reads == num_reads
 
 
 async def test_slow_reader_gets_the_rest_from_the_result_once_the_log_has_expired(
@@ -220,6 +239,28 @@ async def test_a_lost_queued_job_is_submitted_again(
     check_whole(await asyncio.wait_for(reading, PATIENCE_S), job, 10)
     assert (await waiting).choices[0].token_ids == tuple(fake_tokens(job.id, 10))
     assert quick_client.stats.resubmits >= 1
+
+
+async def test_of_too_many_requests_the_newest_are_kept_for_submitting_them_again(
+    redis_url: str, told_node: FakeNode, redis: Redis
+) -> None:
+    settings = QUICK.model_copy(update={"max_kept_mib": 1})
+    async with AsyncClient(redis_url, settings=settings) as client:
+        # A tenant may keep a quarter of a MiB.
+        jobs = [await client.submit(letter * 150_000, max_tokens=10) for letter in "ab"]
+        other = await client.submit("c" * 150_000, max_tokens=10, tenant="other")
+        readings = [asyncio.create_task(read_all(job.stream())) for job in (*jobs, other)]
+        for job in (*jobs, other):
+            await forget(redis, job.id)
+        runs = await told_node.take(2)
+        assert {run.id for run in runs} == {jobs[1].id, other.id}
+        for run in runs:
+            await run.say(10)
+            await run.finish()
+        for job, reading in zip((jobs[1], other), readings[1:], strict=True):
+            check_whole(await asyncio.wait_for(reading, PATIENCE_S), job, 10)
+        with pytest.raises(NotFoundError):
+            await asyncio.wait_for(readings[0], PATIENCE_S)
 
 
 async def test_lost_running_job_continues_after_the_delivered_tokens(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.contract.job import Message
 from penstock.contract.tools import MAX_ARGUMENTS_CHARS, MAX_CALLS, MAX_FUNCTION_NAME_CHARS, ToolCall
 from penstock.producer.openai.parsed_text import AnswerFormat, AnswerReader, ParsedText
-from penstock.producer.openai.tool_calls import CALL_FORMS, Call, num_held
+from penstock.producer.openai.tool_calls import CALL_FORMS, MAX_OPENING_CHARS, Call, num_held
 
 LONGEST_MARK = len("<|python_tag|>")
 MAX_UNDECIDED = 32
@@ -342,3 +342,14 @@ def test_text_and_calls_of_one_piece_keep_their_order() -> None:
 
 def test_the_longest_end_that_may_begin_a_mark_is_held() -> None:
     assert [num_held(text, "<<a") for text in ("", "<", "x<<", "<<<", "<<a", "<a")] == [0, 1, 2, 2, 0, 0]
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_blanks_that_follow_a_mark_without_an_end_are_text(size: int) -> None:
+    call = '{"name": "f", "arguments": {}}</tool_call>'
+    for num_blanks, is_call in ((MAX_OPENING_CHARS - len("<tool_call>"), True), (MAX_OPENING_CHARS, False)):
+        text = "<tool_call>" + " " * num_blanks + call
+        reader = AnswerReader(AnswerFormat("hermes"))
+        parts = [reader.push(text[at : at + size]) for at in range(0, len(text), size)] + [reader.end()]
+        assert any(part.calls for part in parts) is is_call
+        assert "".join(part.content for part in parts) == ("" if is_call else text)

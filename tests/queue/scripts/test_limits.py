@@ -12,8 +12,8 @@ from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.pool import NodePressure
 from penstock.contract.tenant import Terms
 from penstock.queue import keys
-from penstock.queue.admission import estimate_output_bytes
 from penstock.queue.broker.producer import Submission
+from penstock.queue.job_cost import estimate_output_bytes
 from penstock.queue.wire import encode_record
 
 TOLERANCE_MS = 2_000  # a slow machine

@@ -14,13 +14,13 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.output import Choice, Outcome, Usage
 from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.queue import keys
-from penstock.queue.admission import estimate_output_bytes
 from penstock.queue.broker import scripts
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.node import Emission, Taken
 from penstock.queue.broker.producer import LARGE_RESULT_BYTES, Submission
+from penstock.queue.job_cost import estimate_output_bytes
 from penstock.queue.results import encode_result
 
 RECORD_BYTES, WIDE_RECORD_BYTES, KEY_BYTES = 1056, 5120, 256

@@ -17,12 +17,12 @@ from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.output import Outcome, Usage
 from penstock.contract.tasks import Tokenize
 from penstock.contract.tenant import Terms
-from penstock.queue.admission import RateTokens, rate_tokens
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.audit import audit
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Emission, Taken
 from penstock.queue.broker.producer import Submission
+from penstock.queue.job_cost import RateTokens, rate_tokens
 
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 TOLERANCE_MS = 2_000  # a slow machine

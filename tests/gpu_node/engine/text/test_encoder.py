@@ -215,6 +215,31 @@ def test_a_tokenizer_that_permits_no_cuts_bounds_a_text_as_it_normalizes_it(back
     assert sized.most == 0
 
 
+def test_a_tokenizer_that_permits_no_cuts_gets_one_long_text_at_a_time(backend: Backend) -> None:
+    backend.normalizer = normalizers.NFKC()
+
+    class Slow(Counting):
+        num_now = most = 0
+
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            self.num_now += 1
+            self.most = max(self.most, self.num_now)
+            time.sleep(0.02)
+            self.num_now -= 1
+            return super().encode_batch_fast(texts, **options)
+
+    for num_chars, together in ((encoder.MAX_SMALL_WHOLE_CHARS, True), (encoder.MAX_SMALL_WHOLE_CHARS + 2, False)):
+        slow: Any = Slow(backend)
+        texts = LongTextEncoder(slow, separator_of(backend))
+        text = ("a " * num_chars)[:num_chars]
+        threads = [threading.Thread(target=texts.encode, args=(text,), kwargs={"framed": False}) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (slow.most > 1) is together
+
+
 def test_library_never_gets_a_long_text_whole(backend: Backend) -> None:
     sized: Any = Sized(backend)
     text = "word after word\n" * 50_000

@@ -80,7 +80,7 @@ def test_memory_that_the_gpu_sees_elsewhere_is_refused(
         return code
 
     driver = SimpleNamespace(cuMemHostGetDevicePointer_v2=address_of)
-    monkeypatch.setattr("penstock.gpu_node.model.gpu.device._driver", lambda: driver)
+    monkeypatch.setattr("penstock.gpu_node.model.gpu.device.ctypes.CDLL", lambda _: driver)
     memory, device = torch.zeros(4), torch.device("cpu")
     if message is None:
         check_host_address(memory, device)

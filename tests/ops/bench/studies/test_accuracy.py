@@ -128,12 +128,24 @@ def test_a_row_is_worse_only_if_the_intervals_are_apart() -> None:
     assert verdict(Figure(1.20, 0.02), Figure(1.35, 0.05)) == "better"
 
 
+FIGURES: dict[str, Any] = {name: {"value": 1.25, "error": 0.25} for name in ("kl", "rms_delta_p", "same_top")}
+
+
+def page_of(runs: dict[str, Any]) -> str:
+    return report({"date": "2026-11-24", "versions": "llama.cpp", "windows": 2, "runs": runs})
+
+
+def test_the_page_names_the_machine_of_each_run() -> None:
+    first, second, *_ = rows()
+    made_on = {first.ours: "one", first.theirs: "two", second.ours: "two"}
+    page = page_of({run.name: FIGURES | {"matrices": {}, "machine": where} for run, where in made_on.items()})
+    assert "  - A: one\n  - B: two\n" in page
+    assert [line.split(" | ")[-1] for line in page.splitlines() if line.startswith("| ")][1:3] == ["A, B |", "B, – |"]
+
+
 def test_the_page_names_the_runs_that_it_lacks() -> None:
     row = next(rows())
-    figure: dict[str, Any] = {name: {"value": 1.25, "error": 0.25} for name in ("kl", "rms_delta_p", "same_top")}
-    machine = {"date": "2026-11-24", "cpu": "a CPU", "cores": 2}
-    runs = {row.ours.name: figure | {"matrices": {"Q4_1": 210}}}
-    page = report({"machine": machine, "versions": "llama.cpp", "windows": 2, "runs": runs})
+    page = page_of({row.ours.name: FIGURES | {"matrices": {"Q4_1": 210}, "machine": "one"}})
     [found] = [line for line in page.splitlines() if line.startswith(f"| {row.title} | 210 Q4_1 |")]
     assert "1.25 ± 0.25 | – |" in found
     assert f"- {row.theirs.name}" in page.splitlines()

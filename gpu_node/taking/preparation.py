@@ -1,4 +1,4 @@
-"""From a taken job to a request in the engine: decode it, tokenize it, prepare its grammar or adapter, queue it."""
+"""Prepares taken jobs: decodes and tokenizes them, gets their grammars and adapters, and adds them to the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from penstock.contract.errors import InvariantError, PenstockError, RequestError, TooLargeError
-from penstock.contract.job import Message, SamplingParams, created_at, lowered_max_tokens, seed_of
+from penstock.contract.job import Message, created_at, lowered_max_tokens, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk, Outcome
 from penstock.contract.tasks import MAX_OUTPUT_BYTES, MAX_TASK_TOKENS, Detokenize, Embed, Tokenize
@@ -22,6 +22,7 @@ from penstock.contract.tools import CONTINUES, GENERATION_PROMPT
 from penstock.gpu_node.engine.records import EngineRequest, Prepared, ResumedChoice
 from penstock.gpu_node.engine.served_model import truncated
 from penstock.gpu_node.engine.text.chat import MAX_RENDERS_AT_ONCE
+from penstock.gpu_node.engine.text.encoder import MAX_SMALL_WHOLE_CHARS
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine.worker import EngineWorker
 from penstock.gpu_node.jobs.held_job import HeldJob, SealedChunk, outcome_of, seal
@@ -106,6 +107,9 @@ MAX_TASKS_AT_ONCE = 2
 """Long tasks that are tokenized at once, on threads of their own: a flood of tasks then delays no job's prompt."""
 MAX_TASKS_OF_TENANT = 1
 """The same for the long tasks of one tenant, so that its flood leaves a thread to other tenants."""
+MAX_LONG_PROMPTS_OF_TENANT = 2
+"""Prompts above MAX_SMALL_WHOLE_CHARS of one tenant that are tokenized at once. They may wait for each other there, on
+threads that other tenants need."""
 MAX_TASKS_READ = MAX_TASKS_AT_ONCE + MAX_RENDERS_AT_ONCE
 """Long tasks whose requests are in memory at once: those on the threads, and chats at the template."""
 MAX_CHATS_OF_TENANT = 2
@@ -116,7 +120,7 @@ MAX_TRIALS_OF_TENANT = 4
 """The same for the trials of one tenant."""
 
 
-class JobIntake:
+class JobPreparation:
     """The step from a taken job to an engine request. Each job has a task of its own.
 
     No job waits for another job's grammar, adapter, bad words or long prompt. Jobs without these reach the engine in
@@ -156,27 +160,29 @@ class JobIntake:
         """Threads that wait for the chat template; separate, so that a slow template does not delay long prompts."""
         self._chats_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Semaphores by tenant."""
-        self._receiving: set[asyncio.Task[None]] = set()
+        self._long_prompts_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """Semaphores by tenant."""
+        self._running: set[asyncio.Task[None]] = set()
         self.num_tokenizer_failures = 0
         """Prompts that the tokenizer failed at, not counting those that it refused as invalid."""
 
-    def admit(self, job: HeldJob) -> None:
-        """Start the intake of a job that the ledger has just begun to hold."""
-        task = asyncio.create_task(self._receive(job), name=f"penstock intake {job.job_id}")
-        self._receiving.add(task)
-        task.add_done_callback(partial(self._on_received, job))
+    def begin(self, job: HeldJob) -> None:
+        """Start the preparation of a job that the ledger has just begun to hold."""
+        task = asyncio.create_task(self._run(job), name=f"penstock preparation {job.job_id}")
+        self._running.add(task)
+        task.add_done_callback(partial(self._on_end, job))
 
     async def close(self) -> None:
-        """Cancel all intakes. The jobs stay in the ledger for the caller to give back."""
-        await cancel_until_done(self._receiving)
+        """Cancel all preparations. The jobs stay in the ledger for the caller to give back."""
+        await cancel_until_done(self._running)
 
-    def _on_received(self, job: HeldJob, task: asyncio.Task[None]) -> None:
-        self._receiving.discard(task)
+    def _on_end(self, job: HeldJob, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(job, error)  # Otherwise the node would hold the job forever.
 
-    async def _receive(self, job: HeldJob) -> None:
-        crash_points.point("before", "admission")
+    async def _run(self, job: HeldJob) -> None:
+        crash_points.point("before", "preparation")
         try:
             if job.is_task:
                 await self._answer(job)
@@ -187,14 +193,17 @@ class JobIntake:
                 return
             prepared = await self._prepare(request, job.taken.tenant)
             token_ids = await self._encode(job, request)
-            prompt_ids = await self._prompt_ids(request, token_ids)
+            prompt_ids: list[TokenLogprobs] = []
+            # The engine reports the tokens of a prompt with log-probabilities.
+            if request.params.return_token_ids and request.params.prompt_logprobs is None:
+                prompt_ids = await self._threads.run(lambda: [TokenLogprobs((one,), (), (b"",)) for one in token_ids])
         except Exception as error:
             # A library may raise anything; the error concerns this job alone.
             await self._reject(job, error)
         else:
             job.report_prompt(prompt_ids)
             self._start(job, request, token_ids, prepared)
-        crash_points.point("after", "admission")
+        crash_points.point("after", "preparation")
 
     async def _reject(self, job: HeldJob, error: Exception) -> None:
         if self._ledger.get(job.job_id) is not job:
@@ -282,16 +291,16 @@ class JobIntake:
             if request.messages is not None:
                 async with self._chats_of.setdefault(job.taken.tenant, asyncio.Semaphore(MAX_CHATS_OF_TENANT)):
                     return await self._chat_threads.run(call)
-            return call() if _num_chars(request) <= MAX_CHARS_ON_LOOP else await threads.run(call)
+            if (num_chars := _num_chars(request)) <= MAX_CHARS_ON_LOOP:
+                return call()
+            if num_chars <= MAX_SMALL_WHOLE_CHARS or job.is_task:
+                return await threads.run(call)
+            turn = asyncio.Semaphore(MAX_LONG_PROMPTS_OF_TENANT)
+            async with self._long_prompts_of.setdefault(job.taken.tenant, turn):
+                return await threads.run(call)
         except Exception as error:
             self.num_tokenizer_failures += not isinstance(error, PenstockError)
             raise
-
-    async def _prompt_ids(self, request: Request, token_ids: Sequence[int]) -> list[TokenLogprobs]:
-        """Return the prompt's tokens to report; the engine reports those of a prompt with log-probabilities."""
-        if not request.params.return_token_ids or request.params.prompt_logprobs is not None:
-            return []
-        return await self._threads.run(lambda: [TokenLogprobs((one,), (), (b"",)) for one in token_ids])
 
     def _start(self, job: HeldJob, request: Request, token_ids: list[int], prepared: Prepared | None) -> None:
         self._ledger.open(job, len(token_ids))
@@ -299,8 +308,15 @@ class JobIntake:
             self._outbox.end(job, outcome_of(job))
             return
         if self._ledger.get(job.job_id) is not job or job.outcome is not None:
-            return  # The job was lost or canceled during its intake.
-        params, taken = _fitting_params(request, len(token_ids)), job.taken
+            return  # The job was lost or canceled during its preparation.
+        params, taken = request.params, job.taken
+        # The prompt may leave less of `max_total_tokens` than `max_tokens`.
+        lowered = lowered_max_tokens(params.max_tokens, request.max_total_tokens, len(token_ids))
+        if lowered is not None:
+            params = params.model_copy(update={"max_tokens": lowered})
+        variables = json.loads(request.chat_template_kwargs or "{}")
+        # Otherwise the output continues the prompt's text.
+        begins_text = request.messages is not None and not variables.get(CONTINUES)
         job.is_in_engine = True
         added = self._worker.add(
             EngineRequest(
@@ -315,7 +331,7 @@ class JobIntake:
                 adapter=request.adapter,
                 reports_prefill=request.return_progress and not taken.num_chunks,
                 embed=request.task if isinstance(request.task, Embed) else None,
-                begins_text=_begins_text(request),
+                begins_text=begins_text,
                 prepared=prepared,
             )
         )
@@ -336,20 +352,6 @@ class JobIntake:
         else:
             log.error("the engine failed on a job", extra={"job_id": job.job_id}, exc_info=error)
             self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
-
-
-def _begins_text(request: Request) -> bool:
-    """Return whether the output is the text of a new message, and does not continue the prompt's text."""
-    if request.messages is None:
-        return False
-    return not (request.chat_template_kwargs and json.loads(request.chat_template_kwargs).get(CONTINUES))
-
-
-def _fitting_params(request: Request, num_prompt_tokens: int) -> SamplingParams:
-    """Return the sampling options with `max_tokens` lowered to what the prompt leaves of `max_total_tokens`."""
-    params = request.params
-    lowered = lowered_max_tokens(params.max_tokens, request.max_total_tokens, num_prompt_tokens)
-    return params if lowered is None else params.model_copy(update={"max_tokens": lowered})
 
 
 def _num_chars(request: Request) -> int:

@@ -1,6 +1,7 @@
-"""Admission: what a job costs, and whether a pool has a node for it.
+"""Estimates what a job costs: KV tokens, tokens of a rate, and bytes in Redis; and how long nodes take for a cost.
 
-These pure functions serve clients and gateways. submit.lua decides about all limits: they hold across processes.
+These pure functions only estimate, for clients and gateways. scripts/submit.lua decides whether a job is accepted,
+because limits hold across processes.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.contract.errors import PromptTooLongError, UnavailableError
+from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, JobDef
-from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
+from penstock.contract.pool import NodePressure, PoolRecord
 
 OUTPUT_BYTES_PER_TOKEN = 110
 """The most bytes of log and result per token, without log-probabilities. A chunk of one token takes 96."""
@@ -173,18 +174,6 @@ def estimate_output_bytes(job: JobDef, request_bytes: int) -> int:
 def _logprob_bytes(num_logprobs: int | None) -> int:
     """Return the log bytes of one token's log-probabilities, with this number of alternatives; None: not requested."""
     return 0 if num_logprobs is None else (1 + num_logprobs) * BYTES_PER_LOGPROB
-
-
-def has_node(pressure: PoolPressure) -> bool:
-    """Return whether a node takes jobs of the pool."""
-    return not all(node.draining for node in pressure.nodes)
-
-
-def require_node(pressure: PoolPressure) -> None:
-    """Raise UnavailableError if no node takes jobs of the pool. A task needs no more: it waits for no capacity."""
-    if not has_node(pressure):
-        message = "no live node serves this pool; `queue_without_node` of submit and /v1/jobs lets a job wait"
-        raise UnavailableError(message, code="no_node")
 
 
 def expected_wait_ms(nodes: Sequence[NodePressure], cost: float) -> int | None:

@@ -1,4 +1,4 @@
-"""Admission: what a job will cost, and whether its pool has a node."""
+"""What a job will cost: KV tokens, tokens of a rate, bytes."""
 
 from __future__ import annotations
 
@@ -11,29 +11,18 @@ from fakes.queue.harness import new_job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.errors import PromptTooLongError, UnavailableError
+from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import MAX_TOKENS_LIMIT, PREDICTED_OUTPUT_TOKENS, Message, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.output import Chunk
-from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
+from penstock.contract.pool import NodePressure, PoolRecord
 from penstock.contract.tasks import Embed
 from penstock.contract.tools import ToolCall
-from penstock.queue.admission import (
-    TEMPLATE_TOKENS,
-    estimate_cost,
-    estimate_output_bytes,
-    prompt_bytes,
-    rate_tokens,
-    require_node,
-)
 from penstock.queue.chunks import encode_chunk
+from penstock.queue.job_cost import TEMPLATE_TOKENS, estimate_cost, estimate_output_bytes, prompt_bytes, rate_tokens
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000)
 UNLIMITED = PoolRecord("m", "acme/model")
-
-
-def node(name: str = "n1", *, draining: bool = False) -> NodePressure:
-    return NodePressure(name, draining=draining)
 
 
 # Tokens of a rate
@@ -80,7 +69,7 @@ def test_prompt_to_embed_may_fill_the_context_and_costs_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(("size", "fits"), [(7992, True), (7993, False), (10**6, False)])
-def test_text_that_cannot_fit_even_in_the_longest_tokens_is_refused_at_admission(size: int, fits: bool) -> None:
+def test_text_that_cannot_fit_even_in_the_longest_tokens_is_refused(size: int, fits: bool) -> None:
     """Limit 1000 with one of output: 999 tokens of at most 8 bytes."""
     record = replace(RECORD, max_token_bytes=8)
     if fits:
@@ -183,15 +172,3 @@ def test_cost_is_positive_and_grows_with_choices(prompt: str, n: int, max_tokens
         estimate_cost(new_job(prompt=prompt, params=SamplingParams(n=k, max_tokens=max_tokens)), RECORD) for k in (1, n)
     )
     assert 1 <= one <= many <= n * one
-
-
-# Nodes
-
-
-def test_no_node_is_unavailable() -> None:
-    for nodes in ((), (node(draining=True),)):
-        with pytest.raises(UnavailableError) as caught:
-            require_node(PoolPressure(nodes))
-        assert caught.value.code == "no_node"
-        assert caught.value.retry_after_ms > 0
-    require_node(PoolPressure((node(draining=True), node("n2"))))
