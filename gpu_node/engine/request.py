@@ -193,6 +193,7 @@ def open_choice(
         weight=asked.weight,
         priority=asked.priority,
         urgency=asked.priority,
+        background=asked.background,
         bad_words=request.prepared.bad_words,
         adapter=request.prepared.adapter,
         prompt_results=request.prompt_scores or request.pooled,
