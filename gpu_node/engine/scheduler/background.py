@@ -1,14 +1,15 @@
 """Background work in steps: how much of it runs beside foreground work, and the share of engine time that it is owed.
 
-Nobody waits for background sequences, so they fill what foreground sequences leave. Beside these they lengthen a step by
-a bounded factor. Alone they run in short steps while foreground work may come, because it waits for the running step. So
-that they progress under any load, they are owed a share of the engine's time: while they are below it, the bound of each
-step is raised by as much as they lack. Raising every step a little keeps the longest time between foreground tokens
-shorter than a large step of background work from time to time would.
+Nobody waits for background sequences, so they fill what foreground sequences leave. Beside these they lengthen a step
+by a bounded factor. Alone they run in short steps while foreground work may come, because it waits for the running
+step. So that they progress under any load, they are owed a share of the engine's time: while they are below it, the
+bound of each step is raised by as much as they lack. Raising every step a little keeps the longest time between
+foreground tokens shorter than a large step of background work from time to time would.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -26,6 +27,8 @@ WINDOW_MS = 10_000.0
 """Engine milliseconds for which use above or below the owed share is remembered."""
 FOREGROUND_MEMORY_MS = 60_000.0
 """Engine milliseconds after the last foreground work for which steps of background work stay short."""
+_KEPT_MS = 2_000.0
+"""Engine milliseconds whose share background work must have in advance before its last sequences yield."""
 _MIN_TURN = 0.5
 """A prompt that needs more than the rest of a step waits for the next one, unless the rest is this part of the step."""
 
@@ -166,7 +169,9 @@ class BackgroundBudget:
         if self._has_owed:
             for seq in self._present:
                 seq.is_owed = False
-        self._has_owed = self.is_due and bool(self._present)
+        # Work that started because it was owed must not yield as soon as it has caught up, or it would start in vain.
+        enough_ms = -_KEPT_MS * self._limits.background_share if self._has_owed else 0.0
+        self._has_owed = self.engine_time.lacking_ms > enough_ms and bool(self._present)
         if not self._has_owed:
             return
         share = self._limits.background_share
@@ -191,7 +196,8 @@ class BackgroundBudget:
         waiting = [len(seq.token_ids) for seq in self._queues if not seq.background]
         num_prompt_tokens = int(to_compute[to_compute > 1].sum()) + sum(waiting)
         must_run = running is None and not len(to_compute)
-        foreground_tokens = min(foreground_tokens, max_tokens - must_run)
+        reserved = max(int(must_run), math.ceil(2 * self._limits.background_share * max_tokens) if self.is_due else 0)
+        foreground_tokens = min(foreground_tokens, max(num_decoded, max_tokens - reserved))
         num_foreground = min(foreground_tokens, num_decoded + num_prompt_tokens)
         running_ms = 0.0 if running is None else self._time.step_ms(StepWork.of(running, 0))
         left_ms = self._left_ms(num_decoded, max(0, num_foreground - num_decoded), running_ms)
@@ -202,6 +208,8 @@ class BackgroundBudget:
         """Return the milliseconds that background sequences may add to a step."""
         limits, lacking_ms = self._limits, self.engine_time.lacking_ms
         if not num_decoded and not num_prefilled:
+            if 2 * running_ms > limits.background_step_ms:
+                return 0.0
             return limits.background_step_ms - running_ms - self._time.decode_ms(0)
         foreground_ms = self._time.step_ms(StepWork(num_decoded, num_prefilled, 0, 0))
         # A step that also computes a prompt is long already: only decoding may be slowed down.
