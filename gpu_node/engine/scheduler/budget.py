@@ -120,7 +120,7 @@ class StepLimits:
     max_model_len: int
     max_prefill_ms_beside_decode: float | None = None
     """Milliseconds that prompts may add to a step in which other sequences decode; see `PrefillBudget`."""
-    background_slowdown: float = 2.0
+    background_slowdown: float = 1.5
     """Factor by which background sequences may lengthen a step in which foreground sequences decode."""
     background_share: float = 0.1
     """Share of the engine's time that background sequences get at least."""
