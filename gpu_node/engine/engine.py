@@ -278,10 +278,6 @@ class Engine:
         """Whether background work is below its share of the engine's time. Any thread may read it."""
         return self._scheduler.background.is_due
 
-    def note_queue(self, *, has_background: bool) -> None:
-        """Note whether background work waits outside the engine. Any thread may call it."""
-        self._scheduler.background.is_queued = has_background
-
     def stats(self) -> EngineStats:
         """Return a snapshot of memory, queues and counters."""
         counts, timings = self._guides.counts, self._timings

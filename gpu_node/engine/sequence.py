@@ -64,7 +64,7 @@ class Sequence:
     """The class that it was started as: its own, or a more urgent one after a long wait."""
     background: bool = False
     """Whether no caller waits for it."""
-    is_owed: bool = False
+    is_protected: bool = False
     """Whether it is background work that foreground sequences may not displace now."""
     submitted_ms: float = 0.0
     predicted_tokens: int = 0

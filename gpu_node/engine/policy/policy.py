@@ -53,7 +53,7 @@ class SchedulingPolicy(Protocol):
 
 
 def in_turns(waiting: Iterable[Sequence]) -> Iterator[list[Sequence]]:
-    """Yield waiting sequences in turns: background work that is owed a share, foreground work, other background work.
+    """Yield waiting sequences in turns: protected background work, foreground work, other background work.
 
     The caller starts sequences of a turn before it asks for the next one. Other background work may not start while a
     foreground sequence waits, because that one would need its capacity.
@@ -63,10 +63,10 @@ def in_turns(waiting: Iterable[Sequence]) -> Iterator[list[Sequence]]:
     if len(foreground) == len(queued):
         yield queued
         return
-    yield [seq for seq in queued if seq.is_owed]
+    yield [seq for seq in queued if seq.is_protected]
     yield foreground
     if all(seq.row >= 0 for seq in foreground):
-        yield [seq for seq in queued if seq.background and not seq.is_owed]
+        yield [seq for seq in queued if seq.background and not seq.is_protected]
 
 
 class FirstComeFirstServed:

@@ -1,10 +1,10 @@
-"""Background work in steps: how much of it runs beside foreground work, and the share of engine time that it is owed.
+"""Background work in steps: how much of it runs beside foreground work, and its guaranteed share of engine time.
 
-Nobody waits for background sequences, so they fill what foreground sequences leave. Beside these they lengthen a step
-by a bounded factor. Alone they run in short steps while foreground work may come, because it waits for the running
-step. So that they progress under any load, they are owed a share of the engine's time: while they are below it, the
-bound of each step is raised by as much as they lack. Raising every step a little keeps the longest time between
-foreground tokens shorter than a large step of background work from time to time would.
+No caller waits for background sequences, so they fill what foreground sequences leave. Beside these they lengthen a
+step by a bounded factor. Alone they run in short steps while foreground work may come, because it waits for the running
+step. A share of the engine's time is guaranteed to them. While they are below it, the bound of each step is raised by
+as much as they lack. Large steps of background work from time to time would have the same effect with longer gaps
+between foreground tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
 
 WINDOW_MS = 10_000.0
-"""Engine milliseconds for which use above or below the owed share is remembered."""
+"""Engine milliseconds for which use above or below the guaranteed share is remembered."""
 FOREGROUND_MEMORY_MS = 60_000.0
 """Engine milliseconds after the last foreground work for which steps of background work stay short."""
 _KEPT_MS = 2_000.0
@@ -109,7 +109,7 @@ class EngineTime:
 class BackgroundBudget:
     """Divides each step between foreground and background sequences.
 
-    Background sequences take turns: the one that has waited the longest for a step goes first.
+    The background sequence that has waited the longest for a step goes first.
     """
 
     def __init__(self, limits: StepLimits, batch: RunningBatch, queues: WaitingQueues, step_time: StepTime) -> None:
@@ -126,7 +126,7 @@ class BackgroundBudget:
         self._ran_at = np.zeros(limits.max_num_seqs, dtype=np.int64)
         """The number of the last step of each row."""
         self._num_steps = 0
-        self._is_held_back = self._has_owed = False
+        self._is_held_back = self._has_protected = False
 
     @property
     def is_due(self) -> bool:
@@ -161,23 +161,23 @@ class BackgroundBudget:
             return False
         return self.engine_time.since_foreground_ms < FOREGROUND_MEMORY_MS or self.has_foreground()
 
-    def mark_owed(self, num_blocks: int) -> None:
+    def protect(self, num_blocks: int) -> None:
         """Mark the background sequences that foreground ones may not displace: while it is due, its share of a device.
 
         The share is of the rows and of `num_blocks`; the first sequence may hold more.
         """
-        if self._has_owed:
+        if self._has_protected:
             for seq in self._present:
-                seq.is_owed = False
-        # Work that started because it was owed must not yield as soon as it has caught up, or it would start in vain.
-        enough_ms = -_KEPT_MS * self._limits.background_share if self._has_owed else 0.0
-        self._has_owed = self.engine_time.lacking_ms > enough_ms and bool(self._present)
-        if not self._has_owed:
+                seq.is_protected = False
+        # Work that started because it was guaranteed must not yield as soon as it has caught up, or it would start in vain.
+        enough_ms = -_KEPT_MS * self._limits.background_share if self._has_protected else 0.0
+        self._has_protected = self.engine_time.lacking_ms > enough_ms and bool(self._present)
+        if not self._has_protected:
             return
         share = self._limits.background_share
         rows_left, blocks_left = share * self._limits.max_num_seqs - 1, share * num_blocks
         for seq in (seq for seq in chain(self._batch.seqs, self._queues) if seq.background):
-            seq.is_owed = True
+            seq.is_protected = True
             rows_left -= 1 + len(seq.forks)
             blocks_left -= max(len(seq.blocks), self._batch.num_blocks(len(seq.token_ids)))
             if rows_left < 0 or blocks_left < 0:

@@ -90,8 +90,8 @@ class Preemptor:
         if not self._queues:
             return None
         running = self._batch.seqs
-        if any(seq.is_owed for seq in running):
-            running = [seq for seq in running if not seq.is_owed]
+        if any(seq.is_protected for seq in running):
+            running = [seq for seq in running if not seq.is_protected]
         request = _spare_foreground(self._policy.preemption_request(self._queues, running, self._batch.num_tokens))
         if request is not None and self._admission.could_fit(*request):
             return request
@@ -108,7 +108,7 @@ class Preemptor:
 
         Least urgent and newest first. Blocks that they share count as freed.
         """
-        victims = [seq for seq in self._batch.seqs if seq.background and not seq.is_owed]
+        victims = [seq for seq in self._batch.seqs if seq.background and not seq.is_protected]
         if not victims or self._isolator.is_isolating:
             return []
         victims.sort(key=lambda seq: seq.urgency)
@@ -149,7 +149,7 @@ class Preemptor:
         """
         seqs = self._batch.seqs
         background = [seq for seq in seqs if seq.background]
-        yielding = [seq for seq in background if not seq.is_owed] or background or seqs
+        yielding = [seq for seq in background if not seq.is_protected] or background or seqs
         victim = self._policy.victim(yielding, self._batch.num_tokens)
         self.preempt(victim)
         return victim

@@ -203,7 +203,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Return the next step, or None when there is nothing to compute."""
         self._batch.own_last_blocks()
-        self.background.mark_owed(self._memory.device.num_total)
+        self.background.protect(self._memory.device.num_total)
         self._preemptor.preempt_for_request(self.max_step_tokens)
         num_small = 0 if self._isolator.has_any else self._small_steps.take()
         max_drafted_step = 0 if self._isolator.has_any or num_small else self.max_step_tokens
@@ -228,7 +228,7 @@ class Scheduler:
             return None
         self._progress.assume(step)
         self._in_flight = None
-        self.background.mark_owed(self._memory.device.num_total)
+        self.background.protect(self._memory.device.num_total)
         num_small = self._small_steps.take()
         if not self.running:
             return None

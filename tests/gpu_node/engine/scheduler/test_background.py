@@ -65,9 +65,8 @@ class Bench:
         self.scheduler.add(seq)
         return seq
 
-    @property
     def is_due(self) -> bool:
-        """Whether background work is below its share."""
+        """Return whether background work is below its share."""
         return self.scheduler.background.is_due
 
     def run(self, num_steps: int = 1) -> Step:
@@ -237,14 +236,14 @@ def test_background_work_is_due_while_it_waits_outside_the_engine() -> None:
     bench = Bench()
     bench.add(4, 3000, background=False)
     bench.run(10)
-    assert not bench.is_due
+    assert not bench.is_due()
     bench.scheduler.background.is_queued = True
     bench.run(10)
-    assert bench.is_due
+    assert bench.is_due()
     bench.add(4, 3000, background=True)
     bench.scheduler.background.is_queued = False
     bench.run(10)
-    assert not bench.is_due, "all of it runs in every step"
+    assert not bench.is_due(), "all of it runs in every step"
 
 
 def test_deferred_background_rows_get_exactly_their_tokens(make_engine: Callable[..., Engine]) -> None:
