@@ -169,7 +169,7 @@ class BackgroundBudget:
         if self._has_protected:
             for seq in self._present:
                 seq.is_protected = False
-        # Work that started because it was guaranteed must not yield as soon as it has caught up, or it would start in vain.
+        # Sequences that started for the share must not yield as soon as it is reached, or they would start in vain.
         enough_ms = -_KEPT_MS * self._limits.background_share if self._has_protected else 0.0
         self._has_protected = self.engine_time.lacking_ms > enough_ms and bool(self._present)
         if not self._has_protected:
