@@ -44,6 +44,12 @@ class EngineOptions(RunnerSettings):
     max_prefill_ms_beside_decode: float | None = Field(default=None, gt=0.0)
     """Maximum milliseconds that prefill adds to a step in which other sequences decode. The limit is higher if decoding
     itself takes longer, or if one tenant owns all running and waiting sequences."""
+    background_slowdown: float = Field(default=1.5, ge=1.0, allow_inf_nan=False)
+    """Maximum factor by which background work lengthens a step in which foreground sequences decode."""
+    background_share: float = Field(default=0.1, ge=0.0, le=0.5)
+    """Share of the engine's time that background work gets at least while there is any."""
+    background_step_ms: float = Field(default=50.0, gt=0.0, allow_inf_nan=False)
+    """Maximum milliseconds of a step of background work alone while foreground work came in the last minute."""
     speculative: Literal["ngram", "off"] = "off"
     """Speculative decoding. ngram: draft what followed when the sequence last contained the same tokens, where that is
     faster. It does not change the output."""

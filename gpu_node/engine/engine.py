@@ -273,6 +273,11 @@ class Engine:
         request = self._requests.get(request_id)
         return 0 if request is None else sum(choice.seq.num_preemptions for choice in list(request.live.values()))
 
+    @property
+    def background_due(self) -> bool:
+        """Whether background work is below its share of the engine's time. Any thread may read it."""
+        return self._scheduler.background.is_due
+
     def stats(self) -> EngineStats:
         """Return a snapshot of memory, queues and counters."""
         counts, timings = self._guides.counts, self._timings
@@ -338,6 +343,7 @@ class Engine:
         num_scored = 0 if completed.plan.scored is None else len(completed.plan.scored.tokens)
         whole_ms = self._timings.schedule.last + completed.age_ms
         self._times.note_step(completed.step, result, num_scored=num_scored, whole_ms=whole_ms)
+        self._scheduler.background.note_step(completed.step, result.forward_ms + result.sample_ms)
         return outcome
 
     def _is_slow(self, step: Step, result: StepResult) -> bool:
@@ -454,6 +460,9 @@ def engine_stats(
         accepted_tokens=scheduler.drafts.num_accepted,
         max_step_tokens=scheduler.max_step_tokens,
         process_bytes=resident_bytes(),
+        kind_seconds=scheduler.background.engine_time.seconds,
+        background_held_back=scheduler.background.num_held_back,
+        background_due=scheduler.background.is_due,
         arithmetic=model.arithmetic,
         block_bytes=model.runner.cache_sizes.block_bytes,
         weight_bytes=model.runner.placement.weight_bytes,

@@ -49,6 +49,8 @@ class EngineRequest:
     level: int = int(Priority.STANDARD)
     tenant: str = "default"
     weight: float = 1.0
+    background: bool = False
+    """Whether no caller waits for it."""
     adapter: AdapterRef | None = None
     reports_prefill: bool = False
     """Whether outputs without tokens report how far the prompt is computed."""
@@ -155,6 +157,12 @@ class EngineStats(EngineLoad):
     """The GPU on which steps run; empty on the CPU."""
     part_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of all steps by part: schedule, prepare, copies, forward, sample and output."""
+    kind_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of all steps by kind of work: foreground and background."""
+    background_held_back: int = 0
+    """Times that a running background sequence had to skip a step."""
+    background_due: bool = False
+    """Whether background work is below its share of engine time."""
     eager_steps: Mapping[str, int] = field(default_factory=dict)
     """Steps of a GPU that did not run as a CUDA graph, by the reason."""
     step_seconds: Histogram | None = None

@@ -193,6 +193,7 @@ def open_choice(
         weight=asked.weight,
         level=asked.level,
         urgency=asked.level,
+        background=asked.background,
         bad_words=request.prepared.bad_words,
         adapter=request.prepared.adapter,
         prompt_results=request.prompt_scores or request.pooled,

@@ -62,6 +62,10 @@ class Sequence:
     """The level that its job counts as; 0 is the most urgent."""
     urgency: int = int(Priority.STANDARD)
     """The level that it was started as: its own, or a more urgent one after a long wait."""
+    background: bool = False
+    """Whether no caller waits for it."""
+    is_protected: bool = False
+    """Whether it is background work that foreground sequences may not displace now."""
     submitted_ms: float = 0.0
     predicted_tokens: int = 0
     """Predicted number of output tokens."""

@@ -30,6 +30,7 @@ _COUNTERS = {
     "drafted_tokens": ("drafted_tokens", "Draft tokens computed."),
     "accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
     "preemptions": ("num_preemptions", "Preempted sequences."),
+    "background_held_back": ("background_held_back", "Times that a running background sequence skipped a step."),
     "swaps": ("num_swaps", "Preempted sequences whose blocks went to host memory."),
     "grammar_trials": ("grammar_trials", "New grammars that were tried out."),
     "grammar_refusals": ("grammar_refusals", "New grammars that were refused."),
@@ -93,6 +94,13 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     for part, seconds in stats.part_seconds.items():
         parts.add_metric((part,), seconds)
     yield parts
+    text = "Seconds of all steps, by kind of work; background is what its sequences add to a step."
+    kinds = CounterMetricFamily("penstock_engine_step_kind_seconds", text, labels=("kind",))
+    for kind, seconds in stats.kind_seconds.items():
+        kinds.add_metric((kind,), seconds)
+    yield kinds
+    text = "1 while background work is below its share of the engine's time."
+    yield gauge("penstock_engine_background_due", text, stats.background_due)
     text = "Steps of a GPU that did not run as a CUDA graph, by reason."
     eager = CounterMetricFamily("penstock_engine_eager_steps", text, labels=("reason",))
     for reason, count in stats.eager_steps.items():

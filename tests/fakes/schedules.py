@@ -31,6 +31,7 @@ def new_sequence(
     first_token: int = 0,
     salt: str | None = None,
     penalty: float = 0.0,
+    background: bool = False,
 ) -> Sequence:
     """Return a choice whose prompt tokens count up from `first_token`."""
     return Sequence(
@@ -42,6 +43,7 @@ def new_sequence(
         num_prompt_tokens=num_prompt,
         end_rule=EndRule(frozenset((EOS,)), 0, num_output),
         root_hash=salted_root(salt),
+        background=background,
     )
 
 
@@ -72,7 +74,8 @@ def check_plan(scheduler: Scheduler, step: Step, budget: int) -> StepPlan:
     plan = scheduler.plan(step)
     counts = np.diff(plan.query_starts)
     assert counts.min() >= 1 and counts.sum() == len(plan.token_ids) <= budget
-    assert step.seqs == scheduler.running[: len(step.seqs)]
+    in_step = set(step.seqs)
+    assert step.seqs == [seq for seq in scheduler.running if seq in in_step]
     width = plan.block_tables.shape[1]
     for i, seq in enumerate(step.seqs):
         tokens, computed = slice(*plan.query_starts[i : i + 2]), range(step.starts[i], step.ends[i])

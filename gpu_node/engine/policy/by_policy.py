@@ -15,6 +15,7 @@ from penstock.gpu_node.engine.policy.policy import (
     FirstComeFirstServed,
     NumTokens,
     SchedulingPolicy,
+    in_turns,
 )
 from penstock.gpu_node.engine.policy.shares import SharedDevice, share_request
 from penstock.gpu_node.engine.sequence import Sequence
@@ -69,6 +70,10 @@ class ByPolicy:
         limit, predicted = seq.end_rule.max_tokens, seq.predicted_tokens
         self._predictor.ended(seq.tenant, seq.num_prompt_tokens, limit, num_output_tokens, predicted)
 
+    def startable(self, waiting: Iterable[Sequence]) -> Iterable[Sequence]:
+        """Return all waiting sequences."""
+        return waiting
+
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
         """Start sequences in the policy's order.
 
@@ -88,7 +93,8 @@ class ByPolicy:
         if favored is not None and favored in queued and fits(favored, favored.level):
             self._state.start(favored.level, favored.tenant, favored.charge, now_ms)
             queued.remove(favored)
-        choose(queued, self._config, self._state, now_ms, fits)
+        for turn in in_turns(queued):
+            choose(turn, self._config, self._state, now_ms, fits)
 
     def preemption_request(
         self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens

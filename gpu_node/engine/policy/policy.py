@@ -28,6 +28,9 @@ class SchedulingPolicy(Protocol):
     def ended(self, seq: Sequence, num_output_tokens: int) -> None:
         """Note that a sequence ended by itself, with its number of output tokens."""
 
+    def startable(self, waiting: Iterable[Sequence]) -> Iterable[Sequence]:
+        """Return the waiting sequences that could start now if rows and blocks were free."""
+
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
         """Call `start` for waiting sequences, in the policy's order. It returns False where a sequence does not fit.
 
@@ -49,6 +52,23 @@ class SchedulingPolicy(Protocol):
         """Return the sequence to preempt when a running one finds no free block; it may be the same one."""
 
 
+def in_turns(waiting: Iterable[Sequence]) -> Iterator[list[Sequence]]:
+    """Yield waiting sequences in turns: protected background work, foreground work, other background work.
+
+    The caller starts sequences of a turn before it asks for the next one. Other background work may not start while a
+    foreground sequence waits, because that one would need its capacity.
+    """
+    queued = list(waiting)
+    foreground = [seq for seq in queued if not seq.background]
+    if len(foreground) == len(queued):
+        yield queued
+        return
+    yield [seq for seq in queued if seq.is_protected]
+    yield foreground
+    if all(seq.row >= 0 for seq in foreground):
+        yield [seq for seq in queued if seq.background and not seq.is_protected]
+
+
 class FirstComeFirstServed:
     """First come, first served: no sequence overtakes another, and the newest running one is preempted."""
 
@@ -60,11 +80,16 @@ class FirstComeFirstServed:
     def ended(self, seq: Sequence, num_output_tokens: int) -> None:
         """Do nothing: output lengths do not matter here."""
 
+    def startable(self, waiting: Iterable[Sequence]) -> Iterable[Sequence]:
+        """Return all waiting sequences."""
+        return waiting
+
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
         """Start sequences in queue order, up to the first one that does not fit."""
-        for seq in waiting:
-            if not start(seq):
-                return
+        for turn in in_turns(waiting):
+            for seq in turn:
+                if not start(seq):
+                    break
 
     def preemption_request(self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens) -> None:
         """Return None: waiting sequences never preempt running ones."""
@@ -157,6 +182,10 @@ class ByAdapter:
     def ended(self, seq: Sequence, num_output_tokens: int) -> None:
         """Note that a sequence ended by itself."""
         self._inner.ended(seq, num_output_tokens)
+
+    def startable(self, waiting: Iterable[Sequence]) -> Iterable[Sequence]:
+        """Return the waiting sequences that have a slot."""
+        return self._with_slot(waiting)
 
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
         """Offer, in the inner policy's order, the sequences that have a slot."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -12,6 +13,7 @@ import numpy as np
 
 from penstock.gpu_node.engine.scheduler.queues import WaitingQueues
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
+from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Step
 
 if TYPE_CHECKING:
@@ -118,6 +120,12 @@ class StepLimits:
     max_model_len: int
     max_prefill_ms_beside_decode: float | None = None
     """Milliseconds that prompts may add to a step in which other sequences decode; see `PrefillBudget`."""
+    background_slowdown: float = 1.5
+    """Factor by which background sequences may lengthen a step in which foreground sequences decode."""
+    background_share: float = 0.1
+    """Share of the engine's time that background sequences get at least."""
+    background_step_ms: float = 50.0
+    """Milliseconds of a step of background sequences alone while foreground sequences may come."""
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int) -> StepLimits:
@@ -129,6 +137,9 @@ class StepLimits:
             max_prefill_beside_decode=config.max_prefill_beside_decode or config.max_num_batched_tokens,
             max_model_len=max_model_len,
             max_prefill_ms_beside_decode=config.max_prefill_ms_beside_decode,
+            background_slowdown=config.background_slowdown,
+            background_share=config.background_share,
+            background_step_ms=config.background_step_ms,
         )
 
 
@@ -199,26 +210,35 @@ class PrefillBudget:
         self._queues = queues
         self._time = step_time
 
-    def num_tokens(self, num_to_compute: Ints, num_decoded: int) -> int:
+    def num_tokens(self, num_to_compute: Ints, num_decoded: int, *, only_foreground: bool = False) -> int:
         """Return the number of prompt tokens for the next step, at least one.
 
-        num_to_compute: [num_running], tokens that each running sequence lacks; those that lack one decode.
+        num_to_compute: [num_running], tokens that each running sequence lacks; those that lack one decode. Those that
+        lack none do not count.
 
         num_decoded: tokens that the decoding sequences compute, drafted ones included.
+
+        only_foreground: background sequences that wait do not count either.
         """
         limits = self._limits
         max_tokens = limits.max_prefill_beside_decode
         if limits.max_prefill_ms_beside_decode is None:
             return max_tokens
-        chunks = self._chunks(num_to_compute, max_tokens)
+        queues = self._queues
+        waiting = queues.foreground(queues) if only_foreground else list(queues)
+        chunks = self._chunks(num_to_compute, max_tokens, waiting[len(queues.swapped) :])
         limit_ms = max(limits.max_prefill_ms_beside_decode, self._time.decode_ms(num_decoded))
         backlog_ms = sum(count * token_ms for count, token_ms in chunks) / BACKLOG_STEPS
         # A longer step delays no other tenant if there is none.
-        if backlog_ms > limit_ms and len({seq.tenant for seq in chain(self._batch.seqs, self._queues)}) == 1:
+        if backlog_ms > limit_ms and len(self._tenants(num_to_compute, waiting)) == 1:
             limit_ms = max(limit_ms, min(backlog_ms, MAX_BACKLOG_FACTOR * limits.max_prefill_ms_beside_decode))
         return max(1, min(max_tokens, _tokens_within(limit_ms, chunks)))
 
-    def _chunks(self, num_to_compute: Ints, max_tokens: int) -> list[tuple[int, float]]:
+    def _tenants(self, num_to_compute: Ints, waiting: Iterable[Sequence]) -> set[str]:
+        running = (seq for seq, count in zip(self._batch.seqs, num_to_compute.tolist(), strict=True) if count)
+        return {seq.tenant for seq in chain(running, waiting)}
+
+    def _chunks(self, num_to_compute: Ints, max_tokens: int, waiting: Iterable[Sequence]) -> list[tuple[int, float]]:
         """Return, for each prompt in the order of the step, its tokens to compute and the milliseconds of one token.
 
         Prompts beyond the longest backlog that counts make no difference, so they are left out.
@@ -230,7 +250,7 @@ class PrefillBudget:
             count, seq = int(num_to_compute[i]), seqs[i]
             chunks.append((count, self._time.token_ms(int(table.num_computed[rows[i]]), is_scored=seq.is_scoring)))
             left -= count
-        for seq in self._queues.waiting:
+        for seq in waiting:
             if left <= 0:
                 break
             chunks.append((len(seq.token_ids), self._time.token_ms(0, is_scored=seq.is_scoring)))
@@ -277,7 +297,7 @@ class SmallSteps:
         if len(weights) < 2:
             return
         decodes = ((step.ends - step.starts) == 1).nonzero()[0].tolist()
-        counts = Counter(step.seqs[i].tenant for i in decodes)
+        counts = Counter(step.seqs[i].tenant for i in decodes if not step.seqs[i].background)
         full_ms, total = self._time.step_ms(StepWork.of(step, 0)), sum(weights.values())
         bounds = {
             tenant: MAX_SLOWDOWN * self._time.decode_ms(count) * total / weights[tenant]
@@ -301,7 +321,8 @@ class SmallSteps:
         self._num_due -= 1
         batch = self._batch
         lacking = batch.table.num_tokens[batch.rows] - batch.table.num_computed[batch.rows]
-        small = [i for i in (lacking == 1).nonzero()[0].tolist() if batch.seqs[i].tenant in self._tenants]
+        lacks_one = (lacking == 1) & ~batch.table.is_background[batch.rows]
+        small = [i for i in lacks_one.nonzero()[0].tolist() if batch.seqs[i].tenant in self._tenants]
         if not small or len(small) == len(batch.seqs):
             self._num_due = 0
             return 0

@@ -54,7 +54,7 @@ class Drafts:
         self._memory = memory
         self._block_size = block_size
 
-    def write(self, max_step_tokens: int) -> None:
+    def write(self, max_step_tokens: int, *, only_foreground: bool = False) -> None:
         """Draft tokens for the sequences that decode, for a step of at most `max_step_tokens` tokens.
 
         A sequence with a grammar drafts nothing, because its token mask is known for the newest token only. Drafts
@@ -70,7 +70,10 @@ class Drafts:
         if not all_look and not self._has_matches:
             return
         to_compute = table.num_tokens[rows] - table.num_computed[rows]
-        decoding = (to_compute == 1).nonzero()[0].tolist()
+        drafting = to_compute == 1
+        if only_foreground:
+            drafting &= ~table.is_background[rows]
+        decoding = drafting.nonzero()[0].tolist()
         max_drafted = (max_step_tokens - int(to_compute.sum())) // 2
         if max_drafted <= 0 or not decoding:
             return

@@ -65,6 +65,7 @@ class InputBatch:
             np.zeros(max_rows, dtype=np.int32) for _ in range(6)
         )
         self._num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
+        self.is_background = np.zeros(max_rows, dtype=np.bool_)
         # Memory pages that no sequence is long enough to reach are never touched, so they cost nothing.
         # A prompt that is embedded may fill the context. The token sampled after it is written too, but never computed.
         self._tokens = np.zeros((max_rows, max_model_len + 1), dtype=np.int32)
@@ -88,6 +89,7 @@ class InputBatch:
         self.num_drafted[row] = self.num_computed[row] = self.num_cached[row] = self.capacity[row] = 0
         self.limit[row] = seq.max_num_tokens
         self._num_prompt_tokens[row] = seq.num_prompt_tokens
+        self.is_background[row] = seq.background
         self._adapters[row] = seq.adapter_slot
         for name, value in _settings_of(seq).items():
             self._settings[name][row] = value

@@ -89,16 +89,50 @@ class Preemptor:
             return None
         if not self._queues:
             return None
-        request = self._policy.preemption_request(self._queues, self._batch.seqs, self._batch.num_tokens)
+        running = self._batch.seqs
+        if any(seq.is_protected for seq in running):
+            running = [seq for seq in running if not seq.is_protected]
+        request = _spare_foreground(self._policy.preemption_request(self._queues, running, self._batch.num_tokens))
         if request is not None and self._admission.could_fit(*request):
             return request
-        request = self._policy.share_request(self._queues, self._batch.seqs, self._device)
+        waiting = self._queues.foreground(self._queues)
+        if not waiting:
+            waiting, running = list(self._queues), [seq for seq in running if seq.background]
+        request = self._policy.share_request(waiting, running, self._device)
         if request is None or self._admission.fits(request[0]) or not self._admission.could_fit(*request):
             return None
         return request
 
-    def preempt_for_request(self) -> None:
-        """Preempt for an urgent waiting sequence, or for one of a tenant below its share, until it fits."""
+    def yielding(self, max_tokens: int) -> list[Sequence]:
+        """Return the background sequences that yield to the foreground sequences that a step of `max_tokens` starts.
+
+        Least urgent and newest first. Blocks that they share count as freed.
+        """
+        victims = [seq for seq in self._batch.seqs if seq.background and not seq.is_protected]
+        if not victims or self._isolator.is_isolating:
+            return []
+        victims.sort(key=lambda seq: seq.urgency)
+        yielding: list[Sequence] = []
+        num_rows = num_blocks = 0
+        for seq, rows_lacking, blocks_lacking in self._admission.shortages():
+            more: list[Sequence] = []
+            while victims and (rows_lacking > num_rows or blocks_lacking > num_blocks):
+                more.append(victims.pop())
+                num_rows += 1 + len(more[-1].forks)
+                num_blocks += sum(len(one.blocks) + (one.spare is not None) for one in (more[-1], *more[-1].forks))
+            if max_tokens <= 0 or rows_lacking > num_rows or blocks_lacking > num_blocks:
+                break
+            yielding += more
+            max_tokens -= len(seq.token_ids)
+        return yielding
+
+    def preempt_for_request(self, max_tokens: int) -> None:
+        """Preempt for waiting sequences: background ones for foreground ones, then for an urgent one until it fits.
+
+        Or for one of a tenant below its share. `max_tokens`: the largest number of tokens of the next step.
+        """
+        for victim in self.yielding(max_tokens):
+            self.preempt(victim)
         request = self.preemption_request()
         if request is None:
             return
@@ -109,8 +143,14 @@ class Preemptor:
             self.preempt(victim)
 
     def preempt_next(self) -> Sequence:
-        """Preempt the sequence that the policy chooses (`policy/policy.py`, `policy/by_policy.py`), and return it."""
-        victim = self._policy.victim(self._batch.seqs, self._batch.num_tokens)
+        """Preempt the sequence that the policy chooses (`policy/policy.py`, `policy/by_policy.py`), and return it.
+
+        Foreground sequences are preempted only where no background sequence runs.
+        """
+        seqs = self._batch.seqs
+        background = [seq for seq in seqs if seq.background]
+        yielding = [seq for seq in background if not seq.is_protected] or background or seqs
+        victim = self._policy.victim(yielding, self._batch.num_tokens)
         self.preempt(victim)
         return victim
 
@@ -167,3 +207,11 @@ class Preemptor:
             self.preempt(seq)
         while len(self._batch.seqs) > max_step_tokens:
             self.preempt_next()
+
+
+def _spare_foreground(request: tuple[Sequence, list[Sequence]] | None) -> tuple[Sequence, list[Sequence]] | None:
+    """Return a request without the foreground sequences that would yield to a background sequence."""
+    if request is None or not request[0].background:
+        return request
+    victims = [seq for seq in request[1] if seq.background]
+    return (request[0], victims) if victims else None

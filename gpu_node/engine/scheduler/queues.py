@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,6 +38,11 @@ class WaitingQueues:
     def num_waiting(self) -> int:
         """The number of sequences without blocks."""
         return sum(1 + len(seq.forks) for seq in self.waiting)
+
+    @staticmethod
+    def foreground(seqs: Iterable[Sequence]) -> list[Sequence]:
+        """Return the foreground sequences among some."""
+        return [seq for seq in seqs if not seq.background]
 
     def queue_of(self, seq: Sequence) -> deque[Sequence]:
         """Return the queue that holds a sequence that does not run."""
@@ -100,6 +105,20 @@ class Grants:
     cached: list[int]
     """Blocks that the step fills and that the prefix cache already lists."""
     ends: list[int] = field(default_factory=list)
+    background: int | None = None
+    """The budget left for background sequences; None: they share the budget of the others."""
+
+    def left_for(self, seq: Sequence) -> int:
+        """Return the tokens that a sequence may compute."""
+        return self.background if self.background is not None and seq.background else self.budget
+
+    def note(self, seq: Sequence, start: int, end: int) -> None:
+        """Count a sequence that computes from `start` to `end`."""
+        self.ends.append(end)
+        if self.background is not None and seq.background:
+            self.background -= end - start
+        else:
+            self.budget -= end - start
 
 
 @dataclass(slots=True)
@@ -140,7 +159,7 @@ class Admission:
             self._offer(grants)
 
     def start_newcomers(self) -> None:
-        """Start a queued sequence of each tenant that computes no prompt, without tokens.
+        """Start a queued foreground sequence of each tenant that computes no prompt, without tokens.
 
         Otherwise it would wait until the other tenants' prompts leave something of a step's budget.
         """
@@ -155,7 +174,8 @@ class Admission:
             self._start(seq)
             return True
 
-        queued = [seq for seq in self._isolator.eligible(self._queues, self._batch.seqs) if seq.tenant not in busy]
+        eligible = self._isolator.eligible(self._queues, self._batch.seqs)
+        queued = [seq for seq in eligible if seq.tenant not in busy and not seq.background]
         if queued:
             self._policy.offer(queued, start)
         for queue, seq in started:
@@ -172,6 +192,21 @@ class Admission:
             return num_missing + self._watermark <= num_free
         num_free_in_both = num_free + memory.num_free_without(held, on_host=True)
         return num_missing <= num_free or batch.num_missing(seq, held, in_place=True) <= num_free_in_both
+
+    def shortages(self) -> Iterator[tuple[Sequence, int, int]]:
+        """Yield the foreground sequences that may start, each with the rows and device blocks to free.
+
+        These are for the sequence and all before it. They are negative where nothing must be freed.
+        """
+        batch, memory = self._batch, self._memory
+        num_rows, num_blocks, held = -batch.table.num_unused, self._watermark, list[int]()
+        for seq in self._policy.startable(self._isolator.eligible(self._queues, batch.seqs)):
+            if not seq.background:
+                own = batch.held_by(seq)
+                held += own
+                num_rows += 1 + len(seq.forks)
+                num_blocks += batch.num_missing(seq, own)
+                yield seq, num_rows, num_blocks - memory.num_free_without(held)
 
     def could_fit(self, seq: Sequence, victims: list[Sequence]) -> bool:
         """Return whether a sequence might fit after preempting the victims. Blocks that they share count as freed."""
@@ -195,14 +230,13 @@ class Admission:
         started: list[tuple[deque[Sequence], Sequence]] = []
 
         def start(seq: Sequence) -> bool:
-            if grants.budget <= 0 or not self._isolator.may_join(seq, self._batch.seqs) or not self.fits(seq):
+            if grants.left_for(seq) <= 0 or not self._isolator.may_join(seq, self._batch.seqs) or not self.fits(seq):
                 return False
             started.append((self._queues.queue_of(seq), seq))
             num_stored = self._start(seq)
-            end = min(len(seq.token_ids), num_stored + grants.budget)
+            end = min(len(seq.token_ids), num_stored + grants.left_for(seq))
             self._batch.cache_full_blocks(seq, end, grants.cached)
-            grants.budget -= end - num_stored
-            grants.ends.append(end)
+            grants.note(seq, num_stored, end)
             return True
 
         self._policy.offer(self._isolator.eligible(self._queues, self._batch.seqs), start)

@@ -155,9 +155,9 @@ class RunningBatch:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each tenant with a running sequence."""
+        """The weight of each tenant with a running foreground sequence."""
         if self._weights is None:
-            self._weights = {seq.tenant: seq.weight for seq in self.seqs}
+            self._weights = {seq.tenant: seq.weight for seq in self.seqs if not seq.background}
         return self._weights
 
     def num_tokens(self, seq: Sequence) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.policy import FirstComeFirstServed, SchedulingPolicy
+from penstock.gpu_node.engine.scheduler.background import BackgroundBudget, StepBudget
 from penstock.gpu_node.engine.scheduler.budget import (
     PrefillBudget,
     SmallSteps,
@@ -18,7 +19,6 @@ from penstock.gpu_node.engine.scheduler.budget import (
     StepSize,
     StepTime,
     StepWork,
-    ends_within_budget,
 )
 from penstock.gpu_node.engine.scheduler.drafts import Drafts
 from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
@@ -120,6 +120,7 @@ class Scheduler:
         self._step_size = StepSize(limits.max_num_batched_tokens)
         self._prefill_budget = PrefillBudget(limits, self._batch, self.queues, times.step_time)
         self._small_steps = SmallSteps(self._batch, times.step_time)
+        self.background = BackgroundBudget(limits, self._batch, self.queues, times.step_time)
         self._progress = StepProgress(self._batch)
         sequences = self._batch, self.queues
         self._has_shares, self._prefers_shortest = policy.has_shares, True
@@ -177,6 +178,7 @@ class Scheduler:
     def add(self, *choices: Sequence, guides: Mapping[Sequence, Guide] = NO_GUIDES) -> None:
         """Queue a request's choices and their guides; the first computes the prompt. Too many form several groups."""
         self._guides.update(guides)
+        self.background.add(choices)
         num_blocks = max(self._batch.num_blocks(len(seq.token_ids)) for seq in choices)
         group_size = max(1, min(self._limits.max_num_seqs, self._memory.device.num_total - num_blocks + 1))
         for first in range(0, len(choices), group_size):
@@ -185,6 +187,7 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """Drop a sequence, whether it is running, waiting or swapped."""
         self._isolator.forget(seq)
+        self.background.forget(seq)
         self.drafts.forget(seq)
         self._guides.pop(seq, None)
         if seq.row < 0:
@@ -200,9 +203,11 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Return the next step, or None when there is nothing to compute."""
         self._batch.own_last_blocks()
-        self._preemptor.preempt_for_request()
+        self.background.protect(self._memory.device.num_total)
+        self._preemptor.preempt_for_request(self.max_step_tokens)
         num_small = 0 if self._isolator.has_any else self._small_steps.take()
-        self.drafts.write(0 if self._isolator.has_any or num_small else self.max_step_tokens)
+        max_drafted_step = 0 if self._isolator.has_any or num_small else self.max_step_tokens
+        self.drafts.write(max_drafted_step, only_foreground=self.background.bounds())
         preemptions_before = self.num_preemptions
         if (step := self._decide_small(num_small) or self._decide(self._budget())) is not None:
             return step
@@ -223,10 +228,14 @@ class Scheduler:
             return None
         self._progress.assume(step)
         self._in_flight = None
+        self.background.protect(self._memory.device.num_total)
         num_small = self._small_steps.take()
-        if not self.running or not self._has_free_blocks(budget := num_small or self._budget()):
+        if not self.running:
             return None
-        if self._preemptor.preemption_request() is not None:
+        budget = StepBudget(num_small) if num_small else self._budget(running=step)
+        if not self._has_free_blocks(budget):
+            return None
+        if self._preemptor.yielding(self.max_step_tokens) or self._preemptor.preemption_request() is not None:
             return None
         self._batch.own_last_blocks()
         return self._decide_small(num_small) or self._decide(budget, is_ahead=True)
@@ -293,20 +302,34 @@ class Scheduler:
         self._batch.check_integrity(self.queues.swapped)
         self.queues.check_integrity()
 
-    def _budget(self) -> int:
-        """Return the token budget of the next step."""
+    def _budget(self, *, running: Step | None = None) -> StepBudget:
+        """Return the token budget of the next step, and where it is planned ahead, of the one after `running`."""
         rows, max_tokens = self._batch.rows, self.max_step_tokens
         to_compute = self._table.num_tokens[rows] - self._table.num_computed[rows]
-        if not (num_decoding := int((to_compute == 1).sum())) or (num_decoding == len(rows) and not self.queues):
+        if self._isolator.has_any or not self.background.bounds():
+            return StepBudget(self._num_tokens(to_compute, has_waiting=bool(self.queues)))
+        is_background = self._table.is_background[rows]
+        foreground, has_waiting = to_compute[~is_background], bool(self.queues.foreground(self.queues))
+        to_compute[is_background] = 0
+        num_tokens = 0
+        if len(foreground) or has_waiting:
+            num_tokens = self._num_tokens(to_compute, has_waiting=has_waiting, only_foreground=True)
+        return self.background.divide(num_tokens, self.drafts.num_written, max_tokens, running)
+
+    def _num_tokens(self, to_compute: Ints, *, has_waiting: bool, only_foreground: bool = False) -> int:
+        """Return the token budget of the sequences that lack tokens."""
+        max_tokens, num_decoding = self.max_step_tokens, int((to_compute == 1).sum())
+        if not num_decoding or (num_decoding == int((to_compute > 0).sum()) and not has_waiting):
             return max_tokens
         num_decoded = num_decoding + self.drafts.num_written
-        return min(max_tokens, num_decoded + self._prefill_budget.num_tokens(to_compute, num_decoded))
+        num_prompt_tokens = self._prefill_budget.num_tokens(to_compute, num_decoded, only_foreground=only_foreground)
+        return min(max_tokens, num_decoded + num_prompt_tokens)
 
-    def _decide(self, budget: int, *, is_ahead: bool = False) -> Step | None:
+    def _decide(self, budget: StepBudget, *, is_ahead: bool = False) -> Step | None:
         """Divide a token budget between running and new sequences. Return None where no sequence progresses."""
         cached: list[int] = []
         if self._has_shares:
-            self._share_budget(budget, is_ahead=is_ahead)
+            self._share_budget(budget.tokens, is_ahead=is_ahead)
         preemptions_before = self.num_preemptions
         ends = self._schedule_running(budget, cached)
         if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
@@ -321,7 +344,7 @@ class Scheduler:
         if not num_small:
             return None
         cached: list[int] = []
-        ends = self._schedule_running(num_small, cached)
+        ends = self._schedule_running(StepBudget(num_small), cached)
         self._in_flight = self._step(ends, cached)
         return self._in_flight
 
@@ -331,7 +354,10 @@ class Scheduler:
         Every other step prefers the oldest prompts to the shortest ones, so that no long one waits for ever.
         """
         rows = self._batch.rows
-        if int((self._table.num_tokens[rows] - self._table.num_computed[rows]).sum()) < budget:
+        to_compute = self._table.num_tokens[rows] - self._table.num_computed[rows]
+        if self.background.bounds():
+            to_compute = to_compute[~self._table.is_background[rows]]
+        if not len(to_compute) or int(to_compute.sum()) < budget:
             return
         if self.queues and not is_ahead:
             # Newcomers take blocks, which a step ahead has counted as free.
@@ -339,20 +365,20 @@ class Scheduler:
         self._batch.share_prefill(shortest_first=self._prefers_shortest)
         self._prefers_shortest = not self._prefers_shortest
 
-    def _has_free_blocks(self, budget: int) -> bool:
-        """Return whether enough blocks are free for all running sequences in a step of `budget` tokens."""
+    def _has_free_blocks(self, budget: StepBudget) -> bool:
+        """Return whether enough blocks are free for all running sequences in a step."""
         rows, table = self._batch.rows, self._table
-        ends = ends_within_budget(budget, table.num_computed[rows], table.num_tokens[rows])
+        ends = budget.ends(table, rows, table.num_tokens[rows])
         lacking = np.maximum(ends - table.capacity[rows[: len(ends)]], 0)
         return int((-(-lacking // self._limits.block_size)).sum()) <= self._memory.device.num_free
 
-    def _schedule_running(self, budget: int, cached: list[int]) -> Ints:
+    def _schedule_running(self, budget: StepBudget, cached: list[int]) -> Ints:
         """Return the end position of each running sequence that gets tokens; sequences without any come after them."""
         rows, table = self._batch.rows, self._table
         num_wanted = table.num_tokens[rows]
         if self.drafts.num_written:
             num_wanted += table.num_drafted[rows]
-        ends = ends_within_budget(budget, table.num_computed[rows], num_wanted)
+        ends = budget.ends(table, rows, num_wanted)
         ends = self._delayed.cut(self.running, table.num_computed[rows[: len(ends)]], ends)
         short = (ends > table.capacity[rows[: len(ends)]]).nonzero()[0].tolist()
         ends = self._allocate(short, ends) if short else ends
@@ -371,11 +397,12 @@ class Scheduler:
         kept: Ints = ends[np.array([seq.row >= 0 for seq in seqs])]
         return ends if len(self.running) == num_running else kept
 
-    def _admit(self, budget: int, ends: Ints, cached: list[int]) -> Ints:
+    def _admit(self, budget: StepBudget, ends: Ints, cached: list[int]) -> Ints:
         """Start queued sequences with the rest of the budget; return the ends of all running sequences."""
         if not self.queues:
             return ends
-        grants = Grants(budget - int((ends - self._table.num_computed[self._batch.rows]).sum()), cached)
+        num_left = budget.num_left(self._table, self._batch.rows, ends)
+        grants = Grants(num_left, cached, background=budget.newcomers)
         self._admission.admit(grants)
         return np.concatenate((ends, np.array(grants.ends, dtype=np.int32)))
 

@@ -114,6 +114,7 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.sampled_from((None, None, None, "a")),
         cut=st.integers(0, 2),
         penalty=st.sampled_from((*[0.0] * 7, 1.0)),
+        background=st.sampled_from((False, False, True)),
     )
     def add(self, num_prompt: int, num_output: int, n: int, cut: int, **settings: Any) -> None:
         """Add a request. `cut`: another node has generated some tokens of some choices."""
@@ -206,6 +207,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _commit(self, tokens: list[int]) -> None:
         step, _ = self.flights.pop(0)
+        self.scheduler.background.note_step(step, 5.0)
         failed = [step.seqs[i] for i, token in zip(step.sampled, tokens, strict=True) if token == FAILED_TOKEN]
         # A block that another sequence of the step shares holds good values: that sequence got a token from them.
         shared = {block for seq in step.seqs if seq not in failed for block in seq.blocks}

@@ -192,8 +192,8 @@ def engines(make_engine: MakeEngine) -> list[Engine]:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int, int | None, int]:
-    """A prompt, its parameters, its class, the step after which it is aborted, and the step after which it arrives."""
+def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int, int | None, int, bool]:
+    """A prompt, its parameters, its class, the steps after which it is aborted and arrives, and its kind of work."""
     params = {
         "temperature": draw(st.sampled_from((0.0, 1.0))),
         "max_tokens": draw(st.integers(1, 30)),
@@ -206,15 +206,23 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int, int | Non
     }
     prompt = [5 + draw(st.integers(0, 1)), *range(20, 20 + draw(st.integers(0, 50)))]
     dropped = draw(st.sampled_from((None, None, None, 3, 8)))
-    return prompt, SamplingParams(**params), draw(st.integers(0, 2)), dropped, draw(st.integers(0, 6))
+    return (
+        prompt,
+        SamplingParams(**params),
+        draw(st.integers(0, 2)),
+        dropped,
+        draw(st.integers(0, 6)),
+        draw(st.booleans()),
+    )
 
 
 def _run(engine: Engine, batch: list[Any]) -> list[StepOutput]:
     outputs, now = [], 0
     while now < 10 or engine.has_work():
-        for i, (prompt, params, priority, dropped, comes) in enumerate(batch):
+        for i, (prompt, params, priority, dropped, comes, *background) in enumerate(batch):
             if comes == now:
-                engine.add(EngineRequest(str(i), prompt, params, seed=i, level=priority, tenant=str(i % 2)))
+                settings: dict[str, Any] = {"level": priority, "tenant": str(i % 2), "background": any(background)}
+                engine.add(EngineRequest(str(i), prompt, params, seed=i, **settings))
             elif dropped is not None and comes + dropped == now:
                 engine.abort(str(i))
         outputs += engine.step()
@@ -234,7 +242,7 @@ def _ends(outputs: list[StepOutput]) -> dict[tuple[str, int], Any]:
 def test_planning_ahead_changes_no_tokens(alone: Engine, engines: list[Engine], batch: list[Any], which: int) -> None:
     want, got = _run(alone, [(*request[:3], None, 0) for request in batch]), _run(engines[which], batch)
     ends, ended = _ends(want), _ends(got)
-    for i, (_, params, _, dropped, _) in enumerate(batch):
+    for i, (_, params, _, dropped, *_) in enumerate(batch):
         for choice in range(params.n):
             full, said = (tokens_of(outputs, str(i), choice) for outputs in (want, got))
             assert said == full[: len(said)]

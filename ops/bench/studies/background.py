@@ -1,0 +1,232 @@
+"""Chats alone and beside background work: `python -m bench.studies.background` writes results/background.md.
+
+With `--url` it measures a running server: chats as streams, background work as jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+from bench.engines.sse import stream
+from bench.machine import describe, revision
+from bench.workload import BenchRequest, alike, by_chance
+from penstock.cli.demo_model import demo_model
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine, EngineConfig
+from penstock.gpu_node.engine.records import EngineRequest, StepOutput
+
+RESULTS = Path(__file__).parents[1] / "results"
+RATES = (0.5, 2.0, 4.0)
+"""Chats a second."""
+JOB_SHAPE = 128, 128
+"""Tokens in and out of a background request."""
+NUM_IN_ENGINE = 64
+"""Background requests that the engine holds."""
+MODES = ("chats", "both", "background")
+HEAD = """# Chats beside background work
+
+`{command}` on {cores} cores of {cpu}, {date}, {revision}. Chats of 32–256 tokens in and 32–128 out come by chance;
+the backlog of background requests, 128 tokens in and out, never ends. Modes alternate in {repeats} turns of
+{turn:.0f} s. Times are ms, p50 / p99; speeds are tokens a second. *Left*: the share of engine time that chats alone
+leave; *part*: the background speed beside chats ÷ (alone × left).
+
+| chats/s | TTFT alone | beside | ITL alone | beside | background alone | beside | left | part |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+@dataclass
+class Turn:
+    """What one mode measured at one rate."""
+
+    first_ms: list[float] = field(default_factory=list)
+    gaps_ms: list[float] = field(default_factory=list)
+    num_background: int = 0
+    took_s: float = 0.0
+    busy_s: float = 0.0
+
+    def note(self, output: StepOutput, last_s: dict[str, float]) -> None:
+        """Count an output of a chat. `last_s`: when each chat was due or got its last token."""
+        if output.token_ids:
+            at_s = time.perf_counter()
+            times = self.first_ms if output.position == 0 else self.gaps_ms
+            times.append((at_s - last_s[output.request_id]) * 1e3)
+            last_s[output.request_id] = at_s
+
+
+def chats(per_s: float, turn_s: float, seed: int) -> list[BenchRequest]:
+    """Return the chats of a turn."""
+    rng = random.Random(seed)
+    shapes = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(max(1, round(per_s * turn_s)))]
+    requests = [alike(1, *shape, seed=1000 * seed + i)[0] for i, shape in enumerate(shapes)]
+    return by_chance(requests, per_s=per_s, seed=seed)
+
+
+def run_engine(engine: Engine, asked: list[BenchRequest], turn_s: float, *, background: bool, turn: Turn) -> None:
+    """Run one turn on an engine."""
+    start_s, coming, number, open_jobs = time.perf_counter(), list(asked), 0, set[str]()
+    last_s: dict[str, float] = {}
+    busy_before = sum(engine.stats().kind_seconds.values())
+    while (now_s := time.perf_counter() - start_s) < turn_s:
+        while coming and coming[0].at_s <= now_s:
+            request, name = coming.pop(0), f"chat-{len(coming)}-{start_s}"
+            last_s[name] = start_s + request.at_s
+            params = SamplingParams(temperature=0, max_tokens=request.num_output, ignore_eos=True)
+            engine.add(EngineRequest(name, request.prompt, params, seed=0, level=0, tenant="chats"))
+        while background and len(open_jobs) < NUM_IN_ENGINE:
+            number += 1
+            open_jobs.add(name := f"job-{number}-{start_s}")
+            engine.add(_background_request(name, number))
+        if not engine.has_work():
+            time.sleep(0.0005)
+            continue
+        for output in engine.step():
+            if output.request_id not in open_jobs:
+                turn.note(output, last_s)
+                continue
+            turn.num_background += len(output.token_ids)
+            if output.usage is not None:
+                open_jobs.remove(output.request_id)
+    turn.took_s += time.perf_counter() - start_s
+    turn.busy_s += sum(engine.stats().kind_seconds.values()) - busy_before
+    _empty(engine, [*open_jobs, *last_s])
+
+
+def _empty(engine: Engine, names: list[str]) -> None:
+    for name in names:
+        engine.abort(name)
+    while engine.has_work():
+        engine.step()
+
+
+def _background_request(name: str, number: int) -> EngineRequest:
+    params = SamplingParams(temperature=0, max_tokens=JOB_SHAPE[1], ignore_eos=True)
+    prompt = alike(1, JOB_SHAPE[0], 1, seed=number)[0].prompt
+    return EngineRequest(name, prompt, params, seed=0, level=5, tenant="jobs", background=True)
+
+
+def run_server(url: str, asked: list[BenchRequest], turn_s: float, *, background: bool, turn: Turn) -> None:
+    """Run one turn on a server; jobs that are still open at its end are canceled."""
+    asyncio.run(_run_server(url, asked, turn_s, background=background, turn=turn))
+
+
+async def _run_server(url: str, asked: list[BenchRequest], turn_s: float, *, background: bool, turn: Turn) -> None:
+    start_s, where = time.perf_counter(), urlsplit(url)
+
+    async def chat(request: BenchRequest) -> None:
+        await asyncio.sleep(request.at_s)
+        last_s, gaps = start_s + request.at_s, turn.first_ms
+
+        def on_event() -> None:
+            nonlocal last_s, gaps
+            now_s = time.perf_counter()
+            gaps.append((now_s - last_s) * 1e3)
+            last_s, gaps = now_s, turn.gaps_ms
+
+        body = {"prompt": request.prompt, "max_tokens": request.num_output, "ignore_eos": True, "temperature": 0}
+        await stream(where.hostname or "", where.port or 80, body, on_event)
+
+    jobs = [asyncio.create_task(_job(url, i, turn)) for i in range(NUM_IN_ENGINE if background else 0)]
+    await asyncio.gather(*map(chat, asked))
+    await asyncio.sleep(max(0.0, turn_s - (time.perf_counter() - start_s)))
+    turn.took_s += time.perf_counter() - start_s
+    for job in jobs:
+        job.cancel()
+    await asyncio.gather(*jobs, return_exceptions=True)
+
+
+async def _job(url: str, number: int, turn: Turn) -> None:
+    """Submit one background job after the other, and count the tokens of those that end."""
+    while True:
+        number += NUM_IN_ENGINE
+        prompt = alike(1, JOB_SHAPE[0], 1, seed=number)[0].prompt
+        body = {"prompt": prompt, "max_tokens": JOB_SHAPE[1], "ignore_eos": True, "temperature": 0}
+        job_id = (await asyncio.to_thread(_call, f"{url}/v1/jobs", "POST", body))["id"]
+        try:
+            await asyncio.to_thread(_until_ended, f"{url}/v1/jobs/{job_id}")
+        except asyncio.CancelledError:
+            _call(f"{url}/v1/jobs/{job_id}", "DELETE")
+            raise
+        turn.num_background += JOB_SHAPE[1]
+
+
+POLL_S = 0.2
+ENDED = ("done", "failed", "cancelled", "expired", "completed")
+
+
+def _until_ended(url: str) -> None:
+    while _call(url, "GET")["status"] not in ENDED:
+        time.sleep(POLL_S)
+
+
+def _call(url: str, method: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    content = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, content, {"Content-Type": "application/json"}, method=method)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        found: dict[str, Any] = json.loads(answer.read() or b"{}")
+    return found
+
+
+def rows(options: argparse.Namespace) -> Iterator[str]:
+    """Measure, and yield the rows of the table."""
+    engine = None
+    if options.url is None:
+        settings: dict[str, Any] = {"max_num_seqs": 64, "kv_cache_gib": 1.0, "max_prefill_ms_beside_decode": 30.0}
+        engine = Engine(EngineConfig(model=str(demo_model()), **settings))
+    for rate in options.rates:
+        turns = {mode: Turn() for mode in MODES}
+        for number in range(options.repeats):
+            for mode in MODES:
+                asked = [] if mode == "background" else chats(rate, options.turn_s, seed=number)
+                given: dict[str, Any] = {"background": mode != "chats", "turn": turns[mode]}
+                if engine is None:
+                    run_server(options.url, asked, options.turn_s, **given)
+                else:
+                    run_engine(engine, asked, options.turn_s, **given)
+        row = _row(rate, turns)
+        print(row, flush=True)
+        yield row
+
+
+def _row(rate: float, turns: dict[str, Turn]) -> str:
+    alone, both, background = (turns[mode] for mode in MODES)
+    speed, beside = (one.num_background / one.took_s for one in (background, both))
+    # A server does not tell how busy its engine is.
+    left = 1 - alone.busy_s / alone.took_s if alone.busy_s else float("nan")
+    times = [_shown(getattr(one, name)) for name in ("first_ms", "gaps_ms") for one in (alone, both)]
+    return f"| {rate} | {' | '.join(times)} | {speed:.0f} | {beside:.0f} | {left:.2f} | {beside / (speed * left):.2f} |"
+
+
+def _shown(values: list[float]) -> str:
+    ordered = sorted(values) or [0.0]
+    return f"{median(ordered):.1f} / {ordered[len(ordered) * 99 // 100]:.1f}"
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", help="a running server instead of an engine")
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    parser.add_argument("--turn-s", type=float, default=20.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    machine = describe()
+    command = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.studies.background"
+    facts = {"cores": machine["cores"], "cpu": machine["cpu"], "date": machine["date"], "revision": revision()}
+    head = HEAD.format(command=command, repeats=options.repeats, turn=options.turn_s, **facts)
+    (RESULTS / "background.md").write_text(head + "\n".join(rows(options)) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
