@@ -94,7 +94,7 @@ class Node:
         )
         capacity = engine.num_kv_tokens, settings.max_num_seqs
         self._inbox = JobInbox(
-            self._broker, self.ledger, self._bell, self._outbox, self._preparation, capacity=capacity
+            self._broker, self.ledger, self._bell, self._outbox, self._preparation, engine, capacity=capacity
         )
         interval_s = heartbeat_interval_s(settings.lease_ms)
         self._watch = EngineWatch(self._worker, interval_s=interval_s, stall_after_s=settings.stall_after_s)

@@ -278,6 +278,10 @@ class Engine:
         """Whether background work is below its share of the engine's time. Any thread may read it."""
         return self._scheduler.background.is_due
 
+    def note_queued_background(self, is_queued: bool) -> None:
+        """Note whether background work waits outside the engine. Any thread may call it."""
+        self._scheduler.background.is_queued = is_queued
+
     def stats(self) -> EngineStats:
         """Return a snapshot of memory, queues and counters."""
         counts, timings = self._guides.counts, self._timings

@@ -46,6 +46,13 @@ class EngineLike(Protocol):
         """Whether steps leave at least one of the node's cores to other work."""
 
     @property
+    def background_due(self) -> bool:
+        """Whether background work is below its share of the engine's time; safe on any thread."""
+
+    def note_queued_background(self, is_queued: bool) -> None:
+        """Note whether background work waits outside the engine; safe on any thread."""
+
+    @property
     def revision(self) -> str:
         """Identifies everything on which exact tokens depend. Only a node with the same revision may continue a job."""
 

@@ -13,7 +13,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from penstock.contract.errors import UnavailableError
-from penstock.contract.priority import NUM_LEVELS, PerLevel
+from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
+from penstock.gpu_node.engine.worker import EngineLike
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.publishing.outbox import Outbox
@@ -106,6 +107,7 @@ class JobInbox:
         bell: Bell,
         outbox: Outbox,
         preparation: JobPreparation,
+        engine: EngineLike,
         *,
         capacity: tuple[int, int],
     ) -> None:
@@ -115,6 +117,7 @@ class JobInbox:
         self._kv_tokens, self._max_num_seqs = capacity
         self._outbox = outbox
         self._preparation = preparation
+        self._engine = engine
         self._bell = bell
         self._call = 0
         self._nonce = ""
@@ -168,6 +171,7 @@ class JobInbox:
         answer = await self._broker.take(self._call, self._nonce, self._capacity(), hold_ms=self._ledger.hold_ms)
         jobs = self._hold(answer)
         self._bell.depth = sum(answer.depth)
+        self._engine.note_queued_background(any(answer.depth[NUM_PRIORITIES:]))
         self._ledger.counts.queue_share = sum(answer.depth) / max(1, answer.num_nodes)
         for job in jobs:
             self._preparation.begin(job)
@@ -185,6 +189,7 @@ class JobInbox:
             self._max_num_seqs,
             max(0, MAX_TASKS - self._ledger.num_tasks),
             self._ledger.usage_by_tenant(),
+            self._engine.background_due,
         )
 
     async def close(self) -> None:

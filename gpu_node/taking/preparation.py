@@ -326,6 +326,7 @@ class JobPreparation:
                 seed=seed_of(job.job_id, params),
                 resume=[ResumedChoice(*job.choice_so_far(i)) for i in range(params.n)] if taken.num_chunks else (),
                 level=taken.urgency,
+                background=taken.is_background,
                 tenant=taken.tenant,
                 weight=taken.weight,
                 adapter=request.adapter,

@@ -114,6 +114,7 @@ class EchoEngine:
         self.num_kv_tokens = 1 << 16
         self.revision = "echo"
         self.leaves_core_free = False
+        self.background_due = False
         self.sampling_defaults: dict[str, int | float] = {}
         self.step_s = 0.0
         self.may_go_on = threading.Event()
@@ -126,6 +127,9 @@ class EchoEngine:
         self._embeddings: list[tuple[str, int, bytes]] = []
         """Of each request for one: its id, the number of its tokens, and the vector."""
         self._num_steps = 0
+
+    def note_queued_background(self, is_queued: bool) -> None:
+        pass
 
     def add(self, request: EngineRequest) -> None:
         prompt, params = request.prompt_token_ids, request.params

@@ -61,6 +61,7 @@ class ClockEngine:
         self.num_kv_tokens = 1 << 24
         self.revision = "clock"
         self.leaves_core_free = num_busy < len(os.sched_getaffinity(0))
+        self.background_due = False
         self.sampling_defaults: dict[str, int | float] = {}
         self._step_s = step_s
         self._num_busy = num_busy
@@ -68,6 +69,9 @@ class ClockEngine:
         self._helpers = ThreadPoolExecutor(max(1, num_busy - 1))
         self._live: dict[str, _Live] = {}
         self._num_steps = self._num_tokens = 0
+
+    def note_queued_background(self, is_queued: bool) -> None:
+        pass
 
     def add(self, request: EngineRequest) -> None:
         max_tokens = request.params.max_tokens or 16

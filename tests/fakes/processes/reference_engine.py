@@ -192,6 +192,7 @@ class ReferenceEngine:
         self.num_kv_tokens = kv_tokens
         self.revision = revision
         self.leaves_core_free = leaves_core_free
+        self.background_due = False
         self.sampling_defaults: dict[str, int | float] = {}
         self.batches: deque[int] = deque(maxlen=MAX_REMEMBERED)
         self.callers: deque[tuple[int, str, float]] = deque(maxlen=MAX_REMEMBERED)
@@ -202,6 +203,9 @@ class ReferenceEngine:
         self._told: dict[str, _Live] = {}
         """Which choice of a request came with its prompt's."""
         self._done_tokens = 0
+
+    def note_queued_background(self, is_queued: bool) -> None:
+        pass
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
