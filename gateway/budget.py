@@ -80,13 +80,14 @@ class SharedBudget:
         max_wait_s: float | None = None,
         max_waiting: int | None = None,
         has_reserve: bool = False,
-        full: tuple[str, str] = ("answers", "answer_memory_full"),
+        held: str = "answers",
+        code: str = "answer_memory_full",
     ) -> None:
         """`most`: the most that one claim may have, by default `per_owner`.
 
         max_wait_s: after so long, a waiting claim raises UnavailableError. None: it waits as long as it must.
         max_waiting: a claim raises it at once if its owner would wait for more units than this. None: it waits.
-        full: what the units are for, and the code of that error.
+        held: what the units are for. code: that of the error.
         has_reserve: whether `most` of `total` is the reserve for second claims. No owner's share counts it.
         """
         self._per_owner = per_owner
@@ -97,7 +98,7 @@ class SharedBudget:
         self._step = step
         self._max_wait_s = max_wait_s
         self._max_waiting = math.inf if max_waiting is None else max_waiting
-        self._held, self._code = full
+        self._held, self._code = held, code
         self._num_used = 0
         self._claims: dict[str, set[Claim]] = {}
         """The claims by owner that hold something."""

@@ -66,7 +66,8 @@ class BodyBudgets:
             per_owner=MAX_SMALL_BYTES_HELD_OF_TENANT,
             max_waiting=MAX_SMALL_BYTES_HELD_OF_TENANT,
             max_wait_s=MAX_SMALL_WAIT_S,
-            full=("request bodies", "body_memory_full"),
+            held="request bodies",
+            code="body_memory_full",
         )
 
 
