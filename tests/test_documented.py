@@ -33,11 +33,8 @@ NOT_OVER_HTTP = {
 
 
 def codes_in(module: Module) -> Iterator[str]:
-    """The error codes that a module states: of a class, or as the argument `code` or its default."""
+    """The error codes that a module states: of a class, or as the argument `code`."""
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef):
-            defaults = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-            yield from (text_of(value) for argument, value in defaults if argument.arg == "code" and value is not None)
         if isinstance(node, ast.Call):
             yield from (text_of(keyword.value) for keyword in node.keywords if keyword.arg == "code")
             if getattr(node.func, "id", "") == "Outcome" and len(node.args) > 1:
