@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.contract.errors import UnavailableError
 
@@ -53,6 +54,17 @@ class _WaitingClaim:
     """Waiting claims are numbered in order of arrival."""
 
 
+class Refusal(NamedTuple):
+    """How an error names a full budget."""
+
+    held: str
+    """What the units are for."""
+    code: str
+
+
+FULL_OF_ANSWERS = Refusal("answers", code="answer_memory_full")
+
+
 class SharedBudget:
     """A semaphore over `total` units that is fair among owners.
 
@@ -80,13 +92,13 @@ class SharedBudget:
         max_wait_s: float | None = None,
         max_waiting: int | None = None,
         has_reserve: bool = False,
-        full: tuple[str, str] = ("answers", "answer_memory_full"),
+        refusal: Refusal = FULL_OF_ANSWERS,
     ) -> None:
         """`most`: the most that one claim may have, by default `per_owner`.
 
         max_wait_s: after so long, a waiting claim raises UnavailableError. None: it waits as long as it must.
         max_waiting: a claim raises it at once if its owner would wait for more units than this. None: it waits.
-        full: what the units are for, and the code of that error.
+        refusal: how that error names the budget.
         has_reserve: whether `most` of `total` is the reserve for second claims. No owner's share counts it.
         """
         self._per_owner = per_owner
@@ -97,7 +109,7 @@ class SharedBudget:
         self._step = step
         self._max_wait_s = max_wait_s
         self._max_waiting = math.inf if max_waiting is None else max_waiting
-        self._held, self._code = full
+        self._refusal = refusal
         self._num_used = 0
         self._claims: dict[str, set[Claim]] = {}
         """The claims by owner that hold something."""
@@ -168,8 +180,8 @@ class SharedBudget:
             self._serve()
 
     def _full(self) -> UnavailableError:
-        message = f"this gateway holds as many large {self._held} as it may; repeat the request later"
-        return UnavailableError(message, retry_after_ms=_RETRY_AFTER_MS, code=self._code)
+        message = f"this gateway holds as many large {self._refusal.held} as it may; repeat the request later"
+        return UnavailableError(message, retry_after_ms=_RETRY_AFTER_MS, code=self._refusal.code)
 
     def _fits_share(self, claim: Claim, amount: int) -> bool:
         claims = self._claims.get(claim.owner, ())

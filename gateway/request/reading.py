@@ -19,7 +19,7 @@ from penstock.contract.errors import PenstockError, RequestError, TooLargeError,
 from penstock.contract.job import is_job_id
 from penstock.contract.priority import allowed_class, default_class
 from penstock.contract.tenant import ApiKey
-from penstock.gateway.budget import Claim, SharedBudget
+from penstock.gateway.budget import Claim, Refusal, SharedBudget
 from penstock.gateway.request.generation import (
     FIRST_OF_TWO,
     GenerationRequest,
@@ -66,7 +66,7 @@ class BodyBudgets:
             per_owner=MAX_SMALL_BYTES_HELD_OF_TENANT,
             max_waiting=MAX_SMALL_BYTES_HELD_OF_TENANT,
             max_wait_s=MAX_SMALL_WAIT_S,
-            full=("request bodies", "body_memory_full"),
+            refusal=Refusal("request bodies", code="body_memory_full"),
         )
 
 

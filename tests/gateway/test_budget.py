@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from penstock.contract.errors import UnavailableError
-from penstock.gateway.budget import SharedBudget
+from penstock.gateway.budget import Refusal, SharedBudget
 
 MOMENT_S = 0.01
 
@@ -150,7 +150,7 @@ async def test_a_claim_that_waits_too_long_is_refused_with_a_time_to_retry():
 
 
 async def test_a_claim_is_refused_at_once_if_its_owner_would_wait_for_too_much():
-    budget = SharedBudget(10, per_owner=10, max_waiting=6, full=("things", "things_full"))
+    budget = SharedBudget(10, per_owner=10, max_waiting=6, refusal=Refusal("things", code="things_full"))
     order, release = list[str](), asyncio.Event()
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(budget.taken("a", 10))

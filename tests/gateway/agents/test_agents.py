@@ -101,6 +101,10 @@ def content_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return blocks
 
 
+EFFORT_OF_A_MESSAGE = "messages.output_config.effort"
+"""What newer versions set beside a system message in the middle of a conversation; it has no effect."""
+
+
 @pytest.mark.parametrize("name", CLAUDE_CODE)
 def test_claude_code_gets_text_and_a_call_of_its_tool(scripted: ScriptedEngine, url: str, name: str) -> None:
     tool = CLAUDE_CODE[name]
@@ -110,7 +114,8 @@ def test_claude_code_gets_text_and_a_call_of_its_tool(scripted: ScriptedEngine, 
     assert (text["type"], text["parts"]) == ("text", SAID)
     assert (call["type"], call["name"], json.loads(call["parts"])) == ("tool_use", tool, ARGUMENTS)
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
-    assert "x-penstock-ignored-fields" not in answer.headers
+    ignored = answer.headers.get("x-penstock-ignored-fields", EFFORT_OF_A_MESSAGE)
+    assert ignored == EFFORT_OF_A_MESSAGE
     whole = replayed(url, f"claude_code/{name}", SAID + call_text(tool, **ARGUMENTS), stream=False).json()
     assert [block["type"] for block in whole["content"]] == ["text", "tool_use"]
     assert (whole["content"][1]["input"], whole["stop_reason"]) == (ARGUMENTS, "tool_use")
