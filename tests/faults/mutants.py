@@ -24,6 +24,10 @@ SCRIPTS = "penstock/queue/scripts"
 _COPIED = ("penstock", "cli", "producer", "gateway", "gpu_node", "kernels", "tests", "ops", "pyproject.toml")
 WORKERS = max(2, os.cpu_count() or 1)
 """Mutants that are tried at once. Many tests wait."""
+_WITHOUT_EDITABLE_INSTALL = """import sys
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != "_EditableFinder"]
+"""
 _FAILED = 1
 """pytest's exit status when tests ran and some failed."""
 
@@ -43,12 +47,25 @@ class Copy:
         # Not the folder itself, where `kernels` would hide a package of that name.
         (folder / "path").mkdir()
         (folder / "path" / "penstock").symlink_to(folder / "penstock")
+        # An editable install finds its own source before any other.
+        (folder / "path" / "sitecustomize.py").write_text(_WITHOUT_EDITABLE_INSTALL)
+        self._check_import()
 
     def test(self, files: set[str]) -> int:
         """Run pytest. Return its exit status."""
+        return self._run(
+            "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *sorted(files)
+        ).returncode
+
+    def _check_import(self) -> None:
+        """Raise SystemExit if tests would import the original instead of this copy."""
+        found = self._run("-c", "import penstock; print(penstock.__file__)").stdout.decode().strip()
+        if not Path(found).resolve().is_relative_to(self._folder.resolve()):
+            raise SystemExit(f"the tests would import {found}, not the copy in {self._folder}")
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
         env = os.environ | {"PYTHONPATH": str(self._folder / "path"), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
-        return subprocess.run([*command, *sorted(files)], cwd=self._folder, env=env, capture_output=True).returncode
+        return subprocess.run([sys.executable, *arguments], cwd=self._folder, env=env, capture_output=True)
 
     def kills(self, mutant: Mutant) -> bool:
         """Whether the mutant's tests fail without its guard."""
