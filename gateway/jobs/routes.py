@@ -128,6 +128,7 @@ class JobRoutes:
         self.router.add_api_route("/v1/jobs/{job_id}", self.show)
         self.router.add_api_route("/v1/jobs/{job_id}/stream", self.stream)
         self.router.add_api_route("/v1/jobs/{job_id}", self.cancel, methods=["DELETE"], description=_CANCEL_DOC)
+        self.router.add_api_route("/v1/jobs/{job_id}/ack", self.ack, methods=["POST"])
 
     async def list_jobs(self, request: Request) -> dict[str, Any]:
         """List the caller's jobs, newest first.
@@ -165,6 +166,17 @@ class JobRoutes:
         with_waiting = _truth_of(request, RETURN_PROGRESS)
         source = JobEvents(self._client, self._yielder, job_id, tenant, start, with_waiting=with_waiting)
         return self._answers.stream(source)
+
+    async def ack(self, request: Request, job_id: str) -> dict[str, Any]:
+        """Free the result of an ended job, because the caller has stored it. The job's state and usage stay for a day.
+
+        `freed` is false for a job that is open, was acknowledged before, or is that of a stored response.
+        """
+        tenant = caller_of(request).tenant
+        async with soon():
+            status = await self._client.status(job_id, tenant=tenant)
+        freed = await self._client.ack(job_id, tenant=tenant)
+        return {"id": job_id, "object": "job", "state": status.state, "freed": bool(freed), "links": links_of(job_id)}
 
     async def cancel(self, request: Request, job_id: str) -> dict[str, Any]:
         state = await self._client.cancel(job_id, tenant=caller_of(request).tenant)

@@ -37,9 +37,10 @@ unused pool.
     P:request:<id>           string  submit; end, purge                   the request (wire.py); deleted at the job's
                                                                           end, for a dead letter after 7 days
     P:dead_letters           zset    end; sweep, purge                    dead letters by end time; 10,000 for 7 days
-    P:log:<id>               list    emit, finish, end; delete_response   chunks (chunks.py); log_ttl_ms after the end
+    P:log:<id>               list    emit, finish, end; delete_response,  chunks (chunks.py); log_ttl_ms after the end
+                                     ack
     P:result:<id>            string  finish; shorten_result (PEXPIRE),    the result (results.py); result_ttl_ms, a
-                                     delete_response                      large one log_ttl_ms after it was fetched
+                                     delete_response, ack                 large one log_ttl_ms after it was fetched
     P:response:<id>          string  submit; end (PEXPIRE),               the record of a stored response; the job's
                                      delete_response                      `keep` ms after its end, as then its result
     P:running:<node>         set     take; requeue, end, heartbeat        ids of the jobs that a node runs
@@ -63,11 +64,11 @@ unused pool.
                                                                           field where it is 0
     P:queued_background      hash    submit, requeue, release, take, end  the same of its background jobs
     P:stored                 hash    submit, emit, requeue, end; sweep,   tenant → bytes that its jobs occupy
-                                     purge, delete_response
+                                     purge, delete_response, ack
     P:reserved               hash    take, emit; requeue, end             tenant → bytes that its running jobs may still
                                                                           write
     P:expiry                 zset    end; shorten_result; submit, sweep,  `<bytes> <tenant> <key>` per stored key of an
-                                     purge, delete_response               ended job, by expiry time
+                                     purge, delete_response, ack          ended job, by expiry time
     P:usage:<day>            hash    end                                  `<tenant>:<account>:<what>` → jobs; tokens of
                                                                           prompts, cached and completions; 92 days
     P:hour_usage:<hour>      hash    end                                  the same per hour; 72 hours

@@ -13,17 +13,21 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import BusyError, PenstockError, RequestError
+from penstock.contract.job import created_at, is_job_id
 from penstock.contract.output import Result
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import BatchProgress
 from penstock.producer.batch.request import CHAT_URL, BatchRequest
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
+_KEPT = timedelta(days=8)
+"""Longer than a job may wait for its deadline, and its result is kept by default."""
 LOCKED_RETRY_MS = 10_000
 """Milliseconds after which to retry while another run has the file locked."""
 
@@ -37,6 +41,15 @@ def answer_row(row_id: str, custom_id: str, body: dict[str, Any], job_id: str) -
     """Return the row of an answered request."""
     response = {"status_code": 200, "request_id": job_id, "body": body}
     return {"id": row_id, "custom_id": custom_id, "response": response, "error": None}
+
+
+def job_ids_of(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the jobs whose results these rows have."""
+    return [row["response"]["request_id"] for row in rows if row["response"] is not None]
+
+
+def _is_recent(job_id: str) -> bool:
+    return is_job_id(job_id) and datetime.now(UTC) - created_at(job_id) < _KEPT
 
 
 def error_row(row_id: str, custom_id: str, error: PenstockError) -> dict[str, Any]:
@@ -71,6 +84,8 @@ class ResultsFile:
         self._batch_id = batch_id
         self.progress = progress
         self.custom_ids: set[str] = set()
+        self.recent_job_ids: list[str] = []
+        """Jobs of loaded rows whose results Redis may still have."""
 
     @property
     def is_whole(self) -> bool:
@@ -87,7 +102,9 @@ class ResultsFile:
             for raw in file:
                 if not raw.endswith(b"\n"):
                     break
-                self._note(_checked_row(raw, self._batch_id, path))
+                row = _checked_row(raw, self._batch_id, path)
+                self._note(row)
+                self.recent_job_ids += [job_id for job_id in job_ids_of([row]) if _is_recent(job_id)]
                 end += len(raw)
         return end
 

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,15 @@ from penstock.contract.job import Priority
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import BatchRequest, InputLine, lines_of, request_of_line, survey_of
-from penstock.producer.batch.results import ResultsFile, answer_row, body_of, error_row, open_results, row_id_of
+from penstock.producer.batch.results import (
+    ResultsFile,
+    answer_row,
+    body_of,
+    error_row,
+    job_ids_of,
+    open_results,
+    row_id_of,
+)
 from penstock.producer.client import AsyncClient
 
 _LOST_RESULT = ("job_not_found", "result_expired")
@@ -159,6 +167,8 @@ class _BatchRun:
 
     async def answer_all(self, lines: Iterator[InputLine]) -> None:
         """Answer all lines that have no row yet, and return when every line has its row on disk."""
+        # An earlier run may have ended between the writing of a row and its acknowledgment.
+        await self._ack(self._results.recent_job_ids)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write_rows())
@@ -209,8 +219,15 @@ class _BatchRun:
             while not self._rows.empty():
                 rows.append(self._rows.get_nowait())
             done = rows[-1] is None
-            await self._results.append(row for row in rows if row is not None)
+            fresh = [row for row in rows if row is not None]
+            await self._results.append(fresh)
+            await self._ack(job_ids_of(fresh))
             self._report("")
+
+    async def _ack(self, job_ids: list[str]) -> None:
+        """Free results that are on disk. If Redis is away, they expire by themselves."""
+        with suppress(UnavailableError):
+            await self._client.ack(*job_ids)
 
     def _report(self, waiting: str) -> None:
         self._on_progress(replace(self._results.progress, waiting=waiting))

@@ -392,6 +392,15 @@ class AsyncClient:
         """Cancel a job and return its state; see `AsyncJob.cancel`."""
         return await self._source(job_id, tenant).cancel()
 
+    async def ack(self, *job_ids: str, tenant: str | None = None) -> int:
+        """Free the results of ended jobs, which the caller has stored. Return how many this call has freed.
+
+        Otherwise a result takes memory in Redis for a day. State, usage and idempotency key stay that long. Ids of other
+        jobs are ignored. `generate`, `map` and `batch run` acknowledge their jobs themselves.
+        """
+        self._patience.require_open()
+        return await self._broker.ack(job_ids, tenant or self._tenant)
+
     async def pools(self, *, renewed: bool = False) -> dict[str, ServedPool]:
         """Return every announced model by pool, at most a second old; pools with a live node come first.
 

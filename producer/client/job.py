@@ -202,6 +202,10 @@ class JobSource:
             self._queue_watch.remove(watcher)
             self.feed.watchers.remove(watcher)
 
+    async def ack(self) -> bool:
+        """Free the job's result. Return whether this call has freed it."""
+        return bool(await self._broker.ack([self.job_id], self.tenant))
+
     async def cancel(self) -> str:
         """Cancel the job and return its state."""
         return await self._broker.cancel(self.job_id, self.tenant)
@@ -334,6 +338,13 @@ class AsyncJob:
     async def status(self) -> JobStatus:
         """Return the job's state, for people."""
         return await self._source.status()
+
+    async def ack(self) -> bool:
+        """Free the job's result, which the caller has stored. Return whether this call has freed it.
+
+        Afterwards `result` raises NotFoundError (`result_expired`).
+        """
+        return await self._source.ack()
 
     async def cancel(self) -> str:
         """Cancel the job. Return `cancelled`, `running` (it ends within a step), or its earlier terminal state."""

@@ -56,7 +56,8 @@ class Runs:
             own = {} if key is None else {"idempotency_key": f"{key}:{index}"}
             return await submit(prompt, **{**of_job, **own})
 
-        run_options = RunOptions(in_order=in_order, leaves_jobs=leaves_jobs, **cast(Any, how))
+        # With a key, a repeated call finds the results of the first one.
+        run_options = RunOptions(in_order=in_order, leaves_jobs=leaves_jobs, acks=key is None, **cast(Any, how))
         return Run(submit_one, run_options, self._outage_s, self._open)
 
     async def close(self) -> None:

@@ -67,6 +67,8 @@ class RunOptions:
     max_in_flight: int = MAX_IN_FLIGHT
     leaves_jobs: bool = False
     """Whether an early end leaves the open jobs to the queue instead of canceling them."""
+    acks: bool = True
+    """Whether the results may leave Redis once this process has them."""
 
     def __post_init__(self) -> None:
         checked_timeout(self.timeout)
@@ -265,7 +267,12 @@ class Run:
         self._window.note_accepted()
         self._submitting = None
         self._changed.set()
-        return await entry.job.result(check=self._options.check)
+        result = await entry.job.result(check=self._options.check)
+        if self._options.acks:
+            # If Redis is away, the result expires by itself.
+            with suppress(UnavailableError):
+                await entry.job.ack()
+        return result
 
     async def _accepted(self, entry: _Entry) -> AsyncJob:
         """Submit a job, as often as necessary. Raises errors that waiting does not cure."""

@@ -297,6 +297,10 @@ class Client:
         """Cancel a job and return its state; see `Job.cancel`."""
         return self._loop.call(self._client.cancel(job_id, tenant=tenant))
 
+    def ack(self, *job_ids: str, tenant: str | None = None) -> int:
+        """Free the results of ended jobs, which the caller has stored; see `AsyncClient.ack`."""
+        return self._loop.call(self._client.ack(*job_ids, tenant=tenant))
+
 
 class Job:
     """A handle on a submitted or attached job.
@@ -362,6 +366,13 @@ class Job:
     def cancel(self) -> str:
         """Cancel the job. Return `cancelled`, `running` (it ends within a step), or its earlier terminal state."""
         return self._loop.call(self._job.cancel())
+
+    def ack(self) -> bool:
+        """Free the job's result, which the caller has stored. Return whether this call has freed it.
+
+        Afterwards `result` raises NotFoundError (`result_expired`).
+        """
+        return self._loop.call(self._job.ack())
 
     def detach(self) -> None:
         """Stop reading this job here. A job that is not `background` is then canceled if it has no other reader."""

@@ -139,7 +139,7 @@ def test_a_class_above_the_keys_highest_is_refused_by_name(closed, redis_url, wh
         )
     else:
         with sync_redis.Redis.from_url(redis_url) as client:
-            assert client.hget(keys.job(answer.headers["x-penstock-job"]), "priority") == b"%d" % counts_as
+            assert client.hget(keys.job(answer.headers["x-penstock-job"]), "level") == b"%d" % counts_as
 
 
 def test_a_key_of_an_older_version_has_the_standard_class():

@@ -137,7 +137,7 @@ def hold(stack, narrow):
 
     async def take_slot():
         client = await stack.client().connect()
-        job = await client.submit("x" * 250, model="acme/narrow")
+        job = await client.submit("x" * 250, model="acme/narrow", background=False)
         await anext(job.stream())
 
         async def free() -> None:

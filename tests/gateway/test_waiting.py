@@ -64,7 +64,7 @@ def jobs_ahead(stack: Stack, queue_engine: EchoEngine) -> Iterator[list[Any]]:
 
     async def submit() -> tuple[AsyncClient, list[Any]]:
         client = await stack.client().connect()
-        return client, [await client.submit("x" * 250, model="acme/queue") for _ in range(4)]
+        return client, [await client.submit("x" * 250, model="acme/queue", background=False) for _ in range(4)]
 
     async def end(client: AsyncClient, jobs: Sequence[Any]) -> None:
         for job in jobs:
@@ -229,7 +229,7 @@ def test_a_refusal_by_a_full_queue_says_how_many_jobs_wait(stack: Stack, url: st
     with httpx.Client(base_url=url, timeout=30) as http:
         wait_until(lambda: "acme/full" in http.get("/v1/models").text)
         body = {"model": "acme/full", "prompt": "x" * 250}
-        jobs = [http.post("/v1/jobs", json=body).json()["id"] for _ in range(3)]
+        jobs = [http.post("/v1/jobs", json={**body, "background": False}).json()["id"] for _ in range(3)]
         wait_until(lambda: http.get(f"/v1/jobs/{jobs[0]}").json()["state"] == "running")
         for path in ("/v1/completions", "/v1/jobs"):
             refused = http.post(path, json=body)

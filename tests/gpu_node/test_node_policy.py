@@ -50,7 +50,8 @@ async def until(broker: ProducerBroker, job: JobDef, state: str, num_chunks: int
 
 def new_job(priority: Priority, tenant: str = "default", **params: Any) -> JobDef:
     wanted = SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **params})
-    return JobDef(id=f"{POOL}.{uuid7()}", prompt="0123456789", params=wanted, priority=priority, tenant=tenant)
+    kind = {"background": False, "needs_reader": False}
+    return JobDef(id=f"{POOL}.{uuid7()}", prompt="0123456789", params=wanted, priority=priority, tenant=tenant, **kind)
 
 
 @dataclass
@@ -297,13 +298,13 @@ def test_hold_time_is_learned_from_ended_jobs() -> None:
     assert ledger.hold_ms == pytest.approx(70, rel=0.01)
 
 
-def test_expected_usage_of_a_class_includes_more_urgent_classes() -> None:
+def test_expected_usage_of_a_level_includes_more_urgent_levels() -> None:
     ledger = Ledger()
     for urgency, n in ((0, 1), (2, 3)):
         job = held(urgency=urgency, n=n)
         ledger.add(job)
         ledger.open(job, 10)
-    assert ledger.expected_usage() == ((210, 210, 210 + 610), (1, 1, 4))
+    assert ledger.expected_usage() == ((210, 210, *(210 + 610,) * 4), (1, 1, *(4,) * 4))
 
 
 def test_interrupted_job_is_charged_as_predicted_and_a_job_that_never_ran_is_not_charged() -> None:

@@ -176,6 +176,8 @@ class KnownJobs:
 _LOG = logging.getLogger(__package__)
 LARGE_RESULT_BYTES = 65_536
 """A larger result expires log_ttl_ms after it was delivered. prelude.lua has the same value."""
+MAX_ACK_JOBS = 128
+"""Jobs that one call of ack.lua takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +297,22 @@ class ProducerBroker:
         if state == "NOT_FOUND":
             raise _no_job(job_id)
         return state
+
+    @retried
+    async def ack(self, job_ids: Sequence[str], tenant: str) -> int:
+        """Free the results of ended jobs of a tenant, because the caller has stored them.
+
+        Jobs that are unknown, open, another tenant's or already acknowledged are left as they are, and so are those of
+        stored responses. Returns the number of the others.
+        """
+        of_pools: dict[str, list[str]] = {}
+        for job_id in job_ids:
+            of_pools.setdefault(pool_of(job_id), []).append(job_id)
+        num_freed = 0
+        for pool, ids in of_pools.items():
+            for start in range(0, len(ids), MAX_ACK_JOBS):
+                num_freed += await scripts.call(self._redis, "ack", pool, tenant, *ids[start : start + MAX_ACK_JOBS])
+        return num_freed
 
     @retried
     async def status(self, job_id: str, tenant: str) -> JobStatus:

@@ -161,6 +161,18 @@ def test_stream_with_another_log_than_the_caller_read_diverges(http: httpx.Clien
     assert (answer.status_code, error_of(answer)["code"]) == (500, "stream_diverged")
 
 
+def test_an_acknowledged_job_keeps_its_state_without_its_result(http: httpx.Client, engine: EchoEngine) -> None:
+    job_id = submit(http)
+    early = http.post(f"/v1/jobs/{submit(http, not_before_s=600)}/ack")
+    assert (early.status_code, early.json()["state"], early.json()["freed"]) == (200, "queued", False)
+    before = ended(http, job_id)
+    answers = [http.post(f"/v1/jobs/{job_id}/ack").json() for _ in range(2)]
+    assert [(answer["state"], answer["freed"]) for answer in answers] == [("done", True), ("done", False)]
+    after = http.get(f"/v1/jobs/{job_id}").json()
+    assert before["result"] is not None
+    assert (after["result"], after["result_expired"], after["ledger"]) == (None, True, before["ledger"])
+
+
 def test_canceled_job_ends_and_says_so(http: httpx.Client, engine: EchoEngine) -> None:
     engine.step_s = 0.05
     job_id = submit(http, prompt=TEXT * 20)

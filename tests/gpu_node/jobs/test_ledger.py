@@ -10,6 +10,7 @@ from penstock.contract.errors import InvariantError
 from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.contract.output import Chunk, Outcome, Usage
+from penstock.contract.priority import NUM_LEVELS
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import MAX_REPORTED_TENANTS, Ledger
@@ -197,9 +198,11 @@ def test_ledger_counts_its_jobs_by_level_and_names_the_largest_tenants() -> None
     for tenant, count in counts.items():
         for number in range(count):
             job_id = f"{tenant}.{number}"
-            taken = Taken(job_id, job_id, 0, 0, 1, 0, tenant=tenant, level=number % 3)
+            taken = Taken(job_id, job_id, 0, 0, 1, 0, tenant=tenant, level=number % NUM_LEVELS)
             ledger.add(HeldJob(taken))
     largest = dict(sorted(counts.items(), key=lambda row: -row[1])[:MAX_REPORTED_TENANTS])
     assert ledger.jobs_by_tenant == largest
     assert sum(ledger.jobs_by_level) == len(ledger) == sum(counts.values())
-    assert ledger.jobs_by_level == tuple(sum(len(range(p, c, 3)) for c in counts.values()) for p in range(3))
+    assert ledger.jobs_by_level == tuple(
+        sum(len(range(level, count, NUM_LEVELS)) for count in counts.values()) for level in range(NUM_LEVELS)
+    )

@@ -313,6 +313,14 @@ async def test_jobs_that_need_no_reader_outlive_the_call(client: AsyncClient, to
     assert not any([await is_canceled(job) for job in jobs])
 
 
+async def test_results_leave_redis_once_the_caller_has_them(client: AsyncClient, node: FakeNode, redis: Redis) -> None:
+    results = await client.generate(["hello"] * 5, max_tokens=2)
+    names = [key.decode() for key in await redis.keys("*")]
+    assert {result.outcome.state for result in results} == {"done"}
+    assert [name for name in names if ":result:" in name or ":log:" in name] == []
+    assert len([name for name in names if ":job:" in name]) == 5
+
+
 async def test_a_repeated_call_with_a_key_finds_the_jobs_of_the_first(
     client: AsyncClient, node: FakeNode, redis: Redis
 ) -> None:
