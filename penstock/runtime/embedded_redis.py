@@ -280,9 +280,7 @@ def find_or_start_redis(
         yield address.url, address
         return
     try:
-        with EmbeddedRedis(
-            data_dir=data_dir or default_dir, maxmemory_mib=maxmemory_mib, address=address
-        ) as server:
+        with EmbeddedRedis(data_dir=data_dir or default_dir, maxmemory_mib=maxmemory_mib, address=address) as server:
             yield server.url, server
     finally:
         address.close()
