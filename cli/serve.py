@@ -190,9 +190,7 @@ async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
         words = end_in_words(server.status, [server.last_log_line()])
         say(f"redis ended with {words}; it starts again in {pause_s:g} s")
         if not server.keeps_jobs:
-            say(
-                "redis kept its jobs only in memory: jobs without a waiting caller are lost (without --ephemeral they are kept)"
-            )
+            say("redis kept its jobs only in memory: jobs without a waiting caller are lost, because of --ephemeral")
         await asyncio.sleep(pause_s)
         started_s = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""A redis-server on a Unix socket, for a single machine. It opens no TCP port, and leaves data only in a data folder."""
+"""A redis-server on a Unix socket, for a single machine. It opens no TCP port; only a data folder outlives it."""
 
 from __future__ import annotations
 
