@@ -341,10 +341,11 @@ async def _serve(
     logs: LogSettings,
 ) -> None:
     async with Supervisor(_relay_of(logs), _log_variables(logs)) as supervisor:
-        ready = await start_all(supervisor, redis_url, model, of_node, of_gateway)
+        # Counted meanwhile, before the node has taken any of them.
+        started = start_all(supervisor, redis_url, model, of_node, of_gateway)
+        ready, waiting = await asyncio.gather(started, _waiting_jobs(server))
         _print_ready(*ready, redis_url, is_local=server is not None)
-        if isinstance(server, EmbeddedRedis) and server.keeps_jobs:
-            await _say_what_waits(redis_url, ready[0]["pool"])
+        _say_what_waits(waiting, ready[0]["pool"])
         # A restarted gateway must use the same port, even if port 0 was requested, because callers know this one.
         port = str(urlsplit(ready[1]["url"]).port)
         commands = (
@@ -370,14 +371,20 @@ async def _open_jobs(redis_url: str) -> dict[str, int]:
         return {pool.pool: pool.num_open for pool in await StatsBroker(redis).all() if pool.num_open}
 
 
-async def _say_what_waits(redis_url: str, served: str) -> None:
-    """Log the jobs that an earlier run left in the data folder, by the model that they wait for."""
+async def _waiting_jobs(server: EmbeddedRedis | RunningRedis | None) -> dict[str, int]:
+    """Return the number of jobs of each pool that an earlier run left in the data folder."""
+    if not isinstance(server, EmbeddedRedis) or not server.keeps_jobs:
+        return {}
     try:
-        found = await _open_jobs(redis_url)
+        return await _open_jobs(server.url)
     except PenstockError as error:
         _log.warning("the jobs of earlier runs cannot be counted", extra={"error": str(error)})
-        return
-    for pool, num_open in found.items():
+        return {}
+
+
+def _say_what_waits(waiting: Mapping[str, int], served: str) -> None:
+    """Log the jobs of an earlier run, by the model that they wait for."""
+    for pool, num_open in waiting.items():
         facts = {"pool": pool, "num_open": num_open}
         if pool == served:
             _log.info("jobs of an earlier run go on", extra=facts)
