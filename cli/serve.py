@@ -35,12 +35,13 @@ from penstock.cli.processes import (
     run_until_stopped,
 )
 from penstock.cli.services import NODE_FLAGS
-from penstock.contract.errors import ConfigError
+from penstock.contract.errors import ConfigError, PenstockError
 from penstock.gateway.http.listen_address import check_address
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings, engine_config, pool_of_model
 from penstock.runtime.cache_folders import state_folder
 from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.data_folder import default_data_folder
 from penstock.runtime.embedded_redis import DEFAULT_MAXMEMORY_MIB, EmbeddedRedis, find_or_start_redis
 from penstock.runtime.local_redis import RunningRedis
 from penstock.runtime.logging import LogSettings, configure_logging, has_color
@@ -189,7 +190,7 @@ async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
         words = end_in_words(server.status, [server.last_log_line()])
         say(f"redis ended with {words}; it starts again in {pause_s:g} s")
         if not server.keeps_jobs:
-            say("redis kept its jobs only in memory: jobs without a waiting caller are lost (--data-dir keeps them)")
+            say("redis kept its jobs only in memory: jobs without a waiting caller are lost, because of --ephemeral")
         await asyncio.sleep(pause_s)
         started_s = time.monotonic()
         try:
@@ -254,8 +255,14 @@ def serve(
     ] = None,
     data_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder in which that Redis keeps jobs across restarts. Default: in memory only."),
+        typer.Option(
+            help="Folder in which that Redis keeps jobs across restarts. Default: "
+            "$XDG_STATE_HOME/penstock/redis, or ~/.local/state/penstock/redis."
+        ),
     ] = None,
+    ephemeral: Annotated[
+        bool, typer.Option("--ephemeral", help="Keep the jobs of that Redis only in memory, until this command ends.")
+    ] = False,
     maxmemory_mib: Annotated[
         int, typer.Option(min=16, help="Memory limit of that Redis in MiB.")
     ] = DEFAULT_MAXMEMORY_MIB,
@@ -281,9 +288,13 @@ def serve(
         if _node_settings(model, of_node).generation_config == "auto":
             of_node["generation_config"] = SAMPLING
     _check_settings(model, of_node, of_gateway)
+    if ephemeral and data_dir is not None:
+        raise ConfigError("ephemeral: --ephemeral keeps nothing in the folder of --data-dir; give one of them")
     configure_logging(logs, prefix=_prefix("serve"))
-    with find_or_start_redis(redis_url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as (url, server):
-        of_gateway["keys_seen_file"] = keys_seen_file(str(data_dir.resolve()) if data_dir else without_password(url))
+    folders = {"data_dir": data_dir, "default_dir": None if ephemeral else default_data_folder()}
+    with find_or_start_redis(redis_url, **folders, maxmemory_mib=maxmemory_mib) as (url, server):
+        kept_in = server.data_dir if isinstance(server, EmbeddedRedis) else data_dir
+        of_gateway["keys_seen_file"] = keys_seen_file(str(kept_in.resolve()) if kept_in else without_password(url))
         words = (words_of(of_node, NODE_FLAGS), words_of(of_gateway))
         _log_start(model, url, server)
         try:
@@ -293,6 +304,9 @@ def serve(
             is_download = model == ON_HUB and any(word in error.why for word in ("download", "hub"))
             hint = f"; instead of the download: {REMEDY}" if is_download else ""
             raise ProcessDiedError(f"{error.why}{hint}", error.why) from error
+        finally:
+            if isinstance(server, EmbeddedRedis) and not server.keeps_jobs and server.is_running:
+                _say_what_ends(url)
 
 
 def _check_settings(model: str, of_node: Mapping[str, Any], of_gateway: Mapping[str, Any]) -> None:
@@ -327,8 +341,11 @@ async def _serve(
     logs: LogSettings,
 ) -> None:
     async with Supervisor(_relay_of(logs), _log_variables(logs)) as supervisor:
-        ready = await start_all(supervisor, redis_url, model, of_node, of_gateway)
+        # Counted meanwhile, before the node has taken any of them.
+        started = start_all(supervisor, redis_url, model, of_node, of_gateway)
+        ready, waiting = await asyncio.gather(started, _waiting_jobs(server))
         _print_ready(*ready, redis_url, is_local=server is not None)
+        _say_what_waits(waiting, ready[0]["pool"])
         # A restarted gateway must use the same port, even if port 0 was requested, because callers know this one.
         port = str(urlsplit(ready[1]["url"]).port)
         commands = (
@@ -342,6 +359,51 @@ async def _serve(
                 keepers.create_task(keep_redis(server, _log.warning))
             elif server is not None:
                 keepers.create_task(watch_joined_redis(server, _log.warning))
+
+
+async def _open_jobs(redis_url: str) -> dict[str, int]:
+    """Return the number of open jobs of each pool that has some."""
+    # Imported late, so that the processes already start meanwhile.
+    from penstock.queue.broker.connection import connect
+    from penstock.queue.broker.pools import StatsBroker
+
+    async with connect(redis_url) as redis:
+        return {pool.pool: pool.num_open for pool in await StatsBroker(redis).all() if pool.num_open}
+
+
+async def _waiting_jobs(server: EmbeddedRedis | RunningRedis | None) -> dict[str, int]:
+    """Return the number of jobs of each pool that an earlier run left in the data folder."""
+    if not isinstance(server, EmbeddedRedis) or not server.keeps_jobs:
+        return {}
+    try:
+        return await _open_jobs(server.url)
+    except PenstockError as error:
+        _log.warning("the jobs of earlier runs cannot be counted", extra={"error": str(error)})
+        return {}
+
+
+def _say_what_waits(waiting: Mapping[str, int], served: str) -> None:
+    """Log the jobs of an earlier run, by the model that they wait for."""
+    for pool, num_open in waiting.items():
+        facts = {"pool": pool, "num_open": num_open}
+        if pool == served:
+            _log.info("jobs of an earlier run go on", extra=facts)
+        else:
+            _log.warning(
+                "jobs wait for a model that this command does not serve; a second `penstock serve MODEL --port PORT` "
+                "runs them",
+                extra=facts,
+            )
+
+
+def _say_what_ends(redis_url: str) -> None:
+    """Log how many jobs end with a queue in memory."""
+    try:
+        num_open = sum(asyncio.run(_open_jobs(redis_url)).values())
+    except (PenstockError, OSError):
+        return
+    if num_open:
+        _log.warning("open jobs end with this queue, which was only in memory", extra={"num_open": num_open})
 
 
 async def start_all(

@@ -169,9 +169,10 @@ def _own_weight_cache() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_runtime_folder() -> Iterator[None]:
-    """Use another runtime folder, so that tests and this user's clients do not find each other's `penstock serve`."""
+    """Use other folders, so that tests and this user's clients find neither each other's `penstock serve` nor queue."""
     with tempfile.TemporaryDirectory(prefix="run") as folder, pytest.MonkeyPatch.context() as patched:
         patched.setenv("PENSTOCK_RUNTIME_DIR", folder)
+        patched.setenv("XDG_STATE_HOME", f"{folder}/state")
         yield
 
 

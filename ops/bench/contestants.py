@@ -111,7 +111,8 @@ def _penstock() -> Iterator[Contestant]:
         yield Contestant(f"penstock {name}", "penstock", "process", "ours", kind, None, in_process, fields)
         queued = ("mix", "single")
         yield Contestant(f"penstock-queue {name}", "penstock_queue", "queue", "ours", kind, None, queued, fields)
-        serve = [sys.executable, "-m", "penstock", "serve", "{weights}", "--port", "{port}", "--dtype", fields["dtype"]]
+        serve = [sys.executable, "-m", "penstock", "serve", "{weights}", "--ephemeral", "--port", "{port}"]
+        serve += ["--dtype", fields["dtype"]]
         env = {f"PENSTOCK_NODE_{field.upper()}": value for field, value in fields.items()}
         server = {"command": serve, "ready": "/ready", "env": env}
         yield Contestant(f"penstock-http {name}", "http_server", "http", "ours", kind, None, served, server)

@@ -1,9 +1,9 @@
-"""A redis-server on a Unix socket, for a single machine. It opens no TCP port and leaves no data behind."""
+"""A redis-server on a Unix socket, for a single machine. It opens no TCP port; only a data folder outlives it."""
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
+import logging
 import os
 import shutil
 import socket
@@ -17,15 +17,22 @@ from types import TracebackType
 from typing import IO, Self
 
 from penstock.contract.errors import ConfigError
+from penstock.runtime.data_folder import claim_for, lock_folder
 from penstock.runtime.local_redis import SOCKET, LocalAddress, RunningRedis, fits_socket
 from penstock.runtime.process_guard import guarded
 from penstock.runtime.settings import RedisSettings
 
 DEFAULT_MAXMEMORY_MIB = 512
 _START_TIMEOUT_S = 60.0
+"""Seconds within which a server must answer. It may load its jobs for longer, because it answers meanwhile."""
+_LOADING_LOG_INTERVAL_S = 10.0
 _SHUTDOWN_GRACE_S = 10.0
 _POLL_S = 0.005
 _LAST_WORDS_BYTES = 1000
+_FIRST_WORDS_BYTES = 1 << 16
+_PONG, _LOADING = b"+PONG", b"-LOADING"
+
+_LOG = logging.getLogger(__package__)
 
 
 def find_redis_server() -> Path:
@@ -78,6 +85,11 @@ class EmbeddedRedis:
     def url(self) -> str:
         """The `unix://` URL of the running server."""
         return f"unix://{self._socket_path()}"
+
+    @property
+    def data_dir(self) -> Path | None:
+        """The folder in which the server keeps its data."""
+        return self._data_dir
 
     @property
     def keeps_jobs(self) -> bool:
@@ -167,9 +179,11 @@ class EmbeddedRedis:
         folder = self._running_folder()
         own_folder = str(folder) if self._address is None else ""
         command = guarded([str(binary), *self._options(folder)], grace_s=_SHUTDOWN_GRACE_S, folder=own_folder)
-        data_lock = None if self._data_dir is None else _lock_folder(self._data_dir)
+        data_lock = None if self._data_dir is None else lock_folder(self._data_dir)
         locks = () if self._address is None else self._address.locks
         try:
+            if self._data_dir is not None:
+                claim_for(self._data_dir, binary)
             # The guard inherits the locks and holds them until the server has ended.
             return subprocess.Popen(
                 command,
@@ -201,14 +215,27 @@ class EmbeddedRedis:
 
     def _wait_until_ready(self, guard: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while not _answers_ping(self._socket_path()):
+        next_log = time.monotonic()
+        while not (reply := _reply_to_ping(self._socket_path())).startswith(_PONG):
+            now = time.monotonic()
             if guard.poll() is not None:
                 raise ConfigError(f"redis-server ended while starting: {self.last_log_line()}")
-            if time.monotonic() > deadline:
+            if reply.startswith(_LOADING):
+                deadline = now + _START_TIMEOUT_S
+                if now >= next_log:
+                    next_log = now + _LOADING_LOG_INTERVAL_S
+                    _LOG.warning("redis loads its jobs from disk", extra={"data_dir": str(self._data_dir)})
+            if now > deadline:
                 raise ConfigError(
                     f"redis-server did not answer within {_START_TIMEOUT_S:.0f} s: {self.last_log_line()}"
                 )
             time.sleep(_POLL_S)
+        if b"Truncating the AOF" in self._first_log_lines():
+            facts = {"data_dir": str(self._data_dir)}
+            _LOG.warning("the last write to the append-only file was incomplete; redis dropped it", extra=facts)
+
+    def _first_log_lines(self) -> bytes:
+        return b"" if self._log is None else os.pread(self._log.fileno(), _FIRST_WORDS_BYTES, 0)
 
     def last_log_line(self) -> str:
         """Return the last line of the server's log."""
@@ -233,12 +260,13 @@ def resolve_redis(url: str | None = None) -> Iterator[str]:
 
 @contextmanager
 def find_or_start_redis(
-    url: str | None, *, data_dir: Path | None, maxmemory_mib: int
+    url: str | None, *, data_dir: Path | None, maxmemory_mib: int, default_dir: Path | None = None
 ) -> Iterator[tuple[str, EmbeddedRedis | RunningRedis | None]]:
     """Yield the URL of the Redis of `penstock serve`: the given one, else PENSTOCK_REDIS_URL, else the local address.
 
     At the local address it starts a server, or joins the one that another `penstock serve` runs. It also yields that
-    server. Raises ConfigError if there is a server to join but a `data_dir` is given.
+    server. A server that it starts keeps its jobs in `data_dir`, else in `default_dir`, else in memory. Raises
+    ConfigError if there is a server to join but a `data_dir` is given.
     """
     settings = RedisSettings.load(redis_url=url)
     if settings.redis_url:
@@ -252,7 +280,7 @@ def find_or_start_redis(
         yield address.url, address
         return
     try:
-        with EmbeddedRedis(data_dir=data_dir, maxmemory_mib=maxmemory_mib, address=address) as server:
+        with EmbeddedRedis(data_dir=data_dir or default_dir, maxmemory_mib=maxmemory_mib, address=address) as server:
             yield server.url, server
     finally:
         address.close()
@@ -266,30 +294,12 @@ def _short_temp_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="penstock-", dir="/tmp"))
 
 
-def _lock_folder(data_dir: Path) -> int:
-    """Return an open, locked file descriptor. Without the lock, two servers could corrupt one append-only file.
-
-    Raises ConfigError if the folder is not writable or another server uses it.
-    """
-    try:
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(data_dir / "penstock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}", param="data_dir") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise ConfigError(f"{data_dir} is in use by another penstock") from error
-    return lock
-
-
-def _answers_ping(path: Path) -> bool:
+def _reply_to_ping(path: Path) -> bytes:
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(1.0)
             connection.connect(str(path))
             connection.sendall(b"PING\r\n")
-            return connection.recv(64).startswith(b"+PONG")
+            return connection.recv(64)
     except OSError:
-        return False
+        return b""

@@ -89,6 +89,7 @@ def test_options_of_serve_reach_node_and_gateway_and_others_come_from_the_enviro
         (("--lora", "one=/proc/none"), "lora: adapter one: there is no folder /proc/none"),
         (("--lora-modules", "a=x", "--lora-modules", "a=y"), "lora: names an adapter twice"),
         (("--port", "70000"), "port: must be at most 65535"),
+        (("--ephemeral", "--data-dir", "x"), "ephemeral: --ephemeral keeps nothing in the folder of --data-dir"),
         (("--log-level", "loud"), "'loud' is not one of"),
     ],
 )

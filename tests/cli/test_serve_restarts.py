@@ -9,11 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 from fakes.processes.python_process import PythonProcess, run_python
 from fixtures.tiny_model import make_tiny_model
+
+from penstock import Client
 
 PATIENCE_S = 60.0
 PARTS = {"node": "-m penstock node", "gateway": "-m penstock gateway", "redis": "redis-server"}
@@ -22,8 +26,8 @@ PARTS = {"node": "-m penstock node", "gateway": "-m penstock gateway", "redis": 
 class Serving:
     """The command, its output, and its child processes."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        model = make_tiny_model(folder / "tiny")
+    def __init__(self, folder: Path, *options: str, pool: str = "tiny") -> None:
+        model = make_tiny_model(folder / pool)
         words = ("serve", str(model), "--kv-cache-gib", "0.01", "--port", "0", *options)
         env = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
         # The native runner is there in a tenth of a second, torch in three.
@@ -120,6 +124,7 @@ def test_a_part_that_is_killed_starts_again_at_its_address(serving: Serving, par
 @pytest.mark.timeout(300)
 def test_a_second_serve_joins_the_first_and_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folders = [tmp_path / name for name in ("first", "second", "third")]
     for folder in folders:
         folder.mkdir()
@@ -136,6 +141,63 @@ def test_a_second_serve_joins_the_first_and_outlives_it(tmp_path: Path, monkeypa
     for one in (second, third):
         one.close()
     first.process.communicate()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("num_jobs", [20, pytest.param(500, marks=pytest.mark.slow)])
+def test_accepted_jobs_end_after_every_process_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_jobs: int
+) -> None:
+    """The level is `memory`: Redis has passed each job to the kernel, so only the machine's end could lose one."""
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    first = Serving(tmp_path)
+    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    with Client(f"unix://{tmp_path}/run/redis.sock") as client:
+        job_ids = [client.submit("the gate", **options).id for _ in range(num_jobs // 2)]
+        # So some of the other half are open at the kill.
+        os.kill(first.pid_of("node"), signal.SIGSTOP)
+        options["queue_without_node"] = True
+        job_ids += [client.submit("the gate", **options).id for _ in range(num_jobs - num_jobs // 2)]
+    family = [psutil.Process(first.process.pid), *psutil.Process(first.process.pid).children(recursive=True)]
+    for one in family:
+        one.kill()
+    psutil.wait_procs(family, timeout=PATIENCE_S)
+    first.process.communicate()
+    second = Serving(tmp_path)
+    said = second.wait_for("jobs of an earlier run go on")
+    assert int(said.rpartition("num_open=")[2]) > 0
+    with Client(f"unix://{tmp_path}/run/redis.sock") as client:
+        ended = [client.attach(job_id).result(timeout=PATIENCE_S) for job_id in job_ids]
+    assert [one.usage and one.usage.completion_tokens for one in ended] == [24] * num_jobs
+    second.close()
+
+
+@pytest.mark.timeout(180)
+def test_a_serve_of_another_model_tells_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    first = Serving(tmp_path)
+    with Client(f"unix://{tmp_path}/run/redis.sock") as client:
+        client.submit("the gate", max_tokens=4, not_before_s=600)
+    first.close()
+    second = Serving(tmp_path, pool="other")
+    said = second.wait_for("jobs wait for a model that this command does not serve")
+    assert "penstock serve MODEL --port PORT" in said and "pool=tiny" in said and "num_open=1" in said
+    second.close()
+
+
+@pytest.mark.timeout(180)
+def test_an_ephemeral_queue_tells_how_many_jobs_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    one = Serving(tmp_path, "--ephemeral")
+    with Client(f"unix://{tmp_path}/run/redis.sock") as client:
+        for _ in range(2):
+            client.submit("the gate", max_tokens=4, not_before_s=600)
+    one.close()
+    assert "num_open=2" in one.wait_for("open jobs end with this queue, which was only in memory")
+    assert not (tmp_path / "state" / "penstock" / "redis").exists()
 
 
 def test_a_node_that_cannot_start_at_all_ends_the_command(tmp_path: Path) -> None:

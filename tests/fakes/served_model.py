@@ -42,7 +42,7 @@ def served(model: Path, log: IO[str] | None = None, **settings: object) -> Itera
     Each call has its own Redis. The node computes on one thread by default.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_NODE_")}
-    words = ("-m", "penstock", "serve", str(model), "--port", "0")
+    words = ("-m", "penstock", "serve", str(model), "--port", "0", "--ephemeral")
     env = clean | {
         f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in ({"num_threads": 1} | settings).items()
     }

@@ -81,7 +81,7 @@ def wait_for_children(process: subprocess.Popen[str], number: int) -> None:
 
 def start_serve(folder: Path) -> tuple[subprocess.Popen[str], str, str]:
     """A served model: the process, the base URL and the ready curl line."""
-    process = start(folder, "serve", "--port", "0")
+    process = start(folder, "serve", "--ephemeral", "--port", "0")
     assert process.stdout is not None
     url = ""
     for line in process.stdout:
@@ -184,7 +184,7 @@ def test_taken_port_is_one_clear_error(folder: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        serve = start(folder, "serve", "--port", str(other.getsockname()[1]))
+        serve = start(folder, "serve", "--ephemeral", "--port", str(other.getsockname()[1]))
         _, errors = serve.communicate(timeout=100)
     assert serve.returncode == 2
     said = errors.splitlines()[-1]

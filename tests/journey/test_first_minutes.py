@@ -50,7 +50,7 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
 
 def test_the_demo_model_comes_from_the_hub_and_commands_find_the_redis(hub: HubServer, tmp_path: Path) -> None:
     env = environment(tmp_path, HF_ENDPOINT=hub.url)
-    options = ("--port", "0", "--alias", "demo", "--max-model-len", "256")
+    options = ("--ephemeral", "--port", "0", "--alias", "demo", "--max-model-len", "256")
     with PythonProcess("-c", WITHOUT_PACKAGE, "serve", *options, env=env) as serve:
         assert serve.stdout is not None and serve.stderr is not None
         try:
@@ -88,7 +88,7 @@ def test_a_demo_model_that_cannot_come_is_one_line_with_the_remedy(
 ) -> None:
     with HubServer().running() as hub:
         env = environment(tmp_path, HF_ENDPOINT=hub.url, PENSTOCK_LOG_FORMAT="console", **variables)
-        done = run_python("-c", WITHOUT_PACKAGE, "serve", "--port", "0", env=env)
+        done = run_python("-c", WITHOUT_PACKAGE, "serve", "--ephemeral", "--port", "0", env=env)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("penstock: node ended with status 2: ") and why in last

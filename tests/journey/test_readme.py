@@ -37,7 +37,7 @@ def http_url(demo_file: Path) -> Iterator[str]:
     With the model's path instead, its answers may not end: the sampling that suits it comes with the default.
     """
     assert demo_file.exists()
-    serve = PythonProcess("-m", "penstock", "serve", "--port", "0", env=environment())
+    serve = PythonProcess("-m", "penstock", "serve", "--ephemeral", "--port", "0", env=environment())
     assert serve.stdout is not None
     try:
         for line in serve.stdout:

@@ -40,7 +40,7 @@ def _penstock() -> Iterator[Contestant]:
             first = {"BENCH_EMPTY_CACHE": "1"}
             yield replace(engine, name=f"penstock first load {name}", workloads=("load",), env=first)
         env = {f"PENSTOCK_NODE_{field.upper()}": value for field, value in fields.items()}
-        command = [sys.executable, "-m", "penstock", "serve", "{weights}", "--port", "{port}"]
+        command = [sys.executable, "-m", "penstock", "serve", "{weights}", "--ephemeral", "--port", "{port}"]
         server = {"command": [*command, "--dtype", fields["dtype"]], "ready": "/ready", "env": env}
         yield replace(
             engine, name=f"penstock-http {name}", module="http_server", entry="http", options=server, parts=("batch",)
