@@ -395,8 +395,8 @@ class AsyncClient:
     async def ack(self, *job_ids: str, tenant: str | None = None) -> int:
         """Free the results of ended jobs, which the caller has stored. Return how many this call has freed.
 
-        Otherwise a result takes memory in Redis for a day. State, usage and idempotency key stay that long. Ids of other
-        jobs are ignored. `generate`, `map` and `batch run` acknowledge their jobs themselves.
+        Otherwise a result takes memory in Redis for a day. State, usage and idempotency key stay that long. Ids of
+        other jobs are ignored. `generate`, `map` and `batch run` acknowledge their jobs themselves.
         """
         self._patience.require_open()
         return await self._broker.ack(job_ids, tenant or self._tenant)
