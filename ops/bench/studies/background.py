@@ -9,9 +9,11 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -34,6 +36,7 @@ JOB_SHAPE = 128, 128
 NUM_IN_ENGINE = 64
 """Background requests that the engine holds."""
 MODES = ("chats", "both", "background")
+WARM_UP_S = 5.0
 HEAD = """# Chats beside background work
 
 `{command}` on {cores} cores of {cpu}, {date}, {revision}. Chats of 32–256 tokens in and 32–128 out come by chance;
@@ -116,83 +119,111 @@ def _background_request(name: str, number: int) -> EngineRequest:
     return EngineRequest(name, prompt, params, seed=0, level=5, tenant="jobs", background=True)
 
 
-def run_server(url: str, asked: list[BenchRequest], turn_s: float, *, background: bool, turn: Turn) -> None:
-    """Run one turn on a server; jobs that are still open at its end are canceled."""
-    asyncio.run(_run_server(url, asked, turn_s, background=background, turn=turn))
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server: its gateway, the metrics of its node, and the backlog of jobs that it gets."""
+
+    url: str
+    metrics_url: str
+    model: str
+    num_jobs: int
+    priority: str | None
+
+    def counters(self) -> tuple[float, float]:
+        """Return the seconds that the engine has computed, and the tokens that it has generated."""
+        with urllib.request.urlopen(self.metrics_url, timeout=30) as answer:
+            text = answer.read().decode()
+
+        def total(name: str) -> float:
+            return sum(map(float, re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)", text, re.MULTILINE)))
+
+        return total("penstock_engine_step_kind_seconds_total"), total("penstock_engine_decode_tokens_total")
+
+    def submit(self, number: int) -> str:
+        """Submit a background job and return its id."""
+        prompt = alike(1, JOB_SHAPE[0], 1, seed=number)[0].prompt
+        params = {"max_tokens": JOB_SHAPE[1], "ignore_eos": True, "temperature": 0}
+        body = {"model": self.model, "tokens": prompt, "params": params}
+        return str(self._call("/v1/jobs", "POST", body | ({"priority": self.priority} if self.priority else {}))["id"])
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a job, unless it has ended."""
+        self._call(f"/v1/jobs/{job_id}", "DELETE")
+
+    def wait_until_idle(self) -> None:
+        """Wait until the engine computes nothing."""
+        before = None
+        while (now := self.counters()) != before:
+            before = now
+            time.sleep(0.5)
+
+    def _call(self, path: str, method: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        content = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found: dict[str, Any] = json.loads(answer.read() or b"{}")
+        return found
 
 
-async def _run_server(url: str, asked: list[BenchRequest], turn_s: float, *, background: bool, turn: Turn) -> None:
-    start_s, where = time.perf_counter(), urlsplit(url)
+def run_server(server: Server, asked: list[BenchRequest], turn_s: float, *, background: bool, turn: Turn) -> None:
+    """Run one turn on a server. Jobs that are still open at its end are canceled."""
+    with ThreadPoolExecutor(4) as threads:
+        jobs = list(threads.map(server.submit, range(server.num_jobs if background else 0)))
+        if jobs:
+            time.sleep(WARM_UP_S)
+        busy_s, num_tokens = server.counters()
+        start_s = time.perf_counter()
+        num_of_chats = asyncio.run(_chat(server, asked, turn_s, turn))
+        turn.took_s += time.perf_counter() - start_s
+        busy_after_s, num_tokens_after = server.counters()
+        turn.busy_s += busy_after_s - busy_s
+        turn.num_background += round(num_tokens_after - num_tokens) - num_of_chats
+        list(threads.map(server.cancel, jobs))
+    server.wait_until_idle()
 
-    async def chat(request: BenchRequest) -> None:
+
+async def _chat(server: Server, asked: list[BenchRequest], turn_s: float, turn: Turn) -> int:
+    """Send the chats of a turn. Return the number of their tokens."""
+    start_s, where = time.perf_counter(), urlsplit(server.url)
+
+    async def chat(request: BenchRequest) -> int:
         await asyncio.sleep(request.at_s)
-        last_s, gaps = start_s + request.at_s, turn.first_ms
+        last_s, times = start_s + request.at_s, turn.first_ms
 
         def on_event() -> None:
-            nonlocal last_s, gaps
+            nonlocal last_s, times
             now_s = time.perf_counter()
-            gaps.append((now_s - last_s) * 1e3)
-            last_s, gaps = now_s, turn.gaps_ms
+            times.append((now_s - last_s) * 1e3)
+            last_s, times = now_s, turn.gaps_ms
 
-        body = {"prompt": request.prompt, "max_tokens": request.num_output, "ignore_eos": True, "temperature": 0}
-        await stream(where.hostname or "", where.port or 80, body, on_event)
+        sampling = {"max_tokens": request.num_output, "ignore_eos": True, "temperature": 0}
+        body = {"model": server.model, "prompt": request.prompt, **sampling}
+        return await stream(where.hostname or "", where.port or 80, body, on_event)
 
-    jobs = [asyncio.create_task(_job(url, i, turn)) for i in range(NUM_IN_ENGINE if background else 0)]
-    await asyncio.gather(*map(chat, asked))
+    counts = await asyncio.gather(*map(chat, asked))
     await asyncio.sleep(max(0.0, turn_s - (time.perf_counter() - start_s)))
-    turn.took_s += time.perf_counter() - start_s
-    for job in jobs:
-        job.cancel()
-    await asyncio.gather(*jobs, return_exceptions=True)
-
-
-async def _job(url: str, number: int, turn: Turn) -> None:
-    """Submit one background job after the other, and count the tokens of those that end."""
-    while True:
-        number += NUM_IN_ENGINE
-        prompt = alike(1, JOB_SHAPE[0], 1, seed=number)[0].prompt
-        body = {"prompt": prompt, "max_tokens": JOB_SHAPE[1], "ignore_eos": True, "temperature": 0}
-        job_id = (await asyncio.to_thread(_call, f"{url}/v1/jobs", "POST", body))["id"]
-        try:
-            await asyncio.to_thread(_until_ended, f"{url}/v1/jobs/{job_id}")
-        except asyncio.CancelledError:
-            _call(f"{url}/v1/jobs/{job_id}", "DELETE")
-            raise
-        turn.num_background += JOB_SHAPE[1]
-
-
-POLL_S = 0.2
-ENDED = ("done", "failed", "cancelled", "expired", "completed")
-
-
-def _until_ended(url: str) -> None:
-    while _call(url, "GET")["status"] not in ENDED:
-        time.sleep(POLL_S)
-
-
-def _call(url: str, method: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    content = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, content, {"Content-Type": "application/json"}, method=method)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        found: dict[str, Any] = json.loads(answer.read() or b"{}")
-    return found
+    return sum(counts)
 
 
 def rows(options: argparse.Namespace) -> Iterator[str]:
     """Measure, and yield the rows of the table."""
-    engine = None
-    if options.url is None:
+    engine = server = None
+    if options.url is not None:
+        server = Server(options.url, options.metrics_url, options.model, options.backlog, options.priority)
+        run_server(server, chats(2.0, WARM_UP_S, seed=99), WARM_UP_S, background=True, turn=Turn())
+    else:
         settings: dict[str, Any] = {"max_num_seqs": 64, "kv_cache_gib": 1.0, "max_prefill_ms_beside_decode": 30.0}
         engine = Engine(EngineConfig(model=str(demo_model()), **settings))
+        run_engine(engine, chats(2.0, WARM_UP_S, seed=99), WARM_UP_S, background=True, turn=Turn())
     for rate in options.rates:
         turns = {mode: Turn() for mode in MODES}
         for number in range(options.repeats):
             for mode in MODES:
                 asked = [] if mode == "background" else chats(rate, options.turn_s, seed=number)
                 given: dict[str, Any] = {"background": mode != "chats", "turn": turns[mode]}
-                if engine is None:
-                    run_server(options.url, asked, options.turn_s, **given)
-                else:
+                if server is not None:
+                    run_server(server, asked, options.turn_s, **given)
+                elif engine is not None:
                     run_engine(engine, asked, options.turn_s, **given)
         row = _row(rate, turns)
         print(row, flush=True)
@@ -202,8 +233,7 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
 def _row(rate: float, turns: dict[str, Turn]) -> str:
     alone, both, background = (turns[mode] for mode in MODES)
     speed, beside = (one.num_background / one.took_s for one in (background, both))
-    # A server does not tell how busy its engine is.
-    left = 1 - alone.busy_s / alone.took_s if alone.busy_s else float("nan")
+    left = 1 - alone.busy_s / alone.took_s
     times = [_shown(getattr(one, name)) for name in ("first_ms", "gaps_ms") for one in (alone, both)]
     return f"| {rate} | {' | '.join(times)} | {speed:.0f} | {beside:.0f} | {left:.2f} | {beside / (speed * left):.2f} |"
 
@@ -217,6 +247,10 @@ def main() -> None:
     """Measure and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", help="a running server instead of an engine")
+    parser.add_argument("--metrics-url", help="the metrics of the server's node")
+    parser.add_argument("--model", default="", help="the model's name at that server")
+    parser.add_argument("--backlog", type=int, default=600, help="jobs that wait at that server")
+    parser.add_argument("--priority", help="the class of these jobs")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--turn-s", type=float, default=20.0)
     parser.add_argument("--repeats", type=int, default=3)
