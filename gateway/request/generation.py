@@ -101,7 +101,7 @@ class GenerationRequest:
     job_id: str | None = None
     """The id of the job, for a request with one prompt. The client makes one by default."""
     background: bool = False
-    """Whether nobody waits for the jobs."""
+    """Whether no caller waits for the jobs."""
     needs_reader: bool | None = None
     """Whether the jobs are canceled when they lose all their readers; None: unless they are background jobs."""
     hides_models: bool = False
@@ -255,7 +255,7 @@ class ParsedBody:
 
     @property
     def in_background(self) -> bool:
-        """Whether nobody waits for the answer: somebody does who reads a stream from its start."""
+        """Whether no caller waits for the answer: a caller that reads a stream from its start does."""
         return bool(self.options.get("background")) and not self.stream
 
 

@@ -162,7 +162,7 @@ class CreateResponse:
             content=content,
             job_id=f"{pool.pool}.{uuid_utils.uuid7()}",
             event_ids=record.stored,
-            # Somebody waits for a response whose stream is read from its start.
+            # A caller waits for a response whose stream is read from its start.
             background=record.background and not body.stream,
             needs_reader=not record.background,
             response=stored if record.stored else None,

@@ -79,7 +79,7 @@ class JobDef(CheckedInput):
 
     `id` is `<pool>.<uuidv7>`. The caller creates it, so that a retried submit is the same job. `deadline_ms` and
     `not_before_ms` are durations from the moment of submission. Until `not_before_ms` has passed, no node takes the job
-    and its priority does not age. Nobody waits for a `background` job, so foreground work goes first.
+    and its priority does not age. No caller waits for a `background` job, so foreground work goes first.
 
     The fields that `Request` has too travel to the node, in this order.
     """
@@ -249,8 +249,8 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     channel: also publish each chunk on the job's own channel, for any Redis client.
     lower_max_tokens: lower `max_tokens` to what the context leaves after the prompt, instead of refusing the job.
     max_wait_s: refuse a foreground job that would wait longer than this in the queue; by default the pool's setting.
-    background: nobody waits for this job: it goes after all foreground work, may wait for as long as it takes, and goes
-        on without a reader. A foreground job is canceled soon after its last reader has left.
+    background: no caller waits for this job: it goes after all foreground work, may wait for as long as it takes, and
+        goes on without a reader. A foreground job is canceled soon after its last reader has left.
     needs_reader: cancel the job soon after its last reader has left; by default only a foreground job.
     return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
     queue_without_node: queue the job even while its pool has no live node; by default the client's setting.

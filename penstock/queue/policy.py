@@ -3,8 +3,8 @@
 The functions are pure; time is an argument. take.lua implements the same order in Lua, and a test through a real Redis
 compares the two. The engine and the simulator order their own queues with these functions.
 
-*Levels.* A caller waits for foreground work, and nobody waits for background work. All foreground work goes before all
-background work, so a job's level is its class, plus the number of classes for background work. Within a kind of work,
+*Levels.* A caller waits for foreground work, and no caller waits for background work. All foreground work goes before
+all background work, so a job's level is its class, plus the number of classes for background work. Within a kind of work,
 `fcfs` considers age only. The other policies serve class by class, most urgent first. Within a class they serve
 
     priority   the oldest job
@@ -17,7 +17,7 @@ whichever is later. So no class starves. Each start resets the clock, so a backl
 urgent work.
 
 *Background.* Background work does not age. Instead, while it had less than its share of the engine's time, its next job
-goes before everything else (`background_due`). Its classes take turns by weight (`BackgroundTurns`). Such a job
+goes before everything else (`background_due`). Its classes share that by weight (`BackgroundTurns`). Such a job
 displaces nothing, and from then on counts as the most urgent, so that nothing displaces it.
 
 *Shares.* Under `fair`, class 0 goes before class 1 only while its tenant is within its share. A tenant is above its

@@ -121,7 +121,7 @@ class BackgroundTurns:
         self._turns = [0.0] * NUM_PRIORITIES
 
     def next_of(self, waiting: Collection[int]) -> int:
-        """Return the level whose turn it is among these levels of background work."""
+        """Return the level that is next among these levels of background work."""
         return min(waiting, key=lambda level: (self._turn_of(level), level))
 
     def start(self, level: int, cost: int) -> None:

@@ -93,7 +93,7 @@ class Taken:
 
     @property
     def is_background(self) -> bool:
-        """Whether nobody waits for the job."""
+        """Whether no caller waits for the job."""
         return is_background(self.level)
 
 

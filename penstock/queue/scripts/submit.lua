@@ -1,7 +1,8 @@
 -- submit: accept a job, or answer why it is refused. A known id or idempotency key with the same body is the same job.
 -- ARGV: id tenant level n cost body_hash request deadline_in_ms inbox channel needs_reader idem_hash output
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
---   response keep_ms rate_prompt rate_n rate_max may_use limits max_wait_ms
+--   response keep_ms rate_prompt rate_n rate_max may_use.
+--   Then limits and max_wait_ms.
 --   level: see prelude.lua. n: number of sequences, 0 for a task that needs no engine. cost: predicted KV tokens.
 --   output: bytes of log and result that the job may write.
 --   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.

@@ -492,7 +492,7 @@ local function try(job, urgency, is_head)
 end
 
 -- Background work goes after all foreground work. The exception: while it had less than its share of the node's time, its
--- next job goes first. Its classes take turns by weight, as tenants do by virtual time: a turn advances the turns of its
+-- next job goes first. Its classes share that by weight, as tenants do by virtual time: a turn advances the turns of its
 -- class by the job's cost ÷ weight. A class that waits anew starts where the last turn was.
 local walk_queue, turns_of_background
 do
