@@ -45,6 +45,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
     ),
     "Batching": (
         *("max_num_seqs", "max_num_batched_tokens", "max_prefill_beside_decode", "max_prefill_ms_beside_decode"),
+        *("background_slowdown", "background_share", "background_step_ms"),
         *("preemption", "speculative", "max_draft_tokens", "stream_interval_ms"),
     ),
     "LoRA adapters": ("lora", "lora_dir", "max_loras", "max_lora_rank"),

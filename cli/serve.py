@@ -389,11 +389,8 @@ def _say_what_waits(waiting: Mapping[str, int], served: str) -> None:
         if pool == served:
             _log.info("jobs of an earlier run go on", extra=facts)
         else:
-            _log.warning(
-                "jobs wait for a model that this command does not serve; a second `penstock serve MODEL --port PORT` "
-                "runs them",
-                extra=facts,
-            )
+            remedy = "a second `penstock serve MODEL --port PORT` runs them"
+            _log.warning("jobs wait for a model that this command does not serve", extra={**facts, "remedy": remedy})
 
 
 def _say_what_ends(redis_url: str) -> None:

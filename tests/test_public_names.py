@@ -82,9 +82,9 @@ def test_a_job_is_what_submit_returns() -> None:
     [
         ("submit", penstock.SubmitOptions, True),
         ("stream", penstock.SubmitOptions, False),
-        ("generate", penstock.GenerateOptions, False),
-        ("map", penstock.GenerateOptions, False),
-        ("map_unordered", penstock.GenerateOptions, False),
+        ("generate", penstock.GenerateOptions, True),
+        ("map", penstock.GenerateOptions, True),
+        ("map_unordered", penstock.GenerateOptions, True),
     ],
 )
 def test_help_lists_every_option_with_its_default(client: type, method: str, listed: type, background: bool) -> None:
@@ -95,7 +95,12 @@ def test_help_lists_every_option_with_its_default(client: type, method: str, lis
     for option in ("max_tokens: int | None = None", "temperature: float = 1.0", f"background: bool = {background}"):
         assert option in shown
     if listed is penstock.GenerateOptions:
-        for option in ("timeout: float | None = None", "check: bool = True", "max_in_flight: int = 256"):
+        for option in (
+            "timeout: float | None = None",
+            "check: bool = True",
+            "max_in_flight: int = 256",
+            "needs_reader: bool = True",
+        ):
             assert option in shown
     assert "See `" not in shown
 

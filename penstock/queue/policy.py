@@ -4,8 +4,8 @@ The functions are pure; time is an argument. take.lua implements the same order 
 compares the two. The engine and the simulator order their own queues with these functions.
 
 *Levels.* A caller waits for foreground work, and no caller waits for background work. All foreground work goes before
-all background work, so a job's level is its class, plus the number of classes for background work. Within a kind of work,
-`fcfs` considers age only. The other policies serve class by class, most urgent first. Within a class they serve
+all background work, so a job's level is its class, plus the number of classes for background work. Within a kind of
+work, `fcfs` considers age only. The other policies serve class by class, most urgent first. Within a class they serve
 
     priority   the oldest job
     sjf        the job with the lowest predicted remaining cost: an estimate that shrinks as its output grows

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from penstock.producer.batch.results import (
 from penstock.producer.client import AsyncClient
 
 _LOST_RESULT = ("job_not_found", "result_expired")
-"""Codes of a job that has ended and whose result is gone. Redis lost its data, or a killed run fetched the result."""
+"""Codes of a job that has ended and whose result is gone."""
+_MAX_LOST = 100
+"""Jobs of a row whose results may be gone."""
 _JITTER = 0.2
 """The share by which a pause between two attempts is randomly lengthened, so that rows do not retry at once."""
 
@@ -106,18 +109,20 @@ async def answer(
 ) -> tuple[str, dict[str, Any]]:
     """Submit one request, wait for its end, and return the job's id and the response body.
 
-    If the result is lost, the request is submitted once more. `delay_s`: seconds before which no node takes the job.
+    If the result is gone, the request is submitted once more: Redis lost it, or an earlier run has acknowledged it and
+    its output file was removed. `delay_s`: seconds before which no node takes the job.
     Raises JobFailedError or RequestError for a permanent failure, and BusyError or UnavailableError if a retry makes
     sense.
     """
     ask = partial(_ask, client, request, request.model or model, delay_s=delay_s, on_submit=on_submit)
-    try:
-        return await ask(key)
-    except NotFoundError as error:
-        if error.code not in _LOST_RESULT:
-            raise
-        # The first key would find the job without its result.
-        return await ask(f"{key}:again")
+    for number in count():
+        try:
+            # The same key would find the job without its result.
+            return await ask(f"{key}:again{number}" if number else key)
+        except NotFoundError as error:
+            if error.code not in _LOST_RESULT or number == _MAX_LOST:
+                raise
+    raise AssertionError
 
 
 async def _ask(

@@ -60,7 +60,45 @@ MUTANTS = (
         "false and redis.call('ZCARD'",
         "tasks.py",
     ),
-    Mutant("tasks need no KV capacity", "submit", "if not is_light and queued > 0", "if queued > 0", "tasks.py"),
+    Mutant(
+        "tasks need no KV capacity",
+        "submit",
+        "if not is_light and not in_background and queued > 0",
+        "if not in_background and queued > 0",
+        "tasks.py",
+    ),
+    Mutant(
+        "a backlog refuses no chat",
+        "submit",
+        "backlog_of(0, CLASSES - 1), redis",
+        "backlog_of(0, LEVELS - 1), redis",
+        "background.py",
+    ),
+    Mutant(
+        "background work waits",
+        "submit",
+        "not is_light and not in_background and not_before_in",
+        "not is_light and not_before_in",
+        "background.py",
+    ),
+    Mutant(
+        "background work after chats",
+        "take",
+        "if walk(0, CLASSES - 1) then walk(CLASSES, LEAST_URGENT) end",
+        "walk(0, LEAST_URGENT)",
+        "background.py",
+    ),
+    Mutant("due jobs flow", "queue", "math.min(max_count, MAX_READY - ready)", "max_count", "background.py"),
+    Mutant("due jobs of each tenant", "queue", "math.ceil(left / (#lanes - at + 1))", "left", "background.py"),
+    Mutant(
+        "due background work needs room",
+        "take",
+        "urgency == DUE and LEAST_URGENT or urgency",
+        "math.max(0, urgency)",
+        "background.py",
+    ),
+    Mutant("results of stored responses", "ack", " and not response_life(job)", "", "ack.py"),
+    Mutant("results of another tenant", "ack", " and job.tenant == tenant", "", "ack.py"),
     Mutant(
         "tasks need none of their tenant's either",
         "submit",
@@ -153,7 +191,7 @@ MUTANTS = (
     Mutant("open jobs of a pool", "submit", "if open >= config.max_open_jobs and", "if false and", "submit.py"),
     Mutant("open jobs of a tenant", "submit", "own_open >= tenant_open", "false", "limits.py"),
     Mutant("a tenant's part of a limit", "submit", "own >= limit / math.max(1, num_tenants)", "true", "waits.py"),
-    Mutant("a tenant's own wait", "submit", "math.min(sum, own_queued / share)", "sum", "waits.py"),
+    Mutant("a tenant's own wait", "submit", "math.min(sum, own_ahead / share)", "sum", "waits.py"),
     Mutant("a retry counts once", "submit", "if not is_known then", "if true then", "waits.py"),
     Mutant(
         "a tenant's tasks are counted down",
@@ -163,7 +201,7 @@ MUTANTS = (
         "waits.py",
     ),
     Mutant(
-        "a first job above its tenant's limit", "submit", "own_queued > 0 and own_queued", "own_queued", "limits.py"
+        "a first job above its tenant's limit", "submit", "all_queued > 0 and all_queued", "all_queued", "limits.py"
     ),
     Mutant("a first job above its tenant's rate", "queue", "if debt > 0 and later >", "if later >", "limits.py"),
     Mutant("refused cost decays", "submit", " - rate * share * (now - (tonumber(at) or now))", "", "limits.py"),

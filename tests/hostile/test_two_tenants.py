@@ -71,7 +71,7 @@ async def test_stored_delayed_jobs_of_one_tenant_refuse_no_other(stack: Stack) -
 
 async def test_a_long_queue_of_one_tenant_refuses_no_other(stack: Stack) -> None:
     params = {"max_tokens": 2000, "ignore_eos": True}
-    bodies = [{"prompt": f"{i}", "params": params} for i in range(300)]
+    bodies = [{"prompt": f"{i}", "params": params, "background": False} for i in range(300)]
     async with stack.client("flood-1") as http:
         refused: Counter[str] = Counter()
         for _ in range(20):  # A node that has just started has no pace yet, and refuses nothing.

@@ -174,6 +174,10 @@ async def check_usage(redis: Redis, pool: str) -> None:
         data = await redis.get(keys.result(job_id))
         log = decode_chunks(b"".join(await cast(Any, redis.lrange(keys.log(job_id), 0, -1))))
         usage = Usage(0, sum(len(chunk.token_ids) for chunk in log))
+        if data is None and not log:
+            # Its reader has acknowledged it, or it is long over: only the record is left.
+            used = await cast(Any, redis.hget(keys.job(job_id), "used"))
+            usage = Usage(*map(int, (used or b"0 0 0").split()[:3]))
         if data is not None:
             usage = results.decode_result(data, job_id, Outcome("done"), (0, 0, 0, 0)).usage or usage
         tokens = {"prompt": usage.prompt_tokens, "completion": usage.completion_tokens, "cached": usage.cached_tokens}

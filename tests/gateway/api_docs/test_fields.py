@@ -106,6 +106,7 @@ SENT: dict[str, Sent] = {
     "continue_final_message": Sent(accepted=True),
     "continuous_usage_stats": Sent(accepted=True),
     "deadline_s": Sent(30, -1),
+    "max_wait_s": Sent(30, -1),
     "dimensions": Sent(4, 0),
     "documents": Sent(["x", {"text": "y"}], []),
     "echo": Sent(accepted=True),
@@ -175,6 +176,7 @@ SENT: dict[str, Sent] = {
     "truncate_prompt_tokens": Sent(5, 0),
 }
 OF_ENDPOINT: dict[tuple[str, str], Sent] = {
+    ("/v1/jobs", "max_wait_s"): Sent(30, -1, {"background": False}),
     ("/v1/responses", "input"): Sent([{"role": "user", "content": "hi"}]),
     ("/v1/embeddings", "input"): Sent(["hi", [1, 2]], []),
     ("/v1/responses", "metadata"): Sent({"a": "b"}, {"a": 1}),

@@ -163,7 +163,9 @@ def test_stream_with_another_log_than_the_caller_read_diverges(http: httpx.Clien
 
 def test_an_acknowledged_job_keeps_its_state_without_its_result(http: httpx.Client, engine: EchoEngine) -> None:
     job_id = submit(http)
-    early = http.post(f"/v1/jobs/{submit(http, not_before_s=600)}/ack")
+    later = submit(http, not_before_s=600)
+    early = http.post(f"/v1/jobs/{later}/ack")
+    http.delete(f"/v1/jobs/{later}")
     assert (early.status_code, early.json()["state"], early.json()["freed"]) == (200, "queued", False)
     before = ended(http, job_id)
     answers = [http.post(f"/v1/jobs/{job_id}/ack").json() for _ in range(2)]

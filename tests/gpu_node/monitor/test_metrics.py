@@ -98,7 +98,7 @@ async def test_times_and_ends_of_jobs_are_counted_by_class(redis_url: str) -> No
         with serving_metrics(node, settings_of(redis_url)) as port:
             for priority in (Priority.BATCH, Priority.STANDARD, Priority.STANDARD):
                 await (await client.submit("hello", max_tokens=20, ignore_eos=True, priority=priority)).result()
-            left = await client.submit("hello", max_tokens=400, ignore_eos=True)
+            left = await client.submit("hello", max_tokens=400, ignore_eos=True, priority=Priority.STANDARD)
             await anext(left.stream())
             await left.cancel()
             while node.ledger.counts.finished < 4:
@@ -133,7 +133,7 @@ async def test_longest_choice_of_a_job_is_counted_under_the_name_of_vllm(redis_u
 async def test_a_job_that_was_taken_over_counts_no_second_first_token(redis_url: str) -> None:
     async with AsyncClient(redis_url) as client:
         async with running(redis_url, drain_s=0.0):
-            job = await client.submit("hello", max_tokens=60, ignore_eos=True)
+            job = await client.submit("hello", max_tokens=60, ignore_eos=True, priority=Priority.STANDARD)
             await anext(job.stream())
         async with running(redis_url) as second:
             await job.result()
