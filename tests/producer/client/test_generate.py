@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes.fake_node import KV_TOKENS, POOL, FakeJob, FakeNode, Say, fake_tokens
@@ -315,7 +315,7 @@ async def test_jobs_that_need_no_reader_outlive_the_call(client: AsyncClient, to
 
 async def test_results_leave_redis_once_the_caller_has_them(client: AsyncClient, node: FakeNode, redis: Redis) -> None:
     results = await client.generate(["hello"] * 5, max_tokens=2)
-    names = [key.decode() for key in await redis.keys("*")]
+    names = [key.decode() for key in cast("list[bytes]", await redis.keys("*"))]
     assert {result.outcome.state for result in results} == {"done"}
     assert [name for name in names if ":result:" in name or ":log:" in name] == []
     assert len([name for name in names if ":job:" in name]) == 5

@@ -24,7 +24,7 @@ async def ended(queue: Queue, node: FakeNode, result: bytes = b"result", **field
 
 
 async def stored(queue: Queue) -> int:
-    return int(await queue.redis.hget(f"{P}:stored", "default") or 0)  # type: ignore[misc]
+    return int(await queue.redis.hget(f"{P}:stored", "default") or 0)
 
 
 @pytest.mark.parametrize("result", [b"result", LARGE], ids=["small", "large"])
