@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from bench.journal import Journal, Run, journal_path
 
 METRIC = "tokens_per_s"
 NUM_RESAMPLES = 10_000
+EPHEMERAL = "--ephemeral"
 MAX_TRIES = 4
 
 
@@ -37,9 +39,18 @@ def parse() -> argparse.Namespace:
 def versions(engine: str, old_python: str) -> dict[str, Contestant]:
     """The same server from two environments. The client is this environment's in both cases."""
     new = CONTESTANTS[engine]
-    command = [old_python if word == sys.executable else word for word in new.options["command"]]
+    # An older release has no such option: its queue is in memory anyway.
+    left_out = () if _has_option(old_python, EPHEMERAL) else (EPHEMERAL,)
+    command = [
+        old_python if word == sys.executable else word for word in new.options["command"] if word not in left_out
+    ]
     old_options = new.options | {"command": command}
     return {"old": replace(new, name="old", options=old_options), "new": replace(new, name="new")}
+
+
+def _has_option(python: str, option: str) -> bool:
+    shown = subprocess.run([python, "-m", "penstock", "serve", "--help"], check=False, capture_output=True).stdout
+    return option in shown.decode()
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
