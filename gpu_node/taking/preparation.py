@@ -314,9 +314,10 @@ class JobPreparation:
         lowered = lowered_max_tokens(params.max_tokens, request.max_total_tokens, len(token_ids))
         if lowered is not None:
             params = params.model_copy(update={"max_tokens": lowered})
-        variables = json.loads(request.chat_template_kwargs or "{}")
         # Otherwise the output continues the prompt's text.
-        begins_text = request.messages is not None and not variables.get(CONTINUES)
+        begins_text = request.messages is not None and not json.loads(request.chat_template_kwargs or "{}").get(
+            CONTINUES
+        )
         job.is_in_engine = True
         added = self._worker.add(
             EngineRequest(

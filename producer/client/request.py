@@ -103,20 +103,15 @@ def fitting_pools(
         return fitting
     with_adapter = [pool for pool in fitting if adapter in pool.adapters]
     if not with_adapter:
-        listed = "" if hides_models else _adapter_names(fitting)
+        listed = "" if hides_models else _served_names(fitting, models=False)
         raise NotFoundError(f"adapter {adapter!r} is not served{listed}", code="model_not_found", param="adapter")
     return with_adapter
 
 
-def _served_names(pools: list[ServedPool]) -> str:
-    """Return the end of an error: the models and adapters of these pools."""
+def _served_names(pools: list[ServedPool], *, models: bool = True) -> str:
+    """Return the end of an error: the adapters of these pools, and their models."""
     shown = _live_or_all(pools)
-    return f"; served: {', '.join(sorted({pool.model for pool in shown}.union(*(pool.adapters for pool in shown))))}"
-
-
-def _adapter_names(pools: list[ServedPool]) -> str:
-    """Return the end of an error: the adapters of these pools."""
-    names = {name for pool in _live_or_all(pools) for name in pool.adapters}
+    names = {name for pool in shown for name in pool.adapters} | {pool.model for pool in shown if models}
     return f"; served: {', '.join(sorted(names)) or 'none'}"
 
 
