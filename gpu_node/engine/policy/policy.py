@@ -34,8 +34,9 @@ class SchedulingPolicy(Protocol):
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
         """Call `start` for waiting sequences, in the policy's order. It returns False where a sequence does not fit.
 
-        A policy may offer more sequences after one that does not fit. In `waiting` swapped sequences come first, then
-        those that lost their blocks, then new ones in order of arrival.
+        A policy must offer the turns of `in_turns` one after another. Within a turn it may offer more sequences after
+        one that does not fit. In `waiting` swapped sequences come first, then those that lost their blocks, then new
+        ones in order of arrival.
         """
 
     def preemption_request(

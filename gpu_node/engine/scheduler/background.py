@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.gpu_node.engine.scheduler.budget import StepLimits, StepTime, StepWork, ends_within_budget
 from penstock.gpu_node.engine.scheduler.input_batch import InputBatch
-from penstock.gpu_node.engine.scheduler.queues import WaitingQueues
+from penstock.gpu_node.engine.scheduler.queues import Grants, WaitingQueues
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
@@ -43,6 +43,8 @@ class StepBudget:
     """[max_rows], the tokens of each background sequence, by its row."""
     newcomers: int | None = None
     """Prompt tokens of background sequences that start. None: they start within `tokens`."""
+    max_tokens: int | None = None
+    """Tokens of the whole step; None: `tokens`."""
 
     def ends(self, table: InputBatch, rows: Rows, wanted: Ints) -> Ints:
         """Return the ends of running sequences that want to compute up to `wanted`; an end at its start: no tokens."""
@@ -55,10 +57,14 @@ class StepBudget:
         ends[foreground[: len(served)]] = served
         return ends
 
-    def num_left(self, table: InputBatch, rows: Rows, ends: Ints) -> int:
-        """Return what running sequences that compute up to `ends` leave of `tokens`."""
+    def grants(self, table: InputBatch, rows: Rows, ends: Ints, cached: list[int]) -> Grants:
+        """Return what running sequences that compute up to `ends` leave for sequences that start."""
         counts = ends - table.num_computed[rows]
-        return self.tokens - int((counts if self.granted is None else counts[~table.is_background[rows]]).sum())
+        num_left = (self.tokens if self.max_tokens is None else self.max_tokens) - int(counts.sum())
+        if self.granted is None:
+            return Grants(num_left, cached)
+        for_foreground = self.tokens - int(counts[~table.is_background[rows]].sum())
+        return Grants(num_left, cached, foreground=for_foreground, background=self.newcomers)
 
 
 class EngineTime:
@@ -197,12 +203,12 @@ class BackgroundBudget:
         num_prompt_tokens = int(to_compute[to_compute > 1].sum()) + sum(waiting)
         must_run = running is None and not len(to_compute)
         reserved = max(int(must_run), math.ceil(2 * self._limits.background_share * max_tokens) if self.is_due else 0)
-        foreground_tokens = min(foreground_tokens, max(num_decoded, max_tokens - reserved))
+        foreground_tokens = min(foreground_tokens, max(num_decoded, max_tokens - reserved, min(1, num_prompt_tokens)))
         num_foreground = min(foreground_tokens, num_decoded + num_prompt_tokens)
         running_ms = 0.0 if running is None else self._time.step_ms(StepWork.of(running, 0))
         left_ms = self._left_ms(num_decoded, max(0, num_foreground - num_decoded), running_ms)
         granted, newcomers = self._grant(left_ms, max_tokens - num_foreground, must_run=must_run)
-        return StepBudget(foreground_tokens, granted, newcomers)
+        return StepBudget(foreground_tokens, granted, newcomers, max_tokens)
 
     def _left_ms(self, num_decoded: int, num_prefilled: int, running_ms: float) -> float:
         """Return the milliseconds that background sequences may add to a step."""
@@ -240,7 +246,7 @@ class BackgroundBudget:
             if lacking > 1:
                 token_ms = self._time.token_ms(int(table.num_computed[row]), is_scored=scored)
             num_fitting = min(max_tokens, int(max(0.0, left_ms) / token_ms))
-            if must_run and not num_running:
+            if must_run and not granted.any():
                 num_fitting = max(1, num_fitting)
             elif num_fitting < lacking and left_ms < _MIN_TURN * whole_ms:
                 continue

@@ -105,20 +105,24 @@ class Grants:
     cached: list[int]
     """Blocks that the step fills and that the prefix cache already lists."""
     ends: list[int] = field(default_factory=list)
+    foreground: int | None = None
+    """The part of the budget that foreground sequences may use; None: all of it."""
     background: int | None = None
-    """The budget left for background sequences; None: they share the budget of the others."""
+    """The same for background sequences. Both parts together may be more than the budget."""
 
     def left_for(self, seq: Sequence) -> int:
         """Return the tokens that a sequence may compute."""
-        return self.background if self.background is not None and seq.background else self.budget
+        part = self.background if seq.background else self.foreground
+        return self.budget if part is None else min(part, self.budget)
 
     def note(self, seq: Sequence, start: int, end: int) -> None:
         """Count a sequence that computes from `start` to `end`."""
         self.ends.append(end)
-        if self.background is not None and seq.background:
+        self.budget -= end - start
+        if seq.background and self.background is not None:
             self.background -= end - start
-        else:
-            self.budget -= end - start
+        elif not seq.background and self.foreground is not None:
+            self.foreground -= end - start
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from penstock.gpu_node.engine.scheduler.drafts import Drafts
 from penstock.gpu_node.engine.scheduler.faults import FaultIsolator
 from penstock.gpu_node.engine.scheduler.input_batch import NO_GUIDES, InputBatch
 from penstock.gpu_node.engine.scheduler.preemption import Preemptor, SwapCost
-from penstock.gpu_node.engine.scheduler.queues import Admission, Grants, PrefixHits, WaitingQueues, leave_group
+from penstock.gpu_node.engine.scheduler.queues import Admission, PrefixHits, WaitingQueues, leave_group
 from penstock.gpu_node.engine.scheduler.running import RunningBatch, StepOutcome, StepProgress
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculative.draft_budget import DraftBudget, StepCost
@@ -401,8 +401,7 @@ class Scheduler:
         """Start queued sequences with the rest of the budget; return the ends of all running sequences."""
         if not self.queues:
             return ends
-        num_left = budget.num_left(self._table, self._batch.rows, ends)
-        grants = Grants(num_left, cached, background=budget.newcomers)
+        grants = budget.grants(self._table, self._batch.rows, ends, cached)
         self._admission.admit(grants)
         return np.concatenate((ends, np.array(grants.ends, dtype=np.int32)))
 

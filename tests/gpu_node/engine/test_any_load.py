@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.gpu_node.engine.kv_cache.block_pool import block_hash
-from penstock.gpu_node.engine.policy.policy import FirstComeFirstServed, NumTokens
+from penstock.gpu_node.engine.policy.policy import FirstComeFirstServed, NumTokens, in_turns
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
@@ -38,11 +38,11 @@ class Whim(FirstComeFirstServed):
         self.pick = 0
 
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
-        """Rotate the waiting sequences, and pass those that do not fit."""
-        seqs = list(waiting)
-        at = self.pick % len(seqs) if seqs else 0
-        for seq in seqs[at:] + seqs[:at]:
-            start(seq)
+        """Rotate the waiting sequences of each turn, and pass those that do not fit."""
+        for seqs in in_turns(waiting):
+            at = self.pick % len(seqs) if seqs else 0
+            for seq in seqs[at:] + seqs[:at]:
+                start(seq)
 
     def preemption_request(
         self, waiting: Iterable[Sequence], running: list[Sequence], num_tokens: NumTokens
