@@ -15,7 +15,7 @@ from penstock.gateway.anthropic.schemas import SHOWS_THINKING
 from penstock.gateway.stream.dialect import AnswerHead, ChunkEncoder, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.writer import error_event
 from penstock.producer.openai.json_parts import Text, json_parts
-from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText
+from penstock.producer.openai.parsed_text import PLAIN, AnswerReader, ParsedText, joined
 from penstock.producer.openai.render import is_cut, limit_member
 from penstock.producer.openai.tool_calls import Call, warning_of
 from penstock.queue.results import PackedResult
@@ -253,10 +253,14 @@ class MessageWholeEncoder(WholeEncoder):
         return to_json(message_of(self._head))[:-1] + b',"content":['
 
     def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
-        """Yield the content and the stop reason."""
+        """Yield the content and the stop reason. Empty parts come while the text is parsed."""
         choice, params = result.choices[0], self._head.params
         text, stop = without_stop(choice.text, choice.finish_reason, params.stop)
-        parsed = self._head.format.read(text, is_cut=is_cut(choice.finish_reason))
+        parts = list[ParsedText]()
+        for more in self._head.format.parts_of(text, is_cut=is_cut(choice.finish_reason)):
+            parts += more
+            yield b""
+        parsed = joined(parts)
         blocks = blocks_of(parsed, shows_thinking=bool(self._head.options.get(SHOWS_THINKING)))
         for number, block in enumerate(blocks):
             yield b"," if number else b""

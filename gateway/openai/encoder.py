@@ -219,13 +219,19 @@ class OpenAIWholeEncoder(WholeEncoder):
         return to_json(self._renderer.whole_head())[:-1]
 
     def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
-        """Yield the choices of one result. The first result also yields the answer's members about its prompt."""
+        """Yield the choices of one result. The first result also yields the answer's members about its prompt.
+
+        Empty parts come while a text is parsed.
+        """
         if index == 0:
             for name, value in self._renderer.whole_prompt_ids(result).items():
                 yield b"," + to_json(name) + b":"
                 yield from json_parts(value)
             yield b',"choices":['
         for choice in self._renderer.whole_choices(index, result):
+            if choice is None:
+                yield b""
+                continue
             if self._num_choices:
                 yield b","
             yield from json_parts(choice)

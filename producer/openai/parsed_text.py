@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from penstock.producer.openai.tool_calls import CALL_FORMS, Call, ToolCallReader, num_held
@@ -46,13 +47,18 @@ class AnswerFormat:
 
     def read(self, text: str, *, is_cut: bool = False) -> ParsedText:
         """Parse a whole text. is_cut: it ended because of a limit."""
+        return joined(list(chain.from_iterable(self.parts_of(text, is_cut=is_cut))))
+
+    def parts_of(self, text: str, *, is_cut: bool = False) -> Iterator[list[ParsedText]]:
+        """Do the same as `read`, but yield the parts of a kilobyte at a time. `joined` joins all of them."""
         if self == PLAIN:
-            return ParsedText(text)
-        reader, parts = AnswerReader(self), []
+            yield [ParsedText(text)]
+            return
+        reader = AnswerReader(self)
         # Each call copies the rest of the piece, so slices keep the cost linear for a text with many calls.
         for at in range(0, len(text), _CHARS_READ_AT_ONCE):
-            parts += reader.push_in_order(text[at : at + _CHARS_READ_AT_ONCE])
-        return _joined([*parts, *reader.end_in_order(is_cut=is_cut)])
+            yield reader.push_in_order(text[at : at + _CHARS_READ_AT_ONCE])
+        yield reader.end_in_order(is_cut=is_cut)
 
 
 PLAIN = AnswerFormat()
@@ -70,11 +76,11 @@ class AnswerReader:
 
     def push(self, text: str) -> ParsedText:
         """Add a piece of text and return the content that is certain now."""
-        return _joined(self.push_in_order(text))
+        return joined(self.push_in_order(text))
 
     def end(self, *, is_cut: bool = False) -> ParsedText:
         """Return the rest at the end of the text. is_cut: it ended because of a limit."""
-        return _joined(self.end_in_order(is_cut=is_cut))
+        return joined(self.end_in_order(is_cut=is_cut))
 
     def push_in_order(self, text: str) -> list[ParsedText]:
         """Do the same as `push`, but return text and calls as separate parts, in the order of the text."""
@@ -105,7 +111,8 @@ class AnswerReader:
         return parts
 
 
-def _joined(parts: Sequence[ParsedText]) -> ParsedText:
+def joined(parts: Sequence[ParsedText]) -> ParsedText:
+    """Return one parsed text for parts in the order of the text."""
     if len(parts) == 1:
         return parts[0]
     by_index: dict[int, list[Call]] = {}

@@ -26,7 +26,7 @@ from penstock.producer.openai.logprobs import (
     whole_chat_logprobs,
     whole_completion_logprobs,
 )
-from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, ParsedText
+from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, ParsedText, joined
 from penstock.producer.openai.token_ids import TokenIds, prompt_ids_of
 from penstock.producer.openai.tool_calls import Call, warning_of
 from penstock.queue.results import PackedChoice, PackedResult
@@ -201,7 +201,10 @@ class Renderer(ABC):
         """Return a whole answer as one plain object."""
         usage = self.usage([result.usage for result in results])
         choices = [
-            plain(choice) for index, result in enumerate(results) for choice in self.whole_choices(index, result)
+            plain(choice)
+            for index, result in enumerate(results)
+            for choice in self.whole_choices(index, result)
+            if choice is not None
         ]
         of_prompt = {name: plain(ids) for name, ids in self.whole_prompt_ids(results[0]).items()} if results else {}
         return {**self.whole_head(), **of_prompt, "choices": choices, "usage": usage}
@@ -215,11 +218,18 @@ class Renderer(ABC):
         wanted = self._params.return_token_ids and not self.prompt_ids_in_choices
         return {"prompt_token_ids": prompt_ids_of(result)} if wanted else {}
 
-    def whole_choices(self, job_index: int, result: AnyResult) -> Iterator[dict[str, Any]]:
-        """Yield the choices of one job for a whole answer. Their large members are lazy (see `json_parts`)."""
+    def whole_choices(self, job_index: int, result: AnyResult) -> Iterator[dict[str, Any] | None]:
+        """Yield the choices of one job for a whole answer. Their large members are lazy (see `json_parts`).
+
+        While a text is parsed, which may take long, None is yielded after every few kilobytes.
+        """
         echo = PromptEcho(result.prompt_logprobs if self._echoes else ())
         for choice in result.choices:
-            whole = self._whole_choice(job_index * self._params.n + choice.index, choice, echo)
+            parts = list[ParsedText]()
+            for more in self.form.parts_of(choice.text, is_cut=is_cut(choice.finish_reason)):
+                parts += more
+                yield None
+            whole = self._whole_choice(job_index * self._params.n + choice.index, choice, joined(parts), echo)
             if self._params.return_token_ids:
                 whole["token_ids"] = Rows(partial(iter, choice.token_ids))
                 if self.prompt_ids_in_choices:
@@ -229,8 +239,7 @@ class Renderer(ABC):
                 whole["prompt_logprobs"] = Rows(partial(prompt_logprobs, result.prompt_logprobs))
             yield whole
 
-    def _whole_choice(self, number: int, choice: AnyChoice, echo: PromptEcho) -> dict[str, Any]:
-        parsed = self.form.read(choice.text, is_cut=is_cut(choice.finish_reason))
+    def _whole_choice(self, number: int, choice: AnyChoice, parsed: ParsedText, echo: PromptEcho) -> dict[str, Any]:
         reason = finish_reason_of(choice.finish_reason, calls=bool(parsed.calls) and not self.form.is_named)
         logprobs = self._whole_logprobs_of(choice, echo) if choice.logprobs else None
         return {**self._whole_of(number, parsed, echo), "index": number, "logprobs": logprobs, "finish_reason": reason}
