@@ -230,12 +230,10 @@ class EmbeddedRedis:
                     f"redis-server did not answer within {_START_TIMEOUT_S:.0f} s: {self.last_log_line()}"
                 )
             time.sleep(_POLL_S)
-        if b"Truncating the AOF" in self._first_log_lines():
+        first_lines = b"" if self._log is None else os.pread(self._log.fileno(), _FIRST_WORDS_BYTES, 0)
+        if b"Truncating the AOF" in first_lines:
             facts = {"data_dir": str(self._data_dir)}
             _LOG.warning("the last write to the append-only file was incomplete; redis dropped it", extra=facts)
-
-    def _first_log_lines(self) -> bytes:
-        return b"" if self._log is None else os.pread(self._log.fileno(), _FIRST_WORDS_BYTES, 0)
 
     def last_log_line(self) -> str:
         """Return the last line of the server's log."""

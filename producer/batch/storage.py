@@ -53,7 +53,11 @@ def local_copy(name: str, *, param: str) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="penstock-batch-") as folder:
         copy = Path(folder) / "copy"
-        with readable(param), _open(name, param) as source, copy.open("wb") as target:
+        with (
+            readable(param),
+            _fsspec_open(name, "rb", param) if is_remote(name) else Path(name).open("rb") as source,
+            copy.open("wb") as target,
+        ):
             shutil.copyfileobj(source, target)
         yield copy
 
@@ -94,10 +98,6 @@ def publish(partial: Path, output: str) -> None:
         with partial.open("rb") as source, _fsspec_open(output, "wb", "output") as target:
             shutil.copyfileobj(source, target)
         partial.unlink()
-
-
-def _open(name: str, param: str) -> Any:
-    return _fsspec_open(name, "rb", param) if is_remote(name) else Path(name).open("rb")
 
 
 def _fsspec_open(name: str, mode: str, param: str) -> Any:

@@ -229,7 +229,15 @@ class Renderer(ABC):
             for more in self.form.parts_of(choice.text, is_cut=is_cut(choice.finish_reason)):
                 parts += more
                 yield None
-            whole = self._whole_choice(job_index * self._params.n + choice.index, choice, joined(parts), echo)
+            parsed, number = joined(parts), job_index * self._params.n + choice.index
+            whole = {
+                **self._whole_of(number, parsed, echo),
+                "index": number,
+                "logprobs": self._whole_logprobs_of(choice, echo) if choice.logprobs else None,
+                "finish_reason": finish_reason_of(
+                    choice.finish_reason, calls=bool(parsed.calls) and not self.form.is_named
+                ),
+            }
             if self._params.return_token_ids:
                 whole["token_ids"] = Rows(partial(iter, choice.token_ids))
                 if self.prompt_ids_in_choices:
@@ -238,11 +246,6 @@ class Renderer(ABC):
             if choice.index == 0 and has_logprobs and not self._echoes:
                 whole["prompt_logprobs"] = Rows(partial(prompt_logprobs, result.prompt_logprobs))
             yield whole
-
-    def _whole_choice(self, number: int, choice: AnyChoice, parsed: ParsedText, echo: PromptEcho) -> dict[str, Any]:
-        reason = finish_reason_of(choice.finish_reason, calls=bool(parsed.calls) and not self.form.is_named)
-        logprobs = self._whole_logprobs_of(choice, echo) if choice.logprobs else None
-        return {**self._whole_of(number, parsed, echo), "index": number, "logprobs": logprobs, "finish_reason": reason}
 
     @abstractmethod
     def _skip(self, number: int, entries: Sequence[TokenLogprobs]) -> None:
