@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -68,11 +69,15 @@ class Turn:
             last_s[output.request_id] = at_s
 
 
+_prompts = itertools.count()
+"""Seeds of prompts. No prompt comes twice, or the prefix cache would have it."""
+
+
 def chats(per_s: float, turn_s: float, seed: int) -> list[BenchRequest]:
-    """Return the chats of a turn."""
+    """Return the chats of a turn. Turns of the same seed differ in the contents of the prompts alone."""
     rng = random.Random(seed)
     shapes = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(max(1, round(per_s * turn_s)))]
-    requests = [alike(1, *shape, seed=1000 * seed + i)[0] for i, shape in enumerate(shapes)]
+    requests = [alike(1, *shape, seed=next(_prompts))[0] for shape in shapes]
     return by_chance(requests, per_s=per_s, seed=seed)
 
 
@@ -90,7 +95,7 @@ def run_engine(engine: Engine, asked: list[BenchRequest], turn_s: float, *, back
         while background and len(open_jobs) < NUM_IN_ENGINE:
             number += 1
             open_jobs.add(name := f"job-{number}-{start_s}")
-            engine.add(_background_request(name, number))
+            engine.add(_background_request(name))
         if not engine.has_work():
             time.sleep(0.0005)
             continue
@@ -113,9 +118,9 @@ def _empty(engine: Engine, names: list[str]) -> None:
         engine.step()
 
 
-def _background_request(name: str, number: int) -> EngineRequest:
+def _background_request(name: str) -> EngineRequest:
     params = SamplingParams(temperature=0, max_tokens=JOB_SHAPE[1], ignore_eos=True)
-    prompt = alike(1, JOB_SHAPE[0], 1, seed=number)[0].prompt
+    prompt = alike(1, JOB_SHAPE[0], 1, seed=next(_prompts))[0].prompt
     return EngineRequest(name, prompt, params, seed=0, level=5, tenant="jobs", background=True)
 
 
@@ -139,9 +144,9 @@ class Server:
 
         return total("penstock_engine_step_kind_seconds_total"), total("penstock_engine_decode_tokens_total")
 
-    def submit(self, number: int) -> str:
+    def submit(self) -> str:
         """Submit a background job and return its id."""
-        prompt = alike(1, JOB_SHAPE[0], 1, seed=number)[0].prompt
+        prompt = alike(1, JOB_SHAPE[0], 1, seed=next(_prompts))[0].prompt
         params = {"max_tokens": JOB_SHAPE[1], "ignore_eos": True, "temperature": 0}
         body = {"model": self.model, "tokens": prompt, "params": params}
         return str(self._call("/v1/jobs", "POST", body | ({"priority": self.priority} if self.priority else {}))["id"])
@@ -168,7 +173,7 @@ class Server:
 def run_server(server: Server, asked: list[BenchRequest], turn_s: float, *, background: bool, turn: Turn) -> None:
     """Run one turn on a server. Jobs that are still open at its end are canceled."""
     with ThreadPoolExecutor(4) as threads:
-        jobs = list(threads.map(server.submit, range(server.num_jobs if background else 0)))
+        jobs = list(threads.map(lambda _: server.submit(), range(server.num_jobs if background else 0)))
         if jobs:
             time.sleep(WARM_UP_S)
         busy_s, num_tokens = server.counters()
