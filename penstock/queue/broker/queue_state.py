@@ -20,8 +20,10 @@ from penstock.queue.job_cost import expected_wait_ms
 
 MAX_LANES = 1000
 """Tenants' scheduled jobs of one level that are counted."""
-MAX_TENANTS = 100
+MAX_TENANTS = 32
 """Tenants whose jobs that wait for tokens are counted."""
+_PAGE = 200
+"""Lanes that one command lists."""
 _COMMANDS = 64
 """Commands that Redis runs for a read before it serves other clients."""
 _LEVELS = range(NUM_LEVELS)
@@ -43,11 +45,10 @@ class QueueReader:
 
     async def read(self, pool: str) -> tuple[Waiting, PerLevel]:
         """Return the waiting jobs, and the predicted KV tokens of those that are queued."""
-        (seconds, micros), costs, lanes, tenants, *indexes = await self._run(
+        (seconds, micros), costs, tenants, *indexes = await self._run(
             [
                 ("time",),
                 ("hmget", keys.backlog(pool), [*map(str, _LEVELS)]),
-                ("zrange", keys.delayed_lanes(pool), 0, MAX_LANES - 1, False, True),
                 ("zrange", keys.awaiting_tenants(pool), 0, MAX_TENANTS - 1),
                 *(("zcard", keys.waiting(pool, level)) for level in _LEVELS),
                 *(_first_of(keys.waiting(pool, level)) for level in _LEVELS),
@@ -57,12 +58,19 @@ class QueueReader:
         counts, heads = indexes[:NUM_LEVELS], indexes[NUM_LEVELS:]
         waiting: Waiting = {
             "queued": WaitingJobs(tuple(counts), tuple(_age_ms(head, now_ms) for head in heads)),
-            "scheduled": await self._scheduled(pool, lanes, now_ms),
+            "scheduled": await self._scheduled(pool, now_ms),
             "awaiting_tokens": await self._awaiting_tokens(pool, [tenant.decode() for tenant in tenants], now_ms),
         }
         return waiting, tuple(max(0, int(cost or 0)) for cost in costs)
 
-    async def _scheduled(self, pool: str, lanes: Sequence[tuple[bytes, float]], now_ms: int) -> WaitingJobs:
+    async def _scheduled(self, pool: str, now_ms: int) -> WaitingJobs:
+        lanes: list[tuple[bytes, float]] = []
+        for at in range(0, MAX_LANES, _PAGE):
+            last = min(at + _PAGE, MAX_LANES) - 1
+            page = await self._redis.zrange(keys.delayed_lanes(pool), at, last, withscores=True)
+            lanes += page
+            if len(page) < _PAGE:
+                break
         names = [lane.decode() for lane, _ in lanes]
         due = [lane.decode() for lane, look_at_ms in lanes if look_at_ms <= now_ms + _RELEASE_MS]
         found = await self._run(
