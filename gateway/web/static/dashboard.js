@@ -131,7 +131,7 @@ class PoolView {
     this.events.show([...pool.events, ...this.history.preemptions]);
   }
 
-  showTiles({ totals, num_nodes: numNodes, counts, backlog_s: backlog }) {
+  showTiles({ totals, num_nodes: numNodes, counts, classes, backlog_s: backlog }) {
     const used = totals.kv_blocks_total - totals.kv_blocks_free;
     const share = totals.kv_blocks_total ? Math.round((100 * used) / totals.kv_blocks_total) : 0;
     const tiles = [["Nodes", number(numNodes)], ["KV blocks used", `${share} %`],
@@ -139,6 +139,7 @@ class PoolView {
       ["Nodes lost", number(counts.nodes_lost)], ["Preemptions", number(totals.num_preemptions)],
       ["Foreground backlog", secondsOrUnknown(backlog.foreground)],
       ["Background backlog", secondsOrUnknown(backlog.background)],
+      ["Jobs awaiting tokens", number(classes.reduce((sum, one) => sum + one.awaiting_tokens, 0))],
       ["Jobs expired", number(counts.ended_expired)]];
     this.tiles.replaceChildren(...tiles.map(([name, value]) => el("div", {}, el("span", {}, name), el("strong", {}, value))));
   }
@@ -157,10 +158,8 @@ class PoolView {
   }
 
   showTables({ classes, tenants }) {
-    const awaits = classes.some((one) => one.awaiting_tokens);
-    this.classes.replaceChildren(table(["Class", "Running", "Queued", "Scheduled", ...(awaits ? ["No tokens"] : [])],
-      classes.map((one) => [one.class, number(one.running), number(one.queued), number(one.scheduled),
-        ...(awaits ? [number(one.awaiting_tokens)] : [])])));
+    this.classes.replaceChildren(table(["Class", "Running", "Queued", "Scheduled"],
+      classes.map((one) => [one.class, number(one.running), number(one.queued), number(one.scheduled)])));
     this.waits.replaceChildren(table(["Class", "Oldest wait", "Expired", "Share"],
       classes.map((one) => [one.class, one.oldest_ms ? duration(one.oldest_ms) : "–", number(one.expired),
         one.engine_share === null ? "–" : `${number(100 * one.engine_share)} %`])));
@@ -269,7 +268,7 @@ function meaningOfStates() {
   return el("details", {}, el("summary", {}, "What these numbers mean"), el("dl", {},
     ...entry("Queued", "waits for a node with free capacity"),
     ...entry("Scheduled", "waits for its time, or is due and follows its tenant's jobs that are queued"),
-    ...entry("No tokens", "waits for its tenant's tokens per minute"),
+    ...entry("Awaiting tokens", "waits for its tenant's tokens per minute"),
     ...entry("Running", "a node has it"),
     ...entry("Oldest wait", "the longest wait now, for whatever reason; a scheduled job waits from its time on"),
     ...entry("Expired", "passed its deadline, since the pool began"),

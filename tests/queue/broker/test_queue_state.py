@@ -60,7 +60,9 @@ async def test_every_open_job_is_seen_in_one_state(queue: Queue, seen: Any) -> N
     assert counts(state, "queued") == {BACKGROUND: 3}
     assert counts(state, "scheduled") == {0: 1, BACKGROUND: 3}
     assert state.running == (0, 1, 0, 0, 0, 0)
-    assert sum(state.queued) + sum(state.waiting["scheduled"].count) + sum(state.running) == len(await queue.ids("open"))
+    assert sum(state.queued) + sum(state.waiting["scheduled"].count) + sum(state.running) == len(
+        await queue.ids("open")
+    )
 
 
 async def test_jobs_that_wait_for_their_tenants_tokens_are_a_state(queue: Queue, seen: Any) -> None:
