@@ -22,7 +22,7 @@ NUM_TOKENS = 200
 async def start_full_node(redis_url: str) -> None:
     """A node that takes nothing."""
     async with connect(redis_url) as redis:
-        limits = {"max_wait_ms": 60_000, "max_wait_ms_standard": "", "max_wait_ms_batch": 15_000}
+        limits: dict[str, Any] = {"max_wait_ms": 60_000, "max_wait_ms_standard": "", "max_wait_ms_batch": 15_000}
         node = await Queue(redis).node(lease_ms=60_000, **limits)
         await node.heartbeat(free=0, drain_cost_per_s=PACE, kv_tokens_available=0)
 

@@ -2,7 +2,7 @@
 
 Queued jobs are counted by index, one for each level. Scheduled jobs lie in lanes, one for each tenant and level, and
 jobs that wait for tokens in one set for each tenant. So a read counts at most `MAX_LANES` lanes and `MAX_TENANTS` sets,
-those that fall due first, in pipelines of few commands each: other clients of Redis are served between two of them.
+those that fall due first. Its pipelines have few commands each, so that Redis serves other clients between two of them.
 """
 
 from __future__ import annotations
