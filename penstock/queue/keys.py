@@ -224,9 +224,9 @@ def delayed_lanes(pool: str) -> str:
     return f"{prefix(pool)}:delayed"
 
 
-def delayed(pool: str, lane: str) -> str:
+def delayed(pool: str, level: int, tenant: str) -> str:
     """Zset: ids of the jobs of one level and tenant that wait for their time, by that time."""
-    return f"{prefix(pool)}:delayed:{lane}"
+    return f"{prefix(pool)}:delayed:{level}:{tenant}"
 
 
 def awaiting_tenants(pool: str) -> str:

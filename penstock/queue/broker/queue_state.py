@@ -71,19 +71,18 @@ class QueueReader:
             lanes += page
             if len(page) < _PAGE:
                 break
-        names = [lane.decode() for lane, _ in lanes]
-        due = [lane.decode() for lane, look_at_ms in lanes if look_at_ms <= now_ms + _RELEASE_MS]
+        named = [(_level_and_tenant(lane), look_at_ms) for lane, look_at_ms in lanes]
+        due = [lane for lane, look_at_ms in named if look_at_ms <= now_ms + _RELEASE_MS]
         found = await self._run(
             [
-                *(("zcard", keys.delayed(pool, lane)) for lane in names),
-                *(_first_of(keys.delayed(pool, lane)) for lane in due),
+                *(("zcard", keys.delayed(pool, *lane)) for lane, _ in named),
+                *(_first_of(keys.delayed(pool, *lane)) for lane in due),
             ]
         )
         counts, oldest_ms = [0] * NUM_LEVELS, [0] * NUM_LEVELS
-        for lane, count in zip(names, found, strict=False):
-            counts[_level_of(lane)] += count
-        for lane, head in zip(due, found[len(names) :], strict=True):
-            level = _level_of(lane)
+        for ((level, _), _), count in zip(named, found, strict=False):
+            counts[level] += count
+        for (level, _), head in zip(due, found[len(named) :], strict=True):
             oldest_ms[level] = max(oldest_ms[level], _age_ms(head, now_ms))
         return WaitingJobs(tuple(counts), tuple(oldest_ms))
 
@@ -147,8 +146,9 @@ def _sums(rows: Iterable[tuple[float, ...]]) -> list[float]:
     return [sum(column) for column in zip_longest(NO_JOBS, *rows, fillvalue=0)][:NUM_LEVELS]
 
 
-def _level_of(lane: str) -> int:
-    return int(lane.partition(":")[0])
+def _level_and_tenant(lane: bytes) -> tuple[int, str]:
+    level, _, tenant = lane.decode().partition(":")
+    return int(level), tenant
 
 
 def _age_ms(head: Sequence[tuple[bytes, float]], now_ms: int) -> int:
