@@ -62,6 +62,7 @@ _NODE: Mapping[str, tuple[str, ...]] = {
             "max_open_jobs",
             "max_queued_cost",
             "max_wait_ms",
+            *("max_wait_ms_interactive", "max_wait_ms_standard", "max_wait_ms_batch"),
             "tenant_memory_percent",
             "max_losses",
             "progress_chunks",

@@ -88,7 +88,7 @@ def repair(redis_url: RedisUrl = None) -> None:
 
 def object_of(pool: PoolStats) -> dict[str, Any]:
     """Return a pool as a JSON object."""
-    classes = [priority.label for priority in Priority]
+    queue, classes = pool.queue, [priority.label for priority in Priority]
 
     def by_class(values: Sequence[int]) -> dict[str, dict[str, int]]:
         kinds = {"foreground": values[: len(classes)], "background": values[len(classes) :]}
@@ -97,9 +97,14 @@ def object_of(pool: PoolStats) -> dict[str, Any]:
     return {
         "pool": pool.pool,
         "open_jobs": pool.num_open,
-        "queued_jobs": by_class(pool.depth),
-        "oldest_queued_ms": by_class(pool.oldest_ms),
-        "queued_kv_tokens": by_class(pool.cost),
+        "queued_jobs": by_class(queue.queued),
+        "oldest_queued_ms": by_class(queue.waiting["queued"].oldest_ms),
+        "queued_kv_tokens": by_class(queue.cost),
+        "scheduled_jobs": by_class(queue.waiting["scheduled"].count),
+        "jobs_awaiting_tokens": by_class(queue.waiting["awaiting_tokens"].count),
+        "running_jobs": by_class(queue.running),
+        "expired_jobs": by_class(queue.expired),
+        "backlog_s": dict(zip(("foreground", "background"), queue.backlog_s, strict=True)),
         "kept_bytes": dict(pool.kept),
         "events": dict(pool.counts),
         "nodes": [asdict(node) for node in pool.nodes],
@@ -108,11 +113,13 @@ def object_of(pool: PoolStats) -> dict[str, Any]:
 
 def line_of(pool: PoolStats) -> str:
     """Return the line of a pool in `penstock pools list`."""
-    num_queued, num_nodes = sum(pool.depth), len(pool.nodes)
+    num_queued, num_nodes = sum(pool.queue.queued), len(pool.nodes)
     parts = [pool.pool, f"{num_nodes} node{'' if num_nodes == 1 else 's'}"]
     parts.append(f"{pool.num_open} open jobs, {num_queued} of them queued")
-    if oldest_ms := max(pool.oldest_ms):
+    if oldest_ms := max(pool.queue.waiting["queued"].oldest_ms):
         parts[-1] += f" for up to {oldest_ms / 1e3:.1f} s"
+    if num_scheduled := sum(pool.queue.waiting["scheduled"].count):
+        parts[-1] += f", {num_scheduled} scheduled"
     if total := sum(node.kv_blocks_total for node in pool.nodes):
         used = total - sum(node.kv_blocks_free for node in pool.nodes)
         parts.append(f"KV cache {used / total:.0%} used")

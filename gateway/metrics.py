@@ -26,7 +26,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
-from penstock.contract.pool import EVENTS, PoolStats
+from penstock.contract.pool import EVENTS, PoolStats, QueueState
 from penstock.contract.priority import class_of_level, is_background
 from penstock.gateway.budget import SharedBudget
 from penstock.producer.client import AsyncClient
@@ -156,6 +156,8 @@ MAX_TENANTS = 100
 """Tenants of a pool that are reported, largest first. The limit bounds the number of Prometheus series."""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
+_OF_LEVEL = ("pool", "priority", "background")
+_OF_STATE = (*_OF_LEVEL, "state")
 _OF_CLIENT = {
     "messages": "Messages that arrived on this process's inbox channel.",
     "chunks": "Token chunks in those messages.",
@@ -343,11 +345,7 @@ def _of_redis(memory: tuple[int, int] | None) -> Iterator[Metric]:
 
 
 def _of_pools(pools: list[PoolStats]) -> Iterator[Metric]:
-    yield _per_level("penstock_queue_depth", "Jobs that wait in the queue.", {p.pool: p.depth for p in pools})
-    ages = {p.pool: [ms / 1000 for ms in p.oldest_ms] for p in pools}
-    yield _per_level("penstock_queue_age_seconds", "Seconds that the oldest waiting job has waited.", ages)
-    costs = {p.pool: p.cost for p in pools}
-    yield _per_level("penstock_queue_cost_tokens", "Estimated KV tokens that the waiting jobs need.", costs)
+    yield from _of_queues({pool.pool: pool.queue for pool in pools})
     blocks = {p.pool: sum(node.kv_blocks_total for node in p.nodes) for p in pools}
     free = {p.pool: sum(node.kv_blocks_free for node in p.nodes) for p in pools}
     for name, text, values in (
@@ -375,13 +373,36 @@ def _kept(pools: list[PoolStats]) -> Metric:
     return family
 
 
-def _per_level(name: str, text: str, values: Mapping[str, Sequence[float]]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=("pool", "priority", "background"))
-    for pool, row in values.items():
-        for level, value in enumerate(row):
-            labels = (pool, class_of_level(level).label, str(is_background(level)).lower())
-            family.add_metric(labels, value)
-    return family
+def _of_queues(queues: Mapping[str, QueueState]) -> Iterator[Metric]:
+    """Yield the metrics of open jobs. docs/QUEUE.md describes the states."""
+    depth = GaugeMetricFamily("penstock_queue_depth", "Open jobs, by state.", labels=_OF_STATE)
+    age = GaugeMetricFamily("penstock_queue_age_seconds", "Seconds of the longest wait, by state.", labels=_OF_STATE)
+    cost = GaugeMetricFamily("penstock_queue_cost_tokens", "KV tokens that queued jobs need.", labels=_OF_LEVEL)
+    expired = CounterMetricFamily("penstock_queue_expired", "Jobs that passed their deadline.", labels=_OF_LEVEL)
+    text = "Share of the engines' time in the last minute. Absent if no engine ran a step."
+    share = GaugeMetricFamily("penstock_queue_engine_share_ratio", text, labels=_OF_LEVEL)
+    text = "Seconds in which the nodes complete the queued jobs. Absent if there are some and the pace is unknown."
+    backlog = GaugeMetricFamily("penstock_queue_backlog_seconds", text, labels=("pool", "background"))
+    for pool, queue in queues.items():
+        for state, jobs in queue.waiting.items():
+            _add_per_level(depth, pool, jobs.count, state)
+            _add_per_level(age, pool, [ms / 1000 for ms in jobs.oldest_ms], state)
+        _add_per_level(depth, pool, queue.running, "running")
+        _add_per_level(cost, pool, queue.cost)
+        _add_per_level(expired, pool, queue.expired)
+        _add_per_level(share, pool, queue.engine_shares or ())
+        for background, seconds in zip(("false", "true"), queue.backlog_s, strict=True):
+            if seconds is not None:
+                backlog.add_metric((pool, background), seconds)
+    yield from (depth, age, cost, expired, share, backlog)
+
+
+def _add_per_level(
+    family: GaugeMetricFamily | CounterMetricFamily, pool: str, values: Sequence[float], *state: str
+) -> None:
+    for level, value in enumerate(values):
+        labels = (pool, class_of_level(level).label, str(is_background(level)).lower(), *state)
+        family.add_metric(labels, value)
 
 
 def _per_pool(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, int]) -> Metric:

@@ -30,6 +30,7 @@ POOL_WIDE = (
         "max_open_jobs",
         "max_queued_cost",
         "max_wait_ms",
+        *("max_wait_ms_interactive", "max_wait_ms_standard", "max_wait_ms_batch"),
         "max_losses",
         "progress_chunks",
         "avoid_ms",
@@ -110,6 +111,12 @@ class NodeSettings(Settings, EngineOptions):
     max_wait_ms: int = Field(default=60_000, ge=1_000)
     """Maximum expected milliseconds in the queue with which a foreground job is accepted. Background jobs wait for as
     long as it takes."""
+    max_wait_ms_interactive: int | None = Field(default=None, ge=1_000)
+    """The same for jobs of class interactive. Default: max_wait_ms."""
+    max_wait_ms_standard: int | None = Field(default=None, ge=1_000)
+    """The same for jobs of class standard. Default: max_wait_ms."""
+    max_wait_ms_batch: int | None = Field(default=None, ge=1_000)
+    """The same for foreground jobs of class batch. Default: max_wait_ms."""
     max_losses: int = Field(default=3, ge=1)
     """Number of lost nodes without progress between them after which a job fails."""
     progress_chunks: int = Field(default=64, ge=1)
@@ -140,8 +147,8 @@ class NodeSettings(Settings, EngineOptions):
 
     @property
     def pool_config(self) -> dict[str, int | str]:
-        """The settings on which all nodes of the pool must agree, under the names that the scripts use."""
-        given = {name: getattr(self, name) for name in POOL_WIDE}
+        """The settings on which all nodes of the pool must agree, under the names that the scripts use; '' for None."""
+        given = {name: "" if (value := getattr(self, name)) is None else value for name in POOL_WIDE}
         return {"policy": given.pop("scheduling_policy"), **given}
 
 

@@ -122,6 +122,7 @@ def top(
     """Show what pools, nodes and tenants do: KV blocks, running and waiting jobs, tokens per second, and takeovers.
 
     Keys: q quits, s sorts by the next column, p shows the next pool alone. Without a terminal, one view is printed.
+    docs/QUEUE.md says what each state and each share of jobs means.
 
     Examples:
         penstock top

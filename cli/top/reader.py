@@ -1,7 +1,8 @@
 """Reads frames. A frame takes at most 5 + 64 × pools short Redis commands in five round trips, and no scan of keys.
 
-Two are for the list of pools. A pool takes three for its record, and thirteen for its queue, nodes and events. Each
-tenant with queued jobs takes six more, eight tenants at most.
+Two are for the list of pools. A pool takes three for its record, and 24 for its queue, nodes and events. Each tenant
+with queued jobs takes twelve more, eight tenants at most. Jobs that are scheduled, or wait for tokens, take more
+(`penstock/queue/broker/queue_state.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from penstock.contract.pool import LiveNode, NodePressure, PoolActivity
-from penstock.contract.priority import is_background, level_label
+from penstock.contract.priority import NUM_LEVELS, is_background, level_label
 from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.keys import PROTOCOL_VERSION
@@ -63,8 +64,15 @@ class ClassRow:
 
     name: str
     num_waiting: int
+    """Queued jobs."""
+    num_scheduled: int
+    num_awaiting_tokens: int
     oldest_ms: int
+    """The longest wait, for whatever reason."""
     num_running: int
+    num_expired: int
+    engine_share: float | None
+    """Share of the engines' time in the last minute; None if no engine ran a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,10 @@ class PoolFrame:
     events: tuple[PoolEvent, ...]
     """The newest events, oldest first."""
     counts: dict[str, int]
+    backlog_s: tuple[float | None, float | None]
+    """See `QueueState`: of foreground and of background work."""
+    background_share: float | None
+    """Share of background work in the engines' time in the last minute."""
 
     @property
     def num_waiting(self) -> int:
@@ -194,6 +206,8 @@ class TopReader:
             tenants=_tenants(activity),
             events=activity.events,
             counts=dict(activity.counts),
+            backlog_s=activity.queue.backlog_s,
+            background_share=activity.queue.background_share,
         )
 
     def _row_of(self, pool: str, node: LiveNode, now_s: float) -> NodeRow:
@@ -273,13 +287,20 @@ def _state_of(node: LiveNode) -> tuple[NodeState, str]:
 
 
 def _classes(activity: PoolActivity) -> tuple[ClassRow, ...]:
-    running = Counter[int]()
-    for node in activity.nodes:
-        running.update(dict(enumerate(node.pressure.jobs_by_level)))
+    queue = activity.queue
     return tuple(
-        ClassRow(level_label(level), depth, activity.oldest_ms[level], running[level])
-        for level, depth in enumerate(activity.depth)
-        if not is_background(level) or depth or running[level]
+        ClassRow(
+            level_label(level),
+            queue.queued[level],
+            queue.waiting["scheduled"].count[level],
+            queue.waiting["awaiting_tokens"].count[level],
+            queue.longest_wait_ms[level],
+            queue.running[level],
+            queue.expired[level],
+            None if queue.engine_shares is None else queue.engine_shares[level],
+        )
+        for level in range(NUM_LEVELS)
+        if not is_background(level) or queue.is_used(level)
     )
 
 

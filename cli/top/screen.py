@@ -31,7 +31,7 @@ _EVENT_NAMES = {
     "takeover": "takeover",
     "dead_letter": "dead letter",
 }
-_FIXED_LINES = 8
+_FIXED_LINES = 9
 """Lines of a pool besides those of its nodes, tenants and events."""
 
 
@@ -67,12 +67,12 @@ def _pool(pool: PoolFrame, sort: SortKey, is_wide: bool, lines: int | None) -> l
         num_shown = max(1, lines - _FIXED_LINES - len(events))
         num_hidden = max(0, len(nodes) - num_shown)
         nodes = nodes[: len(nodes) - num_hidden]
-    parts: list[RenderableType] = [_title(pool), _summary(pool)]
+    parts: list[RenderableType] = [_title(pool), _summary(pool), _outlook(pool)]
     parts.append(_node_table(nodes, is_wide) if nodes else Text("  no live node", "red"))
     if num_hidden:
         parts.append(Text(f"  {_counted(num_hidden, 'more node')}", "dim"))
     parts += [Text(f"  {node.node_id}: {node.reason}", _STYLES[node.state]) for node in nodes if node.reason]
-    below = Table.grid(padding=(0, 4))
+    below = Table.grid(padding=(0, 3))
     below.add_row(_class_table(pool), *([_tenant_table(pool)] if pool.tenants else []))
     parts.append(below)
     return [*parts, *events]
@@ -88,10 +88,24 @@ def _title(pool: PoolFrame) -> Text:
 def _summary(pool: PoolFrame) -> Text:
     rates = f"{pool.total('tokens_in_per_s'):,.0f} in, {pool.total('tokens_out_per_s'):,.0f} out tokens/s"
     parts = [_counted(pool.num_alive, "live node"), f"{pool.total('num_jobs'):,.0f} running"]
-    parts += [f"{pool.num_waiting:,} queued", rates]
+    num_scheduled = sum(row.num_scheduled for row in pool.classes)
+    num_awaiting = sum(row.num_awaiting_tokens for row in pool.classes)
+    parts += [f"{pool.num_waiting:,} queued"]
+    parts += [f"{num_scheduled:,} scheduled"] * (num_scheduled > 0)
+    parts += [f"{num_awaiting:,} awaiting tokens"] * (num_awaiting > 0)
+    parts.append(rates)
     if takeovers := pool.counts.get("takeovers", 0):
         parts.append(_counted(takeovers, "takeover"))
     return Text("  " + " · ".join(parts), no_wrap=True, overflow="ellipsis")
+
+
+def _outlook(pool: PoolFrame) -> Text:
+    """Return the time that the queued jobs need, and how the engines' time was divided in the last minute."""
+    backlogs = ["unknown" if seconds is None else _seconds(round(1000 * seconds)) for seconds in pool.backlog_s]
+    text = f"  backlog: {backlogs[0]} foreground, {backlogs[1]} background"
+    if pool.background_share is not None:
+        text += f" · engine time: {1 - pool.background_share:.0%} foreground, {pool.background_share:.0%} background"
+    return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def _node_table(nodes: Sequence[NodeRow], is_wide: bool) -> Table:
@@ -139,15 +153,16 @@ def _bar(node: NodeRow, cells: int) -> Text:
 
 
 def _class_table(pool: PoolFrame) -> Table:
-    table = _small_table("class", "queued", "oldest", "running")
+    table = _small_table("class", "queued", "sched", "oldest", "run", "share")
     for row in pool.classes:
-        oldest = _seconds(row.oldest_ms) if row.num_waiting else "–"
-        table.add_row(row.name, str(row.num_waiting), oldest, str(row.num_running))
+        oldest = _seconds(row.oldest_ms) if row.oldest_ms else "–"
+        share = "–" if row.engine_share is None else f"{row.engine_share:.0%}"
+        table.add_row(row.name, str(row.num_waiting), str(row.num_scheduled), oldest, str(row.num_running), share)
     return table
 
 
 def _tenant_table(pool: PoolFrame) -> Table:
-    table = _small_table("tenant", "queued", "running")
+    table = _small_table("tenant", "queued", "run")
     for row in pool.tenants:
         table.add_row(row.name, str(row.num_waiting), str(row.num_running))
     return table
@@ -155,7 +170,7 @@ def _tenant_table(pool: PoolFrame) -> Table:
 
 def _small_table(first: str, *names: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column(first, no_wrap=True, overflow="ellipsis", max_width=24, min_width=11)
+    table.add_column(first, no_wrap=True, overflow="ellipsis", max_width=24, min_width=8)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     return table

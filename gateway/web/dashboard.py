@@ -9,13 +9,13 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any
 
 from pydantic_core import to_json
 
 from penstock.contract.errors import BusyError, UnavailableError
-from penstock.contract.pool import LiveNode, PoolActivity
+from penstock.contract.pool import LiveNode, PoolActivity, QueueState
 from penstock.contract.priority import NUM_LEVELS, is_background, level_label
 from penstock.gateway.metrics import TIMES_WINDOW_S, GatewayMetrics, RecentTimes
 from penstock.producer.client import AsyncClient
@@ -58,7 +58,9 @@ def pool_of(record: ServedPool, activity: PoolActivity) -> dict[str, Any]:
     return {
         "pool": activity.pool,
         "model": record.model,
-        "classes": _classes(activity),
+        "classes": _classes(activity.queue),
+        "backlog_s": dict(zip(("foreground", "background"), activity.queue.backlog_s, strict=True)),
+        "background_share": activity.queue.background_share,
         "tenants": _tenants(activity),
         "counts": dict(activity.counts),
         "num_nodes": len(activity.nodes),
@@ -83,14 +85,14 @@ def _times(recent: RecentTimes) -> dict[str, Any]:
     return {"count": count, **{f"p{percent}_ms": round(1000 * value, 2) for percent, value in percentiles}}
 
 
-def _classes(activity: PoolActivity) -> list[dict[str, Any]]:
-    reports = [(0,) * NUM_LEVELS, *(node.pressure.jobs_by_level for node in activity.nodes)]
-    running = [sum(column) for column in zip_longest(*reports, fillvalue=0)]
-    rows = zip(range(NUM_LEVELS), activity.depth, activity.oldest_ms, running, strict=False)
+def _classes(queue: QueueState) -> list[dict[str, Any]]:
     return [
-        {"class": level_label(level), "queued": queued, "oldest_ms": oldest_ms, "running": num_running}
-        for level, queued, oldest_ms, num_running in rows
-        if not is_background(level) or queued or num_running
+        {"class": level_label(level), "running": queue.running[level], "expired": queue.expired[level]}
+        | {state: jobs.count[level] for state, jobs in queue.waiting.items()}
+        | {"oldest_ms": queue.longest_wait_ms[level]}
+        | {"engine_share": None if queue.engine_shares is None else round(queue.engine_shares[level], 4)}
+        for level in range(NUM_LEVELS)
+        if not is_background(level) or queue.is_used(level)
     ]
 
 
@@ -104,7 +106,7 @@ def _tenants(activity: PoolActivity) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {"tenant": tenant, "running": running[tenant], "queued": queued[tenant]} for tenant in shown
     ]
-    totals = {"running": _sum(activity.nodes, "num_jobs"), "queued": sum(activity.depth)}
+    totals = {"running": _sum(activity.nodes, "num_jobs"), "queued": sum(activity.queue.queued)}
     # Numbers of one moment come from several reads, so a difference may be negative.
     others = {name: max(0, total - sum(row[name] for row in rows)) for name, total in totals.items()}
     return [*rows, {"tenant": None, **others}] if any(others.values()) else rows

@@ -465,6 +465,7 @@ def engine_stats(
         max_step_tokens=scheduler.max_step_tokens,
         process_bytes=resident_bytes(),
         kind_seconds=scheduler.background.engine_time.seconds,
+        level_seconds=scheduler.background.engine_time.level_seconds,
         background_held_back=scheduler.background.num_held_back,
         background_due=scheduler.background.is_due,
         arithmetic=model.arithmetic,

@@ -51,6 +51,8 @@ class EngineRequest:
     weight: float = 1.0
     background: bool = False
     """Whether no caller waits for it."""
+    priority: int = int(Priority.STANDARD)
+    """The class of its job. `level` may be a more urgent one, after a long wait. The engine's time counts by class."""
     adapter: AdapterRef | None = None
     reports_prefill: bool = False
     """Whether outputs without tokens report how far the prompt is computed."""
@@ -159,6 +161,8 @@ class EngineStats(EngineLoad):
     """Seconds of all steps by part: schedule, prepare, copies, forward, sample and output."""
     kind_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of all steps by kind of work: foreground and background."""
+    level_seconds: tuple[float, ...] = ()
+    """Seconds of all steps by the levels of the jobs, their class and kind, most urgent first."""
     background_held_back: int = 0
     """Times that a running background sequence had to skip a step."""
     background_due: bool = False

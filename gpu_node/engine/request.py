@@ -194,6 +194,7 @@ def open_choice(
         level=asked.level,
         urgency=asked.level,
         background=asked.background,
+        priority=asked.priority,
         bad_words=request.prepared.bad_words,
         adapter=request.prepared.adapter,
         prompt_results=request.prompt_scores or request.pooled,

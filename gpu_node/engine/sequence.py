@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.priority import Priority
+from penstock.contract.priority import Priority, level_of
 from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.prompt_state import PromptResults, PromptScores
 from penstock.gpu_node.engine.text.output import NO_BAD_WORDS, BadWords, EndRule
@@ -64,6 +64,8 @@ class Sequence:
     """The level that it was started as: its own, or a more urgent one after a long wait."""
     background: bool = False
     """Whether no caller waits for it."""
+    priority: int = int(Priority.STANDARD)
+    """The class of its job, however long that waited."""
     is_protected: bool = False
     """Whether it is background work that foreground sequences may not displace now."""
     submitted_ms: float = 0.0
@@ -78,6 +80,8 @@ class Sequence:
     num_preemptions: int = 0
     """How often its blocks were taken while it ran."""
 
+    job_level: int = field(init=False)
+    """The level of its job, by `priority` and `background`. The time of its steps counts there."""
     biased: NDArray[np.int32] = field(init=False)
     """Tokens with a logit bias."""
     biases: NDArray[np.float32] = field(init=False)
@@ -86,6 +90,7 @@ class Sequence:
     _end_ids: NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.job_level = level_of(Priority(self.priority), self.background)
         self._end_ids = np.array(sorted(self.end_rule.end_ids), dtype=np.int32)
         bias = self.params.logit_bias
         self.biased = np.array([*bias], dtype=np.int32)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from penstock.contract.priority import class_of_level, is_background
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.times import JobMetrics
@@ -99,6 +100,11 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     for kind, seconds in stats.kind_seconds.items():
         kinds.add_metric((kind,), seconds)
     yield kinds
+    text = "Seconds of all steps, by class and kind of work."
+    classes = CounterMetricFamily("penstock_engine_step_class_seconds", text, labels=("priority", "background"))
+    for level, seconds in enumerate(stats.level_seconds):
+        classes.add_metric((class_of_level(level).label, str(is_background(level)).lower()), seconds)
+    yield classes
     text = "1 while background work is below its share of the engine's time."
     yield gauge("penstock_engine_background_due", text, stats.background_due)
     text = "Steps of a GPU that did not run as a CUDA graph, by reason."

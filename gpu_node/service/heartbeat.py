@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.pool import EngineLoad, NodePressure
@@ -102,6 +104,23 @@ class RateEstimator:
         return self.per_s
 
 
+class RecentEngineTime:
+    """The engine's milliseconds of the last `WINDOW_S` seconds, per level, from counters that grow from its start."""
+
+    WINDOW_S = 60.0
+
+    def __init__(self, now_s: float) -> None:
+        self._samples = deque[tuple[float, tuple[float, ...]]]([(now_s, ())])
+
+    def update(self, seconds: tuple[float, ...], now_s: float) -> tuple[float, ...]:
+        """Add the counters' new values. Return what they gained, in milliseconds."""
+        self._samples.append((now_s, seconds))
+        while now_s - self._samples[1][0] >= self.WINDOW_S:
+            self._samples.popleft()
+        before = self._samples[0][1]
+        return tuple(1e3 * (new - old) for new, old in zip_longest(seconds, before, fillvalue=0.0))
+
+
 class Heartbeat:
     """The sender of a node's heartbeats. It also sweeps the pool, so that every living node notices dead nodes."""
 
@@ -122,6 +141,7 @@ class Heartbeat:
         self._interval_s = interval_s
         self._drain, self._prefill, self._decode, self._steps = (RateEstimator(time.monotonic()) for _ in range(4))
         self._preemptions = RateEstimator(time.monotonic(), keeps=False)
+        self._engine_time = RecentEngineTime(time.monotonic())
         self._num_heartbeats = 0
         self._acknowledged_s, self._late_s = time.monotonic(), 0.0
         self._attempted_s = time.monotonic()
@@ -178,6 +198,7 @@ class Heartbeat:
             # Counted only while jobs wait: an idle node's finished jobs do not show how fast it could work.
             drain_cost_per_s=self._drain.update(snapshot.finished_cost, now_s, counts=snapshot.has_backlog),
             preemptions_per_s=self._preemptions.update(stats.num_preemptions, now_s),
+            recent_engine_ms=self._engine_time.update(stats.level_seconds, now_s),
             num_steps=stats.steps,
             mean_batch=decode_per_s / steps_per_s if steps_per_s else 0.0,
             draining=self.draining,

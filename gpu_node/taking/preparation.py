@@ -328,6 +328,7 @@ class JobPreparation:
                 resume=[ResumedChoice(*job.choice_so_far(i)) for i in range(params.n)] if taken.num_chunks else (),
                 level=taken.urgency,
                 background=taken.is_background,
+                priority=taken.priority,
                 tenant=taken.tenant,
                 weight=taken.weight,
                 adapter=request.adapter,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from penstock.contract.priority import NUM_LEVELS, PerLevel
+from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES, PerLevel
 from penstock.contract.tasks import GENERATE
 
 # The part of an engine's statistics that its node reports with every heartbeat.
@@ -70,6 +71,63 @@ class EngineLoad:
     """The runner and the formats of weights and KV cache with which it computes."""
 
 
+# The open jobs of a pool by state and level.
+
+WaitState = Literal["queued", "scheduled", "awaiting_tokens"]
+"""Why a job waits: for a node, for its time (`not_before`), or for its tenant's tokens per minute."""
+WAIT_STATES: tuple[WaitState, ...] = get_args(WaitState)
+NO_JOBS: PerLevel = (0,) * NUM_LEVELS
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingJobs:
+    """The jobs that wait for one reason, per level, most urgent first."""
+
+    count: PerLevel = NO_JOBS
+    oldest_ms: PerLevel = NO_JOBS
+    """How long the job that has waited the longest has done so; 0 without jobs. The wait of a scheduled job begins when
+    it is due."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueState:
+    """The open jobs of a pool at one moment. Tuples have one entry per level, most urgent first."""
+
+    waiting: Mapping[WaitState, WaitingJobs] = field(default_factory=lambda: dict.fromkeys(WAIT_STATES, WaitingJobs()))
+    running: PerLevel = NO_JOBS
+    """Jobs that live nodes hold, as these last reported."""
+    cost: PerLevel = NO_JOBS
+    """Predicted KV tokens of the queued jobs."""
+    expired: PerLevel = NO_JOBS
+    """Jobs that passed their deadline, since the pool was created."""
+    backlog_s: tuple[float | None, float | None] = (0.0, 0.0)
+    """Seconds in which the nodes complete the queued jobs, at their present pace: of foreground and of background work.
+    None if there are queued jobs and the pace is unknown."""
+    engine_shares: tuple[float, ...] | None = None
+    """Share of the engines' time in the last minute; None if no engine ran a step."""
+
+    @property
+    def queued(self) -> PerLevel:
+        """Number of jobs that wait for a node."""
+        return self.waiting["queued"].count
+
+    @property
+    def background_share(self) -> float | None:
+        """Share of background work in the engines' time in the last minute."""
+        return None if self.engine_shares is None else sum(self.engine_shares[NUM_PRIORITIES:])
+
+    def is_used(self, level: int) -> bool:
+        """Return whether a level has open jobs, or had them in the last minute."""
+        counts = [*(jobs.count[level] for jobs in self.waiting.values()), self.running[level]]
+        return any(counts) or (self.engine_shares is not None and self.engine_shares[level] > 0)
+
+    @property
+    def longest_wait_ms(self) -> PerLevel:
+        """The longest wait, for whatever reason."""
+        waits = zip(*(jobs.oldest_ms for jobs in self.waiting.values()), strict=True)
+        return tuple(max(of_level) for of_level in waits)
+
+
 # Statistics of a pool for operators: queue lengths and waits, event counts, and the nodes' pressure records.
 
 EVENTS = {
@@ -98,15 +156,10 @@ EVENTS = {
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """A pool at one moment. Tuples have one entry per level, most urgent first."""
+    """A pool at one moment."""
 
     pool: str
-    depth: tuple[int, ...]
-    """Number of queued jobs."""
-    oldest_ms: tuple[int, ...]
-    """Waiting time of the oldest queued job, in ms; 0 without queued jobs."""
-    cost: tuple[int, ...]
-    """Predicted KV tokens of the queued jobs."""
+    queue: QueueState
     num_open: int
     counts: Mapping[str, int]
     """Number of occurrences of each of `EVENTS` since the pool was created."""
@@ -146,13 +199,10 @@ class LiveNode:
 
 @dataclass(frozen=True, slots=True)
 class PoolActivity:
-    """A pool at one moment. Tuples of numbers have one entry per level, most urgent first."""
+    """A pool at one moment."""
 
     pool: str
-    depth: tuple[int, ...]
-    """Number of queued jobs."""
-    oldest_ms: tuple[int, ...]
-    """Waiting time of the oldest queued job, in ms; 0 without queued jobs."""
+    queue: QueueState
     queued_of_tenants: Mapping[str, int]
     """Queued jobs of the tenants that wait for the most KV tokens."""
     counts: Mapping[str, int]
@@ -212,6 +262,8 @@ class NodePressure(EngineLoad):
     drain_cost_per_s: float = 0.0
     """Cost, in KV tokens, of the jobs that end per second; a moving average."""
     preemptions_per_s: float = 0.0
+    recent_engine_ms: tuple[float, ...] = ()
+    """Milliseconds of the engine's steps in the last minute, per level of the jobs; empty if it is not known."""
     num_steps: int = 0
     mean_batch: float = 0.0
     """Sequences per step, over the steps since the last record."""

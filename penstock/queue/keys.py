@@ -219,6 +219,26 @@ def backlog(pool: str) -> str:
     return f"{prefix(pool)}:backlog"
 
 
+def delayed_lanes(pool: str) -> str:
+    """Zset: `<level>:<tenant>` by the time at which to look at its delayed jobs."""
+    return f"{prefix(pool)}:delayed"
+
+
+def delayed(pool: str, level: int, tenant: str) -> str:
+    """Zset: ids of the jobs of one level and tenant that wait for their time, by that time."""
+    return f"{prefix(pool)}:delayed:{level}:{tenant}"
+
+
+def awaiting_tenants(pool: str) -> str:
+    """Zset: tenants with jobs that wait for their tokens, by the time at which to look at these."""
+    return f"{prefix(pool)}:awaiting"
+
+
+def awaiting(pool: str, tenant: str) -> str:
+    """Zset: ids of a tenant's jobs that wait for its tokens, by level × 1e13 + submission time."""
+    return f"{prefix(pool)}:awaiting:{tenant}"
+
+
 def queue(pool: str, level: int, tenant: str) -> str:
     """Stream: queued job ids of one level and tenant."""
     return f"{prefix(pool)}:queue:{level}:{tenant}"

@@ -29,7 +29,7 @@ from penstock.cli.doctor import (
     judge_redis,
     this_machine,
 )
-from penstock.contract.pool import NodePressure, PoolStats
+from penstock.contract.pool import NodePressure, PoolStats, QueueState
 from penstock.gpu_node.service import health
 
 GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
@@ -77,7 +77,7 @@ def test_every_part_of_a_node_that_may_be_unhealthy_has_an_advice() -> None:
 
 def test_each_finding_that_is_not_good_says_what_to_do() -> None:
     info = {"redis_version": "5.0", "maxmemory_policy": "allkeys-lru"}
-    pool = PoolStats("small", (), (), (), num_open=0, counts={}, nodes=())
+    pool = PoolStats("small", QueueState(), num_open=0, counts={}, nodes=())
     checks = [*judge_redis(info), *judge_pool(pool), judge_cpu("x86_64", None)]
     assert {check.level for check in checks} == {"warn", "fail"}
     assert all(check.advice for check in checks)

@@ -173,9 +173,13 @@ def test_metrics_of_pools_are_those_of_redis(fresh, redis_url, engine):
         found = scrape(fresh)
         client.zrem(keys.waiting("echo", int(Priority.BATCH)), "no.job")
         client.hincrby(keys.backlog("echo"), str(int(Priority.BATCH)), -70)
-    assert found["penstock_queue_depth", "false", "echo", "batch"] == 1
-    assert found["penstock_queue_depth", "false", "echo", "interactive"] == 0
-    assert found["penstock_queue_age_seconds", "false", "echo", "batch"] == pytest.approx(90, abs=30)
+    assert found["penstock_queue_depth", "false", "echo", "batch", "queued"] == 1
+    assert found["penstock_queue_depth", "false", "echo", "interactive", "queued"] == 0
+    states = {key[-1] for key in found if key[0] == "penstock_queue_depth"}
+    assert states == {"queued", "scheduled", "awaiting_tokens", "running"}
+    assert found["penstock_queue_expired_total", "true", "echo", "batch"] == 0
+    assert found["penstock_queue_backlog_seconds", "true", "echo"] == 0
+    assert found["penstock_queue_age_seconds", "false", "echo", "batch", "queued"] == pytest.approx(90, abs=30)
     assert found["penstock_queue_cost_tokens", "false", "echo", "batch"] == 70
     assert found["penstock_nodes", "echo"] == 1
     assert found["penstock_kv_blocks", "echo"] > 0

@@ -9,6 +9,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from penstock.contract.errors import ConfigError
+from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.model import options
 from penstock.gpu_node.settings import NodeSettings, engine_config
@@ -63,3 +64,18 @@ def test_the_block_size_may_be_an_environment_variable(monkeypatch: pytest.Monke
     monkeypatch.setenv("PENSTOCK_NODE_BLOCK_SIZE", f"{given}.5")
     with pytest.raises(ConfigError, match="block_size: must be 8, 16, 32 or 64"):
         NodeSettings.load(model="m", redis_url="redis://localhost")
+
+
+@pytest.mark.parametrize("name", ["max_wait_ms", *(f"max_wait_ms_{one.label}" for one in Priority)])
+def test_a_limit_of_waits_below_a_second_is_refused_by_its_name(name: str) -> None:
+    given: dict[str, Any] = {"model": "m", "redis_url": "unix://x"}
+    with pytest.raises(ConfigError, match=rf"^{name}: .*1000") as refused:
+        NodeSettings.load(**given, **{name: -5})
+    assert refused.value.param == name
+    assert NodeSettings.load(**given, **{name: 1000}).pool_config[name] == 1000
+
+
+def test_a_limit_of_waits_of_an_unknown_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_NODE_MAX_WAIT_MS_URGENT", "5000")
+    with pytest.raises(ConfigError, match="unknown environment variable PENSTOCK_NODE_MAX_WAIT_MS_URGENT"):
+        NodeSettings.load(model="m", redis_url="unix://x")

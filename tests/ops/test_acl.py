@@ -49,6 +49,8 @@ RUNS = {
         "shorten_result",
         "purge",
         "positions",
+        "ack",
+        "delete_response",
     ),
     "node": ("join", "heartbeat", "take", "emit", "finish", "give_back", "leave", "sweep", "declare_dead"),
 }
@@ -211,11 +213,8 @@ def test_a_role_may_run_each_command_of_its_scripts(role: str) -> None:
 @pytest.mark.timeout(600)
 def test_the_whole_protocol_works_for_its_roles_and_nothing_is_refused() -> None:
     queue_tests = ROOT / "tests/queue"
-    more = [
-        "test_audit.py",
-        "test_pool_stats.py",
-        *(f"broker/test_{name}.py" for name in ("dead_letters", "forget", "pools")),
-    ]
+    of_brokers = ("audit", "pool_stats", "queue_state", "dead_letters", "forget", "pools")
+    more = [f"broker/test_{name}.py" for name in of_brokers]
     tests = sorted((queue_tests / "scripts").glob("test_*.py")) + [queue_tests / name for name in more]
     assert len(tests) > 15
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "ops.acting_roles", "-p", "no:cacheprovider"]

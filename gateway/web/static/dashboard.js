@@ -100,11 +100,12 @@ class PoolView {
       out: new LineChart("Tokens out/s", WINDOW_MS),
       in: new LineChart("Tokens in/s", WINDOW_MS),
       running: new LineChart("Running jobs", WINDOW_MS),
-      queued: new LineChart("Waiting jobs", WINDOW_MS),
+      queued: new LineChart("Queued jobs", WINDOW_MS),
     };
     this.nodeList = el("div", { className: "nodes" });
     this.more = el("p", { className: "hint" });
     this.classes = el("div");
+    this.waits = el("div");
     this.tenants = el("div");
     this.events = new EventList();
     this.element = el("section", { className: "pool" },
@@ -113,6 +114,7 @@ class PoolView {
       el("h3", {}, "Nodes and their KV blocks"), legend(), this.nodeList, this.more,
       el("div", { className: "columns" },
         el("div", { className: "panel" }, el("h3", {}, "Jobs by class"), this.classes),
+        el("div", { className: "panel" }, el("h3", {}, "Waits and engine time"), this.waits, meaningOfStates()),
         el("div", { className: "panel" }, el("h3", {}, "Jobs by tenant"), this.tenants),
         el("div", { className: "panel" }, el("h3", {}, "Events"), this.events.element)));
   }
@@ -129,12 +131,16 @@ class PoolView {
     this.events.show([...pool.events, ...this.history.preemptions]);
   }
 
-  showTiles({ totals, num_nodes: numNodes, counts }) {
+  showTiles({ totals, num_nodes: numNodes, counts, classes, backlog_s: backlog }) {
     const used = totals.kv_blocks_total - totals.kv_blocks_free;
     const share = totals.kv_blocks_total ? Math.round((100 * used) / totals.kv_blocks_total) : 0;
     const tiles = [["Nodes", number(numNodes)], ["KV blocks used", `${share} %`],
       ["Jobs completed", number(counts.ended_done)], ["Takeovers", number(counts.takeovers)],
-      ["Nodes lost", number(counts.nodes_lost)], ["Preemptions", number(totals.num_preemptions)]];
+      ["Nodes lost", number(counts.nodes_lost)], ["Preemptions", number(totals.num_preemptions)],
+      ["Foreground backlog", secondsOrUnknown(backlog.foreground)],
+      ["Background backlog", secondsOrUnknown(backlog.background)],
+      ["Jobs awaiting tokens", number(classes.reduce((sum, one) => sum + one.awaiting_tokens, 0))],
+      ["Jobs expired", number(counts.ended_expired)]];
     this.tiles.replaceChildren(...tiles.map(([name, value]) => el("div", {}, el("span", {}, name), el("strong", {}, value))));
   }
 
@@ -152,10 +158,13 @@ class PoolView {
   }
 
   showTables({ classes, tenants }) {
-    this.classes.replaceChildren(table(["Class", "Running", "Waiting", "Oldest"],
-      classes.map((one) => [one.class, number(one.running), number(one.queued), one.queued ? duration(one.oldest_ms) : "–"])));
+    this.classes.replaceChildren(table(["Class", "Running", "Queued", "Scheduled"],
+      classes.map((one) => [one.class, number(one.running), number(one.queued), number(one.scheduled)])));
+    this.waits.replaceChildren(table(["Class", "Oldest wait", "Expired", "Share"],
+      classes.map((one) => [one.class, one.oldest_ms ? duration(one.oldest_ms) : "–", number(one.expired),
+        one.engine_share === null ? "–" : `${number(100 * one.engine_share)} %`])));
     const rows = tenants.map((one) => [one.tenant ?? "all others", number(one.running), number(one.queued)]);
-    this.tenants.replaceChildren(rows.length ? table(["Tenant", "Running", "Waiting"], rows) : "No jobs now.");
+    this.tenants.replaceChildren(rows.length ? table(["Tenant", "Running", "Queued"], rows) : "No jobs now.");
   }
 }
 
@@ -247,6 +256,25 @@ function shortId(job) {
 function legend() {
   const entry = (kind, text) => el("span", {}, el("i", { className: kind }), text);
   return el("p", { className: "legend" }, entry("used", "used by sequences"), entry("cached", "cached prefixes"), entry("free", "free"));
+}
+
+function secondsOrUnknown(seconds) {
+  return seconds === null ? "unknown" : seconds ? duration(1000 * seconds) : "0 s";
+}
+
+/** What the states and shares mean, in short. docs/QUEUE.md has the whole text. */
+function meaningOfStates() {
+  const entry = (term, meaning) => [el("dt", {}, term), el("dd", {}, meaning)];
+  return el("details", {}, el("summary", {}, "What these numbers mean"), el("dl", {},
+    ...entry("Queued", "waits for a node with free capacity"),
+    ...entry("Scheduled", "waits for its time, or is due and follows its tenant's jobs that are queued"),
+    ...entry("Awaiting tokens", "waits for its tenant's tokens per minute"),
+    ...entry("Running", "a node has it"),
+    ...entry("Oldest wait", "the longest wait now, for whatever reason; a scheduled job waits from its time on"),
+    ...entry("Expired", "passed its deadline, since the pool began"),
+    ...entry("Share", "part of the engines' time in the last minute"),
+    ...entry("Backlog", "time in which the nodes complete the queued jobs at their present pace"),
+  ), el("p", { className: "hint" }, "The page docs/QUEUE.md says more."));
 }
 
 function table(head, rows) {

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
+from penstock.contract.priority import NUM_LEVELS, NUM_PRIORITIES
 from penstock.gpu_node.engine.scheduler.budget import StepLimits, StepTime, StepWork, ends_within_budget
 from penstock.gpu_node.engine.scheduler.input_batch import InputBatch
 from penstock.gpu_node.engine.scheduler.queues import Grants, WaitingQueues
@@ -29,6 +31,8 @@ FOREGROUND_MEMORY_MS = 60_000.0
 """Engine milliseconds after the last foreground work for which steps of background work stay short."""
 _KEPT_MS = 2_000.0
 """Engine milliseconds whose share background work must have in advance before its last sequences yield."""
+_MIN_MS = 1e-6
+"""The least milliseconds that a token counts as, so that classes whose tokens take no time divide it evenly."""
 _MIN_TURN = 0.5
 """A prompt that needs more than the rest of a step waits for the next one, unless the rest is this part of the step."""
 
@@ -68,13 +72,14 @@ class StepBudget:
 
 
 class EngineTime:
-    """The engine's milliseconds by kind of work, and what background work lacks of its share of them.
+    """The engine's milliseconds by kind and class of work, and what background work lacks of its share of them.
 
-    A step's time is divided by the model of step times: background work gets what its sequences add to the step.
+    A step's time is divided by the model of step times: background work gets what its sequences add to the step. The
+    classes of one kind divide its time by what each token takes, as if no other sequence were in the step.
     """
 
     def __init__(self, step_time: StepTime, share: float) -> None:
-        self.foreground_ms = self.background_ms = 0.0
+        self._level_ms = np.zeros(NUM_LEVELS)
         self.lacking_ms = 0.0
         """Milliseconds that background work lacks of its share; negative: what it used above it."""
         self.since_foreground_ms = float("inf")
@@ -84,21 +89,52 @@ class EngineTime:
 
     def note(self, step: Step, took_ms: float, *, is_held_back: bool) -> None:
         """Count a computed step. `is_held_back`: some background work had to wait."""
-        background_ms = took_ms * self._background_part(step)
-        self.foreground_ms += took_ms - background_ms
-        self.background_ms += background_ms
+        levels = [seq.job_level for seq in step.seqs]
+        if levels and levels.count(levels[0]) == len(levels):
+            self._level_ms[levels[0]] += took_ms
+            background_ms = took_ms if levels[0] >= NUM_PRIORITIES else 0.0
+        else:
+            background_ms = self._divide(step, np.array(levels, dtype=np.intp), took_ms)
         lacking_ms = self.lacking_ms + self._share * took_ms - background_ms
         limit_ms = self._share * WINDOW_MS
         self.lacking_ms = max(-limit_ms, min(limit_ms if is_held_back else 0.0, lacking_ms))
         self.since_foreground_ms = 0.0 if background_ms < took_ms else self.since_foreground_ms + took_ms
 
     @property
+    def foreground_ms(self) -> float:
+        """The milliseconds of all steps that foreground work took."""
+        return float(self._level_ms[:NUM_PRIORITIES].sum())
+
+    @property
+    def background_ms(self) -> float:
+        """The milliseconds of all steps that background work added."""
+        return float(self._level_ms[NUM_PRIORITIES:].sum())
+
+    @property
     def seconds(self) -> dict[str, float]:
         """The seconds of all steps, by kind of work."""
         return {"foreground": self.foreground_ms / 1e3, "background": self.background_ms / 1e3}
 
-    def _background_part(self, step: Step) -> float:
-        is_background = np.array([seq.background for seq in step.seqs])
+    @property
+    def level_seconds(self) -> tuple[float, ...]:
+        """The seconds of all steps, by the level of the jobs."""
+        return tuple((self._level_ms / 1e3).tolist())
+
+    def _divide(self, step: Step, levels: Rows, took_ms: float) -> float:
+        """Add a step's milliseconds to the levels of its sequences. Return those of background work."""
+        is_background = levels >= NUM_PRIORITIES
+        background_ms = took_ms * self._background_part(step, is_background)
+        decoded_ms = max(_MIN_MS, self._time.decode_ms(1) - self._time.decode_ms(0))
+        prefilled_ms = max(_MIN_MS, self._time.token_ms(0, is_scored=False))
+        counts = step.ends - step.starts
+        alone_ms = np.where(counts > 1, counts * prefilled_ms, decoded_ms)
+        for is_of_kind, kind_ms in ((~is_background, took_ms - background_ms), (is_background, background_ms)):
+            if is_of_kind.any():
+                of_kind = alone_ms * is_of_kind
+                self._level_ms += np.bincount(levels, of_kind, NUM_LEVELS) * (kind_ms / of_kind.sum())
+        return background_ms
+
+    def _background_part(self, step: Step, is_background: NDArray[np.bool_]) -> float:
         if not is_background.any():
             return 0.0
         if is_background.all():

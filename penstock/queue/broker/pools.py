@@ -21,6 +21,7 @@ from penstock.contract.pool import EVENTS, LiveNode, PoolActivity, PoolEntry, Po
 from penstock.contract.priority import NUM_LEVELS
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.queue_state import QueueReader, queue_state
 from penstock.queue.keys import PROTOCOL_VERSION
 from penstock.queue.msgpack_codec import WireError
 
@@ -202,6 +203,7 @@ class StatsBroker:
     def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
         self.patience = patience
         self._redis = cast(Any, redis)
+        self._queue = QueueReader(redis)
 
     @retried
     async def all(self) -> list[PoolStats]:
@@ -218,7 +220,7 @@ class StatsBroker:
         return int(info["used_memory"]), int(info["maxmemory"])
 
     async def _of(self, pool: str) -> PoolStats:
-        redis, levels = self._redis, range(NUM_LEVELS)
+        redis = self._redis
         (
             time,
             lease_ms,
@@ -228,8 +230,7 @@ class StatsBroker:
             records,
             stored,
             reserved,
-            backlog,
-            *waiting,
+            (waiting, cost),
         ) = await asyncio.gather(
             redis.time(),
             redis.hget(keys.config(pool), "lease_ms"),
@@ -239,13 +240,10 @@ class StatsBroker:
             redis.hgetall(keys.pressure(pool)),
             redis.hgetall(keys.stored(pool)),
             redis.hgetall(keys.reserved(pool)),
-            redis.hmget(keys.backlog(pool), [str(level) for level in levels]),
-            *(redis.zcard(keys.waiting(pool, level)) for level in levels),
-            *(redis.zrange(keys.waiting(pool, level), 0, 0, withscores=True) for level in levels),
+            self._queue.read(pool),
         )
         seconds, micros = time
         now_ms = seconds * 1000 + micros // 1000
-        depth, heads = waiting[: len(levels)], waiting[len(levels) :]
         nodes = []
         for node, heartbeat_ms in heartbeats:
             if heartbeat_ms >= now_ms - int(lease_ms or 0) and node in records:
@@ -254,9 +252,7 @@ class StatsBroker:
                     nodes.append(wire.decode_pressure(records[node]))
         return PoolStats(
             pool,
-            tuple(depth),
-            tuple(max(0, now_ms - int(head[0][1])) if head else 0 for head in heads),
-            tuple(max(0, int(cost or 0)) for cost in backlog),
+            queue_state(waiting, cost, counts, nodes),
             num_open,
             {event: int(counts.get(event.encode(), 0)) for event in EVENTS},
             tuple(nodes),
@@ -264,7 +260,8 @@ class StatsBroker:
         )
 
 
-# Reader of what happens in pools, for the dashboard. One read of a pool takes at most two round trips.
+# Reader of what happens in pools, for the dashboard. One read of a pool takes at most two round trips, and two more for
+# each 64 lanes of scheduled jobs.
 
 MAX_TENANTS = 8
 """Tenants of a pool whose queued jobs are counted, those that wait for the most KV tokens first."""
@@ -282,6 +279,7 @@ class ActivityBroker:
     def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
         self.patience = patience
         self._redis = cast(Any, redis)
+        self._queue = QueueReader(redis)
 
     @retried
     async def of(self, pools: Sequence[str]) -> list[PoolActivity]:
@@ -290,6 +288,25 @@ class ActivityBroker:
             return list(await asyncio.gather(*map(self._of, pools)))
 
     async def _of(self, pool: str) -> PoolActivity:
+        (waiting, cost), (time, lease_ms, counts, heartbeats, records, events, *by_kind) = await asyncio.gather(
+            self._queue.read(pool), self._facts_of(pool)
+        )
+        costs = Counter[bytes]()
+        for _, of_kind in by_kind:
+            costs.update({tenant: int(cost) for tenant, cost in of_kind.items()})
+        now_ms = time[0] * 1000 + time[1] // 1000
+        nodes = _live_nodes(heartbeats, records, now_ms, int(lease_ms or 0))
+        return PoolActivity(
+            pool,
+            queue=queue_state(waiting, cost, counts, [node.pressure for node in nodes]),
+            queued_of_tenants=await self._queued_of_tenants(pool, costs),
+            counts={event: int(counts.get(event.encode(), 0)) for event in EVENTS},
+            nodes=tuple(nodes),
+            events=tuple(_event_of(member.decode()) for member in reversed(events)),
+        )
+
+    async def _facts_of(self, pool: str) -> list[Any]:
+        """Return time, lease, counts, heartbeats, pressure records, events, and the queued cost by tenant and kind."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.time()
             pipe.hget(keys.config(pool), "lease_ms")
@@ -299,24 +316,8 @@ class ActivityBroker:
             pipe.zrevrange(keys.events(pool), 0, MAX_EVENTS - 1)
             pipe.hscan(keys.queued(pool), 0, count=MAX_TENANTS_READ)
             pipe.hscan(keys.queued_background(pool), 0, count=MAX_TENANTS_READ)
-            for level in _LEVELS:
-                pipe.zcard(keys.waiting(pool, level))
-                pipe.zrange(keys.waiting(pool, level), 0, 0, withscores=True)
-            time, lease_ms, counts, heartbeats, records, events, *found = await pipe.execute()
-        (_, foreground), (_, background), *waiting = found
-        costs = Counter[bytes]()
-        for hash_of_kind in (foreground, background):
-            costs.update({tenant: int(cost) for tenant, cost in hash_of_kind.items()})
-        now_ms = time[0] * 1000 + time[1] // 1000
-        return PoolActivity(
-            pool,
-            depth=tuple(waiting[::2]),
-            oldest_ms=tuple(max(0, now_ms - int(head[0][1])) if head else 0 for head in waiting[1::2]),
-            queued_of_tenants=await self._queued_of_tenants(pool, costs),
-            counts={event: int(counts.get(event.encode(), 0)) for event in EVENTS},
-            nodes=tuple(_live_nodes(heartbeats, records, now_ms, int(lease_ms or 0))),
-            events=tuple(_event_of(member.decode()) for member in reversed(events)),
-        )
+            found: list[Any] = await pipe.execute()
+        return found
 
     async def _queued_of_tenants(self, pool: str, costs: Mapping[bytes, int]) -> dict[str, int]:
         """Count the queued jobs of the tenants with the highest queued cost."""

@@ -672,6 +672,7 @@ do
     redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
     local is_dead = code == 'node_lost'
     count_event('ended_' .. state)
+    if state == 'expired' then count_event('expired_level_' .. job.level) end
     if is_dead then
       count_event('dead_letters')
       note_event(now, 'dead_letter', job.node, job.id, '-', '-')

@@ -9,7 +9,8 @@
 --   rate_prompt, rate_n, rate_max: tokens of the prompt, choices and most tokens of each (0: no limit), for the tenant's
 --   token rate. rate_prompt '' counts the cost. may_use: the most tokens that the job may use; '' counts the cost.
 --   limits: the job's field of that name, or ''.
---   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; '' for the pool's.
+--   max_wait_ms: the longest wait in the queue that the caller of foreground work accepts; '' for that of its class
+--   or its pool.
 --   response: the stored record of a response, or ''. keep_ms: how long it and the job's result are kept after the end.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL} | {BAD_ID_AGE, max_age_ms}
 --       | {BUSY, name of the limit, limit, retry_after_ms, queued jobs of its or a more urgent level, wait_ms}
@@ -186,7 +187,12 @@ do
   end
   -- Under `fair`, a tenant without queued jobs is never refused for its wait. A delayed job waits by its caller's wish, and
   -- background work waits as long as it takes.
-  local max_wait = tonumber(ARGV[30] or '') or tonumber(redis.call('HGET', KEYS[1], 'max_wait_ms') or '') or MAX_WAIT_MS
+  local max_wait = tonumber(ARGV[30] or '')
+  if not max_wait then
+    local of_class = 'max_wait_ms_' .. (({[0] = 'interactive', 'standard', 'batch'})[level] or '')
+    local class_ms, pool_ms = unpack(redis.call('HMGET', KEYS[1], of_class, 'max_wait_ms'))
+    max_wait = tonumber(class_ms or '') or tonumber(pool_ms or '') or MAX_WAIT_MS
+  end
   local is_waited_for = not is_light and not in_background and not_before_in == 0
   local ahead = is_waited_for and (own_queued > 0 or not is_fair) and cost_ahead() or 0
   if ahead > 0 then

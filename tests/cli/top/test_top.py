@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
@@ -24,6 +25,7 @@ from penstock import Client
 from penstock.cli.top.reader import TopReader
 from penstock.contract.pool import NodePressure
 from penstock.contract.priority import Priority
+from penstock.queue.broker.connection import connect
 from penstock.queue.broker.pools import ActivityBroker
 from penstock.queue.broker.producer import ProducerBroker
 
@@ -66,9 +68,10 @@ def test_a_view_of_80_columns_has_nodes_classes_and_tenants(busy: str) -> None:
     assert header.split() == ["node", "state", "KV", "used", "run", "wait", "in/s", "out/s", "batch", "step"]
     row = lines[lines.index(header) + 1].split()
     assert row[1] == "ok"
-    assert re.search(r"class +queued oldest running +tenant +queued running", shown)
-    assert re.search(r"interactive +0 +– +0 +default", shown)
-    assert re.search(r"interactive, background +0 +– +1", shown)
+    assert re.search(r"class +queued +sched +oldest +run +share +tenant +queued +run", shown)
+    assert re.search(r"interactive +0 +0 +– +0 +– +default", shown)
+    assert re.search(r"interactive, background +0 +0 +– +1", shown)
+    assert re.search(r"backlog: 0\.0s foreground, (unknown|[\d.]+s) background", shown)
     assert "node joined" in shown
 
 
@@ -84,7 +87,10 @@ def test_json_has_every_number_of_the_view(busy: str) -> None:
     frame = frame_of(busy)
     assert frame.keys() == {"time_ms", "pools", "num_pools_left_out"}
     (pool,) = frame["pools"]
-    assert pool.keys() == {*("pool", "model", "nodes", "classes", "tenants", "events", "counts", "num_alive", "totals")}
+    assert pool.keys() == {
+        *("pool", "model", "nodes", "classes", "tenants", "events", "counts", "num_alive", "totals"),
+        *("backlog_s", "background_share"),
+    }
     (node,) = pool["nodes"]
     assert node.keys() == {
         *("node_id", "state", "reason", "silent_ms", "num_jobs", "num_running", "num_waiting"),
@@ -183,6 +189,26 @@ async def test_one_view_needs_few_redis_commands(redis: Redis, redis_url: str) -
     calls.pop("config|resetstat", None)
     assert not calls.keys() & {"keys", "scan", "sscan", "zscan", "eval", "evalsha", "smembers", "lrange"}
     assert sum(calls.values()) <= 5 + 64
+
+
+async def keep_busy(redis_url: str) -> None:
+    """A node that worked for two classes in the last minute, a queued job of an hour, and a scheduled one."""
+    async with connect(redis_url) as redis:
+        queue = Queue(redis)
+        node = await queue.node("n1", lease_ms=60_000)
+        told = NodePressure("n1", drain_cost_per_s=10.0, recent_engine_ms=(0.0, 30_000.0, 0.0, 0.0, 0.0, 10_000.0))
+        await node.broker.heartbeat(told, free=0, answered_call=0, held=None)
+        await queue.submit(background=True, priority=Priority.BATCH, cost=36_000)
+        await queue.submit(background=True, priority=Priority.BATCH, not_before_ms=60_000)
+
+
+def test_a_view_shows_scheduled_work_the_backlog_and_the_shares_of_engine_time(redis_url: str) -> None:
+    asyncio.run(keep_busy(redis_url))
+    shown = top(redis_url, "--once", COLUMNS="100").stdout
+    assert "0 running · 1 queued · 1 scheduled" in shown
+    assert "backlog: 0.0s foreground, 60min background · engine time: 75% foreground, 25% background" in shown
+    assert re.search(r"\nstandard +0 +0 +– +0 +75%", shown)
+    assert re.search(r"\nbatch, background +1 +1 +\d+\.\ds +0 +25%", shown)
 
 
 def test_an_empty_redis_and_an_unknown_pool_are_named(redis_url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -15,10 +16,13 @@ import pytest
 import redis as sync_redis
 from fakes.processes.node_process import NodeProcess
 from fakes.processes.reference_engine import ReferenceTokenizer, reference_tokens, text_of
+from fakes.queue.harness import Queue
 from playwright.sync_api import Page, expect
 
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import Priority, SamplingParams
 from penstock.gateway.web import dashboard
+from penstock.queue.broker.connection import connect
+from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import MODEL, EchoEngine, Stack
 from tests.gateway.test_streams import wait_until
 from tests.gateway.web.conftest import REBOUND, Playground, scroll_width
@@ -169,6 +173,53 @@ def test_dashboard_draws_throughput_and_waits_for_a_lost_gateway(page: Page, sta
     expect(page.get_by_text("The gateway cannot be reached. Trying again")).to_be_visible()
     page.unroute("**/dashboard")
     expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
+
+
+def wide_tables(page: Page) -> int:
+    """How many tables are wider than their panels."""
+    wide = "tables => tables.filter(one => one.scrollWidth > one.closest('.panel').clientWidth).length"
+    return int(page.locator(".panel table").evaluate_all(wide))
+
+
+async def keep_working(redis_url: str) -> None:
+    """A node of a pool of its own, which worked for two classes, a queued job, a scheduled one and an expired one."""
+    async with connect(redis_url) as redis:
+        queue = Queue(redis)
+        node = await queue.node(lease_ms=60_000)
+        shares = (0.0, 45_000.0, 0.0, 0.0, 0.0, 15_000.0)
+        await node.heartbeat(drain_cost_per_s=10.0, kv_blocks_total=64, kv_blocks_free=32, recent_engine_ms=shares)
+        late = await queue.submit(background=True, priority=Priority.BATCH, deadline_ms=60_000)
+        await queue.age("deadlines", late, 120_000)
+        await queue.change(late, deadline=1)
+        await queue.sweep(since_last_ms=20_000)
+        await queue.submit(background=True, priority=Priority.BATCH, cost=3_000)
+        await queue.submit(background=True, priority=Priority.BATCH, not_before_ms=60_000)
+
+
+def test_page_shows_states_waits_backlog_and_shares_of_engine_time(page: Page, stack: Stack) -> None:
+    with EmbeddedRedis() as server:
+        stack.call(keep_working(server.url))
+        page.goto(f"{stack.start_gateway(redis_url=server.url)}/#dashboard")
+        pool = page.locator("section.pool")
+        jobs = pool.locator(".panel", has_text="Jobs by class").get_by_role("row")
+        expect(jobs.nth(0)).to_have_text("ClassRunningQueuedScheduled")
+        expect(jobs.filter(has_text="batch, background")).to_have_text("batch, background011")
+        waits = pool.locator(".panel", has_text="Waits and engine time")
+        expect(waits.get_by_role("row").nth(0)).to_have_text("ClassOldest waitExpiredShare")
+        expect(waits.get_by_role("row", name=re.compile("^standard"))).to_have_text("standard–075 %")
+        expect(waits.get_by_role("row", name=re.compile("^batch, background"))).to_have_text(
+            re.compile(r"batch, background\d+(\.\d)? m?s125 %")
+        )
+        expect(pool.locator(".tiles")).to_contain_text("Background backlog5 min")
+        waits.get_by_text("What these numbers mean").click()
+        expect(waits.get_by_role("term").filter(has_text="Scheduled")).to_be_visible()
+        assert wide_tables(page) == 0
+        if folder := os.environ.get("PENSTOCK_SCREENSHOTS"):
+            page.screenshot(path=f"{folder}/dashboard.png", full_page=True)
+        page.set_viewport_size({"width": 360, "height": 740})
+        assert (scroll_width(page), wide_tables(page)) == (360, 0)
+        if folder:
+            page.screenshot(path=f"{folder}/dashboard-phone.png", full_page=True)
 
 
 def test_state_that_the_page_cannot_show_does_not_end_the_feed(page: Page, url: str, engine: EchoEngine) -> None:

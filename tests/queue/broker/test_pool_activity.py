@@ -108,8 +108,8 @@ async def test_queued_jobs_are_counted_by_tenant_the_largest_first(
     await queue.submit(tenant="c", cost=1)
     found = await activity(broker)
     assert found.queued_of_tenants == {"b": 1, "a": 3}
-    assert found.depth[:3] == (0, 4, 1)
-    assert found.oldest_ms[0] == 0
+    assert found.queue.queued[:3] == (0, 4, 1)
+    assert found.queue.longest_wait_ms[0] == 0
 
 
 async def test_nodes_are_those_with_a_heartbeat_within_a_lease(queue: Queue, broker: ActivityBroker) -> None:
@@ -132,4 +132,4 @@ async def test_unreadable_record_hides_only_its_node(queue: Queue, broker: Activ
 
 async def test_unknown_pool_has_no_activity(broker: ActivityBroker) -> None:
     found = await activity(broker)
-    assert (found.depth[:3], found.nodes, found.events) == ((0, 0, 0), (), ())
+    assert (found.queue.queued[:3], found.nodes, found.events) == ((0, 0, 0), (), ())

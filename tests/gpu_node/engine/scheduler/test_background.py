@@ -260,3 +260,18 @@ def test_deferred_background_rows_get_exactly_their_tokens(make_engine: Callable
     assert {name: tokens_of(outputs, name) for name in want} == want
     stats = mixed.stats()
     assert stats.background_held_back > 0 and stats.kind_seconds["background"] > 0
+
+
+def test_engine_time_of_each_class_adds_up_to_that_of_its_kind(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    for at, (priority, background) in enumerate([(0, False), (1, False), (1, False), (0, True), (2, True)]):
+        # As after a long wait: a more urgent level changes nothing.
+        asked = EngineRequest(str(at), [5 + at] * 8, params, seed=at, level=0, background=background, priority=priority)
+        engine.add(asked)
+    drain(engine)
+    seconds, kinds = engine.stats().level_seconds, engine.stats().kind_seconds
+    assert [level for level, value in enumerate(seconds) if value > 0] == [0, 1, 3, 5]
+    assert sum(seconds[:3]) == pytest.approx(kinds["foreground"])
+    assert sum(seconds[3:]) == pytest.approx(kinds["background"])
+    assert seconds[1] > seconds[0], "two sequences against one"
