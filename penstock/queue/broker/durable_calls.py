@@ -80,13 +80,16 @@ class _Line:
         """Return whether the answer to `confirm` says that the disk has the writes. Raises redis-py's errors."""
         try:
             reply = await confirmation
+            if self.confirm != _READ_POLICY:
+                return int(reply[0]) >= 1
+            if _is_always(_pairs(reply)):
+                return True
         except exceptions.ResponseError as error:
             if _ROLE_CHANGED.search(str(error)):
                 raise exceptions.ReadOnlyError(str(error)) from None
-            # The settings have changed since this connection was opened. Another one finds out how.
-            self.connection.close()
-            return False
-        return _is_always(_pairs(reply)) if self.confirm == _READ_POLICY else int(reply[0]) >= 1
+        # The settings have changed since this connection was opened. Another one finds out how.
+        self.connection.close()
+        return False
 
 
 class DurableCalls:

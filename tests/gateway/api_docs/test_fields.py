@@ -109,6 +109,7 @@ SENT: dict[str, Sent] = {
     "max_wait_s": Sent(30, -1),
     "dimensions": Sent(4, 0),
     "documents": Sent(["x", {"text": "y"}], []),
+    "durability": Sent("memory", "x"),
     "echo": Sent(accepted=True),
     "encoding_format": Sent("base64", "x"),
     "frequency_penalty": Sent(-2, 2.1),
