@@ -77,16 +77,16 @@ class _Line:
     confirm: tuple[Any, ...]
 
     async def is_confirmed(self, confirmation: asyncio.Future[Any]) -> bool:
-        """Return whether the answer to `confirm` says that the disk has the writes. Raises redis-py's errors."""
+        """Return whether the answer to `confirm` says that the disk has the writes. Raises UnavailableError."""
         try:
-            reply = await confirmation
+            with translated():
+                reply = await confirmation
             if self.confirm != _READ_POLICY:
                 return int(reply[0]) >= 1
             if _is_always(_pairs(reply)):
                 return True
-        except exceptions.ResponseError as error:
-            if _ROLE_CHANGED.search(str(error)):
-                raise exceptions.ReadOnlyError(str(error)) from None
+        except (InvariantError, ConfigError) as error:
+            _check_role(error)
         # The settings have changed since this connection was opened. Another one finds out how.
         self.connection.close()
         return False
@@ -236,13 +236,18 @@ async def _confirming_command(connection: SharedConnection) -> tuple[Any, ...]:
             await connection.call(*_PROBE)
         return ("WAITAOF", 1, 0, round(1000 * CONFIRM_TIMEOUT_S))
     except (InvariantError, ConfigError) as error:
-        if _ROLE_CHANGED.search(error.message):
-            raise exceptions.ReadOnlyError(error.message) from None
+        _check_role(error)
         refusal = error.message
     policy = await _policy_of(connection)
     if _is_always(policy):
         return _READ_POLICY
     raise UnsupportedDurabilityError(await _reason(connection, policy, refusal), param="durability")
+
+
+def _check_role(error: PenstockError) -> None:
+    """Raise UnavailableError for the error of a server that is a replica; a new connection may reach the master."""
+    if _ROLE_CHANGED.search(error.message):
+        raise UnavailableError(f"Redis is unreachable: {error.message}", code="redis_away") from None
 
 
 async def _policy_of(connection: SharedConnection) -> dict[str, str]:
