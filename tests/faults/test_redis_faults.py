@@ -146,19 +146,22 @@ async def test_one_fault_of_a_submission_that_waits_for_the_disk_loses_no_job(
         return FAULTS[fault]
 
     with RedisProcess(tmp_path / "redis", appendfsync="always") as server:
-        async with proxied(server) as (proxy, direct), served(proxy.url):
-            async with AsyncClient(proxy.url, settings=QUICK) as client:
-                first, work = (new_work(POOL, 20, durability="fsync") for _ in range(2))
-                await first.read((await client.submit(PROMPT, **first.options)).chunks())
-                proxy.rule = rule
-                if call == "confirmation" and fault == "NOSCRIPT":
-                    # No server answers WAITAOF so. It says nothing of the disk.
-                    with pytest.raises(NotOnDiskError):
-                        await client.submit(PROMPT, **work.options)
-                await work.read((await client.submit(PROMPT, **work.options)).chunks())
-                work.check()
-                assert met
-                await check_logs(direct, [first, work])
+        async with (
+            proxied(server) as (proxy, direct),
+            served(proxy.url),
+            AsyncClient(proxy.url, settings=QUICK) as client,
+        ):
+            first, work = (new_work(POOL, 20, durability="fsync") for _ in range(2))
+            await first.read((await client.submit(PROMPT, **first.options)).chunks())
+            proxy.rule = rule
+            if call == "confirmation" and fault == "NOSCRIPT":
+                # No server answers WAITAOF so. It says nothing of the disk.
+                with pytest.raises(NotOnDiskError):
+                    await client.submit(PROMPT, **work.options)
+            await work.read((await client.submit(PROMPT, **work.options)).chunks())
+            work.check()
+            assert met
+            await check_logs(direct, [first, work])
 
 
 @pytest.mark.parametrize("durability", ["memory", "fsync"])
