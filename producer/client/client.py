@@ -42,10 +42,10 @@ from penstock.producer.client.tasks import (
 from penstock.producer.client.waiting import QueueWatch
 from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction
 from penstock.queue.broker.dead_letters import DeadLetters
-from penstock.queue.broker.jobs import JobLists, JobPage, QueuePositions, ResponseBroker
+from penstock.queue.broker.jobs import JobLists, JobPage, KnownJobs, QueuePositions, ResponseBroker
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import ActivityBroker, StatsBroker
-from penstock.queue.broker.producer import JobStatus, KnownJobs, ProducerBroker, ServedPool, Submission, Submitted
+from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.job_cost import estimate_cost, rate_tokens
 from penstock.queue.keys import PROTOCOL_VERSION

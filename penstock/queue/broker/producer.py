@@ -23,7 +23,7 @@ from penstock.contract.errors import (
     TooLargeError,
     UnavailableError,
 )
-from penstock.contract.job import FSYNC, MEMORY, Durability, JobDef, JobKey, pool_of
+from penstock.contract.job import FSYNC, MEMORY, Durability, JobDef, pool_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
 from penstock.contract.priority import NUM_LEVELS
@@ -155,37 +155,6 @@ def _busy_error(limit_name: str, limit: int, retry_after_ms: int, num_ahead: int
         message = f"this tenant's limit of {limit} {rest} is reached"
         return busy(message, code="rate_limit_exceeded")
     return busy(f"the pool's limit of {limit} {rest} is reached")
-
-
-# What the queue knows of earlier submissions, by job id or idempotency key.
-
-
-class KnownJobs:
-    """Looks for jobs that were submitted before. Raises UnavailableError when Redis is unreachable."""
-
-    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
-        self.patience = patience
-        self._redis = redis
-
-    @retried
-    async def has(self, job: JobDef) -> bool:
-        """Return whether a job of this id or with this idempotency key was submitted before to its pool."""
-        names = [keys.job(job.id)]
-        if job.idempotency_key:
-            names.append(keys.idempotency(job.pool, job.tenant, keys.key_hash(job.idempotency_key)))
-        with translated():
-            return bool(await self._redis.exists(*names))
-
-    @retried
-    async def pool_of(self, key: JobKey, pools: Sequence[str]) -> str:
-        """Return which of the pools has a job of this key; of several, the first one; of none, an empty text.
-
-        The reads are pipelined.
-        """
-        names = [keys.idempotency(pool, key.tenant, keys.key_hash(key.key)) for pool in pools]
-        with translated():
-            found = await asyncio.gather(*(self._redis.exists(name) for name in names))
-        return next((pool for pool, has_key in zip(pools, found, strict=True) if has_key), "")
 
 
 _LOG = logging.getLogger(__package__)

@@ -19,7 +19,7 @@ from faults.tools.redis_process import RedisProcess
 
 from penstock.contract.errors import BusyError, NotOnDiskError, UnavailableError, UnsupportedDurabilityError
 from penstock.contract.job import FSYNC, JobDef
-from penstock.contract.tenant import Terms
+from penstock.contract.tenant import UNLIMITED, Terms
 from penstock.queue import keys
 from penstock.queue.broker import durable_calls
 from penstock.queue.broker.connection import Patience, connect
@@ -42,9 +42,8 @@ class Durable:
         self.patience.is_open = True
         self.broker = ProducerBroker(self.redis, self.patience)
 
-    async def submit(self, job: JobDef | None = None, *, terms: Terms | None = None) -> Submitted:
-        submission = Submission(job or new_job(), 10, durability=FSYNC, **({} if terms is None else {"terms": terms}))
-        return await self.broker.submit(submission)
+    async def submit(self, job: JobDef | None = None, *, terms: Terms = UNLIMITED) -> Submitted:
+        return await self.broker.submit(Submission(job or new_job(), 10, terms=terms, durability=FSYNC))
 
     async def set(self, **settings: str) -> None:
         for name, value in settings.items():
@@ -59,7 +58,7 @@ async def durable(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     """Start a server with these settings, and join a node to it."""
     async with AsyncExitStack() as opened:
 
-        async def start(**settings: str) -> Durable:
+        async def start(**settings: Any) -> Durable:
             server = opened.enter_context(RedisProcess(tmp_path / "redis", **settings))
             one = Durable(server)
             opened.push_async_callback(one.redis.aclose)
