@@ -1,12 +1,13 @@
 """Script calls that are answered only once Redis's disk has their writes.
 
-WAITAOF (Redis 7.2) answers when the append-only file is on disk up to the last write of its own connection. It blocks
+WAITAOF (Redis 8.0) answers when the append-only file is on disk up to the last write of its own connection. It blocks
 that connection, so these calls have connections of their own. A round sends the scripts of all calls that wait, then
 one WAITAOF. With `appendfsync everysec` it is answered by the next fsync, up to a second later. Until then, further
 rounds begin on other connections.
 
-Before 7.2, Redis itself waits for the disk before it replies, if `appendfsync` is `always`. In place of WAITAOF, a
-round then asks whether it still is.
+WAITAOF of Redis 7.4 and of Valkey 8 answers too early with `everysec`, which Redis 8.0 has corrected
+(https://github.com/redis/redis/pull/13793). There, and on servers without WAITAOF, `appendfsync always` makes Redis
+itself wait for the disk before it replies. In place of WAITAOF, a round then asks whether that is still set.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ suffice for all calls of the second that an fsync may take to come."""
 MAX_CALLS_PER_ROUND = 256
 
 _PROBE = ("WAITAOF", 1, 0, 1)
+_FIRST_MAJOR = 8
+"""The first major version of Redis whose WAITAOF is believed."""
+_EARLY = "WAITAOF of this version answers too early"
 _READ_POLICY = ("CONFIG", "GET", "*append*")
 _ALWAYS = {"appendonly": "yes", "appendfsync": "always", "no-appendfsync-on-rewrite": "no"}
 """What makes Redis wait for the disk before each reply. The last one matters during a rewrite of the file."""
@@ -231,17 +235,19 @@ async def _run(line: _Line, calls: Sequence[_Call], *, whole: bool) -> list[_Cal
 
 async def _confirming_command(connection: SharedConnection) -> tuple[Any, ...]:
     """Return the command that confirms a connection's writes. Raises UnsupportedDurabilityError if there is none."""
+    info, refusal = await _info_of(connection), _EARLY
     try:
         with translated():
             await connection.call(*_PROBE)
-        return ("WAITAOF", 1, 0, round(1000 * CONFIRM_TIMEOUT_S))
+        if "valkey_version" not in info and int(info.get("redis_version", "0").partition(".")[0]) >= _FIRST_MAJOR:
+            return ("WAITAOF", 1, 0, round(1000 * CONFIRM_TIMEOUT_S))
     except (InvariantError, ConfigError) as error:
         _check_role(error)
         refusal = error.message
     policy = await _policy_of(connection)
     if _is_always(policy):
         return _READ_POLICY
-    raise UnsupportedDurabilityError(await _reason(connection, policy, refusal), param="durability")
+    raise UnsupportedDurabilityError(_reason(info, policy, refusal), param="durability")
 
 
 def _check_role(error: PenstockError) -> None:
@@ -268,24 +274,23 @@ def _is_always(policy: dict[str, str]) -> bool:
     return _ALWAYS.items() <= policy.items()
 
 
-async def _reason(connection: SharedConnection, policy: dict[str, str], refusal: str) -> str:
+def _reason(info: dict[str, str], policy: dict[str, str], refusal: str) -> str:
     """Return why this server cannot promise that its disk has a write, and what to change."""
-    info = await _info_of(connection)
     enabled = {"0": "no", "1": "yes"}.get(info.get("aof_enabled", ""), "unknown")
     appendonly, appendfsync = policy.get("appendonly", enabled), policy.get("appendfsync", "unknown")
-    has_pauses = policy.get("no-appendfsync-on-rewrite", "no") != "no"
+    pauses = policy.get("no-appendfsync-on-rewrite", "no") != "no"
     version = info.get("redis_version", "of an unknown version")
     server = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {version}"
     known = f"this is {server} with appendonly {appendonly}, appendfsync {appendfsync}"
-    if has_pauses:
+    if pauses:
         known += ", no-appendfsync-on-rewrite yes"
-    if "numlocal" in refusal:
+    if "numlocal" in refusal and appendonly != "yes":
         remedy = "set `appendonly yes`"
-    elif "unknown command" in refusal.lower():
-        remedy = "use Redis 7.2 or later with `appendonly yes`, or set `appendonly yes` and `appendfsync always`"
+    elif refusal == _EARLY or "unknown command" in refusal.lower():
+        remedy = "use Redis 8.0 or later with `appendonly yes`, or set `appendonly yes` and `appendfsync always`"
         if not policy:
             remedy += ", and let this user read them (ACL rule +config|get)"
-        elif has_pauses:
+        elif pauses:
             remedy += ", and `no-appendfsync-on-rewrite no`"
     else:
         remedy = f"Redis refuses WAITAOF ({refusal}): the ACL rule +waitaof permits it"

@@ -1,7 +1,7 @@
 """Submissions with the durability `fsync`: answered once Redis says that its disk has the job, or refused.
 
-Which command confirms it depends on the server of these tests: WAITAOF since Redis 7.2 (PENSTOCK_REDIS_SERVER or PATH
-name such a server), and before that `appendfsync always`.
+Which command confirms it depends on the server of these tests: WAITAOF since Redis 8.0 (PENSTOCK_REDIS_SERVER or PATH
+name such a server). On older servers, and on Valkey, whose WAITAOF answers too early, it is `appendfsync always`.
 """
 
 from __future__ import annotations
@@ -71,23 +71,23 @@ async def durable(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
         yield start
 
 
-def knows_waitaof() -> bool:
+def confirms_by_waitaof() -> bool:
     version = ServerVersion.of(find_redis_server())
-    return version.server == "valkey" or (version.major, version.minor) >= (7, 2)
+    return version.server == "redis" and version.major >= 8
 
 
 @pytest.fixture
 def has_waitaof() -> None:
-    """Skip a test of WAITAOF where the server does not know it."""
-    if not knows_waitaof():
-        pytest.skip("this Redis is older than 7.2, which brought WAITAOF")
+    """Skip a test of WAITAOF where the server does not know it, or answers it too early."""
+    if not confirms_by_waitaof():
+        pytest.skip("no WAITAOF that can be believed: this is no Redis 8.0 or later")
 
 
 @pytest.fixture
 def lacks_waitaof() -> None:
-    """Skip a test of older servers."""
-    if knows_waitaof():
-        pytest.skip("this Redis knows WAITAOF")
+    """Skip a test of other servers."""
+    if confirms_by_waitaof():
+        pytest.skip("the WAITAOF of this Redis can be believed")
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ async def test_without_an_append_only_file_it_is_refused_and_nothing_is_queued(d
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"appendfsync": "everysec"}, r"Redis \d+\.\d+\.\d+ with appendonly yes, appendfsync everysec; .*7\.2"),
+        ({"appendfsync": "everysec"}, r"(Redis|Valkey) \d[\d.]+ with appendonly yes, appendfsync everysec; .*8\.0"),
         (
             {"appendfsync": "always", "no-appendfsync-on-rewrite": "yes"},
             "no-appendfsync-on-rewrite yes; .*and `no-appendfsync-on-rewrite no`",
@@ -136,7 +136,7 @@ async def test_without_an_append_only_file_it_is_refused_and_nothing_is_queued(d
     ],
 )
 @pytest.mark.usefixtures("lacks_waitaof")
-async def test_before_7_2_every_other_setting_is_refused(
+async def test_before_redis_8_and_on_valkey_every_other_setting_is_refused(
     durable: Callable[..., Any], settings: dict[str, str], said: str
 ) -> None:
     one = await durable(**settings)
@@ -147,10 +147,10 @@ async def test_before_7_2_every_other_setting_is_refused(
 
 async def test_a_user_without_the_right_is_told_the_rule(durable: Callable[..., Any]) -> None:
     one = await durable(appendfsync="always")
-    taken = ("-waitaof", "-config") if knows_waitaof() else ("-config",)
+    taken = ("-waitaof", "-config") if confirms_by_waitaof() else ("-config",)
     await one.redis.execute_command("ACL", "SETUSER", "gate", "on", ">gate", "~*", "&*", "+@all", *taken)
     other = connect(one.server.url_of("gate"))
-    rule = r"\+waitaof" if knows_waitaof() else r"appendonly yes, appendfsync unknown; .*\+config\|get"
+    rule = r"\+waitaof" if confirms_by_waitaof() else r"appendonly yes, appendfsync unknown; .*\+config\|get"
     broker = ProducerBroker(other)
     with pytest.raises(UnsupportedDurabilityError, match=rule):
         await broker.submit(Submission(new_job(), 10, durability=FSYNC))
@@ -162,7 +162,7 @@ async def test_a_user_without_the_right_is_told_the_rule(durable: Callable[..., 
 async def test_settings_that_change_under_an_open_connection_break_no_promise(durable: Callable[..., Any]) -> None:
     one = await durable(appendfsync="always")
     await one.submit()
-    await one.set(**({"appendonly": "no"} if knows_waitaof() else {"appendfsync": "everysec"}))
+    await one.set(**({"appendonly": "no"} if confirms_by_waitaof() else {"appendfsync": "everysec"}))
     job = new_job()
     with pytest.raises(NotOnDiskError, match=f"job {job.id} is queued, but") as caught:
         await one.submit(job)
@@ -184,6 +184,17 @@ async def test_the_answer_comes_with_the_fsync_and_that_of_memory_before_it(dura
             await one.broker.submit(Submission(new_job(), 10))
         await one.set(appendfsync="everysec")
     assert (await task).state == "queued"
+
+
+@pytest.mark.usefixtures("has_waitaof")
+async def test_each_of_two_submissions_in_a_second_has_an_fsync_of_its_own(durable: Callable[..., Any]) -> None:
+    """Redis 7.4 and Valkey 8 answer the second WAITAOF at once, although `everysec` has not synced since."""
+    one = await durable(appendfsync="everysec")
+    await one.submit()
+    await one.submit()
+    started_s = time.monotonic()
+    await one.submit()
+    assert time.monotonic() - started_s > 0.5
 
 
 @pytest.mark.usefixtures("has_waitaof")
