@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from penstock.cli.command_line import App
-from penstock.cli.options import RedisUrl
+from penstock.cli.options import DURABILITY_HELP, RedisUrl
 from penstock.cli.output import write_text
 from penstock.contract.errors import ConfigError
+from penstock.contract.job import Durability
 from penstock.producer.batch.records import DEFAULT_IN_FLIGHT, MAX_IN_FLIGHT, Batch, BatchProgress
 from penstock.runtime.settings import redis_url_of
 
@@ -47,6 +48,7 @@ def run(
     not_before: Annotated[
         float | None, typer.Option(min=0, help="Seconds to wait before the rows may run. Default: no wait.")
     ] = None,
+    durability: Annotated[Durability | None, typer.Option(help=DURABILITY_HELP)] = None,
     via_celery: Annotated[
         bool, typer.Option("--via-celery", help="Run the batch in a Celery worker. The paths are the worker's.")
     ] = False,
@@ -62,7 +64,7 @@ def run(
         raise ConfigError("OUTPUT must be a file: an interrupted batch continues with it")
     if input == "-" and via_celery:
         raise ConfigError("INPUT must be a file: with --via-celery, the worker reads it")
-    batch = Batch(_STDIN if input == "-" else input, output, model, in_flight, batch_id, not_before_s)
+    batch = Batch(_STDIN if input == "-" else input, output, model, in_flight, batch_id, not_before_s, durability)
     url = redis_url_of(redis_url)
     started_s = time.monotonic()
     with BatchBar() as bar:

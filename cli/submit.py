@@ -14,6 +14,7 @@ from penstock.cli.output import write_text
 from penstock.contract.errors import RequestError
 
 PriorityName = Literal["interactive", "standard", "batch"]
+DurabilityName = Literal["memory", "fsync"]
 
 
 @takes(*sampling_flags(), before="priority")
@@ -32,6 +33,9 @@ def submit(
     not_before: Annotated[
         float | None, queue_option(help="Seconds to wait before the job may run. Default: no wait.")
     ] = None,
+    durability: Annotated[
+        DurabilityName | None, queue_option(help="What the submission waits for: Redis, or its disk. Default: memory.")
+    ] = None,
     tenant: Annotated[str, queue_option(help="Tenant for which the job runs.")] = "default",
     redis_url: Annotated[str | None, queue_option(help=REDIS_URL_HELP)] = None,
     **sampling: Any,
@@ -46,7 +50,7 @@ def submit(
 
     text = _given_or_piped(prompt)
     times = {"deadline_s": deadline, "not_before_s": not_before}
-    options = {"model": model, "tenant": tenant, **times, **given_flags(sampling)}
+    options = {"model": model, "tenant": tenant, "durability": durability, **times, **given_flags(sampling)}
     asyncio.run(
         _stream(redis_url_of(redis_url), text if raw else [{"role": "user", "content": text}], priority, options)
     )

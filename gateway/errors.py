@@ -17,7 +17,14 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from penstock.contract.errors import BusyError, ConflictError, PenstockError, RequestError, UnavailableError
+from penstock.contract.errors import (
+    BusyError,
+    ConflictError,
+    NotOnDiskError,
+    PenstockError,
+    RequestError,
+    UnavailableError,
+)
 from penstock.contract.problems import MAX_NAME_CHARS
 
 ID_HEADER = "X-Request-Id"
@@ -50,6 +57,8 @@ def error_body(error: PenstockError) -> dict[str, Any]:
     body = _body(error.message, error.type, error.code, error.param)
     if isinstance(error, BusyError | UnavailableError):
         body["error"]["retry_after_ms"] = error.retry_after_ms
+    if isinstance(error, NotOnDiskError):
+        body["error"]["job_id"] = error.job_id
     if isinstance(error, BusyError):
         waiting = {"num_waiting_ahead": error.num_waiting_ahead, "estimated_wait_ms": error.estimated_wait_ms}
         body["error"] |= {name: value for name, value in waiting.items() if value is not None}

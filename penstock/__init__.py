@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         JobExpiredError,
         JobFailedError,
         NotFoundError,
+        NotOnDiskError,
         PenstockError,
         PromptTooLongError,
         ProtocolVersionError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         TooLargeError,
         UnauthorizedError,
         UnavailableError,
+        UnsupportedDurabilityError,
         UnsupportedKindError,
     )
     from penstock.contract.job import JobOptions, Message, Priority, SubmitOptions
@@ -55,9 +57,22 @@ __version__ = "0.1.0"
 _HOMES = {
     "penstock.contract.errors": (
         *("BusyError", "ConfigError", "ConflictError", "ForbiddenError", "InvariantError", "JobCancelledError"),
-        *("JobExpiredError", "JobFailedError", "NotFoundError", "PenstockError", "PromptTooLongError"),
+        *(
+            "JobExpiredError",
+            "JobFailedError",
+            "NotFoundError",
+            "NotOnDiskError",
+            "PenstockError",
+            "PromptTooLongError",
+        ),
         *("ProtocolVersionError", "RequestError", "ResultTimeoutError", "StreamDivergedError", "TooCostlyError"),
-        *("TooLargeError", "UnauthorizedError", "UnavailableError", "UnsupportedKindError"),
+        *(
+            "TooLargeError",
+            "UnauthorizedError",
+            "UnavailableError",
+            "UnsupportedDurabilityError",
+            "UnsupportedKindError",
+        ),
     ),
     "penstock.contract.job": ("JobOptions", "Message", "Priority", "SubmitOptions"),
     "penstock.contract.logprobs": ("Logprob", "TokenLogprobs"),
@@ -118,6 +133,7 @@ __all__ = [
     "Message",
     "NodeSettings",
     "NotFoundError",
+    "NotOnDiskError",
     "Outcome",
     "PenstockError",
     "PrefillProgress",
@@ -143,6 +159,7 @@ __all__ = [
     "TooLargeError",
     "UnauthorizedError",
     "UnavailableError",
+    "UnsupportedDurabilityError",
     "UnsupportedKindError",
     "Usage",
     "__version__",

@@ -5,6 +5,7 @@
     │   ├── PromptTooLongError  400
     │   ├── TooCostlyError      400  its grammar takes more time, memory or work than one request may
     │   ├── UnsupportedKindError 400 the model's nodes do not know this kind of job
+    │   ├── UnsupportedDurabilityError 400  this Redis cannot promise that its disk has the job
     │   ├── UnauthorizedError   401  the API key is missing or invalid
     │   ├── ForbiddenError      403  the API key does not permit the request
     │   ├── TooLargeError       413
@@ -12,6 +13,7 @@
     │   └── ConflictError       409  the id or idempotency key belongs to another request
     ├── BusyError               429  try again after `retry_after_ms`
     ├── UnavailableError        503  no live node, or Redis is unreachable
+    │   └── NotOnDiskError      503  the job is queued, but Redis's disk may not have it
     ├── JobFailedError          500  the job ended `failed`; `code` says why
     │   ├── JobCancelledError   499
     │   └── JobExpiredError     504
@@ -90,6 +92,12 @@ class UnsupportedKindError(RequestError):
     code = "unsupported_kind"
 
 
+class UnsupportedDurabilityError(RequestError):
+    """Redis, as it is set, cannot promise that its disk has the job. Nothing was queued."""
+
+    code = "unsupported_durability"
+
+
 class UnauthorizedError(RequestError):
     """The API key is missing or invalid."""
 
@@ -165,6 +173,19 @@ class UnavailableError(PenstockError):
     def __init__(self, message: str, *, retry_after_ms: int = 2000, code: str | None = None) -> None:
         super().__init__(message, code=code)
         self.retry_after_ms = retry_after_ms
+
+
+class NotOnDiskError(UnavailableError):
+    """The job `job_id` is queued, but Redis did not confirm in time that its disk has it.
+
+    A repeated submission with the same id or idempotency key finds the job and waits for the disk again.
+    """
+
+    code = "not_on_disk"
+
+    def __init__(self, message: str, *, job_id: str) -> None:
+        super().__init__(message)
+        self.job_id = job_id
 
 
 class JobFailedError(PenstockError):

@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal, Self, TypedDict
+from typing import Annotated, Any, Final, Literal, Self, TypedDict, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterRef
+from penstock.contract.errors import RequestError
 from penstock.contract.named import NAME_PATTERN, CheckedInput
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
@@ -53,6 +54,21 @@ MAX_PARTICIPANT_NAME_CHARS = 256
 MAX_DEADLINE_S = 7 * 24 * 3600
 _UUID7_PATTERN = r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 JOB_ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,64}}(~[0-9]{{1,4}})?\.{_UUID7_PATTERN}$"
+
+
+Durability = Literal["memory", "fsync"]
+"""What an accepted job survives: `memory`, the death of every process; `fsync`, that of Redis's machine too, because a
+submission is answered only once Redis's disk has the job."""
+MEMORY: Final = "memory"
+FSYNC: Final = "fsync"
+
+
+def checked_durability(name: str | None) -> Durability | None:
+    """Return the durability of this name; None for None. Raises RequestError for an unknown name."""
+    if name not in (None, *get_args(Durability)):
+        message = f"durability must be one of {', '.join(get_args(Durability))}, not {str(name)[:32]!r}"
+        raise RequestError(message, param="durability")
+    return cast("Durability | None", name)
 
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
@@ -113,6 +129,9 @@ class JobDef(CheckedInput):
     """Whether the job is canceled when it loses all its readers; None: only if it is not a background job."""
     max_wait_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
     """The longest expected wait in the queue with which a foreground job is accepted; None: the pool's limit."""
+    durability: Durability | None = None
+    """What its submission waits for; None: the client's setting. It is a property of each call, so the request's hash
+    does not have it."""
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 
     @field_validator("messages")
@@ -222,6 +241,7 @@ class QueueFields(BaseModel):
     max_wait_s: Annotated[float | None, Option(_ONLY_ANSWERS)] = None
     background: Annotated[bool | None, Option({OPENAI: None, **_ONLY_ANSWERS})] = None
     queue_without_node: Annotated[bool | None, Option(_ONLY_JOBS)] = None
+    durability: Annotated[Durability | None, Option({OPENAI: None, **_ONLY_ANSWERS})] = None
     idempotency_key: Annotated[str | None, Option(_ONLY_JOBS)] = None
 
 
@@ -234,6 +254,7 @@ class QueueOptions(TypedDict, total=False):
     max_wait_s: float | None
     background: bool
     queue_without_node: bool | None
+    durability: Durability | None
     idempotency_key: str | None
 
 
@@ -254,6 +275,8 @@ class JobOptions(SamplingOptions, QueueOptions, total=False):
     needs_reader: cancel the job soon after its last reader has left; by default only a foreground job.
     return_progress: let `AsyncJob.waiting` tell how far the prompt is computed.
     queue_without_node: queue the job even while its pool has no live node; by default the client's setting.
+    durability: `memory` returns once Redis has the job, and `fsync` once its disk has it. The default is the client's
+        setting for a job that goes on without a reader, and `memory` for other jobs.
     idempotency_key: a later submission with the same key and the same request returns the same job, also if several
         pools serve the model.
     tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.

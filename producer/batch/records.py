@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import MAX_DEADLINE_S
+from penstock.contract.job import MAX_DEADLINE_S, Durability, checked_durability
 
 DEFAULT_IN_FLIGHT = 64
 MAX_IN_FLIGHT = 4096
@@ -29,8 +29,11 @@ class Batch:
     """The identity of the batch. By default it derives from the input's content, the output and the model."""
     not_before_s: float | None = None
     """Unix time before which no node takes the rows. They are submitted at once."""
+    durability: Durability | None = None
+    """What the submission of each row waits for; None: the client's setting."""
 
     def __post_init__(self) -> None:
+        checked_durability(self.durability)
         if not 1 <= self.max_in_flight <= MAX_IN_FLIGHT:
             raise RequestError(f"max_in_flight must be from 1 to {MAX_IN_FLIGHT}", param="max_in_flight")
         if self.not_before_s is not None and not self.not_before_s <= time.time() + MAX_DEADLINE_S:

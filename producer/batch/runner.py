@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import BusyError, JobFailedError, NotFoundError, RequestError, UnavailableError, error_of
-from penstock.contract.job import Priority
+from penstock.contract.job import Durability, Priority
 from penstock.producer.batch import storage
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import BatchRequest, InputLine, lines_of, request_of_line, survey_of
@@ -105,16 +105,20 @@ async def answer(
     key: str,
     *,
     delay_s: float | None = None,
+    durability: Durability | None = None,
     on_submit: OnSubmit = lambda: None,
 ) -> tuple[str, dict[str, Any]]:
     """Submit one request, wait for its end, and return the job's id and the response body.
 
     If the result is gone, the request is submitted once more: Redis lost it, or an earlier run has acknowledged it and
-    its output file was removed. `delay_s`: seconds before which no node takes the job.
+    its output file was removed. `delay_s`: seconds before which no node takes the job. `durability`: what its
+    submission waits for.
     Raises JobFailedError or RequestError for a permanent failure, and BusyError or UnavailableError if a retry makes
     sense.
     """
-    ask = partial(_ask, client, request, request.model or model, delay_s=delay_s, on_submit=on_submit)
+    ask = partial(
+        _ask, client, request, request.model or model, delay_s=delay_s, durability=durability, on_submit=on_submit
+    )
     for number in count():
         try:
             # The same key would find the job without its result.
@@ -132,6 +136,7 @@ async def _ask(
     key: str,
     *,
     delay_s: float | None,
+    durability: Durability | None,
     on_submit: OnSubmit,
 ) -> tuple[str, dict[str, Any]]:
     job = await client.submit(
@@ -142,6 +147,7 @@ async def _ask(
         lower_max_tokens=True,
         priority=Priority.BATCH,
         not_before_s=delay_s,
+        durability=durability,
         idempotency_key=key,
     )
     on_submit()
@@ -210,6 +216,7 @@ class _BatchRun:
                     self._batch.model,
                     key,
                     delay_s=self._batch.delay_s,
+                    durability=self._batch.durability,
                     on_submit=self._on_submit,
                 )
             except (BusyError, UnavailableError) as error:

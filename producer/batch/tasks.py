@@ -18,6 +18,7 @@ from celery import Celery, Task
 from celery.exceptions import Reject
 
 from penstock.contract.errors import BusyError, UnavailableError
+from penstock.contract.job import Durability, checked_durability
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, BatchRequest, request_of
 from penstock.producer.batch.runner import OnSubmit, answer, run_batch
@@ -59,17 +60,22 @@ def add_tasks(app: Celery, redis_url: str, metrics: WorkerMetrics, *, longest_pa
     # Shared tasks would also be added to every other Celery app of the process.
     @app.task(name=GENERATE, bind=True, base=_RetryingTask, shared=False)  # type: ignore[untyped-decorator]
     def generate(
-        self: Task, prompt: str | list[int] | None = None, messages: list[dict[str, Any]] | None = None, **options: Any
+        self: Task,
+        prompt: str | list[int] | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        durability: str | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
         """Answer one request and return OpenAI's response object.
 
-        `options` are `model` and the fields of an OpenAI body, such as the sampling options.
+        `durability`: what its submission waits for; by default the client's setting. `options` are `model` and the
+        fields of an OpenAI body, such as the sampling options.
         """
         given = {"prompt": prompt, "messages": messages}
         body = {name: value for name, value in given.items() if value is not None} | options
         request = request_of(COMPLETIONS_URL if messages is None else CHAT_URL, body)
-        key = f"task:{self.request.id}"
-        return run(self, lambda: _generate(redis_url, request, key, metrics.submitted))
+        key, level = f"task:{self.request.id}", checked_durability(durability)
+        return run(self, lambda: _generate(redis_url, request, key, level, metrics.submitted))
 
     @app.task(name=RUN_FILE, bind=True, base=_RetryingTask, shared=False)  # type: ignore[untyped-decorator]
     def run_file(self: Task, input: str, output: str, **options: Any) -> dict[str, Any]:  # noqa: A002
@@ -109,9 +115,11 @@ def _retry_later(task: Task, error: BusyError | UnavailableError, pause_s: float
         _LOG.warning("task.retries_in_place", extra={"task_id": task.request.id, "reason": str(refused.reason)})
 
 
-async def _generate(redis_url: str, request: BatchRequest, key: str, on_submit: OnSubmit) -> dict[str, Any]:
+async def _generate(
+    redis_url: str, request: BatchRequest, key: str, durability: Durability | None, on_submit: OnSubmit
+) -> dict[str, Any]:
     async with AsyncClient(redis_url) as client:
-        return (await answer(client, request, None, key, on_submit=on_submit))[1]
+        return (await answer(client, request, None, key, durability=durability, on_submit=on_submit))[1]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Self, Unpack, cast
 from redis.asyncio import Redis
 
 from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
-from penstock.contract.job import JobKey, SubmitOptions, is_job_id, pool_of
+from penstock.contract.job import MEMORY, JobKey, SubmitOptions, is_job_id, pool_of
 from penstock.contract.output import TERMINAL_STATES, Chunk, Result
 from penstock.contract.pool import PoolActivity, PoolPressure, PoolStats
 from penstock.contract.priority import Priority, class_not_allowed
@@ -42,10 +42,10 @@ from penstock.producer.client.tasks import (
 from penstock.producer.client.waiting import QueueWatch
 from penstock.queue.broker.connection import Patience, connect, not_reached, refused_at, warn_of_eviction
 from penstock.queue.broker.dead_letters import DeadLetters
-from penstock.queue.broker.jobs import JobLists, JobPage, QueuePositions, ResponseBroker
+from penstock.queue.broker.jobs import JobLists, JobPage, KnownJobs, QueuePositions, ResponseBroker
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pools import ActivityBroker, StatsBroker
-from penstock.queue.broker.producer import JobStatus, KnownJobs, ProducerBroker, ServedPool, Submission, Submitted
+from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.job_cost import estimate_cost, rate_tokens
 from penstock.queue.keys import PROTOCOL_VERSION
@@ -109,6 +109,7 @@ class AsyncClient:
         self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._highest_class = Priority.of(settings.highest_class)
         self._queues_without_node = settings.queue_without_node
+        self._durability = settings.durability
         self._redis = connect(url)
         self._patience = patience = Patience(settings.outage_s)
         self._broker = ProducerBroker(self._redis, patience)
@@ -156,6 +157,7 @@ class AsyncClient:
         await self._queue_watch.close()
         await self._admissions.close()
         await self._inbox.close()
+        await self._broker.close()
         await self._redis.aclose()
 
     async def __aenter__(self) -> Self:
@@ -208,6 +210,8 @@ class AsyncClient:
 
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
+        With the durability `fsync`, it raises UnsupportedDurabilityError if this Redis cannot promise it, and
+        NotOnDiskError if its disk does not confirm the job in time.
         """
         with self._admissions.counting(self.stats.decisions):
             return await self._enqueue(await self._admitted(prompt, options))
@@ -252,7 +256,9 @@ class AsyncClient:
                 raise
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
         tokens = rate_tokens(job, record.max_model_len)
-        return Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE, tokens)
+        # A job that is canceled without a reader would not outlive Redis's machine anyway.
+        durability = job.durability or (MEMORY if job.requires_reader else self._durability)
+        return Submission(job, cost, channel, terms, options.get("response") or NO_RESPONSE, tokens, durability)
 
     @with_options(background=False)
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from penstock.contract.errors import NotFoundError, RequestError, ResultTimeoutError, UnavailableError, error_of
-from penstock.contract.job import pool_of
+from penstock.contract.job import MEMORY, pool_of
 from penstock.contract.output import Chunk, Outcome, Result, WaitUpdate
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.mailbox import Mailbox
@@ -157,8 +157,8 @@ class JobSource:
             if submission is None or self.feed.ended:
                 raise
             self._inbox.stats.resubmits += 1
-            # The job was accepted once, so no limit may refuse it now.
-            again = replace(submission, terms=submission.terms.without_limits())
+            # The job was accepted once, so no limit may refuse it now, and its reader need not wait for the disk.
+            again = replace(submission, terms=submission.terms.without_limits(), durability=MEMORY)
             attached = await self._broker.submit(again, inbox)
         self.feed.note(attached)
         return attached

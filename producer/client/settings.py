@@ -9,6 +9,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.errors import ForbiddenError, PenstockError, PromptTooLongError, RequestError, UnavailableError
+from penstock.contract.job import MEMORY, Durability
 from penstock.contract.named import NAME_PATTERN
 from penstock.contract.priority import ClassName
 from penstock.runtime.settings import Settings
@@ -87,5 +88,7 @@ class ClientSettings(Settings):
     """Percent of Redis's memory for the tenant's jobs and results; 0 uses the setting of the pool's nodes."""
     queue_without_node: bool = False
     """Whether jobs are queued even while their pool has no live node. A node that comes later takes them."""
+    durability: Durability = MEMORY
+    """What submissions of jobs that go on without a reader wait for: `memory` or `fsync`, Redis's disk."""
     outage_s: float = Field(default=30.0, ge=0, le=3600)
     """How long calls are retried while Redis is unreachable."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from annotated_types import MaxLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, create_model
@@ -157,8 +157,10 @@ def _field_of(field: FieldInfo, lenient: bool, one_is_enough: bool) -> Any:
 
 
 def _json_type(annotation: Any, lenient: bool) -> Any:
-    """Return what an option's value is in JSON: a scalar, or an object for a record."""
-    kind, _ = _bare(annotation)
+    """Return what an option's value is in JSON: a scalar, one of some texts, or an object for a record."""
+    kind, members = _bare(annotation)
+    if kind is Literal:
+        return Literal[members]
     if kind is int:
         return Whole if lenient else int
     return dict[str, Any] if isinstance(kind, type) and issubclass(kind, BaseModel) else kind

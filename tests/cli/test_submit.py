@@ -40,6 +40,13 @@ def test_answer_comes_to_stdout(pool: str) -> None:
         assert done.stdout == client.submit("hello", seed=7, max_tokens=5).result().choices[0].text + "\n"
 
 
+def test_a_durability_that_this_redis_cannot_promise_is_refused(pool: str) -> None:
+    assert submit(pool, "hello", "--raw", "--max-tokens", "2", "--durability", "memory").returncode == 0
+    done = submit(pool, "hello", "--durability", "fsync")
+    assert done.returncode == 2
+    assert done.stderr.startswith("penstock: --durability: fsync is not possible, because this is ")
+
+
 def test_prompt_can_come_from_stdin(pool: str) -> None:
     sampling = ("--raw", "--seed", "7", "--max-tokens", "5")
     wanted = submit(pool, "hello", *sampling).stdout

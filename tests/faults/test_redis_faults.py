@@ -1,4 +1,7 @@
-"""Redis is killed, loses data, is full, hangs, refuses calls, loses answers: every stream equals the reference."""
+"""Redis is killed, loses data, is full, hangs, refuses calls, loses answers: every stream equals the reference.
+
+Unless a test names another level, jobs have the durability `memory`: an accepted job survives the death of processes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from fakes.queue.harness import FakeNode, new_job
 from faults.tools.proxy import CUT_REPLY, LOST_CALL, LOST_REPLY, Fault, FaultProxy, Rule
 from faults.tools.redis_process import RedisProcess, free_port
 from faults.tools.road import POOL, QUICK, SCRIPTS, new_works, read, served, walk
@@ -15,9 +19,11 @@ from faults.tools.sentinel import Replicated
 from faults.tools.work import PROMPT, Work, check_logs, check_settled, new_work, statuses
 from redis.asyncio import Redis
 
-from penstock.contract.errors import BusyError
+from penstock.contract.errors import BusyError, NotOnDiskError
+from penstock.contract.job import Durability
 from penstock.producer.client import AsyncClient
 from penstock.queue.broker.connection import connect
+from penstock.queue.broker.producer import ProducerBroker, Submission
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -122,6 +128,61 @@ async def test_redis_may_be_killed_at_any_call(server: RedisProcess, when: str, 
 async def test_redis_may_be_killed_at_every_call(tmp_path: Path, when: str, script: str, fsync: str) -> None:
     with RedisProcess(tmp_path / "redis", appendfsync=fsync) as server:
         await kill_redis_at(server, when, script)
+
+
+@pytest.mark.parametrize("call", ["submit", "confirmation"])
+@pytest.mark.parametrize("fault", [*QUICK_FAULTS, *(slow(fault) for fault in FAULTS if fault not in QUICK_FAULTS)])
+async def test_one_fault_of_a_submission_that_waits_for_the_disk_loses_no_job(
+    tmp_path: Path, fault: str, call: str
+) -> None:
+    """The level is `fsync`: neither the fault of the script nor that of its confirmation answers too early."""
+    names = ("submit",) if call == "submit" else ("waitaof", "config")
+    met: list[str] = []
+
+    def rule(name: str, count: int) -> Fault | None:
+        if met or name not in names:
+            return None
+        met.append(name)
+        return FAULTS[fault]
+
+    with RedisProcess(tmp_path / "redis", appendfsync="always") as server:
+        async with (
+            proxied(server) as (proxy, direct),
+            served(proxy.url),
+            AsyncClient(proxy.url, settings=QUICK) as client,
+        ):
+            first, work = (new_work(POOL, 20, durability="fsync") for _ in range(2))
+            await first.read((await client.submit(PROMPT, **first.options)).chunks())
+            proxy.rule = rule
+            if call == "confirmation" and fault == "NOSCRIPT":
+                # No server answers WAITAOF so. It says nothing of the disk.
+                with pytest.raises(NotOnDiskError):
+                    await client.submit(PROMPT, **work.options)
+            await work.read((await client.submit(PROMPT, **work.options)).chunks())
+            work.check()
+            assert met
+            await check_logs(direct, [first, work])
+
+
+@pytest.mark.parametrize("durability", ["memory", "fsync"])
+async def test_an_accepted_job_survives_the_kill_of_redis_right_after_its_answer(
+    tmp_path: Path, durability: Durability
+) -> None:
+    """Both levels hold here: the kernel has what Redis wrote. Only the end of the machine tells them apart.
+
+    So tests/queue/broker/test_durable_calls.py holds the fsync instead: `fsync` waits for it, `memory` does not.
+    """
+    with RedisProcess(tmp_path / "redis", appendfsync="always" if durability == "fsync" else "everysec") as server:
+        redis = connect(server.url)
+        node, broker = FakeNode(redis, "n1", "r1"), ProducerBroker(redis)
+        await node.join()
+        jobs = [new_job(durability=durability) for _ in range(20)]
+        await asyncio.gather(*(broker.submit(Submission(job, 10, durability=durability)) for job in jobs))
+        server.kill()
+        await asyncio.to_thread(server.start)
+        assert {(await broker.status(job.id, "default")).state for job in jobs} == {"queued"}
+        await broker.close()
+        await redis.aclose()
 
 
 Trouble = Callable[[RedisProcess, FaultProxy], Awaitable[None]]

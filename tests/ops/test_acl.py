@@ -20,7 +20,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
 
-from penstock.contract.errors import ConfigError
+from penstock.contract.errors import ConfigError, UnsupportedDurabilityError
+from penstock.contract.job import FSYNC
 from penstock.contract.tenant import UNLIMITED
 from penstock.contract.usage import UsageQuery
 from penstock.producer.client import AsyncClient
@@ -151,6 +152,26 @@ async def run_a_job(clients: dict[str, Redis]) -> None:
     await node.broker.sweep()
     await node.broker.leave()
     assert await clients["watcher"].acl_log() == []
+
+
+@pytest.mark.parametrize("role", ["gateway", "worker", "admin"])
+def test_a_role_that_submits_may_wait_for_the_disk_and_for_no_key(server: Path, role: str) -> None:
+    # Before Redis 7.2 there is no such command; before that the settings of the file say what its disk has.
+    assert may(server, role, "WAITAOF", "1", "0", "1")
+    if role == "gateway":
+        for command in (("BLPOP", f"{P}:x", "1"), ("XREAD", "STREAMS", f"{P}:x", "0")):
+            assert not may(server, role, *command)
+
+
+@pytest.mark.parametrize("role", ["gateway", "worker"])
+async def test_without_the_right_to_read_settings_an_older_redis_promises_no_disk(server: Path, role: str) -> None:
+    client = connect(url_of(server, role))
+    broker = ProducerBroker(client)
+    said = r"set `appendonly yes`|appendonly no, appendfsync unknown; .*ACL rule \+config\|get"
+    with pytest.raises(UnsupportedDurabilityError, match=said):
+        await broker.submit(Submission(new_job(), 10, durability=FSYNC))
+    await broker.close()
+    await client.aclose()
 
 
 async def test_a_client_subscribes_and_a_node_rings(server: Path, clients: dict[str, Redis]) -> None:

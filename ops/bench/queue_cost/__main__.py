@@ -5,6 +5,8 @@ from Redis and over HTTP. `share`: an engine whose steps keep two cores busy, ba
 same of a real model, into results/queue.md; only where it is named, as it takes half an hour. `gaps`: the gaps between
 a stream's events over HTTP, of the demo model or of `--model`; results/stream_gaps.md has its tables. `ceiling`: CPU
 per step of each part of the host, around a real engine whose GPU only takes time; only where it is named.
+`durability`: submissions a second, and how long one takes, by what they wait for; only where it is named, and with the
+Redis that PENSTOCK_REDIS_SERVER names. Its files are in the folder that TMPDIR names, which must be on a disk.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Sequence
 from bench.child import Spec
 from bench.queue_cost.bare import serve_bare
 from bench.queue_cost.ceiling import measure_ceiling
+from bench.queue_cost.durability import measure_durability
 from bench.queue_cost.gaps import measure_gaps
 from bench.queue_cost.idle import measure_idle
 from bench.queue_cost.model import measure_model
@@ -74,6 +77,8 @@ def main() -> None:
         measure_gaps(options.model or str(demo_model()), options.settings)
     if "model" in options.what:
         measure_model(options.turns)
+    if "durability" in options.what:
+        asyncio.run(measure_durability())
     asyncio.run(measure(options.what, options.streams, options.tokens, options.step_ms))
 
 

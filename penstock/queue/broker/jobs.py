@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
-from penstock.contract.job import lowered_max_tokens, pool_of
+from penstock.contract.job import JobDef, JobKey, lowered_max_tokens, pool_of
 from penstock.contract.output import TERMINAL_STATES, JobLedger, LeaseEnd, Outcome, PastLease, QueuePosition, Usage
 from penstock.contract.priority import Priority, class_of_level, is_background
 from penstock.queue import keys
@@ -384,3 +384,34 @@ class ResponseBroker:
 
 def _no_response(job_id: str) -> NotFoundError:
     return NotFoundError(f"no response is stored of job {job_id}", code="response_not_found")
+
+
+# What the queue knows of earlier submissions, by job id or idempotency key.
+
+
+class KnownJobs:
+    """Looks for jobs that were submitted before. Raises UnavailableError when Redis is unreachable."""
+
+    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
+        self.patience = patience
+        self._redis = redis
+
+    @retried
+    async def has(self, job: JobDef) -> bool:
+        """Return whether a job of this id or with this idempotency key was submitted before to its pool."""
+        names = [keys.job(job.id)]
+        if job.idempotency_key:
+            names.append(keys.idempotency(job.pool, job.tenant, keys.key_hash(job.idempotency_key)))
+        with translated():
+            return bool(await self._redis.exists(*names))
+
+    @retried
+    async def pool_of(self, key: JobKey, pools: Sequence[str]) -> str:
+        """Return which of the pools has a job of this key; of several, the first one; of none, an empty text.
+
+        The reads are pipelined.
+        """
+        names = [keys.idempotency(pool, key.tenant, keys.key_hash(key.key)) for pool in pools]
+        with translated():
+            found = await asyncio.gather(*(self._redis.exists(name) for name in names))
+        return next((pool for pool, has_key in zip(pools, found, strict=True) if has_key), "")

@@ -18,11 +18,12 @@ from penstock.contract.errors import (
     ConflictError,
     InvariantError,
     NotFoundError,
+    NotOnDiskError,
     RequestError,
     TooLargeError,
     UnavailableError,
 )
-from penstock.contract.job import JobDef, JobKey, pool_of
+from penstock.contract.job import FSYNC, MEMORY, Durability, JobDef, pool_of
 from penstock.contract.output import Chunk, Outcome, Result
 from penstock.contract.pool import NodePressure, PoolPressure, PoolRecord
 from penstock.contract.priority import NUM_LEVELS
@@ -31,10 +32,11 @@ from penstock.contract.tenant import NO_LIMIT, UNLIMITED, Terms
 from penstock.queue import keys, results, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.durable_calls import CONFIRM_TIMEOUT_S, DurableCalls
 from penstock.queue.broker.jobs import STATUS_FIELDS, large_result_bytes_of, outcome_of, status_of, times_ms_of
 from penstock.queue.broker.jobs import JobStatus as JobStatus
 from penstock.queue.broker.pools import ListedPool, LoggedOnce, PoolList, with_allowed_names
-from penstock.queue.broker.scripts import sweep
+from penstock.queue.broker.scripts import Argument, sweep
 from penstock.queue.chunks import decode_chunks
 from penstock.queue.job_cost import RateTokens, estimate_output_bytes
 from penstock.queue.keys import PROTOCOL_VERSION, other_version
@@ -117,6 +119,19 @@ def submit_error(kind: str, answer: list[Any], job: JobDef) -> Exception:
     return InvariantError(f"submit answered {kind}")
 
 
+def _is_accepted(answer: list[Any]) -> bool:
+    """Return whether the submit script accepted the job or already knew it."""
+    return answer[0] in (b"OK", b"EXISTS")
+
+
+def _not_on_disk(job_id: str) -> NotOnDiskError:
+    message = (
+        f"durability: job {job_id} is queued, but Redis did not confirm within {CONFIRM_TIMEOUT_S:.0f} s that its disk "
+        "has it; a repeated call with the same id or idempotency key waits again"
+    )
+    return NotOnDiskError(message, job_id=job_id)
+
+
 def _busy_error(limit_name: str, limit: int, retry_after_ms: int, num_ahead: int, wait_ms: int) -> BusyError:
     busy = partial(
         BusyError,
@@ -140,37 +155,6 @@ def _busy_error(limit_name: str, limit: int, retry_after_ms: int, num_ahead: int
         message = f"this tenant's limit of {limit} {rest} is reached"
         return busy(message, code="rate_limit_exceeded")
     return busy(f"the pool's limit of {limit} {rest} is reached")
-
-
-# What the queue knows of earlier submissions, by job id or idempotency key.
-
-
-class KnownJobs:
-    """Looks for jobs that were submitted before. Raises UnavailableError when Redis is unreachable."""
-
-    def __init__(self, redis: Redis, patience: Patience | None = None) -> None:
-        self.patience = patience
-        self._redis = redis
-
-    @retried
-    async def has(self, job: JobDef) -> bool:
-        """Return whether a job of this id or with this idempotency key was submitted before to its pool."""
-        names = [keys.job(job.id)]
-        if job.idempotency_key:
-            names.append(keys.idempotency(job.pool, job.tenant, keys.key_hash(job.idempotency_key)))
-        with translated():
-            return bool(await self._redis.exists(*names))
-
-    @retried
-    async def pool_of(self, key: JobKey, pools: Sequence[str]) -> str:
-        """Return which of the pools has a job of this key; of several, the first one; of none, an empty text.
-
-        The reads are pipelined.
-        """
-        names = [keys.idempotency(pool, key.tenant, keys.key_hash(key.key)) for pool in pools]
-        with translated():
-            found = await asyncio.gather(*(self._redis.exists(name) for name in names))
-        return next((pool for pool, has_key in zip(pools, found, strict=True) if has_key), "")
 
 
 _LOG = logging.getLogger(__package__)
@@ -206,6 +190,8 @@ class Submission:
     response: ResponseRecord = NO_RESPONSE
     rate_tokens: RateTokens | None = None
     """What it counts for the tenant's token rate; None counts the cost."""
+    durability: Durability = MEMORY
+    """What the answer waits for: Redis, or its disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +218,21 @@ class ProducerBroker:
         self.patience = patience
         self._redis, self._yielder = redis, LoopYielder()
         self._list, self._logged = PoolList(redis), LoggedOnce(_LOG)
+        self._durable_calls: DurableCalls | None = None
 
-    @retried
+    async def close(self) -> None:
+        """Close the connections of submissions that wait for the disk; the caller closes `redis`."""
+        if self._durable_calls is not None:
+            await self._durable_calls.close()
+
     async def submit(self, submission: Submission, inbox: str = "") -> Submitted:
         """Enqueue a job. `inbox` is the process to push chunks to. The job carries the caller's trace context.
 
         Raises UnavailableError (no node announced the pool), TooLargeError, and RequestError (the id is too old or from
         the future). Raises ConflictError if the id or idempotency key belongs to another body or tenant, and
         BusyError at a limit of the pool or tenant, or if Redis is full.
+        With the durability `fsync`, it raises UnsupportedDurabilityError if this Redis cannot promise it, and
+        NotOnDiskError if the job is queued and its disk did not confirm it in time.
         """
         span = start_enqueue_span(submission.job.id, submission.job.pool)
         if span is None:
@@ -257,10 +250,7 @@ class ProducerBroker:
         if trace:
             # Added after the hash, since the same request of another trace is still the same request.
             request = with_members(request, [("trace", [pack(trace)])])
-        answer = await scripts.call(
-            self._redis,
-            "submit",
-            job.pool,
+        arguments = (
             *(job.id, job.tenant, job.level, job.num_sequences, submission.cost, body, request),
             *(job.deadline_ms or 0, inbox, int(submission.channel), int(job.requires_reader)),
             keys.key_hash(job.idempotency_key),
@@ -272,11 +262,26 @@ class ProducerBroker:
             _limits_of(job),
             "" if job.max_wait_ms is None else job.max_wait_ms,
         )
+        if submission.durability == FSYNC:
+            answer, is_on_disk = await self._call_durably(job.pool, arguments)
+        else:
+            answer, is_on_disk = await self._call_submit(job.pool, arguments), True
         kind = answer[0].decode()
-        if kind in ("OK", "EXISTS"):
-            known_id, state, num_chunks, pushed = answer[1:]
-            return Submitted(state.decode(), num_chunks, bool(pushed), known_id.decode(), kind == "EXISTS")
-        raise submit_error(kind, answer, job)
+        if kind not in ("OK", "EXISTS"):
+            raise submit_error(kind, answer, job)
+        known_id, state, num_chunks, pushed = answer[1:]
+        if not is_on_disk:
+            raise _not_on_disk(known_id.decode())
+        return Submitted(state.decode(), num_chunks, bool(pushed), known_id.decode(), kind == "EXISTS")
+
+    @retried
+    async def _call_submit(self, pool: str, arguments: Sequence[Argument]) -> list[Any]:
+        return cast(list[Any], await scripts.call(self._redis, "submit", pool, *arguments))
+
+    async def _call_durably(self, pool: str, arguments: Sequence[Argument]) -> tuple[list[Any], bool]:
+        if self._durable_calls is None:
+            self._durable_calls = DurableCalls(self._redis, self.patience)
+        return await self._durable_calls.call("submit", pool, arguments, _is_accepted)
 
     @retried
     async def attach(self, job_id: str, tenant: str, *, inbox: str = "", channel: bool = False) -> Attached:

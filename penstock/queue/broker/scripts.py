@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, cast
@@ -63,6 +63,12 @@ async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:
     return answer
 
 
+def command(name: str, pool: str, arguments: Sequence[Argument], *, whole: bool = False) -> tuple[Argument, ...]:
+    """Return the command that runs one script of a pool: by its digest, or with its `whole` text."""
+    form = ("EVAL", source(name)) if whole else ("EVALSHA", _digest(name))
+    return *form, 1, keys.config(pool), *arguments
+
+
 def start(redis: Redis, name: str, pool: str, *arguments: Argument, on_reply: Callable[[Any], None]) -> bool:
     """Run one script of a pool over an open connection, and pass its answer to `on_reply`, which must not raise.
 
@@ -76,7 +82,7 @@ def start(redis: Redis, name: str, pool: str, *arguments: Argument, on_reply: Ca
         crash_points.point("after", name)
         on_reply(reply)
 
-    return redis.send_now(receive, "EVALSHA", _digest(name), 1, keys.config(pool), *arguments)
+    return redis.send_now(receive, *command(name, pool, arguments))
 
 
 async def sweep(redis: Redis, pool: str) -> None:

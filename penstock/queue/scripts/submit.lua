@@ -41,6 +41,8 @@ local function same_or(job, conflict)
   if job.body ~= body or job.tenant ~= tenant then return {conflict} end
   -- The free write lets a full Redis answer a repeated submit.
   redis.call('ZREM', P .. ':free', '')
+  -- A write without a change, for a caller that waits for the disk: WAITAOF waits for writes of its own connection alone.
+  redis.call('HSET', job_key(job.id), 'body', body)
   local pushed = add_reader(job, inbox, channel, now)
   return {'EXISTS', job.id, job.state, redis.call('LLEN', log_key(job.id)), pushed}
 end

@@ -103,6 +103,20 @@ async def test_every_row_is_answered_once(served_url: str, tmp_path: Path) -> No
     assert files_in(tmp_path) == {"in.jsonl", "out.jsonl"}
 
 
+async def test_a_durability_that_this_redis_cannot_promise_fails_each_row(served_url: str, tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, [chat_row(f"disk-{i}") for i in range(2)], durability="fsync")
+    done = await run_batch(served_url, batch)
+    assert (done.num_answered, done.num_failed) == (0, 2)
+    codes = {row["error"]["code"] for row in rows_in(tmp_path / "out.jsonl")}
+    assert codes == {"unsupported_durability"}
+
+
+def test_an_unknown_durability_is_refused() -> None:
+    with pytest.raises(RequestError, match="durability must be one of memory, fsync, not 'disk'") as caught:
+        Batch("in", "out", durability="disk")
+    assert caught.value.param == "durability"
+
+
 async def test_no_row_is_taken_before_its_time(served_url: str, tmp_path: Path) -> None:
     earlier, not_before_s = job_ids(served_url), time.time() + 0.5
     batch = batch_of(tmp_path, [chat_row(f"night-{i}") for i in range(5)], not_before_s=not_before_s)

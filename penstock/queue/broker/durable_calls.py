@@ -1,0 +1,314 @@
+"""Script calls that are answered only once Redis's disk has their writes.
+
+WAITAOF (Redis 8.0) answers when the append-only file is on disk up to the last write of its own connection. It blocks
+that connection, so these calls have connections of their own. A round sends the scripts of all calls that wait, then
+one WAITAOF. With `appendfsync everysec` it is answered by the next fsync, up to a second later. Until then, further
+rounds begin on other connections.
+
+WAITAOF of Redis 7.4 and of Valkey 8 answers too early with `everysec`, which Redis 8.0 has corrected
+(https://github.com/redis/redis/pull/13793). There, and on servers without WAITAOF, `appendfsync always` makes Redis
+itself wait for the disk before it replies. In place of WAITAOF, a round then asks whether that is still set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis import exceptions
+from redis.asyncio import Redis
+
+from penstock.contract.errors import (
+    ConfigError,
+    InvariantError,
+    PenstockError,
+    UnavailableError,
+    UnsupportedDurabilityError,
+)
+from penstock.queue.broker.connection import Patience, retried, translated
+from penstock.queue.broker.scripts import Argument, command
+from penstock.queue.broker.shared_connection import SharedConnection
+from penstock.runtime import crash_points
+from penstock.runtime.cancellation import cancel_until_done
+
+CONFIRM_TIMEOUT_S = 5.0
+"""Seconds that Redis gets to confirm a round. Less than the time after which a silent connection is closed."""
+MAX_ROUNDS = 16
+"""Most rounds at once, each on a connection."""
+GATHER_S = 0.1
+"""While rounds wait for the disk, another one begins so long after the first call that it takes. So the connections
+suffice for all calls of the second that an fsync may take to come."""
+MAX_CALLS_PER_ROUND = 256
+
+_PROBE = ("WAITAOF", 1, 0, 1)
+_FIRST_MAJOR = 8
+"""The first major version of Redis whose WAITAOF is believed."""
+_EARLY = "WAITAOF of this version answers too early"
+_READ_POLICY = ("CONFIG", "GET", "*append*")
+_ALWAYS = {"appendonly": "yes", "appendfsync": "always", "no-appendfsync-on-rewrite": "no"}
+"""What makes Redis wait for the disk before each reply. The last one matters during a rewrite of the file."""
+_ROLE_CHANGED = re.compile(r"\bUNBLOCKED\b|WAITAOF cannot be used with replica")
+"""Errors of a server that is a replica, or has become one meanwhile."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A script call that waits for its answer, and for whether the disk has its writes."""
+
+    name: str
+    pool: str
+    arguments: Sequence[Argument]
+    has_writes: Callable[[Any], bool]
+    done: asyncio.Future[tuple[Any, bool]]
+
+    def finish(self, answer: Any, *, is_on_disk: bool) -> None:
+        if not self.done.done():  # its caller may be gone
+            self.done.set_result((answer, is_on_disk))
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A connection, and the command whose answer confirms that the disk has what was written before."""
+
+    connection: SharedConnection
+    confirm: tuple[Any, ...]
+
+    async def is_confirmed(self, confirmation: asyncio.Future[Any]) -> bool:
+        """Return whether the answer to `confirm` says that the disk has the writes. Raises UnavailableError."""
+        try:
+            with translated():
+                reply = await confirmation
+            if self.confirm != _READ_POLICY:
+                return int(reply[0]) >= 1
+            if _is_always(_pairs(reply)):
+                return True
+        except (InvariantError, ConfigError) as error:
+            _check_role(error)
+        # The settings have changed since this connection was opened. Another one finds out how.
+        self.connection.close()
+        return False
+
+
+class DurableCalls:
+    """Script calls of one client that wait for the disk."""
+
+    def __init__(self, redis: Redis, patience: Patience | None) -> None:
+        """`patience`: how rounds are repeated while Redis is unreachable. Their scripts must be idempotent."""
+        self.patience = patience
+        self._redis = redis
+        self._waiting: list[_Call] = []
+        self._free: list[_Line] = []
+        self._rounds: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    async def call(
+        self, name: str, pool: str, arguments: Sequence[Argument], has_writes: Callable[[Any], bool]
+    ) -> tuple[Any, bool]:
+        """Return a script's answer, and whether the disk has its writes. Only answers that `has_writes` wait for it.
+
+        A script that changes nothing because an earlier call did so must write all the same, or WAITAOF waits for
+        nothing. Raises UnsupportedDurabilityError, without a call of the script, if this Redis cannot promise it, and
+        the errors of `connection.translated`.
+        """
+        if self._is_closed:
+            raise _closed()
+        loop = asyncio.get_running_loop()
+        one = _Call(name, pool, arguments, has_writes, loop.create_future())
+        self._waiting.append(one)
+        if not self._rounds:
+            self._begin_round()
+        elif self._timer is None:
+            self._timer = loop.call_later(GATHER_S, self._begin_round)
+        return await one.done
+
+    async def close(self) -> None:
+        """Close all connections. Calls that wait get UnavailableError."""
+        self._is_closed = True
+        self._stop_timer()
+        await cancel_until_done(list(self._rounds))
+        for one in self._waiting:
+            one.fail(_closed())
+        for line in self._free:
+            line.connection.close()
+
+    def _begin_round(self) -> None:
+        self._stop_timer()
+        if self._waiting and len(self._rounds) < MAX_ROUNDS and not self._is_closed:
+            task = asyncio.create_task(self._run_round(), name="penstock round of durable calls")
+            self._rounds.add(task)
+            task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._rounds.discard(task)
+        self._begin_round()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _run_round(self) -> None:
+        calls, self._waiting = self._waiting[:MAX_CALLS_PER_ROUND], self._waiting[MAX_CALLS_PER_ROUND:]
+        error: Exception = _closed()
+        try:
+            await self._round(calls)
+        except Exception as caught:
+            error = caught
+        finally:
+            for one in calls:
+                one.fail(error)
+
+    @retried
+    async def _round(self, calls: Sequence[_Call]) -> None:
+        """Answer those of the calls that have no answer yet. An earlier attempt may have answered others."""
+        with translated():
+            line = await self._line()
+            try:
+                left = [one for one in calls if not one.done.done()]
+                # Scripts that Redis no longer has go again with their text.
+                if unknown := await _run(line, left, whole=False):
+                    await _run(line, unknown, whole=True)
+            except BaseException:
+                line.connection.close()
+                raise
+            self._free.append(line)
+
+    async def _line(self) -> _Line:
+        """Return a free connection, or open one. Raises UnsupportedDurabilityError, and redis-py's errors."""
+        while self._free:
+            if not (line := self._free.pop()).connection.lost.done():
+                return line
+        connection = await SharedConnection.open(self._redis)
+        try:
+            return _Line(connection, await _confirming_command(connection))
+        except BaseException:
+            connection.close()
+            raise
+
+
+async def _run(line: _Line, calls: Sequence[_Call], *, whole: bool) -> list[_Call]:
+    """Run scripts, wait for the disk, and answer. Return the calls whose script Redis does not have.
+
+    Raises UnavailableError if it refused calls that another server, or this one later, may accept.
+    """
+    for one in calls:
+        crash_points.point("before", one.name)
+    replies = [line.connection.call(*command(one.name, one.pool, one.arguments, whole=whole)) for one in calls]
+    confirmation = line.connection.call(*line.confirm)
+    unknown: list[_Call] = []
+    written: list[tuple[_Call, Any]] = []
+    failure: PenstockError | None = None
+    for one, reply in zip(calls, await asyncio.gather(*replies, return_exceptions=True), strict=True):
+        if isinstance(reply, exceptions.NoScriptError):
+            unknown.append(one)
+        elif isinstance(reply, BaseException):
+            try:
+                with translated():
+                    raise reply
+            except UnavailableError as error:
+                failure = error
+            except PenstockError as error:
+                one.fail(error)
+        elif one.has_writes(reply):
+            written.append((one, reply))
+        else:
+            one.finish(reply, is_on_disk=False)
+    is_on_disk = await line.is_confirmed(confirmation)
+    for one, answer in written:
+        crash_points.point("after", one.name)
+        one.finish(answer, is_on_disk=is_on_disk)
+    if failure is not None:
+        raise failure
+    return unknown
+
+
+# What a server can promise.
+
+
+async def _confirming_command(connection: SharedConnection) -> tuple[Any, ...]:
+    """Return the command that confirms a connection's writes. Raises UnsupportedDurabilityError if there is none."""
+    info, refusal = await _info_of(connection), _EARLY
+    try:
+        with translated():
+            await connection.call(*_PROBE)
+        if "valkey_version" not in info and int(info.get("redis_version", "0").partition(".")[0]) >= _FIRST_MAJOR:
+            return ("WAITAOF", 1, 0, round(1000 * CONFIRM_TIMEOUT_S))
+    except (InvariantError, ConfigError) as error:
+        _check_role(error)
+        refusal = error.message
+    policy = await _policy_of(connection)
+    if _is_always(policy):
+        return _READ_POLICY
+    raise UnsupportedDurabilityError(_reason(info, policy, refusal), param="durability")
+
+
+def _check_role(error: PenstockError) -> None:
+    """Raise UnavailableError for the error of a server that is a replica; a new connection may reach the master."""
+    if _ROLE_CHANGED.search(error.message):
+        raise UnavailableError(f"Redis is unreachable: {error.message}", code="redis_away") from None
+
+
+async def _policy_of(connection: SharedConnection) -> dict[str, str]:
+    """Return the settings of the append-only file; empty if this user may not read them."""
+    try:
+        with translated():
+            return _pairs(await connection.call(*_READ_POLICY))
+    except (InvariantError, ConfigError):
+        return {}
+
+
+def _pairs(reply: Sequence[bytes]) -> dict[str, str]:
+    texts = [one.decode(errors="replace") for one in reply]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
+
+
+def _is_always(policy: dict[str, str]) -> bool:
+    return _ALWAYS.items() <= policy.items()
+
+
+def _reason(info: dict[str, str], policy: dict[str, str], refusal: str) -> str:
+    """Return why this server cannot promise that its disk has a write, and what to change."""
+    enabled = {"0": "no", "1": "yes"}.get(info.get("aof_enabled", ""), "unknown")
+    appendonly, appendfsync = policy.get("appendonly", enabled), policy.get("appendfsync", "unknown")
+    pauses = policy.get("no-appendfsync-on-rewrite", "no") != "no"
+    version = info.get("redis_version", "of an unknown version")
+    server = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {version}"
+    known = f"this is {server} with appendonly {appendonly}, appendfsync {appendfsync}"
+    if pauses:
+        known += ", no-appendfsync-on-rewrite yes"
+    if "numlocal" in refusal and appendonly != "yes":
+        remedy = "set `appendonly yes`"
+    elif refusal == _EARLY or "unknown command" in refusal.lower():
+        remedy = "use Redis 8.0 or later with `appendonly yes`, or set `appendonly yes` and `appendfsync always`"
+        if not policy:
+            remedy += ", and let this user read them (ACL rule +config|get)"
+        elif pauses:
+            remedy += ", and `no-appendfsync-on-rewrite no`"
+    else:
+        remedy = f"Redis refuses WAITAOF ({refusal}): the ACL rule +waitaof permits it"
+    return f"durability: fsync is not possible, because {known}; {remedy}"
+
+
+async def _info_of(connection: SharedConnection) -> dict[str, str]:
+    """Return the server's version and the state of its append-only file; empty if this user may not read them."""
+    found: dict[str, str] = {}
+    try:
+        with translated():
+            for section in ("server", "persistence"):
+                lines = (await connection.call("INFO", section)).decode(errors="replace").splitlines()
+                found |= {name: value for name, is_pair, value in (line.partition(":") for line in lines) if is_pair}
+    except (InvariantError, ConfigError):
+        pass
+    return found
+
+
+def _closed() -> UnavailableError:
+    return UnavailableError("the client was closed", code="client_closed")
