@@ -157,6 +157,8 @@ class DurableCalls:
 
     async def _run_round(self) -> None:
         calls, self._waiting = self._waiting[:MAX_CALLS_PER_ROUND], self._waiting[MAX_CALLS_PER_ROUND:]
+        if self._waiting:
+            self._begin_round()
         error: Exception = _closed()
         try:
             await self._round(calls)
