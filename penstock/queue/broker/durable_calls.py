@@ -61,7 +61,7 @@ class _Call:
     name: str
     pool: str
     arguments: Sequence[Argument]
-    has_writes: Callable[[Any], bool]
+    check: Callable[[Any], None]
     done: asyncio.Future[tuple[Any, bool]]
 
     def finish(self, answer: Any, *, is_on_disk: bool) -> None:
@@ -110,18 +110,19 @@ class DurableCalls:
         self._is_closed = False
 
     async def call(
-        self, name: str, pool: str, arguments: Sequence[Argument], has_writes: Callable[[Any], bool]
+        self, name: str, pool: str, arguments: Sequence[Argument], check: Callable[[Any], None]
     ) -> tuple[Any, bool]:
-        """Return a script's answer, and whether the disk has its writes. Only answers that `has_writes` wait for it.
+        """Return a script's answer, and whether the disk has its writes.
 
-        A script that changes nothing because an earlier call did so must write all the same, or WAITAOF waits for
-        nothing. Raises UnsupportedDurabilityError, without a call of the script, if this Redis cannot promise it, and
-        the errors of `connection.translated`.
+        `check` raises the error of an answer that is a refusal. The caller gets it at once. If it is UnavailableError,
+        the script is called again instead. A script that changes nothing, because an earlier call did so, must write
+        all the same; otherwise WAITAOF waits for nothing. Raises UnsupportedDurabilityError, without a call of the
+        script, if this Redis cannot promise it, and the errors of `connection.translated`.
         """
         if self._is_closed:
             raise _closed()
         loop = asyncio.get_running_loop()
-        one = _Call(name, pool, arguments, has_writes, loop.create_future())
+        one = _Call(name, pool, arguments, check, loop.create_future())
         self._waiting.append(one)
         if not self._rounds:
             self._begin_round()
@@ -157,6 +158,8 @@ class DurableCalls:
 
     async def _run_round(self) -> None:
         calls, self._waiting = self._waiting[:MAX_CALLS_PER_ROUND], self._waiting[MAX_CALLS_PER_ROUND:]
+        if self._waiting:
+            self._begin_round()
         error: Exception = _closed()
         try:
             await self._round(calls)
@@ -209,18 +212,17 @@ async def _run(line: _Line, calls: Sequence[_Call], *, whole: bool) -> list[_Cal
     for one, reply in zip(calls, await asyncio.gather(*replies, return_exceptions=True), strict=True):
         if isinstance(reply, exceptions.NoScriptError):
             unknown.append(one)
-        elif isinstance(reply, BaseException):
-            try:
-                with translated():
+            continue
+        try:
+            with translated():
+                if isinstance(reply, BaseException):
                     raise reply
-            except UnavailableError as error:
-                failure = error
-            except PenstockError as error:
-                one.fail(error)
-        elif one.has_writes(reply):
+                one.check(reply)
             written.append((one, reply))
-        else:
-            one.finish(reply, is_on_disk=False)
+        except UnavailableError as error:
+            failure = error
+        except PenstockError as error:
+            one.fail(error)
     is_on_disk = await line.is_confirmed(confirmation)
     for one, answer in written:
         crash_points.point("after", one.name)

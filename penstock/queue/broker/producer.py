@@ -100,6 +100,12 @@ async def result_of(data: bytes | None, job_id: str, outcome: Outcome, times_ms:
 # Translation of refusals by the submit script into errors.
 
 
+def _check_accepted(job: JobDef, answer: list[Any]) -> None:
+    """Raise the error of a refusal."""
+    if (kind := answer[0].decode()) not in ("OK", "EXISTS"):
+        raise submit_error(kind, answer, job)
+
+
 def submit_error(kind: str, answer: list[Any], job: JobDef) -> Exception:
     """Return the error for a refused job; `kind` is the first element of the script's `answer`."""
     match kind:
@@ -117,11 +123,6 @@ def submit_error(kind: str, answer: list[Any], job: JobDef) -> Exception:
         case "BUSY":
             return _busy_error(answer[1].decode(), *answer[2:])
     return InvariantError(f"submit answered {kind}")
-
-
-def _is_accepted(answer: list[Any]) -> bool:
-    """Return whether the submit script accepted the job or already knew it."""
-    return answer[0] in (b"OK", b"EXISTS")
 
 
 def _not_on_disk(job_id: str) -> NotOnDiskError:
@@ -263,25 +264,21 @@ class ProducerBroker:
             "" if job.max_wait_ms is None else job.max_wait_ms,
         )
         if submission.durability == FSYNC:
-            answer, is_on_disk = await self._call_durably(job.pool, arguments)
+            self._durable_calls = self._durable_calls or DurableCalls(self._redis, self.patience)
+            check = partial(_check_accepted, job)
+            answer, is_on_disk = await self._durable_calls.call("submit", job.pool, arguments, check)
         else:
-            answer, is_on_disk = await self._call_submit(job.pool, arguments), True
-        kind = answer[0].decode()
-        if kind not in ("OK", "EXISTS"):
-            raise submit_error(kind, answer, job)
-        known_id, state, num_chunks, pushed = answer[1:]
+            answer, is_on_disk = await self._accepted(job, arguments), True
+        kind, known_id, state, num_chunks, pushed = answer
         if not is_on_disk:
             raise _not_on_disk(known_id.decode())
-        return Submitted(state.decode(), num_chunks, bool(pushed), known_id.decode(), kind == "EXISTS")
+        return Submitted(state.decode(), num_chunks, bool(pushed), known_id.decode(), kind == b"EXISTS")
 
     @retried
-    async def _call_submit(self, pool: str, arguments: Sequence[Argument]) -> list[Any]:
-        return cast(list[Any], await scripts.call(self._redis, "submit", pool, *arguments))
-
-    async def _call_durably(self, pool: str, arguments: Sequence[Argument]) -> tuple[list[Any], bool]:
-        if self._durable_calls is None:
-            self._durable_calls = DurableCalls(self._redis, self.patience)
-        return await self._durable_calls.call("submit", pool, arguments, _is_accepted)
+    async def _accepted(self, job: JobDef, arguments: Sequence[Argument]) -> list[Any]:
+        answer = await scripts.call(self._redis, "submit", job.pool, *arguments)
+        _check_accepted(job, answer)
+        return cast(list[Any], answer)
 
     @retried
     async def attach(self, job_id: str, tenant: str, *, inbox: str = "", channel: bool = False) -> Attached:

@@ -248,3 +248,26 @@ async def test_metrics_of_the_blocked_event_loop(redis_url: str) -> None:
     assert found["penstock_node_loop_hold_seconds:cpu"] > 0.08
     assert found["penstock_node_loop_hold_seconds:wall"] > 0.08
     assert found["penstock_node_loop_late_seconds_count"] == found["penstock_node_loop_late_seconds_bucket:+Inf"] > 0
+
+
+async def test_engine_time_counts_by_class_and_its_shares_reach_the_pool(redis_url: str, tiny_model: Path) -> None:
+    settings = NodeSettings(model=str(tiny_model), redis_url=redis_url, metrics_port=0, pool="demo")
+    node = Node(settings, Engine(str(tiny_model), kv_cache_gib=0.1))
+    ready = asyncio.Event()
+    task = asyncio.create_task(node.run(ready))
+    await ready.wait()
+    async with AsyncClient(redis_url) as client:
+        with serving_metrics(node, settings) as port:
+            await (await client.submit("A prompt.", max_tokens=32, ignore_eos=True)).result()
+            await (await client.submit("A prompt.", max_tokens=4, ignore_eos=True, background=False)).result()
+            while (shares := (await client.pool_stats())[0][0].queue.engine_shares) is None or not shares[1]:
+                await asyncio.sleep(0.05)
+            found = await scrape(port)
+    node.stop()
+    await task
+    name = "penstock_engine_step_class_seconds_total"
+    seconds = {key.removeprefix(f"{name}:"): value for key, value in found.items() if key.startswith(name) and value}
+    assert seconds.keys() == {"false:standard", "true:batch"}
+    assert sum(seconds.values()) == pytest.approx(found["penstock_engine_step_seconds_sum"], rel=0.5)
+    assert shares[1] + shares[5] == pytest.approx(1)
+    assert shares[5] == pytest.approx(seconds["true:batch"] / sum(seconds.values()), abs=0.01)

@@ -7,8 +7,10 @@ name such a server). On older servers, and on Valkey, whose WAITAOF answers too 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,19 @@ async def durable(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
             return one
 
         yield start
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MiB as the folder of the server."""
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    command = ("mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder))
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"this user may not mount a small disk: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def confirms_by_waitaof() -> bool:
@@ -222,6 +237,23 @@ async def test_a_disk_that_does_not_confirm_is_told_with_the_jobs_id(durable: Ca
     assert await one.num_jobs() == 1
     await one.set(appendfsync="always")
     assert (await one.submit(job)).existed
+
+
+@pytest.mark.usefixtures("has_waitaof", "quick")
+async def test_a_full_disk_confirms_nothing_until_there_is_room(small_disk: Path, durable: Callable[..., Any]) -> None:
+    one, job, filler = await durable(appendfsync="everysec"), new_job(prompt="x" * 5000), small_disk / "filler"
+    await one.broker.submit(Submission(new_job(), 10))
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    with pytest.raises(NotOnDiskError):
+        await one.submit(job)
+    filler.unlink()
+    for _ in range(20):
+        with contextlib.suppress(NotOnDiskError):
+            assert (await one.submit(job)).existed
+            return
+    raise AssertionError("the disk has room, and confirms nothing")
 
 
 @pytest.mark.usefixtures("has_waitaof")
