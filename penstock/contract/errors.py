@@ -183,8 +183,8 @@ class NotOnDiskError(UnavailableError):
 
     code = "not_on_disk"
 
-    def __init__(self, message: str, *, job_id: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, job_id: str = "", retry_after_ms: int = 2000, code: str | None = None) -> None:
+        super().__init__(message, retry_after_ms=retry_after_ms, code=code)
         self.job_id = job_id
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import pytest
 from fakes.fake_node import POOL, FakeJob, FakeNode, Say, fake_tokens
@@ -13,6 +14,7 @@ from penstock.contract.errors import JobFailedError, NotFoundError, StreamDiverg
 from penstock.contract.output import Chunk
 from penstock.producer.client import AsyncClient, ClientSettings, mailbox
 from penstock.queue import keys
+from penstock.queue.broker import scripts
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.producer.client.conftest import QUICK
@@ -403,17 +405,17 @@ async def test_outage_longer_than_the_limit_raises_unavailable() -> None:
 async def test_a_submission_whose_answer_is_lost_is_one_job(
     quick_client: AsyncClient, told_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broker = quick_client._broker
-    submit, calls = broker._submit, []
+    call: Callable[..., Awaitable[object]] = scripts.call
+    calls: list[object] = []
 
-    async def submit_and_lose_the_answer(*args: object, **kwargs: object) -> object:
-        answer = await submit(*args, **kwargs)  # type: ignore[arg-type]
-        calls.append(answer)
-        if len(calls) < 3:
+    async def call_and_lose_the_answer(redis: Redis, name: str, *arguments: object) -> object:
+        answer = await call(redis, name, *arguments)
+        calls.extend([answer] if name == "submit" else [])
+        if name == "submit" and len(calls) < 3:
             raise UnavailableError("connection lost", code="redis_away")
         return answer
 
-    monkeypatch.setattr(broker, "_submit", submit_and_lose_the_answer)
+    monkeypatch.setattr(scripts, "call", call_and_lose_the_answer)
     job = await quick_client.submit("hello", max_tokens=5)
     assert len(calls) == 3
     runs: list[FakeJob] = await told_node.take()
