@@ -253,7 +253,7 @@ async def test_a_full_disk_confirms_nothing_until_there_is_room(small_disk: Path
         with contextlib.suppress(NotOnDiskError):
             assert (await one.submit(job)).existed
             return
-    raise AssertionError("the disk has room, and confirms nothing")
+    raise AssertionError("the disk has space, and confirms nothing")
 
 
 @pytest.mark.usefixtures("has_waitaof")
