@@ -87,6 +87,9 @@ def run_engine(engine: Engine, asked: list[BenchRequest], turn_s: float, *, back
     last_s: dict[str, float] = {}
     busy_before = sum(engine.stats().kind_seconds.values())
     while (now_s := time.perf_counter() - start_s) < turn_s:
+        if engine.has_work():
+            engine.wait()  # as a node does, so that a chat that came during a step is in the next one
+            now_s = time.perf_counter() - start_s
         while coming and coming[0].at_s <= now_s:
             request, name = coming.pop(0), f"chat-{len(coming)}-{start_s}"
             last_s[name] = start_s + request.at_s
