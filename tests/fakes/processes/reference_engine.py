@@ -135,6 +135,7 @@ class _Live:
     said: str = ""
     released: int = 0
     embed: Embed | None = None
+    background: bool = False
 
     def append(self) -> int:
         """Append the next token, which depends on the previous tokens, and on the seed if the request samples."""
@@ -176,7 +177,7 @@ class _Live:
 
 
 class ReferenceEngine:
-    """Each step gives one token to every choice, up to `max_num_seqs` choices."""
+    """Each step gives one token to every choice, up to `max_num_seqs` choices, foreground work first."""
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class ReferenceEngine:
             logged = request.resume[choice] if request.resume else ResumedChoice((), "", None)
             if logged.finish_reason is None:
                 live = _Live(request.request_id, choice, prompt, params, request.seed, list(logged.token_ids))
-                live.embed = request.embed
+                live.embed, live.background = request.embed, request.background
                 live.said, live.released = text_of(live.tokens), len(logged.text)
                 self._live.append(live)
 
@@ -247,7 +248,7 @@ class ReferenceEngine:
         """Generate one token for each of the first `max_num_seqs` choices."""
         if self._step_s:
             time.sleep(self._step_s)
-        batch = self._live[: self._max_num_seqs]
+        batch = sorted(self._live, key=lambda live: live.background)[: self._max_num_seqs]
         self._num_steps += 1
         self.batches.append(len(batch))
         return [self._advance(live) for live in batch]
