@@ -7,21 +7,31 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
+import secrets
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fakes.processes.node_process import NodeProcess
+from faults.tools.backlog_due import Chats, submit_delayed
 from faults.tools.backlog_entries import ENTRIES, Requests, each
+from faults.tools.backlog_kills import run_with_kills
 from faults.tools.backlog_view import SlowCommands, audited, problems_of, shown, view_of
-from faults.tools.report import Measurement, record
+from faults.tools.processes import GatewayProcess
+from faults.tools.redis_process import RedisProcess
+from faults.tools.report import Measurement, quantile, record
+from faults.tools.soak_kills import Fleet
+from redis.asyncio import Redis
 
 from penstock.cli.demo_model import demo_model
 from penstock.producer.client import AsyncClient
+from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
@@ -29,6 +39,9 @@ POOL = "backlog"
 SECTION = "Backlogs"
 WARM_UP_TOKENS = 100
 STEP_S = 0.002
+DAY_MS = 86_400_000
+MAX_LATER_MS = 25.0
+"""By which a chat's first token may come later beside delayed jobs, apart from twice the time that it takes alone."""
 Run = Callable[[argparse.Namespace], Awaitable[list[str]]]
 
 
@@ -85,6 +98,93 @@ def told(row: str, measurements: dict[str, Measurement], found: list[str], args:
         record(SECTION, row, measurements)
 
 
+async def due(args: argparse.Namespace) -> list[str]:
+    """Let many delayed jobs fall due in one second beside chats."""
+    requests, job_ids, refused = Requests(POOL, args.requests, max_tokens=4), list[str](), Counter[str]()
+    async with serving(POOL, args) as url, connect(url) as redis:
+        gateway = await asyncio.to_thread(GatewayProcess(url).wait_ready)
+        chats = Chats(gateway.url, POOL, args.chats)
+        slow, memory, clock = SlowCommands(redis), await used_memory(redis), time.monotonic
+        before = await view_of(redis, POOL)
+        async with chats.running():
+            await asyncio.sleep(args.part_s)
+        await slow.start()
+        due_s = clock() + args.after
+        await submit_delayed(url, requests, due_s, job_ids, refused)
+        submitted_s = args.after - (due_s - clock())
+        assert clock() < due_s - 2 * args.part_s, f"all were submitted after {submitted_s:.0f} s: raise --after"
+        state_bytes = (await used_memory(redis) - memory) / args.requests
+        blocked = {"submitting": shown(await slow.read())}
+        async with chats.running():
+            for part, until_s in (("waiting", due_s), ("due", due_s + args.part_s)):
+                await slow.start()
+                chats.part = part
+                await asyncio.sleep(until_s - clock())
+                blocked[part] = shown(await slow.read())
+            released = await ended_jobs(redis, POOL) - before.counts["ended_done"]
+        await until_ended(redis, POOL)
+        took_s = clock() - due_s
+        num_chats = sum(map(len, chats.first_ms.values()))
+        after, found = await view_of(redis, POOL), [f"chats refused: {dict(chats.refused)}"] if chats.refused else []
+        found += [f"jobs refused: {dict(refused)}"] if refused else []
+        found += problems_of(before, after, args.requests + num_chats)
+        if lost := set(job_ids) - after.states.keys():
+            found.append(f"{len(lost)} delayed jobs are lost")
+        found += await audited(redis, POOL)
+        gateway.close()
+    for part in ("waiting", "due"):
+        if quantile(chats.first_ms[part], 0.5) > 2 * quantile(chats.first_ms["alone"], 0.5) + MAX_LATER_MS:
+            found.append(f"chats {part}: {chats.shown(part)} ms to the first token, alone {chats.shown('alone')}")
+    measurements: dict[str, Measurement] = {"jobs": args.requests, "accepted/s": round(args.requests / submitted_s)}
+    measurements |= {f"TTFT {part} ms": chats.shown(part) for part in ("alone", "waiting", "due")}
+    measurements |= {"chats": num_chats, "bytes a job": round(state_bytes), "all ended after s": round(took_s)}
+    measurements |= {"ended/s beside chats": round(released / args.part_s)}
+    measurements |= {f"slow in Redis, {part}": what for part, what in blocked.items()}
+    told(f"{args.requests} delayed jobs due in one second", measurements, found, args)
+    return found
+
+
+async def used_memory(redis: Redis) -> int:
+    """Return the bytes that Redis uses."""
+    return int((await redis.info("memory"))["used_memory"])
+
+
+async def ended_jobs(redis: Redis, pool: str) -> int:
+    """Return how many jobs the pool has ended well."""
+    return int(await cast(Any, redis.hget(f"{keys.prefix(pool)}:counts", "ended_done")) or 0)
+
+
+async def until_ended(redis: Redis, pool: str) -> None:
+    """Wait until no job of the pool is open."""
+    while await cast(Any, redis.scard(f"{keys.prefix(pool)}:open")):
+        await asyncio.sleep(0.2)
+
+
+async def kills(args: argparse.Namespace) -> list[str]:
+    """Kill clients, gateways, nodes and Redis while a backlog is submitted, worked off and read."""
+    rng, requests = random.Random(args.seed), Requests(POOL, args.requests, max_tokens=24)
+    print(f"seed {args.seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="backlog-") as name, RedisProcess(Path(name) / "redis") as server:
+        settings = {"log_jobs": False, "max_num_seqs": 64, "step_s": args.step_s, "result_ttl_ms": DAY_MS}
+        fleet = Fleet(server, POOL, num_nodes=2, num_gateways=2, keeps_ports=True, **settings, idem_ttl_ms=DAY_MS)
+        try:
+            await fleet.start()
+            async with connect(server.url) as redis:
+                before = await view_of(redis, POOL)
+                run = run_with_kills(fleet, requests, Path(name), rng, num_kills=args.kills, every_s=args.every)
+                answers, killed = await run
+                after, found = await view_of(redis, POOL), answers.problems(requests)
+                found += problems_of(before, after, args.requests, job_ids=answers.job_ids)
+                found += await audited(redis, POOL)
+        finally:
+            fleet.close()
+    measurements: dict[str, Measurement] = {"jobs": args.requests, "kills": killed.total()}
+    measurements |= {"killed": ", ".join(f"{number} {kind}" for kind, number in sorted(killed.items()))}
+    measurements |= {"seconds": round(answers.took_s), "nodes lost": after.counts["nodes_lost"]}
+    told(f"{killed.total()} kills, reference engine", measurements, found, args)
+    return found
+
+
 async def doors(args: argparse.Namespace) -> list[str]:
     """Send the requests through each way into the queue."""
     found: list[str] = []
@@ -105,6 +205,20 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--only", nargs="*", choices=ENTRIES)
     one.add_argument("--redis-mib", type=int, default=512)
     one.set_defaults(run=doors)
+    one = commands.add_parser("due", help="delayed jobs that fall due in one second, beside chats")
+    one.add_argument("--requests", type=int, default=100_000)
+    one.add_argument("--after", type=float, default=240.0, help="seconds from the first submit to the second of all")
+    one.add_argument("--part-s", type=float, default=30.0, help="seconds of each measured part")
+    one.add_argument("--chats", type=float, default=4.0, help="chats a second")
+    one.add_argument("--redis-mib", type=int, default=512)
+    one.set_defaults(run=due, demo=False)
+    one = commands.add_parser("kills", help="random kills over a backlog")
+    one.add_argument("--requests", type=int, default=20_000)
+    one.add_argument("--kills", type=int, default=20)
+    one.add_argument("--every", type=float, default=6.0, help="seconds between two kills, on average")
+    one.add_argument("--step-s", type=float, default=0.03)
+    one.add_argument("--seed", type=int, default=secrets.randbits(32))
+    one.set_defaults(run=kills)
     return top
 
 
