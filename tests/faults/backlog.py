@@ -1,12 +1,15 @@
 """`python -m faults.backlog WHAT`: long backlogs of jobs are accepted, and each job ends exactly once.
 
-`doors` sends 20,000 requests through each way into the queue.
+`doors` sends requests through each way into the queue. `due` lets delayed jobs fall due in one second beside chats.
+`kills` kills clients, gateways, nodes and Redis over a backlog. `memory` lets results fill Redis until a reader frees
+them, and `states` measures what a job takes. Each prints what it measured and what was violated.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import secrets
 import sys
@@ -14,20 +17,28 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fakes.processes.node_process import NodeProcess
 from faults.tools.backlog_due import Chats, submit_delayed
 from faults.tools.backlog_entries import ENTRIES, Requests, each
 from faults.tools.backlog_kills import run_with_kills
+from faults.tools.backlog_memory import (
+    LargeJobs,
+    Peaks,
+    ended_jobs,
+    rewrite,
+    until_ended,
+    until_taking_stops,
+    used_memory,
+)
 from faults.tools.backlog_view import SlowCommands, audited, problems_of, shown, view_of
 from faults.tools.processes import GatewayProcess
 from faults.tools.redis_process import RedisProcess
 from faults.tools.report import Measurement, quantile, record
 from faults.tools.soak_kills import Fleet
-from redis.asyncio import Redis
 
 from penstock.cli.demo_model import demo_model
 from penstock.producer.client import AsyncClient
@@ -40,8 +51,9 @@ SECTION = "Backlogs"
 WARM_UP_TOKENS = 100
 STEP_S = 0.002
 DAY_MS = 86_400_000
-MAX_LATER_MS = 25.0
-"""By which a chat's first token may come later beside delayed jobs, apart from twice the time that it takes alone."""
+SHORT_LOG_MS, LONG_LOG_MS = 3000, 15_000
+TAKEN_SHARE, MOST_SHARE = 0.81, 0.85
+"""Of Redis's memory: used when no more background work is taken, and used at any time."""
 Run = Callable[[argparse.Namespace], Awaitable[list[str]]]
 
 
@@ -133,7 +145,7 @@ async def due(args: argparse.Namespace) -> list[str]:
         found += await audited(redis, POOL)
         gateway.close()
     for part in ("waiting", "due"):
-        if quantile(chats.first_ms[part], 0.5) > 2 * quantile(chats.first_ms["alone"], 0.5) + MAX_LATER_MS:
+        if quantile(chats.first_ms[part], 0.5) > quantile(chats.first_ms["alone"], 0.5) + args.later_ms:
             found.append(f"chats {part}: {chats.shown(part)} ms to the first token, alone {chats.shown('alone')}")
     measurements: dict[str, Measurement] = {"jobs": args.requests, "accepted/s": round(args.requests / submitted_s)}
     measurements |= {f"TTFT {part} ms": chats.shown(part) for part in ("alone", "waiting", "due")}
@@ -144,20 +156,80 @@ async def due(args: argparse.Namespace) -> list[str]:
     return found
 
 
-async def used_memory(redis: Redis) -> int:
-    """Return the bytes that Redis uses."""
-    return int((await redis.info("memory"))["used_memory"])
+async def memory(args: argparse.Namespace) -> list[str]:
+    """Let results fill Redis until no more is taken. Then read and free them, and rewrite the file meanwhile."""
+    jobs = LargeJobs(POOL, args.requests)
+    limits: dict[str, Any] = {"maxmemory": f"{args.redis_mib}mb", "auto-aof-rewrite-percentage": 0}
+    with tempfile.TemporaryDirectory(prefix="backlog-") as name, RedisProcess(Path(name) / "redis", **limits) as server:
+        async with connect(server.url) as redis, AsyncExitStack() as nodes, asyncio.TaskGroup() as tasks:
+            with large_node(server.url):
+                before = await view_of(redis, POOL)
+            slow, empty = SlowCommands(redis), await used_memory(redis)
+            await slow.start()
+            peaks = Peaks(redis, {"reader": os.getpid()})
+            watching = tasks.create_task(peaks.watch())
+            await jobs.submit(server.url)
+            queued_bytes = (await used_memory(redis) - empty) / args.requests
+            print(f"{time.strftime('%H:%M:%S')} all submitted: {queued_bytes:.0f} bytes a job", flush=True)
+            for number in range(2):
+                node = nodes.enter_context(large_node(server.url))
+                peaks.pids[f"node {number}"] = node.pid
+            ended, share = await until_taking_stops(redis, POOL, still_s=args.still_s)
+            print(f"{time.strftime('%H:%M:%S')} taking stopped: {ended} ended, {share:.1%} of memory", flush=True)
+            found = [] if ended < args.requests else ["taking never stopped: all jobs fit"]
+            still = await rewrite(redis)
+            reading = tasks.create_task(jobs.read_and_free(server.url))
+            await asyncio.sleep(1)
+            busy = await rewrite(redis)
+            await reading
+            await until_ended(redis, POOL)
+            watching.cancel()
+            found += problems_of(before, await view_of(redis, POOL), args.requests, job_ids=jobs.ids)
+            found += [f"{what}: {number} jobs" for what, number in jobs.wrong.items()]
+            found += await audited(redis, POOL)
+            left_bytes = (await used_memory(redis) - empty) / args.requests
+            blocked = shown(await slow.read())
+    if share > TAKEN_SHARE or peaks.most["used"] > args.redis_mib * MOST_SHARE:
+        found.append(f"memory: {share:.1%} when taking stopped, {peaks.most['used']:.0f} MiB at most")
+    measurements: dict[str, Measurement] = {"jobs": args.requests, "ended when taking stopped": ended}
+    measurements |= {"memory used then": f"{share:.1%}", "bytes a queued job": round(queued_bytes)}
+    measurements |= {"bytes an acknowledged job": round(left_bytes)}
+    measurements |= {f"most MiB: {what}": round(size) for what, size in peaks.most.items()}
+    measurements |= {f"rewrite, idle: {what}": round(size, 1) for what, size in still.items()}
+    measurements |= {f"rewrite, reading: {what}": round(size, 1) for what, size in busy.items()}
+    told(f"{args.requests} results without a reader", measurements | {"slow in Redis": blocked}, found, args)
+    return found
 
 
-async def ended_jobs(redis: Redis, pool: str) -> int:
-    """Return how many jobs the pool has ended well."""
-    return int(await cast(Any, redis.hget(f"{keys.prefix(pool)}:counts", "ended_done")) or 0)
+def large_node(url: str, **settings: Any) -> NodeProcess:
+    """Return a node that gives 100 tokens a step. A log lives so shortly that results, not logs, fill Redis."""
+    settings = {"log_ttl_ms": SHORT_LOG_MS, "max_num_seqs": 64, **settings}
+    return NodeProcess(url, pool=POOL, tokens_per_step=100, step_s=STEP_S, log_jobs=False, **settings)
 
 
-async def until_ended(redis: Redis, pool: str) -> None:
-    """Wait until no job of the pool is open."""
-    while await cast(Any, redis.scard(f"{keys.prefix(pool)}:open")):
-        await asyncio.sleep(0.2)
+async def states(args: argparse.Namespace) -> list[str]:
+    """Measure what a job of 1,000 characters and 500 tokens takes of Redis in each state."""
+    sizes: dict[str, Measurement] = {"jobs": args.requests}
+    with EmbeddedRedis(maxmemory_mib=512) as server:
+        async with connect(server.url) as redis:
+            for state, options in (("delayed", {"not_before_s": 3600}), ("queued", {})):
+                await redis.flushall()
+                with large_node(server.url, log_ttl_ms=LONG_LOG_MS):
+                    pass
+                jobs, empty = LargeJobs(POOL, args.requests), await used_memory(redis)
+                await jobs.submit(server.url, **options)
+                sizes[state] = round((await used_memory(redis) - empty) / args.requests)
+            with large_node(server.url, log_ttl_ms=LONG_LOG_MS):
+                await until_ended(redis, POOL)
+                sizes["ended"] = round((await used_memory(redis) - empty) / args.requests)
+                while [key async for key in redis.scan_iter(f"{keys.prefix(POOL)}:log:*", count=1000)]:
+                    await asyncio.sleep(1)
+                sizes["ended, its log expired"] = round((await used_memory(redis) - empty) / args.requests)
+                await jobs.read_and_free(server.url)
+                sizes["acknowledged"] = round((await used_memory(redis) - empty) / args.requests)
+    found = [f"{what}: {number} jobs" for what, number in jobs.wrong.items()]
+    told("bytes of Redis a job: prompt of 1,000 bytes, answer of 500 tokens in 5 chunks", sizes, found, args)
+    return found
 
 
 async def kills(args: argparse.Namespace) -> list[str]:
@@ -210,8 +282,17 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--after", type=float, default=240.0, help="seconds from the first submit to the second of all")
     one.add_argument("--part-s", type=float, default=30.0, help="seconds of each measured part")
     one.add_argument("--chats", type=float, default=4.0, help="chats a second")
+    one.add_argument("--later-ms", type=float, default=25.0, help="by which half of the first tokens may come later")
     one.add_argument("--redis-mib", type=int, default=512)
     one.set_defaults(run=due, demo=False)
+    one = commands.add_parser("memory", help="results fill Redis until a reader frees them")
+    one.add_argument("--requests", type=int, default=200_000)
+    one.add_argument("--redis-mib", type=int, default=1024)
+    one.add_argument("--still-s", type=float, default=10.0, help="seconds without an end that prove a stop")
+    one.set_defaults(run=memory)
+    one = commands.add_parser("states", help="what a job takes of Redis in each state")
+    one.add_argument("--requests", type=int, default=2000)
+    one.set_defaults(run=states)
     one = commands.add_parser("kills", help="random kills over a backlog")
     one.add_argument("--requests", type=int, default=20_000)
     one.add_argument("--kills", type=int, default=20)

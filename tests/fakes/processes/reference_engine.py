@@ -304,3 +304,32 @@ class ReferenceEngine:
     def memory_trail(self) -> list[str]:
         """Return no entries: blocks are only counted."""
         return []
+
+
+_NUM_BULK, _MAX_BULK = 4096, 8192
+_BULK_IDS = tuple(1000 + i * 7919 % 48_000 for i in range(_NUM_BULK + _MAX_BULK))
+_BULK_TEXT = "".join(f"{i:04d}"[-3:] + " " for i in _BULK_IDS)
+
+
+def bulk_output(prompt: Sequence[int], start: int, end: int) -> tuple[tuple[int, ...], str]:
+    """Return the tokens of a BulkEngine from one position to another, and their text: four characters each."""
+    first = sum(prompt) % _NUM_BULK
+    return _BULK_IDS[first + start : first + end], _BULK_TEXT[4 * (first + start) : 4 * (first + end)]
+
+
+class BulkEngine(ReferenceEngine):
+    """Each step gives many tokens to a choice. Ids and texts are as long as those of a real vocabulary."""
+
+    def __init__(self, *, tokens_per_step: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._tokens_per_step = tokens_per_step
+
+    def _advance(self, live: _Live) -> StepOutput:
+        position, limit = len(live.tokens), min(live.params.max_tokens or 16, _MAX_BULK)
+        ids, text = bulk_output(live.prompt, position, min(limit, position + self._tokens_per_step))
+        live.tokens += ids
+        self._done_tokens += len(ids)
+        if len(live.tokens) < limit:
+            return StepOutput(live.request_id, live.choice, position, ids, text, None, None)
+        self._live.remove(live)
+        return StepOutput(live.request_id, live.choice, position, ids, text, "length", Usage(len(live.prompt), limit))

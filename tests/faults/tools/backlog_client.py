@@ -1,7 +1,7 @@
-"""`python backlog_client.py`: one client of a backlog, which is killed and started again until all its rows are written.
+"""`python backlog_client.py`: one client of a backlog, which is killed and started again until it has all its answers.
 
-BACKLOG_PART is JSON: `pool`, `max_tokens`, `jobs` (number of the request → id or key of its job), `output`, and for HTTP
-`gateways`. Each answer is written as one line, and only then acknowledged, so a row on disk is an answer that is stored.
+BACKLOG_PART names a JSON file: `pool`, `max_tokens`, `jobs` (number of the request → id or key of its job), `output`,
+and for HTTP `gateways`. Each answer is written as one line, and only then acknowledged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import httpx
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from faults.tools.backlog_entries import Requests, each
 
@@ -110,7 +110,7 @@ async def run_http(part: Part) -> None:
 
             async def submit(at: int) -> None:
                 index, key = part.left[at]
-                body = {"model": part.requests.pool, "tokens": part.requests.prompt(index)}
+                body: dict[str, Any] = {"model": part.requests.pool, "tokens": part.requests.prompt(index)}
                 body |= {"params": part.requests.sampling}
                 ids[at] = (await ask("POST", "/v1/jobs", json=body, headers={"Idempotency-Key": key}))["id"]
 

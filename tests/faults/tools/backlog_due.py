@@ -7,8 +7,8 @@ import json
 import random
 import time
 from collections import Counter
-from contextlib import asynccontextmanager
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 

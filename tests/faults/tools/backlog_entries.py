@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,7 @@ async def by_http(url: str, requests: Requests, _: Path) -> Answers:
 
 async def by_celery(url: str, requests: Requests, folder: Path) -> Answers:
     """Send a task for each request to a worker, and get each task's result from Celery."""
-    async with _worker(url, folder / "worker.log"):
+    with _worker(url, folder / "worker.log"):
         return await asyncio.to_thread(_send_tasks, url, requests)
 
 
@@ -215,8 +215,8 @@ def _send_tasks(url: str, requests: Requests) -> Answers:
     return answers
 
 
-@asynccontextmanager
-async def _worker(url: str, log: Path) -> AsyncIterator[None]:
+@contextmanager
+def _worker(url: str, log: Path) -> Iterator[None]:
     words = [sys.executable, "-m", "celery", "-A", "penstock.producer.batch.app", "worker", "--loglevel", "WARNING"]
     words += ["--concurrency", str(_CELERY_PROCESSES), "--without-mingle", "--without-gossip"]
     with log.open("wb") as said:

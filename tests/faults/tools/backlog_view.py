@@ -1,7 +1,7 @@
-"""A pool as Redis sees it, without any help of clients: what was accepted, how each job ended, and what blocked Redis.
+"""A pool as Redis sees it, without the help of clients: what was accepted, how each job ended, what blocked Redis.
 
-Every script that ends a job counts it (`P:counts`, `P:usage:<day>`) and writes the job's one record. So a lost job lacks
-a record or its end, a doubled one has two records, and one that ended twice is counted twice.
+A script that ends a job counts it (`P:counts`, `P:usage:<day>`) and writes the job's one record. So a lost job lacks a
+record or its end, a doubled one has two records, and one that ended twice is counted twice.
 """
 
 from __future__ import annotations
