@@ -1,4 +1,4 @@
-"""`python -m faults.backlog WHAT`: long backlogs of jobs are accepted, and each job ends exactly once.
+"""`python -m faults.backlog [WHAT]`: long backlogs of jobs are accepted, and each job ends exactly once.
 
 `doors` sends requests through each way into the queue. `due` lets delayed jobs fall due in one second beside chats.
 `kills` kills clients, gateways, nodes and Redis over a backlog. `memory` lets results fill Redis until a reader frees
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ DAY_MS = 86_400_000
 SHORT_LOG_MS, LONG_LOG_MS = 3000, 15_000
 TAKEN_SHARE, MOST_SHARE = 0.81, 0.85
 """Of Redis's memory: used when no more background work is taken, and used at any time."""
-Run = Callable[[argparse.Namespace], Awaitable[list[str]]]
+WHOLE = (["doors"], ["doors", "--demo", "--requests", "4000"], ["due"], ["kills"], ["memory"], ["states"])
+"""The campaigns that run if none is named."""
 
 
 async def warm_up(url: str, pool: str, *, num_jobs: int) -> None:
@@ -270,7 +271,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     top = argparse.ArgumentParser(description=__doc__)
     top.add_argument("--record", action="store_true", help="write the measurements to ops/bench/results/faults.md")
-    commands = top.add_subparsers(required=True)
+    commands = top.add_subparsers(metavar="WHAT")
     one = commands.add_parser("doors", help="each way into the queue")
     one.add_argument("--requests", type=int, default=20_000)
     one.add_argument("--demo", action="store_true", help="with the demo model")
@@ -297,16 +298,20 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--requests", type=int, default=20_000)
     one.add_argument("--kills", type=int, default=20)
     one.add_argument("--every", type=float, default=6.0, help="seconds between two kills, on average")
-    one.add_argument("--step-s", type=float, default=0.03)
+    one.add_argument("--step-s", type=float, default=0.05)
     one.add_argument("--seed", type=int, default=secrets.randbits(32))
     one.set_defaults(run=kills)
     return top
 
 
 def main() -> None:
-    """Run one campaign. The exit status tells whether anything was violated."""
-    args = parser().parse_args()
-    found = asyncio.run(args.run(args))
+    """Run one campaign, or all of them. The exit status tells whether anything was violated."""
+    found: list[str] = []
+    given = sys.argv[1:]
+    is_whole = not set(given) - {"--record"}
+    for words in WHOLE if is_whole else ((),):
+        args = parser().parse_args([*given, *words])
+        found += asyncio.run(args.run(args))
     sys.exit(f"{len(found)} violations" if found else 0)
 
 
