@@ -51,7 +51,8 @@ SECTION = "Backlogs"
 WARM_UP_TOKENS = 100
 STEP_S = 0.002
 DAY_MS = 86_400_000
-SHORT_LOG_MS, LONG_LOG_MS = 3000, 15_000
+SHORT_LOG_MS, LONG_LOG_MS = 3000, 30_000
+LONG_LEASE_MS = 60_000
 TAKEN_SHARE, MOST_SHARE = 0.81, 0.85
 """Of Redis's memory: used when no more background work is taken, and used at any time."""
 WHOLE = (["doors"], ["doors", "--demo", "--requests", "4000"], ["due"], ["kills"], ["memory"], ["states"])
@@ -204,7 +205,7 @@ async def memory(args: argparse.Namespace) -> list[str]:
 
 def large_node(url: str, **settings: Any) -> NodeProcess:
     """Return a node that gives 100 tokens a step. A log lives so shortly that results, not logs, fill Redis."""
-    settings = {"log_ttl_ms": SHORT_LOG_MS, "max_num_seqs": 64, **settings}
+    settings = {"log_ttl_ms": SHORT_LOG_MS, "max_num_seqs": 64, "lease_ms": LONG_LEASE_MS, **settings}
     return NodeProcess(url, pool=POOL, tokens_per_step=100, step_s=STEP_S, log_jobs=False, **settings)
 
 
@@ -280,7 +281,7 @@ def parser() -> argparse.ArgumentParser:
     one.set_defaults(run=doors)
     one = commands.add_parser("due", help="delayed jobs that fall due in one second, beside chats")
     one.add_argument("--requests", type=int, default=100_000)
-    one.add_argument("--after", type=float, default=240.0, help="seconds from the first submit to the second of all")
+    one.add_argument("--after", type=float, default=90.0, help="seconds from the first submit to the second of all")
     one.add_argument("--part-s", type=float, default=30.0, help="seconds of each measured part")
     one.add_argument("--chats", type=float, default=4.0, help="chats a second")
     one.add_argument("--later-ms", type=float, default=25.0, help="by which half of the first tokens may come later")
@@ -292,7 +293,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--still-s", type=float, default=10.0, help="seconds without an end that prove a stop")
     one.set_defaults(run=memory)
     one = commands.add_parser("states", help="what a job takes of Redis in each state")
-    one.add_argument("--requests", type=int, default=2000)
+    one.add_argument("--requests", type=int, default=10_000)
     one.set_defaults(run=states)
     one = commands.add_parser("kills", help="random kills over a backlog")
     one.add_argument("--requests", type=int, default=20_000)

@@ -18,7 +18,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from faults.tools.backlog_entries import Requests, each
+from faults.tools.backlog_entries import HTTP_AT_ONCE, Requests, each
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.producer.client import AsyncClient, ClientSettings
@@ -89,7 +89,7 @@ async def _persistent(call: Any) -> Any:
 
 async def run_http(part: Part) -> None:
     """Post each job with its idempotency key, poll it to its end, write it, and acknowledge it."""
-    limits, rng = httpx.Limits(max_connections=_AT_ONCE), random.Random()
+    limits, rng = httpx.Limits(max_connections=HTTP_AT_ONCE), random.Random()
     async with httpx.AsyncClient(limits=limits, timeout=30) as http:
 
         async def ask(method: str, path: str, **options: Any) -> dict[str, Any]:
@@ -121,8 +121,8 @@ async def run_http(part: Part) -> None:
                 file.write(_row(part.left[at][0], text, ids[at]))
                 await ask("POST", f"/v1/jobs/{ids[at]}/ack")
 
-            await each(len(part.left), submit, at_once=_AT_ONCE)
-            await each(len(part.left), read, at_once=_AT_ONCE)
+            await each(len(part.left), submit, at_once=HTTP_AT_ONCE)
+            await each(len(part.left), read, at_once=HTTP_AT_ONCE)
 
 
 def main() -> None:

@@ -33,6 +33,8 @@ FIRST_TOKEN_ID = 100
 _PROMPT = tuple(range(40, 48))
 _AT_ONCE = 64
 _READ_AT_ONCE = 256
+HTTP_AT_ONCE = 8
+"""With more connections, httpx takes most of a core to choose one for each request."""
 _POLL_S = 0.2
 _PATIENCE_S = 3600.0
 _CELERY_PROCESSES = 4
@@ -165,7 +167,7 @@ def _note_decisions(client: AsyncClient, answers: Answers) -> None:
 async def by_http(url: str, requests: Requests, _: Path) -> Answers:
     """Post all to `/v1/jobs`, then poll and acknowledge each."""
     answers = Answers(job_ids=[""] * requests.number)
-    limits = httpx.Limits(max_connections=_AT_ONCE)
+    limits = httpx.Limits(max_connections=HTTP_AT_ONCE)
     gateway = await asyncio.to_thread(GatewayProcess(url).wait_ready)
     async with httpx.AsyncClient(base_url=gateway.url, limits=limits, timeout=60) as http:
         started_s = time.perf_counter()
@@ -185,9 +187,9 @@ async def by_http(url: str, requests: Requests, _: Path) -> Answers:
             answers.add(index, job["result"]["choices"][0]["text"] if job["result"] else job["state"])
             (await http.post(f"/v1/jobs/{job_id}/ack")).raise_for_status()
 
-        await each(requests.number, submit, at_once=_AT_ONCE)
+        await each(requests.number, submit, at_once=HTTP_AT_ONCE)
         answers.accepted_s = time.perf_counter() - started_s
-        await each(requests.number, read, at_once=_AT_ONCE)
+        await each(requests.number, read, at_once=HTTP_AT_ONCE)
         answers.took_s = time.perf_counter() - started_s
     gateway.close()
     return answers
