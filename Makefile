@@ -9,6 +9,7 @@
 #   make check-full  all of it, slow tests included; installs Jupyter and pyright for them
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
+#   make backlog     long backlogs: accepted, and each job ends once (half an hour); BACKLOG="kills --requests 2000"
 #   make clients     run official clients and load tools against `penstock serve` (minutes); CLIENT="litellm openai", --newer
 #   make hostile     attacks of one tenant on another, each measured (minutes); HOSTILE="grammar choice --rounds 2"
 #   make mutants     take away one guard of the queue after the other: the tests must notice (minutes)
@@ -45,7 +46,7 @@ SLOW_STAMP := $(VENV)/.penstock-slow-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak hostile mutants bench bench-peers bench-gpu gpu-venv lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full clients faults soak backlog hostile mutants bench bench-peers bench-gpu gpu-venv lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -88,6 +89,9 @@ faults: $(STAMP)
 
 soak: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m faults.soak $(SOAK)
+
+backlog: $(STAMP)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.backlog $(BACKLOG)
 
 hostile: $(STAMP)
 	PYTHONPATH=tests:ops $(BIN)/python -m hostile.report $(HOSTILE)

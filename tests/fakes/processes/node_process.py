@@ -17,13 +17,21 @@ class NodeProcess(ChildProcess):
     """
 
     def __init__(
-        self, redis_url: str, *, step_s: float = 0.0, dies: str = "", tokenizer_hangs: bool = False, **settings: Any
+        self,
+        redis_url: str,
+        *,
+        step_s: float = 0.0,
+        tokens_per_step: int = 1,
+        dies: str = "",
+        tokenizer_hangs: bool = False,
+        **settings: Any,
     ) -> None:
         if "model" in settings and "reserved_cores" not in settings:
             settings = {"num_threads": 1, **settings}
         command = ["penstock", "node"] if "model" in settings else [REFERENCE_NODE]
         env = {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
         env |= {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json", "REFERENCE_STEP_S": str(step_s)}
+        env |= {"REFERENCE_TOKENS_PER_STEP": str(tokens_per_step)} if tokens_per_step > 1 else {}
         env |= {"REFERENCE_TOKENIZER_HANGS": "1"} if tokenizer_hangs else {}
         self.imports = ("penstock.gpu_node.model.loading.load",) if "model" in settings else ()
         super().__init__(command, env, dies=dies)

@@ -135,6 +135,7 @@ class _Live:
     said: str = ""
     released: int = 0
     embed: Embed | None = None
+    background: bool = False
 
     def append(self) -> int:
         """Append the next token, which depends on the previous tokens, and on the seed if the request samples."""
@@ -176,7 +177,7 @@ class _Live:
 
 
 class ReferenceEngine:
-    """Each step gives one token to every choice, up to `max_num_seqs` choices."""
+    """Each step gives one token to every choice, up to `max_num_seqs` choices, foreground work first."""
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class ReferenceEngine:
             logged = request.resume[choice] if request.resume else ResumedChoice((), "", None)
             if logged.finish_reason is None:
                 live = _Live(request.request_id, choice, prompt, params, request.seed, list(logged.token_ids))
-                live.embed = request.embed
+                live.embed, live.background = request.embed, request.background
                 live.said, live.released = text_of(live.tokens), len(logged.text)
                 self._live.append(live)
 
@@ -247,7 +248,7 @@ class ReferenceEngine:
         """Generate one token for each of the first `max_num_seqs` choices."""
         if self._step_s:
             time.sleep(self._step_s)
-        batch = self._live[: self._max_num_seqs]
+        batch = sorted(self._live, key=lambda live: live.background)[: self._max_num_seqs]
         self._num_steps += 1
         self.batches.append(len(batch))
         return [self._advance(live) for live in batch]
@@ -303,3 +304,32 @@ class ReferenceEngine:
     def memory_trail(self) -> list[str]:
         """Return no entries: blocks are only counted."""
         return []
+
+
+_NUM_BULK, _MAX_BULK = 4096, 8192
+_BULK_IDS = tuple(1000 + i * 7919 % 48_000 for i in range(_NUM_BULK + _MAX_BULK))
+_BULK_TEXT = "".join(f"{i:04d}"[-3:] + " " for i in _BULK_IDS)
+
+
+def bulk_output(prompt: Sequence[int], start: int, end: int) -> tuple[tuple[int, ...], str]:
+    """Return the tokens of a BulkEngine from one position to another, and their text: four characters each."""
+    first = sum(prompt) % _NUM_BULK
+    return _BULK_IDS[first + start : first + end], _BULK_TEXT[4 * (first + start) : 4 * (first + end)]
+
+
+class BulkEngine(ReferenceEngine):
+    """Each step gives many tokens to a choice. Ids and texts are as long as those of a real vocabulary."""
+
+    def __init__(self, *, tokens_per_step: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._tokens_per_step = tokens_per_step
+
+    def _advance(self, live: _Live) -> StepOutput:
+        position, limit = len(live.tokens), min(live.params.max_tokens or 16, _MAX_BULK)
+        ids, text = bulk_output(live.prompt, position, min(limit, position + self._tokens_per_step))
+        live.tokens += ids
+        self._done_tokens += len(ids)
+        if len(live.tokens) < limit:
+            return StepOutput(live.request_id, live.choice, position, ids, text, None, None)
+        self._live.remove(live)
+        return StepOutput(live.request_id, live.choice, position, ids, text, "length", Usage(len(live.prompt), limit))

@@ -7,11 +7,12 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from fakes.processes.child_process import ChildProcess
 from fakes.processes.node_process import NodeProcess
 from faults.tools.processes import GatewayProcess
-from faults.tools.redis_process import RedisProcess
+from faults.tools.redis_process import RedisProcess, free_port
 
 LEASE_S = 3.0
 STEP_S = 0.02
@@ -22,8 +23,20 @@ TTL_MS = 180_000
 class Fleet:
     """Redis, nodes and gateways. A process that ends is replaced."""
 
-    def __init__(self, redis: RedisProcess, pool: str, *, num_nodes: int, num_gateways: int) -> None:
+    def __init__(
+        self,
+        redis: RedisProcess,
+        pool: str,
+        *,
+        num_nodes: int,
+        num_gateways: int,
+        keeps_ports: bool = False,
+        **of_nodes: Any,
+    ) -> None:
+        """`keeps_ports`: a gateway gets the port of the one that it replaces. `of_nodes`: further settings of nodes."""
         self.redis = redis
+        self._of_nodes = {"step_s": STEP_S, "max_num_seqs": 32, **of_nodes}
+        self._ports = [free_port() if keeps_ports else 0 for _ in range(num_gateways)]
         self._pool = pool
         self._num_started = 0
         self.nodes: list[NodeProcess] = []
@@ -34,7 +47,7 @@ class Fleet:
         """Start all processes."""
         num_nodes, num_gateways = self._sizes
         self.nodes = [await self._start_node() for _ in range(num_nodes)]
-        self.gateways = [await self._start_gateway() for _ in range(num_gateways)]
+        self.gateways = [await self._start_gateway(place) for place in range(num_gateways)]
 
     def close(self) -> None:
         """Kill all processes except Redis."""
@@ -50,11 +63,11 @@ class Fleet:
         self._num_started += 1
         ttls = {"log_ttl_ms": TTL_MS, "result_ttl_ms": TTL_MS, "idem_ttl_ms": TTL_MS}
         place = {"pool": self._pool, "name": f"n{self._num_started}", "lease_ms": int(LEASE_S * 1000), "drain_s": 0.5}
-        node = NodeProcess(self.redis.url, step_s=STEP_S, max_num_seqs=32, **place, **ttls)
+        node = NodeProcess(self.redis.url, **place, **(ttls | self._of_nodes))
         return await asyncio.to_thread(node.wait_ready)
 
-    async def _start_gateway(self) -> GatewayProcess:
-        return await asyncio.to_thread(GatewayProcess(self.redis.url).wait_ready)
+    async def _start_gateway(self, place: int) -> GatewayProcess:
+        return await asyncio.to_thread(GatewayProcess(self.redis.url, port=self._ports[place]).wait_ready)
 
     async def kill_node(self, rng: random.Random) -> None:
         """Send SIGKILL to a node and replace it."""
@@ -75,7 +88,7 @@ class Fleet:
         """Send SIGKILL to a gateway and replace it."""
         place = rng.randrange(len(self.gateways))
         self.gateways[place].close()
-        self.gateways[place] = await self._start_gateway()
+        self.gateways[place] = await self._start_gateway(place)
 
     async def kill_redis(self, rng: random.Random) -> None:
         """Send SIGKILL to Redis and start it again after a while."""
