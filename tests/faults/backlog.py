@@ -47,7 +47,13 @@ from penstock.queue.broker.connection import connect
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 POOL = "backlog"
-SECTION = "Backlogs"
+SECTIONS = {
+    "doors": "Backlogs, by the way into the queue",
+    "due": "Delayed jobs that fall due together",
+    "kills": "Kills during a backlog",
+    "memory": "Results that fill Redis",
+    "states": "Bytes of Redis a job, by state",
+}
 WARM_UP_TOKENS = 100
 STEP_S = 0.002
 DAY_MS = 86_400_000
@@ -109,7 +115,7 @@ def told(row: str, measurements: dict[str, Measurement], found: list[str], args:
     print(f"{time.strftime('%H:%M:%S')} {row}: {measurements}", flush=True)
     print("\n".join(f"  VIOLATION {problem}" for problem in found) or "  nothing violated", flush=True)
     if args.record and not found:
-        record(SECTION, row, measurements)
+        record(SECTIONS[args.run.__name__], row, measurements)
 
 
 async def due(args: argparse.Namespace) -> list[str]:
