@@ -148,5 +148,6 @@ class SlowCommands:
 
 
 def shown(slow: dict[str, tuple[int, float]]) -> str:
-    """Return the slow commands as a text."""
-    return ", ".join(f"{name} {most:.0f} ms ({count}x)" for name, (count, most) in slow.items()) or "none"
+    """Return the three slowest commands as a text."""
+    slowest = sorted(slow.items(), key=lambda item: -item[1][1])[:3]
+    return ", ".join(f"{name} {most:.0f} ms ({count}x)" for name, (count, most) in slowest) or "none"
