@@ -12,7 +12,9 @@ import pytest
 from penstock.gpu_node.model.checkpoint import mapped_file
 from penstock.gpu_node.model.checkpoint.mapped_file import MappedFile
 
-NUM_PAGES = 64
+NUM_PAGES = 1024
+ALMOST_ALL_KIB = NUM_PAGES * mmap.PAGESIZE // 1024 * 9 // 10
+"""Linux passes over a neighbor that it just moves or marks for read-ahead: such a page is mapped when it is used."""
 
 
 @pytest.fixture
@@ -32,9 +34,9 @@ def resident_kib(file: MappedFile) -> int:
     return int(next(line for line in lines if line.startswith("Rss:")).split()[1])
 
 
-def test_all_pages_are_mapped(file: MappedFile) -> None:
+def test_almost_all_pages_are_mapped(file: MappedFile) -> None:
     file.page_faults.take(lambda: False)
-    assert resident_kib(file) == NUM_PAGES * mmap.PAGESIZE // 1024
+    assert resident_kib(file) >= ALMOST_ALL_KIB
 
 
 def test_no_page_is_mapped_once_it_is_enough(file: MappedFile) -> None:
@@ -54,10 +56,10 @@ def test_a_file_larger_than_the_available_memory_is_left_alone(
     assert resident_kib(file) == 0
 
 
-def test_a_thread_maps_all_pages_ahead(file: MappedFile) -> None:
+def test_a_thread_maps_almost_all_pages_ahead(file: MappedFile) -> None:
     file.page_faults.take_ahead()
     ends_s = time.monotonic() + 10
-    while resident_kib(file) < NUM_PAGES * mmap.PAGESIZE // 1024:
+    while resident_kib(file) < ALMOST_ALL_KIB:
         assert time.monotonic() < ends_s
         time.sleep(0.001)
     file.release()
