@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -26,6 +27,9 @@ from penstock.queue.broker.connection import pauses
 from penstock.queue.broker.node import Emission, HeartbeatAnswer, NodeBroker
 
 log = logging.getLogger(__package__)
+
+ENDS_PER_PART = 16
+"""Ends of background jobs that are sent together. The first token of a chat waits for no more of them."""
 
 
 class Outbox:
@@ -258,17 +262,32 @@ class Outbox:
             self._send_due()
 
     async def flush(self, *, only_awaited: bool = False) -> None:
-        """Publish all unsent outputs, or the awaited ones. Raises UnavailableError; the unacknowledged stay unsent."""
+        """Publish all unsent outputs, or the awaited ones. Raises UnavailableError; the unacknowledged stay unsent.
+
+        Ends of background jobs go last, in parts. What a reader of foreground work waits for goes before each part.
+        """
         self._collect()
-        if not (batch := self._take_batch(only_awaited=only_awaited)):
-            return
-        try:
-            await self._batch_sender.send(batch)
-        except BaseException:
-            self._take_back(batch)
-            raise
-        # Other work runs between these calls, so their own CPU time is not known.
-        self._ledger.counts.sending.note(len(batch), self._pace.cost.of(len(batch)))
+        left = self._take_batch(only_awaited=only_awaited)
+        while left:
+            left.sort(key=_may_go_later)
+            num_first = bisect_left(left, True, key=_may_go_later)
+            part, left = left[: num_first + ENDS_PER_PART], left[num_first + ENDS_PER_PART :]
+            try:
+                await self._batch_sender.send(part)
+            except BaseException:
+                self._take_back([*part, *left])
+                raise
+            # Other work runs between these calls, so their own CPU time is not known.
+            self._ledger.counts.sending.note(len(part), self._pace.cost.of(len(part)))
+            if left:
+                self._collect()
+                left += self._take_awaited_foreground()
+
+    def _take_awaited_foreground(self) -> list[HeldJob]:
+        batch = [job for job in self._dirty.values() if job.is_awaited and not job.taken.is_background]
+        for job in batch:
+            del self._dirty[job.taken.lease]
+        return batch
 
     def handle_answer(self, emission: Emission, answer: str) -> None:
         """Handle Redis's answer to an emission, unless its job was lost meanwhile."""
@@ -315,3 +334,8 @@ class Outbox:
 
     def _pause_engine_if_full(self) -> None:
         self._worker.set_paused(self._ledger.unsent_bytes > self.max_unsent_bytes)
+
+
+def _may_go_later(job: HeldJob) -> bool:
+    """Return whether this is the end of a background job."""
+    return job.taken.is_background and job.outcome is not None

@@ -54,10 +54,10 @@ class BatchSender:
 
     async def send(self, batch: Sequence[HeldJob]) -> None:
         """Send everything that these jobs have. Raises UnavailableError; the calls that succeeded are noted."""
-        calls = [partial(self._finish, job, job.outcome) for job in batch if job.outcome is not None]
         going = [job for job in batch if job.outcome is None]
-        if at_once := [job for job in going if not job.has_unsealed_prompt]:
-            calls.append(partial(self._emit, at_once))
+        at_once = [job for job in going if not job.has_unsealed_prompt]
+        calls = [partial(self._emit, at_once)] if at_once else []
+        calls += [partial(self._finish, job, job.outcome) for job in batch if job.outcome is not None]
         calls += [partial(self._emit, [job]) for job in going if job.has_unsealed_prompt]
         for start in range(0, len(calls), MAX_CALLS_AT_ONCE):
             await gather_all(*(call() for call in calls[start : start + MAX_CALLS_AT_ONCE]))

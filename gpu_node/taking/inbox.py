@@ -89,8 +89,8 @@ async def listen(redis: Redis, channel: str, bell: Bell, on_message: Callable[[s
         await asyncio.sleep(next(patience))
 
 
-MAX_TAKEN_AT_ONCE = 128
-"""Limit of take.lua. A call that returned this many may have left more in the queue."""
+MAX_BACKGROUND_TAKEN = 32
+"""Limit of take.lua with background work. A call that returned as many may have left more in the queue."""
 MAX_TASKS = 32
 """Tasks, such as tokenization, that a node holds at once. A request has up to 16 MiB, so this bounds their memory."""
 IDLE_TAKE_S = 1.0
@@ -175,7 +175,7 @@ class JobInbox:
         self._ledger.counts.queue_share = sum(answer.depth) / max(1, answer.num_nodes)
         for job in jobs:
             self._preparation.begin(job)
-        if len(jobs) == MAX_TAKEN_AT_ONCE:
+        if len(jobs) >= MAX_BACKGROUND_TAKEN:
             return 0.0
         return min(IDLE_TAKE_S, answer.again_in_ms / 1000) if answer.again_in_ms else IDLE_TAKE_S
 

@@ -3,11 +3,15 @@
 OLD_PYTHON is the interpreter of another clone's virtual environment. Each run is a process of its own; which version
 goes first alternates from pair to pair. A pair in which other processes used much of the CPU is run again. Printed are
 the median of new ÷ old and its 95 % interval, by bootstrap: tokens per second, so more than 1 is faster.
+
+Each run converts the weights into memory of its own. A file of converted weights lies in the page cache as it came to be
+written: its reads differ in speed by up to 10 % from file to file, and each version would keep its own file.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import subprocess
@@ -82,6 +86,7 @@ def main() -> None:
     from penstock.cli.demo_model import demo_model
 
     options = parse()
+    os.environ["PENSTOCK_NODE_WEIGHT_CACHE"] = "false"
     journal = Journal(journal_path(options.campaign))
     contestants = versions(options.engine, options.old)
     campaign = Campaign(journal, str(demo_model()), contestants.values())

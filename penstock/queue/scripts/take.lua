@@ -19,6 +19,8 @@
 --   STALE: a later take of this node was already answered.
 local MAX_TAKEN, MAX_EXAMINED, MAX_SKIPPED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 512, 128, 32, 16384
 local MAX_SORTED, MAX_PASSED, MAX_TASKS_EXAMINED, LEAST_URGENT = 64, 16, 64, LEVELS - 1
+-- A take adds background jobs up to this number of jobs, because a chat waits while the node prepares what it took.
+local MAX_WITH_BACKGROUND = 32
 
 local node, call, nonce = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local kv_tokens, slots = {}, {}
@@ -469,7 +471,7 @@ end
 local DUE = -1
 local function try(job, urgency, is_head)
   tried[job.id] = true
-  if #taken >= MAX_TAKEN then return false end
+  if #taken >= (is_background(job) and MAX_WITH_BACKGROUND or MAX_TAKEN) then return false end
   local is_alone = is_isolated(job)
   if is_alone and num_held + #taken > 0 then return pass(job, ISOLATED) end
   if is_task(job) and task_slots == 0 then return true end

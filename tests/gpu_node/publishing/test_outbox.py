@@ -21,7 +21,7 @@ from penstock.gpu_node.jobs.held_job import HeldJob
 from penstock.gpu_node.jobs.ledger import Ledger
 from penstock.gpu_node.jobs.reports import JobReports
 from penstock.gpu_node.publishing import pace
-from penstock.gpu_node.publishing.outbox import Outbox
+from penstock.gpu_node.publishing.outbox import ENDS_PER_PART, Outbox
 from penstock.gpu_node.publishing.pace import BUSY_SHARE, Pace
 from penstock.gpu_node.taking.inbox import Bell
 from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, NodeBroker, Taken, UsedTokens
@@ -40,6 +40,7 @@ class ScriptedBroker(NodeBroker):
         self.is_connected = False
         """Whether quick calls can start."""
         self.fails_quick_calls = False
+        self.fails_finish = 0
         self.unanswered: list[Callable[[], None]] = []
         """The answers to quick calls, which the test lets arrive."""
         self.emitted: list[Emission] = []
@@ -68,6 +69,9 @@ class ScriptedBroker(NodeBroker):
         return True
 
     async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[UsedTokens]) -> str:
+        if self.fails_finish:
+            self.fails_finish -= 1
+            raise UnavailableError("no connection")
         self.finished.append(last)
         await self.may_finish.wait()
         return "OK"
@@ -297,6 +301,47 @@ async def test_a_job_that_is_cancelled_while_its_end_is_stored_is_finished_and_c
             await asyncio.sleep(0.001)
         assert len(rig.broker.finished) == 1
         assert (ledger.counts.finished, ledger.counts.finished_cost) == (1, 9)
+
+
+async def test_a_first_token_of_a_chat_waits_for_few_ends_of_background_jobs() -> None:
+    async with running_rig() as rig:
+        ledger = rig.outbox._ledger
+        rig.broker.may_finish.clear()
+        for number in range(100):
+            taken = Taken(f"p.b{number}", f"1:x:b{number}", losses=0, num_chunks=0, cost=9, deadline_in_ms=0, level=5)
+            job = HeldJob(taken)
+            job.open(SamplingParams(max_tokens=1))
+            ledger.add(job)
+            rig.outbox.end(job, Outcome("done"))
+        while not rig.broker.finished:
+            await asyncio.sleep(0.001)
+        num_before = len(rig.broker.finished)
+        rig.outbox.deliver(step(0))
+        num_ended_when_sent = list[int]()
+        rig.broker.on_emit = lambda: num_ended_when_sent.append(len(rig.broker.finished))
+        await asyncio.sleep(0.01)
+        rig.broker.may_finish.set()
+        while len(ledger) > 1 or rig.outbox._is_flushing:
+            await asyncio.sleep(0.001)
+        assert len({one.job_id for one in rig.broker.finished}) == len(rig.broker.finished) == 100
+        assert num_ended_when_sent == [num_before]
+        assert num_before <= ENDS_PER_PART
+
+
+async def test_ends_of_background_jobs_that_fail_to_leave_are_sent_again() -> None:
+    async with running_rig() as rig:
+        ledger = rig.outbox._ledger
+        rig.broker.fails_finish = 1
+        for number in range(40):
+            taken = Taken(f"p.b{number}", f"1:x:b{number}", losses=0, num_chunks=0, cost=9, deadline_in_ms=0, level=5)
+            job = HeldJob(taken)
+            job.open(SamplingParams(max_tokens=1))
+            ledger.add(job)
+            rig.outbox.end(job, Outcome("done"))
+        while len(ledger) > 1:
+            await asyncio.sleep(0.001)
+        assert ledger.counts.outages == 1
+        assert ledger.counts.finished == 40
 
 
 async def test_a_last_chunk_that_a_backlog_fills_has_the_same_usage_as_the_result() -> None:

@@ -10,6 +10,7 @@ from fakes.queue.harness import POOL, FakeNode, P, Queue, ids_of, new_job
 from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority
 from penstock.contract.tenant import Terms
+from penstock.gpu_node.taking.inbox import MAX_BACKGROUND_TAKEN
 from penstock.queue.broker.producer import Submission
 
 RATE = 100.0
@@ -51,6 +52,19 @@ async def test_background_work_is_taken_class_by_class(queue: Queue) -> None:
         (4, 4, True, 1),
         (5, 5, True, 2),
     ]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf", "fair"])
+async def test_a_take_brings_few_background_jobs_so_that_a_chat_does_not_wait_for_their_preparation(
+    queue: Queue, policy: str
+) -> None:
+    node = await queue.node(policy=policy)
+    for _ in range(MAX_BACKGROUND_TAKEN + 2):
+        await background(queue)
+    chats = [await queue.submit() for _ in range(2)]
+    answer = await node.take(slots=1000, slots_total=1000)
+    assert (ids_of(answer)[:2], len(answer.jobs)) == (chats, MAX_BACKGROUND_TAKEN)
+    assert len((await node.take(slots=1000, slots_total=1000)).jobs) == 4
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf", "fair"])
